@@ -1,0 +1,41 @@
+# The two commands: `make demo` and `make test`. Both set up all that they need.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+# One worker a core: the lab and the benchmarks' tests use more processes themselves.
+WORKERS ?= 2
+
+.PHONY: demo test lint types unit setup debian clean
+
+demo: setup
+	$(BIN)/gradwire demo --output report.html
+
+test: setup debian lint types unit
+
+lint: setup
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .[dev]
+	touch $@
+
+# Fashion-MNIST for the image task. Without root or network the task says that it uses digits instead.
+debian:
+	@dpkg -s dataset-fashion-mnist >/dev/null 2>&1 || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq dataset-fashion-mnist >/dev/null; } || \
+		echo "dataset-fashion-mnist is not installed: the image task will use scikit-learn's digits"
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,116 @@
+"""Rounds: drives the aggregators of a bucket and fuses what they yield.
+
+All coroutines advance in step. What they yield in one round becomes one collective, whose messages
+carry every parameter; when it ends, each coroutine gets its own result, and the next round begins. No
+thread waits for a round: its end starts the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregators.protocol import Aggregator, CompressedAllReduce, Steps
+from gradwire.collectives import Item, Options, prepare
+from gradwire.engine import Communicator, Outcome
+from gradwire.partition import Spec
+
+
+@dataclass
+class Member:
+    """One parameter of an attached module, as rounds see it.
+
+    Attributes:
+        name: in the module.
+        aggregator: makes its average.
+        key: from `rng.parameter_key`.
+        rotation: see gradwire.partition.
+        step: how many averages were begun; enters the random numbers.
+    """
+
+    name: str
+    aggregator: Aggregator
+    key: int
+    rotation: int
+    step: int = 0
+
+
+class Rounds:
+    """One bucket's way from gradients to averages.
+
+    Args:
+        comm: the process group's engine.
+        members: the parameters of the bucket.
+        gradients: theirs, 1-D and contiguous, replaced by the averages.
+        options: of every collective.
+        done: called once, from the engine's thread, with the error or None, and with what the rounds took.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        members: Sequence[Member],
+        gradients: Sequence[torch.Tensor],
+        options: Options,
+        done: Callable[[BaseException | None, list[Outcome]], None],
+    ) -> None:
+        self.comm = comm
+        self.members = members
+        self.gradients = gradients
+        self.options = options
+        self.done = done
+        self.outcomes: list[Outcome] = []
+        self.steps: list[int] = []
+        self.active: list[tuple[int, Steps, CompressedAllReduce]] = []
+
+    def start(self) -> None:
+        """Run every coroutine to its first collective, and begin the first round."""
+        for index, (member, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):
+            steps = member.aggregator.aggregate(gradient)
+            self._advance(index, steps, None)
+        self.steps = [member.step for member in self.members]
+        for member in self.members:
+            member.step += 1
+        self._next_round(0)
+
+    def _advance(self, index: int, steps: Steps, result: torch.Tensor | None) -> None:
+        """Resume one coroutine; it asks for another collective, or ends with its average."""
+        try:
+            request = next(steps) if result is None else steps.send(result)
+        except StopIteration as end:
+            average: torch.Tensor = end.value
+            gradient = self.gradients[index]
+            if average.data_ptr() != gradient.data_ptr():
+                gradient.copy_(average)
+        else:
+            self.active.append((index, steps, request))
+
+    def _next_round(self, number: int) -> None:
+        if not self.active:
+            self.done(None, self.outcomes)
+            return
+        specs, items = [], []
+        for index, _, request in self.active:
+            member, values = self.members[index], request.values
+            feedback = request.residual is not None
+            specs.append(
+                Spec(member.name, values.numel(), values.dtype, request.codec, feedback, member.rotation)
+            )
+            # A round of its own draws random numbers of its own.
+            step = self.steps[index] | number << 48
+            items.append(Item(values, member.key, step, request.residual))
+        running = prepare(self.comm, specs, self.options).start(items, average=True)
+        running.add_done_callback(lambda outcome: self._finish_round(number, outcome))
+
+    def _finish_round(self, number: int, outcome: Future[Outcome]) -> None:
+        try:
+            self.outcomes.append(outcome.result())
+            ended, self.active = self.active, []
+            for index, steps, request in ended:
+                self._advance(index, steps, request.values)
+            self._next_round(number + 1)
+        except BaseException as error:
+            self.done(error, self.outcomes)

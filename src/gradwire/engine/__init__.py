@@ -1,0 +1,9 @@
+"""The engine: runs graphs of five kinds of task. It knows no algorithm and no codec."""
+
+from gradwire.engine.communicator import Communicator
+from gradwire.engine.executor import Executor, Job, Outcome
+from gradwire.engine.graph import Graph
+from gradwire.engine.message import HEADER_BYTES
+from gradwire.engine.task import Buffer, Kind, Task
+
+__all__ = ["HEADER_BYTES", "Buffer", "Communicator", "Executor", "Graph", "Job", "Kind", "Outcome", "Task"]

@@ -1,0 +1,137 @@
+"""What the collectives of one process group share: an executor, memory, and agreement between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+
+import torch
+
+from gradwire.engine.executor import Executor
+from gradwire.errors import ConfigError
+from gradwire.transport import Transport
+
+# Tags of agreements come from the top of a job's tag space, which jobs never reach.
+_AGREE_TAG = 1 << 28
+_CHECK_BYTES = 40
+
+
+class Communicator:
+    """The engine of one process group on one rank.
+
+    Args:
+        transport: moves the bytes.
+        in_flight: how many collectives may own memory at a time (two overlap encoding with sending).
+
+    Attributes:
+        executor: runs the graphs.
+        peak_bytes: the most memory that collectives owned at one time, in bytes.
+    """
+
+    def __init__(self, transport: Transport, in_flight: int = 2) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.executor = Executor(transport, in_flight)
+        self.peak_bytes = 0
+        self._lock = threading.Lock()
+        self._jobs = 0
+        self._tags = 0
+        self._agreed: set[bytes] = set()
+        self._agreements = 0
+        self._free: list[torch.Tensor] = []
+        self._owned = 0
+        self._recent: deque[int] = deque(maxlen=64)
+
+    # ---- numbers that are the same on all ranks, because collectives start in the same order ----
+
+    def sequence(self, tags: int) -> tuple[int, int]:
+        """The number of the next collective, and the first of `tags` tags of its own."""
+        with self._lock:
+            number, first = self._jobs, self._tags
+            self._jobs += 1
+            self._tags = (self._tags + tags) % _AGREE_TAG
+        return number, first
+
+    # ---- agreement --------------------------------------------------------------------------------
+
+    def agree(self, what: str, description: list[str]) -> int:
+        """Make sure that every rank holds the same `description`; once per description.
+
+        Returns:
+            The first 8 bytes of the description's digest: what message headers carry.
+
+        Raises:
+            ConfigError: on every rank, naming the first line that differs and who holds what.
+            TransportError: a peer did not answer.
+        """
+        lines = [f"world size {self.world_size}", what, *description]
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+        if digest not in self._agreed:
+            body = "\n".join(lines).encode()
+            record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
+            records = self._exchange(record, [_CHECK_BYTES] * self.world_size)
+            if any(other[:32] != digest for other in records):
+                sizes = [int.from_bytes(other[32:], "little") for other in records]
+                bodies = self._exchange(body, sizes)
+                raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
+            self._agreed.add(digest)
+        return int.from_bytes(digest[:8], "little")
+
+    def _exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
+        """Every rank's bytes, in rank order; `sizes` are their lengths."""
+        tag = _AGREE_TAG + self._agreements
+        self._agreements += 1
+        peers = [p for p in range(self.world_size) if p != self.rank]
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        inbox = {p: torch.empty(sizes[p], dtype=torch.uint8) for p in peers}
+        receives = [self.transport.irecv(inbox[p], p, tag) for p in peers]
+        sends = [self.transport.isend(data, p, tag) for p in peers]
+        for pending in (*receives, *sends):
+            pending.wait()
+        return [mine if p == self.rank else inbox[p].numpy().tobytes() for p in range(self.world_size)]
+
+    def _difference(self, bodies: list[list[str]]) -> str:
+        longest = max(map(len, bodies))
+        padded = [body + ["(nothing)"] * (longest - len(body)) for body in bodies]
+        line = next(i for i in range(longest) if len({body[i] for body in padded}) > 1)
+        other = next(r for r in range(self.world_size) if padded[r][line] != padded[self.rank][line])
+        return (
+            f"ranks disagree on {bodies[self.rank][1]}: rank {self.rank} has "
+            f"'{padded[self.rank][line]}', rank {other} has '{padded[other][line]}'. "
+            "Give every rank the same model, options and seed"
+        )
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
+        with self._lock:
+            self._recent.append(nbytes)
+            fitting = [a for a in self._free if a.numel() >= nbytes]
+            if fitting:
+                arena = min(fitting, key=torch.Tensor.numel)
+                self._free = [a for a in self._free if a is not arena]
+            else:
+                # What lies free is too small: let it go first, so that sizes do not pile up.
+                self._forget(self._free)
+                arena = torch.empty(nbytes, dtype=torch.uint8)
+                self._owned += nbytes
+                self.peak_bytes = max(self.peak_bytes, self._owned)
+        return arena
+
+    def give(self, arena: torch.Tensor) -> None:
+        """Return memory taken; what no recent collective needed is let go (DDP's first, single bucket)."""
+        with self._lock:
+            self._free.append(arena)
+            self._forget([a for a in self._free if a.numel() > 2 * max(self._recent)])
+
+    def _forget(self, arenas: list[torch.Tensor]) -> None:
+        self._owned -= sum(a.numel() for a in arenas)
+        gone = {id(a) for a in arenas}
+        self._free = [a for a in self._free if id(a) not in gone]
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self.peak_bytes = self._owned

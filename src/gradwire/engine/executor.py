@@ -1,0 +1,254 @@
+"""The executor: runs graphs on three queues, so that kernels, sending and receiving overlap.
+
+    compute   a thread that runs kernels in the order in which their inputs arrive, and posts the sends
+              that they release (posting returns at once)
+    inbound   a thread that awaits receives, job by job, in the order of their graphs
+    outbound  a thread that awaits sends, so that buffers are not reused before they are on the wire
+
+Kernels and waits release the GIL, so the three run beside backward. All receives of a job are posted
+when it starts: a transport that waits for both ends to be ready then loses no round trip. At most
+`in_flight` jobs own memory at a time; later ones queue, and nobody blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from gradwire.engine.graph import Graph
+from gradwire.engine.task import Buffer, Kind, Task
+from gradwire.errors import GradwireError, TransportError
+from gradwire.transport import Transport
+from gradwire.transport.protocol import Pending
+
+log = logging.getLogger("gradwire")
+
+
+class Job(Protocol):
+    """What the executor asks of a collective that it runs.
+
+    Attributes:
+        graph: what to do.
+    """
+
+    graph: Graph
+
+    def start(self) -> None:
+        """Take memory; called once, when one of the `in_flight` places is free."""
+        ...
+
+    def memory(self, buffer: Buffer) -> torch.Tensor:
+        """The message (uint8) of `buffer`."""
+        ...
+
+    def tag(self, buffer: Buffer) -> int:
+        """The same number for `buffer` on both ends, different for all buffers of all jobs in flight."""
+        ...
+
+    def compute(self, task: Task) -> None:
+        """Run the kernels of an encode, merge or decode."""
+        ...
+
+    def received(self, task: Task) -> None:
+        """Check the message that a recv brought; raises CodecError."""
+        ...
+
+    def finish(self) -> None:
+        """Give memory back; called once, when every send and receive has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job took: seconds from submission to the last task, bytes handed to the transport."""
+
+    seconds: float
+    wire_bytes: int
+
+
+class _Run:
+    """One job under way."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.future: Future[Outcome] = Future()
+        self.wire_bytes = 0
+        self.waits = list(job.graph.waits)
+        self.left = len(job.graph.tasks)
+        self.sends_left = sum(task.kind is Kind.SEND for task in job.graph.tasks)
+        self.finished = False
+        self.submitted = time.perf_counter()
+
+
+class Executor:
+    """Runs jobs over one transport. Jobs are submitted in the same order on every rank.
+
+    Args:
+        transport: moves the bytes.
+        in_flight: how many jobs may own memory at a time.
+    """
+
+    def __init__(self, transport: Transport, in_flight: int = 2) -> None:
+        self.transport = transport
+        self.in_flight = in_flight
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._running: set[_Run] = set()
+        self._waiting: deque[_Run] = deque()
+        self._compute: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._inbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._outbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(queue,), name=f"gradwire-{name}", daemon=True)
+            for name, queue in (
+                ("compute", self._compute),
+                ("inbound", self._inbound),
+                ("outbound", self._outbound),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Queue `job`; the future ends with its last task, or with the error that stopped it.
+
+        Raises:
+            TransportError: an earlier failure broke this group.
+        """
+        run = _Run(job)
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._waiting.append(run)
+        self._admit()
+        return run.future
+
+    def close(self) -> None:
+        """End the threads; jobs under way are abandoned."""
+        for queue in (self._compute, self._inbound, self._outbound):
+            queue.put(None)
+
+    # ---- the life of a job: admitted, its tasks run, ended -------------------------------------
+
+    def _admit(self) -> None:
+        with self._lock:
+            while self._waiting and len(self._running) < self.in_flight and self.error is None:
+                run = self._waiting.popleft()
+                self._running.add(run)
+                self._compute.put(partial(self._start, run))
+
+    def _start(self, run: _Run) -> None:
+        graph = run.job.graph
+        run.job.start()
+        for index, task in enumerate(graph.tasks):
+            if task.kind is Kind.RECV:
+                assert task.peer is not None
+                buffer = task.writes[0]
+                memory = run.job.memory(buffer)
+                pending = self.transport.irecv(memory, task.peer, run.job.tag(buffer))
+                self._inbound.put(partial(self._receive, run, index, pending))
+        for index, waits in enumerate(graph.waits):
+            if waits == 0 and graph.tasks[index].kind is not Kind.RECV:
+                self._release(run, index)
+        if not graph.tasks:
+            self._ended(run)
+
+    def _release(self, run: _Run, index: int) -> None:
+        """Task `index` has all that it needs."""
+        if run.job.graph.tasks[index].kind is Kind.SEND:
+            self._send(run, index)
+        else:
+            self._compute.put(partial(self._run_kernel, run, index))
+
+    def _run_kernel(self, run: _Run, index: int) -> None:
+        run.job.compute(run.job.graph.tasks[index])
+        self._done(run, index)
+
+    def _send(self, run: _Run, index: int) -> None:
+        task = run.job.graph.tasks[index]
+        assert task.peer is not None
+        buffer = task.reads[0]
+        message = run.job.memory(buffer)
+        run.wire_bytes += message.numel()
+        pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
+        self._outbound.put(partial(self._sent, run, pending))
+        self._done(run, index)
+
+    def _receive(self, run: _Run, index: int, pending: Pending) -> None:
+        pending.wait()
+        run.job.received(run.job.graph.tasks[index])
+        self._done(run, index)
+
+    def _done(self, run: _Run, index: int) -> None:
+        with self._lock:
+            run.left -= 1
+            last = run.left == 0
+            ready = []
+            for dependent in run.job.graph.dependents[index]:
+                run.waits[dependent] -= 1
+                if run.waits[dependent] == 0:
+                    ready.append(dependent)
+        for dependent in ready:
+            self._release(run, dependent)
+        if last:
+            self._ended(run)
+
+    def _sent(self, run: _Run, pending: Pending) -> None:
+        pending.wait()
+        with self._lock:
+            run.sends_left -= 1
+        self._ended(run)
+
+    def _ended(self, run: _Run) -> None:
+        """Called after the last task and after each send; acts once each has come to its end."""
+        with self._lock:
+            finished = run.left == 0 and not run.finished
+            run.finished = run.left == 0
+            free = run.left == 0 and run.sends_left == 0 and run in self._running
+            if free:
+                self._running.discard(run)
+        if free:
+            run.job.finish()
+            self._admit()
+        if finished:
+            seconds = time.perf_counter() - run.submitted
+            run.future.set_result(Outcome(seconds, run.wire_bytes))
+
+    # ---- threads and failure -------------------------------------------------------------------
+
+    def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (step := queue.get()) is not None:
+            if self.error is not None:
+                continue
+            try:
+                step()
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error breaks the group: everyone waiting here gets it, and peers are told."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            stranded = [*self._running, *self._waiting]
+            self._waiting.clear()
+        if isinstance(error, GradwireError):
+            log.error("%s", error)
+        else:
+            log.exception("gradwire: a task failed", exc_info=error)
+        peer = error.peer if isinstance(error, TransportError) else None
+        self.transport.fail(self.transport.rank if peer is None else peer)
+        for run in stranded:
+            if not run.future.done():
+                run.future.set_exception(error)

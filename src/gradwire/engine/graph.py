@@ -1,0 +1,44 @@
+"""A graph: tasks in the order an algorithm lists them, with dependencies found from their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire.engine.task import Buffer, Kind, Task
+
+
+class Graph:
+    """The tasks of one collective on one rank.
+
+    A task depends on the tasks that write what it reads; algorithms state dataflow, nothing else.
+    The order of the list is the order in which ready tasks start and in which receives are awaited,
+    so an algorithm lists its tasks in the order it expects them to become ready.
+
+    Attributes:
+        tasks: the vertices.
+        dependents: for each task, the indices of the tasks that wait for it.
+        waits: for each task, how many tasks it waits for.
+        buffers: every buffer, in order of first mention.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tuple(tasks)
+        writer: dict[Buffer, int] = {}
+        for index, task in enumerate(self.tasks):
+            for buffer in task.writes:
+                assert buffer not in writer, f"{buffer} is written by two tasks"
+                writer[buffer] = index
+        dependents: list[list[int]] = [[] for _ in self.tasks]
+        waits = [0] * len(self.tasks)
+        for index, task in enumerate(self.tasks):
+            for source in sorted({writer[buffer] for buffer in task.reads}):
+                assert source < index, f"{task} is listed before the task whose result it reads"
+                dependents[source].append(index)
+                waits[index] += 1
+        self.dependents = tuple(tuple(d) for d in dependents)
+        self.waits = tuple(waits)
+        self.buffers = tuple(dict.fromkeys(b for t in self.tasks for b in (*t.writes, *t.reads)))
+
+    def sent(self) -> list[Buffer]:
+        """The buffer of every send, in order; law 5 counts their bytes."""
+        return [task.reads[0] for task in self.tasks if task.kind is Kind.SEND]

@@ -1,0 +1,82 @@
+"""The header of a message: enough to refuse a payload that is not the one expected.
+
+48 bytes, little-endian: magic, version, flags, plan digest, sequence number of the collective,
+payload length, checksum, segment, chunk. Payload segments carry no header of their own: the plan,
+which ranks compare before its first use, says what each byte is (docs/wire-format.md).
+
+The checksum is the sum modulo 2^64 of the payload's 64-bit words. It catches every change confined to one
+word, so every flipped bit, and runs at the speed of memory; the transport's own checks cover bursts.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire.errors import CodecError
+
+MAGIC = b"GWIR"
+VERSION = 1
+CHECKSUM = 1  # flag: the checksum field is set
+_HEADER = struct.Struct("<4sHHQQQQII")
+HEADER_BYTES = _HEADER.size
+ALIGNMENT = 16  # of every row's payload within a message, so that fields load aligned on a GPU
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of payloads within a message."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What both ends know about a message before it is sent."""
+
+    plan: int
+    sequence: int
+    segment: int
+    chunk: int
+    checksum: bool = True
+
+
+def _sum(message: torch.Tensor) -> int:
+    words: np.ndarray = message.numpy()[HEADER_BYTES:].view(np.uint64)
+    return int(np.add.reduce(words, dtype=np.uint64))
+
+
+def seal(message: torch.Tensor, envelope: Envelope) -> None:
+    """Write the header of `message` (uint8, header included, payload a multiple of 16 bytes)."""
+    flags, checksum = (CHECKSUM, _sum(message)) if envelope.checksum else (0, 0)
+    length = message.numel() - HEADER_BYTES
+    e = envelope
+    header = (MAGIC, VERSION, flags, e.plan, e.sequence, length, checksum, e.segment, e.chunk)
+    _HEADER.pack_into(message.numpy(), 0, *header)
+
+
+def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
+    """Raise CodecError, naming the sender and the field, unless `message` is the one expected."""
+    magic, version, flags, *fields = _HEADER.unpack_from(message.numpy())
+    where = f"message from rank {sender} (segment {envelope.segment}, chunk {envelope.chunk})"
+    if magic != MAGIC:
+        raise CodecError(f"{where}: not a gradwire message (magic {magic!r}, expected {MAGIC!r})")
+    if version != VERSION:
+        raise CodecError(
+            f"{where}: wire format version {version}, this rank speaks {VERSION}; "
+            "install the same gradwire on every rank"
+        )
+    plan, sequence, length, checksum, segment, chunk = fields
+    expected = {
+        "plan": (plan, envelope.plan),
+        "sequence": (sequence, envelope.sequence),
+        "length": (length, message.numel() - HEADER_BYTES),
+        "segment": (segment, envelope.segment),
+        "chunk": (chunk, envelope.chunk),
+    }
+    for name, (found, wanted) in expected.items():
+        if found != wanted:
+            raise CodecError(f"{where}: {name} is {found}, expected {wanted}")
+    if flags & CHECKSUM and checksum != _sum(message):
+        raise CodecError(f"{where}: checksum differs; the payload was corrupted on the way")

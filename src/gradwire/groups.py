@@ -1,0 +1,35 @@
+"""Which communicator serves which process group: one for each, made on first use."""
+
+from __future__ import annotations
+
+import threading
+
+import torch.distributed as dist
+
+from gradwire.engine import Communicator
+from gradwire.errors import ConfigError
+from gradwire.transport import TorchP2P
+
+_lock = threading.Lock()
+_communicators: dict[dist.ProcessGroup, Communicator] = {}
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The communicator of `group` (None: the default group).
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this rank is not in the group.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group first"
+        )
+    actual = group if group is not None else dist.group.WORLD
+    if not isinstance(actual, dist.ProcessGroup):
+        raise ConfigError("this rank is not a member of the process group")
+    with _lock:
+        for gone in [g for g in _communicators if g not in dist.distributed_c10d._world.pg_map]:
+            _communicators.pop(gone).executor.close()  # its process group was destroyed
+        if actual not in _communicators:
+            _communicators[actual] = Communicator(TorchP2P(actual))
+        return _communicators[actual]

@@ -1,0 +1,243 @@
+"""`gw.attach(ddp_model)`: one line that compresses what DDP sends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.aggregators import Member, Rounds
+from gradwire.codecs import Identity
+from gradwire.collectives import Options
+from gradwire.engine import Communicator, Outcome
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+from gradwire.integrations.hook import Plug, socket_of
+from gradwire.integrations.state import merge_states
+from gradwire.lang import Codec, layout, rng
+from gradwire.planner import Plan, make_plan
+
+
+def attach(
+    model: DistributedDataParallel,
+    codec: str | Codec | None = "qsgd",
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    codecs: Mapping[str, str | Codec | None] | None = None,
+    error_feedback: bool = False,
+    seed: int = 0,
+    options: Options | None = None,
+    **codec_options: object,
+) -> Handle:
+    """Compress the gradients that `model` synchronises; nothing else of the process is touched.
+
+    Call it on every rank, with the same arguments, after wrapping the module:
+
+        model = DistributedDataParallel(model)
+        gw.attach(model, bits=4)
+
+    Args:
+        model: its parameters are on the CPU (gloo), in fp32, fp16 or bf16.
+        codec: for parameters of two dimensions and more: a name with its options as further keywords
+            (see `gradwire codec list`), a Codec, or None for none.
+        include: name patterns ("*.bias") to compress although they have fewer dimensions.
+        exclude: name patterns to leave dense.
+        codecs: name pattern -> codec (a name, a Codec, or None for dense); the first match wins over
+            everything else.
+        error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add it to the
+            next step's gradient.
+        seed: of the codecs' random numbers.
+        options: algorithm, segments, checksum, kernels.
+
+    Returns:
+        A handle with statistics and state.
+
+    Raises:
+        ConfigError: not a DDP module, attached already, nothing to synchronise, unknown codec, option or
+            pattern, or ranks that disagree (the first parameter that differs is named).
+    """
+    socket = socket_of(model)
+    if socket.handle is not None:
+        raise ConfigError("this module has a handle attached: call its detach() before attaching anew")
+    comm = communicator(model.process_group)
+    named = list(model.module.named_parameters())
+    away = next((name for name, p in named if p.device.type != "cpu"), None)
+    if away is not None:
+        raise ConfigError(f"parameter {away} is not on the CPU: this version compresses CPU gradients")
+    plan = make_plan(
+        named, codec, codec_options, comm.world_size, include, exclude, codecs, error_feedback
+    )
+    comm.agree("what is attached", [f"seed {seed}", str(options or Options()), *plan.describe()])
+    handle = Handle(dict(named), plan, comm, seed, options or Options())
+    socket.handle = handle
+    handle._socket = socket
+    return handle
+
+
+class Handle(Plug):
+    """What `attach` returns: statistics, state, and the way back.
+
+    Attributes:
+        plan: how each parameter is synchronised.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        plan: Plan,
+        comm: Communicator,
+        seed: int,
+        options: Options,
+    ) -> None:
+        self.plan = plan
+        self._comm = comm
+        self._seed = seed
+        self._options = options
+        self._socket: Any = None
+        self._members = {
+            p.name: Member(
+                p.name, p.aggregator(), rng.parameter_key(seed, p.name, comm.rank), p.rotation
+            )
+            for p in plan.parameters
+        }
+        self._by_parameter = {parameters[name]: member for name, member in self._members.items()}
+        self._lock = threading.Lock()
+        self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
+        self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._error: BaseException | None = None
+
+    # ---- each bucket ------------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging `bucket`; called by DDP while backward runs."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ConfigError("sparse gradients cannot be compressed: use nn.Embedding(sparse=False)")
+        if not self._pending:
+            # At the end of this backward, before DDP looks at the futures: it would turn an error of
+            # ours into a RuntimeError without its name.
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        if bucket.is_last():
+            self._totals["steps"] += 1
+        self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
+
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._pending.append(future)
+        started = time.perf_counter()
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            with self._lock:
+                self._error = self._error or error
+                self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
+                self._totals["seconds"] += time.perf_counter() - started
+            future.set_result(buffer)
+
+        members = [self._by_parameter[p] for p in bucket.parameters()]
+        Rounds(self._comm, members, _flat(buffer, bucket.gradients()), self._options, done).start()
+        return future
+
+    def _end_of_backward(self) -> None:
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.wait()
+        if self._error is not None:
+            raise self._error
+
+    # ---- what a user asks -------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What has been sent so far.
+
+        Returns:
+            steps: synchronised backward passes.
+            wire_bytes: sent by this rank, headers included.
+            raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
+            ratio: raw_bytes / wire_bytes (None before anything was sent).
+            seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
+            residual_bytes: memory of error feedback.
+            peak_extra_bytes: most memory held beyond plain DDP's: messages in flight (shared by all
+                handles of the process group) and residuals.
+            parameters: name -> codec, numel, payload_bytes (of one whole gradient), ratio.
+        """
+        n = self._comm.world_size
+        with self._lock:
+            totals = dict(self._totals)
+        gradient_bytes = totals.pop("gradient_bytes")
+        raw = 2 * (n - 1) / n * gradient_bytes
+        wire = totals["wire_bytes"]
+        residual = sum(
+            t.numel() * t.element_size()
+            for member in self._members.values()
+            for t in member.aggregator.state_dict().values()
+        )
+        parameters = {}
+        for p in self.plan.parameters:
+            payload = layout(p.codec or Identity(), p.dtype).nbytes(p.numel)
+            parameters[p.name] = {
+                "codec": "dense" if p.codec is None else str(p.codec),
+                "numel": p.numel,
+                "payload_bytes": payload,
+                "ratio": p.numel * p.dtype.itemsize / payload if payload else None,
+            }
+        return {
+            **totals,
+            "raw_bytes": round(raw),
+            "ratio": raw / wire if wire else None,
+            "residual_bytes": residual,
+            "peak_extra_bytes": self._comm.peak_bytes + residual,
+            "parameters": parameters,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: save it beside the model's, on every rank, to resume bit-identically."""
+        return {
+            "version": 1,
+            "rank": self._comm.rank,
+            "world_size": self._comm.world_size,
+            "seed": self._seed,
+            "steps": {name: member.step for name, member in self._members.items()},
+            "aggregators": {
+                name: state
+                for name, member in self._members.items()
+                if (state := member.aggregator.state_dict())
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` gave.
+
+        Args:
+            state: this rank's state; or, after a change of the number of ranks, the list of all old ranks'
+                states: their residuals are shared out so that what was not sent still will be. One state
+                from another world size restores the steps alone, and warns that residuals start at zero.
+
+        Raises:
+            ConfigError: the state is of another plan (the first name that differs is given).
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        merged = merge_states(states, self._comm.rank, self._comm.world_size, list(self._members))
+        for name, member in self._members.items():
+            member.step = merged["steps"][name]
+            member.key = rng.parameter_key(merged["seed"], name, self._comm.rank)
+            member.aggregator.load_state_dict(merged["aggregators"].get(name, {}))
+        self._seed = merged["seed"]
+
+    def detach(self) -> None:
+        """Give the module back to plain averaging. The statistics and state stay readable."""
+        if self._socket is not None and self._socket.handle is self:
+            self._socket.handle = None
+        self._socket = None
+
+
+def _flat(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each gradient's stretch of the bucket, 1-D, in memory order: any layout (channels_last too)."""
+    base, width = buffer.data_ptr(), buffer.element_size()
+    starts = [(g.data_ptr() - base) // width for g in gradients]
+    return [buffer[at : at + g.numel()] for at, g in zip(starts, gradients, strict=True)]

@@ -1,0 +1,7 @@
+"""Transports: how bytes get from one rank to another. One protocol, implementations that mirror it."""
+
+from gradwire.transport.loopback import Hub, Loopback
+from gradwire.transport.protocol import Pending, Transport
+from gradwire.transport.torch_p2p import TorchP2P
+
+__all__ = ["Hub", "Loopback", "Pending", "TorchP2P", "Transport"]

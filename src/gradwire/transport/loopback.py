@@ -1,0 +1,109 @@
+"""Ranks as threads of one process: the transport of the tests.
+
+It follows the protocol to the letter, timeouts and failures included, so that whatever holds for
+1 to 8 threads here is the engine's doing and not the network's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from gradwire.errors import TransportError
+
+
+class Hub:
+    """What the ranks of one loopback group share.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds that a wait may last.
+        corrupt: where given, called with every message's (source, destination, tag, bytes as a uint8
+            tensor, to change in place) on its way, for tests of what a bad link does.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 30.0, corrupt: object = None) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self.corrupt = corrupt
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self.dead: set[int] = set()
+
+    def kill(self, rank: int) -> None:
+        """Make `rank` a dead peer: what it sent is lost, and nothing reaches it."""
+        with self.changed:
+            self.dead.add(rank)
+            self.changed.notify_all()
+
+    def transport(self, rank: int) -> Loopback:
+        return Loopback(self, rank)
+
+
+class _Sent:
+    """A send is a copy into the hub, so it has ended when it starts."""
+
+    def wait(self) -> None:
+        return
+
+
+class _Receive:
+    def __init__(self, hub: Hub, key: tuple[int, int, int], data: torch.Tensor) -> None:
+        self.hub = hub
+        self.key = key
+        self.data = data
+
+    def wait(self) -> None:
+        source, me, _ = self.key
+        hub = self.hub
+        deadline = time.monotonic() + hub.timeout
+        with hub.changed:
+            while not hub.mail.get(self.key):
+                if hub.dead:
+                    lost = source if source in hub.dead else min(hub.dead)
+                    raise TransportError(f"rank {me}: rank {lost} has died", peer=lost)
+                left = deadline - time.monotonic()
+                if left <= 0 or not hub.changed.wait(left):
+                    raise TransportError(
+                        f"rank {me}: nothing came from rank {source} within {hub.timeout:g} s",
+                        peer=source,
+                    )
+            queue = hub.mail[self.key]
+            message = queue.pop(0)
+            if not queue:
+                del hub.mail[self.key]
+        if message.numel() != self.data.numel():
+            raise TransportError(
+                f"rank {me}: rank {source} sent {message.numel()} bytes where "
+                f"{self.data.numel()} were expected",
+                peer=source,
+            )
+        self.data.copy_(message)
+
+
+class Loopback:
+    """One rank's end of a `Hub`."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.world_size = hub.world_size
+        self.timeout = hub.timeout
+
+    def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Sent:
+        message = data.clone()
+        if callable(self.hub.corrupt):
+            self.hub.corrupt(self.rank, peer, tag, message)
+        with self.hub.changed:
+            if self.rank not in self.hub.dead:
+                self.hub.mail.setdefault((self.rank, peer, tag), []).append(message)
+                self.hub.changed.notify_all()
+        return _Sent()
+
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Receive:
+        return _Receive(self.hub, (peer, self.rank, tag), data)
+
+    def fail(self, peer: int) -> None:
+        self.hub.kill(peer)

@@ -1,0 +1,73 @@
+"""Imports run one way: a package may use what stands before it, nothing behind it (DESIGN.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "gradwire"
+
+ORDER = [
+    "errors",
+    "lang",
+    "codecs",
+    "transport",
+    "engine",
+    "algorithms",
+    "partition",
+    "groups",
+    "collectives",
+    "aggregators",
+    "planner",
+    "integrations",
+]
+# Beside the line: used by the command line alone (and by each other as listed).
+BESIDE = {
+    "lab": {"errors", "lang", "lab"},
+    "bench": {*ORDER, "lab", "bench", "__init__"},
+    "cli": {*ORDER, "lab", "bench", "cli", "doctor", "__init__"},
+    "doctor": {*ORDER, "lab", "bench", "doctor", "__init__"},
+    "__init__": set(ORDER),
+    "__main__": {"cli"},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            module = node.module or ""
+            names = [module]
+            if module == "gradwire":
+                names = [f"gradwire.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "gradwire":
+                known = len(parts) > 1 and (
+                    (SOURCE / parts[1]).is_dir() or (SOURCE / f"{parts[1]}.py").exists()
+                )
+                found.add(parts[1] if known else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_run_one_way(path: Path) -> None:
+    mine = room(path)
+    allowed = BESIDE[mine] if mine in BESIDE else set(ORDER[: ORDER.index(mine) + 1])
+    assert imported_rooms(path) <= allowed, f"{mine} may import {sorted(allowed)}"
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {room(p) for p in SOURCE.rglob("*.py")}
+    assert rooms <= {*ORDER, *BESIDE}
