@@ -1,0 +1,301 @@
+"""`Lab`: emulated machines, as a context manager in the caller's process.
+
+    with Lab(4, Network.parse("1gbit,1ms")) as lab:
+        process = lab.spawn(0, ["hostname"])
+        assert process.wait() == 0
+
+The caller holds one end of a socket whose other end keeps the lab alive (see supervisor.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from gradwire.errors import ConfigError, TransportError
+from gradwire.lab import links, program
+from gradwire.lab.network import Network
+from gradwire.lab.supervisor import MESSAGE_BYTES
+
+# The supervisor must not import torch (seconds, threads), so the package's own __init__ is stepped
+# over: an empty package of the same name, whose modules are found in the same folder.
+_BOOTSTRAP = """
+import sys, types
+package = types.ModuleType("gradwire")
+package.__path__ = [sys.argv[1]]
+sys.modules["gradwire"] = package
+from gradwire.lab.supervisor import main
+main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "isolated")
+"""
+
+_WHAT_TO_DO = (
+    "run as root, or allow user namespaces (sysctl user.max_user_namespaces, and "
+    "kernel.apparmor_restrict_unprivileged_userns=0 where it exists), or use --net none"
+)
+_PORT = 29500
+
+
+class NodeProcess:
+    """A process on a node: what `subprocess.Popen` offers, as far as it makes sense here.
+
+    Attributes:
+        rank: the node that it runs on.
+        argv: its command.
+        pid: its process number inside the lab, not on the host.
+        returncode: None while it runs; then its exit code, negative for a signal.
+    """
+
+    def __init__(self, lab: Lab, id: int, rank: int, argv: Sequence[str]) -> None:
+        self.rank = rank
+        self.argv = list(argv)
+        self.pid = 0
+        self.returncode: int | None = None
+        self._lab = lab
+        self._id = id
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.argv, timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Signal it and its children, unless it has ended."""
+        if self.returncode is None:
+            self._lab._ask("kill", id=self._id, number=int(number))
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        self._ended.set()
+
+
+class Lab:
+    """`nodes` emulated machines on `net`, from `__enter__` to `__exit__`.
+
+    Args:
+        nodes: how many, 1 to 1024.
+        net: the network between them; on `none` all "nodes" are this machine, over loopback.
+        latency_by: "netem" or "line" (the delay line); by default netem where the kernel has it.
+
+    Attributes:
+        latency_by: once entered, what carries the packets: "netem", "line", "bridge" (no latency
+            asked for) or "loopback" (net none).
+
+    Raises:
+        ConfigError: a bad argument; or, on entering, the reason why this machine can make no lab.
+    """
+
+    def __init__(self, nodes: int, net: Network, latency_by: str | None = None) -> None:
+        if not 1 <= nodes <= links.MAX_NODES:
+            raise ConfigError(f"a lab has 1 to {links.MAX_NODES} nodes, not {nodes}")
+        if latency_by not in (None, "netem", "line"):
+            raise ConfigError(f"latency_by is 'netem' or 'line', not {latency_by!r}")
+        self.nodes = nodes
+        self.net = net
+        self.latency_by = latency_by
+        self._ids = itertools.count()
+        self._ports = itertools.count(_PORT)
+        self._processes: dict[int, NodeProcess] = {}
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+
+    def __enter__(self) -> Lab:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._control, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+        package = str(Path(__file__).parents[1])
+        mode = "isolated" if self.net.shaped else "loopback"
+        arguments = [package, str(theirs.fileno()), str(os.getpid()), mode]
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C at the terminal is the caller's to handle
+        )
+        theirs.close()
+        self._listener = threading.Thread(target=self._listen, name="gradwire-lab", daemon=True)
+        self._listener.start()
+        try:
+            self.latency_by = self._build() if self.net.shaped else "loopback"
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs and return once nothing of the lab is left."""
+        with contextlib.suppress(OSError):  # raised if the supervisor has ended before us
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._supervisor.wait()
+        self._listener.join()
+        self._control.close()
+
+    def describe(self) -> str:
+        """One line for people: how many nodes, on what network, made by what."""
+        if self.latency_by == "loopback":
+            return f"{self.nodes} nodes on loopback: one machine, nothing shaped (net none)"
+        means = {
+            "netem": "latency by the kernel's netem",
+            "line": "latency by the delay line",
+            "bridge": "a bridge, no latency added",
+        }[str(self.latency_by)]
+        return f"{self.nodes} nodes on {self.net}: network namespaces, rate by htb, {means}"
+
+    def spawn(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> NodeProcess:
+        """Start `argv` on node `rank`; standard input is empty.
+
+        Args:
+            env: the whole environment; by default this process's own. See `torchrun_env`.
+            cwd: its working directory; by default this process's own.
+            stdout, stderr: a file, a descriptor or `subprocess.DEVNULL`; by default ours.
+
+        A command that cannot be run ends with code 127 or 126 and a message, as in a shell.
+        """
+        if not 0 <= rank < self.nodes:
+            raise ConfigError(f"the lab has nodes 0 to {self.nodes - 1}, not {rank}")
+        id = next(self._ids)
+        process = self._processes[id] = NodeProcess(self, id, rank, argv)
+        with open(os.devnull, "r+b") as null:
+            fds = [null.fileno(), _descriptor(stdout, 1, null), _descriptor(stderr, 2, null)]
+            process.pid = self._ask(
+                "spawn",
+                fds,
+                id=id,
+                rank=rank,
+                argv=[str(word) for word in argv],
+                env=dict(os.environ if env is None else env),
+                cwd=os.fspath(cwd if cwd is not None else os.getcwd()),
+            )
+        return process
+
+    def set_link(self, rank: int, up: bool) -> None:
+        """Pull node `rank`'s cable out, or plug it in; packets are lost while it is out."""
+        if not self.net.shaped:
+            raise ConfigError("nodes on loopback (net none) have no link of their own to drop")
+        self._ask("link", rank=rank, up=up)
+
+    def torchrun_env(self) -> list[dict[str, str]]:
+        """What torchrun would set, per node, with a fresh port: one process on each of the nodes.
+
+        On `net none` the nodes share loopback, so the port is one that is free right now.
+        """
+        shaped = self.net.shaped
+        shared = {
+            "WORLD_SIZE": str(self.nodes),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": links.address(0) if shaped else "127.0.0.1",
+            "MASTER_PORT": str(next(self._ports) if shaped else _free_port()),
+            "GLOO_SOCKET_IFNAME": "eth0" if shaped else "lo",
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            shared["OMP_NUM_THREADS"] = "1"
+        return [
+            {"RANK": str(rank), "GROUP_RANK": str(rank), **shared} for rank in range(self.nodes)
+        ]
+
+    def _build(self) -> str:
+        request: dict[str, Any] = {
+            "nodes": self.nodes,
+            "rate": round(self.net.rate_bits_per_s),
+            "latency_ns": self.net.latency_ns,
+            "latency_by": self.latency_by,
+        }
+        built = self._ask("build", line=None, **request)
+        if built["latency_by"] == "compile":
+            built = self._ask("build", line=program.delay_line(), **request)
+        return str(built["latency_by"])
+
+    def _ask(self, op: str, fds: Sequence[int] = (), **request: Any) -> Any:
+        with self._asking:
+            message = json.dumps({"op": op, **request}).encode()
+            with contextlib.suppress(BrokenPipeError):  # the listener's answer, None, says it
+                socket.send_fds(self._control, [message], fds)
+            answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)
+            raise TransportError("the lab has ended; its supervisor's own message is above")
+        if "error" in answer:
+            todo = f"; {_WHAT_TO_DO}" if op == "build" else ""
+            raise ConfigError(f"the lab cannot {op}: {answer['error']}{todo}")
+        return answer["ok"]
+
+    def _listen(self) -> None:
+        """Thread: sort what the supervisor says into answers and ends of processes."""
+        while True:
+            try:
+                data = self._control.recv(MESSAGE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                break
+            message = json.loads(data)
+            if "exited" in message:
+                self._processes[message["exited"]]._end(message["code"])
+            else:
+                self._answers.put(message)
+        self._answers.put(None)
+        for process in self._processes.values():
+            if process.returncode is None:
+                process._end(-9)
+
+
+@functools.cache
+def available() -> str | None:
+    """None if this machine can emulate a shaped network; else the reason why it cannot.
+
+    It tries: a lab of two nodes, with latency, is made and thrown away (0.3 s, once a process).
+    """
+    try:
+        with Lab(2, Network.parse("1gbit,1ms")):
+            return None
+    except ConfigError as error:
+        return str(error)
+
+
+def _descriptor(target: int | IO[Any] | None, ours: int, null: IO[bytes]) -> int:
+    if target is None:
+        return ours
+    if target == subprocess.DEVNULL:
+        return null.fileno()
+    return target if isinstance(target, int) else target.fileno()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,194 @@
+/* A switch that holds every packet for a fixed time: the lab's latency where the kernel has no netem.
+ *
+ *   delay_line LATENCY_NS PORT...
+ *
+ * PORT i is the switch's end of the link to node i, whose address is 02:00:00:00:HH:LL with
+ * HHLL = i + 1, so the address is the routing table; anything else (broadcast) is dropped. Packets
+ * are read from a memory-mapped ring per port (AF_PACKET, TPACKET_V2), so a burst waits in the
+ * ring while this process is off its core, and the kernel's arrival time, not ours, starts the
+ * clock. PACKET_VNET_HDR carries segmentation and checksum requests across, so 60 kB pass per call
+ * and nothing is checksummed twice. The queue towards a port is bounded by memory alone: a full
+ * link pushes back on this queue instead of losing packets. Rates are not our business: htb shapes
+ * both ends of every link. Whatever is lost all the same is reported on standard error.
+ *
+ * Packet sockets, unlike TAP devices, need no device node, so this works in a user namespace.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <linux/if_ether.h>
+#include <linux/if_packet.h>
+#include <linux/virtio_net.h>
+#include <net/if.h>
+#include <poll.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+
+enum {
+    SLOT = 1 << 16,          /* one packet; the nodes' gso_max_size keeps packets below this */
+    SLOTS = 256,             /* 16 MB a port */
+    SEND_BUFFER = 4 << 20,   /* as root; else what the system's wmem_max allows */
+    QUEUE_BYTES = 256 << 20, /* a port's queue beyond this is a flood, not a burst */
+    MAX_PORTS = 1024,
+};
+
+struct packet {
+    struct packet *next;
+    int64_t due; /* ns, CLOCK_REALTIME */
+    uint32_t size;
+    char bytes[]; /* struct virtio_net_hdr, then the Ethernet frame */
+};
+
+struct port {
+    const char *name;
+    int fd, slot, blocked;
+    char *ring;
+    struct packet *head, *tail;
+    int64_t queued; /* bytes */
+};
+
+static struct port ports[MAX_PORTS];
+static struct pollfd polls[MAX_PORTS];
+static int port_count;
+static int64_t latency;
+
+static void die(const char *what, const char *name) {
+    fprintf(stderr, "delay_line: %s %s: %s\n", what, name, strerror(errno));
+    exit(1);
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void option(struct port *p, int name, const void *value, socklen_t size) {
+    if (setsockopt(p->fd, SOL_PACKET, name, value, size)) die("packet socket on", p->name);
+}
+
+static void open_port(struct port *p) {
+    int one = 1, version = TPACKET_V2, size = SEND_BUFFER;
+    p->fd = socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (p->fd < 0) die("packet socket on", p->name);
+    option(p, PACKET_VERSION, &version, sizeof version);
+    option(p, PACKET_VNET_HDR, &one, sizeof one);
+    option(p, PACKET_IGNORE_OUTGOING, &one, sizeof one);
+    struct tpacket_req ring = {SLOT, SLOTS, SLOT, SLOTS};
+    option(p, PACKET_RX_RING, &ring, sizeof ring);
+    p->ring = mmap(0, (size_t)SLOT * SLOTS, PROT_READ | PROT_WRITE, MAP_SHARED, p->fd, 0);
+    if (p->ring == MAP_FAILED) die("ring of", p->name);
+    if (setsockopt(p->fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size))
+        setsockopt(p->fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    /* Bound last: from here on packets arrive. */
+    struct sockaddr_ll address = {.sll_family = AF_PACKET,
+                                  .sll_protocol = htons(ETH_P_ALL),
+                                  .sll_ifindex = (int)if_nametoindex(p->name)};
+    if (!address.sll_ifindex || bind(p->fd, (struct sockaddr *)&address, sizeof address))
+        die("cannot bind to", p->name);
+}
+
+static void report_loss(struct port *p) {
+    struct tpacket_stats stats;
+    socklen_t size = sizeof stats;
+    if (!getsockopt(p->fd, SOL_PACKET, PACKET_STATISTICS, &stats, &size) && stats.tp_drops)
+        fprintf(stderr, "delay_line: %u packets lost at %s: its ring was full\n", stats.tp_drops,
+                p->name);
+}
+
+static void enqueue(struct port *from, struct tpacket2_hdr *slot, int64_t now) {
+    const unsigned char *frame = (unsigned char *)slot + slot->tp_mac;
+    int to = (frame[4] << 8 | frame[5]) - 1;
+    if (frame[0] != 2 || to < 0 || to >= port_count) return;
+    struct port *p = &ports[to];
+    if (slot->tp_snaplen < slot->tp_len || p->queued > QUEUE_BYTES) {
+        fprintf(stderr, "delay_line: a packet of %u bytes from %s to %s lost: %s\n", slot->tp_len,
+                from->name, p->name, p->queued > QUEUE_BYTES ? "queue full" : "too long");
+        return;
+    }
+    const uint32_t header = sizeof(struct virtio_net_hdr), size = slot->tp_snaplen + header;
+    struct packet *k = malloc(sizeof *k + size);
+    if (!k) die("out of memory at", p->name);
+    int64_t arrived = slot->tp_sec * 1000000000LL + slot->tp_nsec;
+    /* The wall clock may be set while we run: then our own time of reading stands in. */
+    if (arrived > now || arrived < now - 1000000000LL) arrived = now;
+    *k = (struct packet){.due = arrived + latency, .size = size};
+    memcpy(k->bytes, frame - header, size);
+    if (p->head)
+        p->tail = p->tail->next = k;
+    else
+        p->head = p->tail = k;
+    p->queued += size;
+}
+
+static void receive(struct port *p) {
+    for (int64_t now = now_ns();; p->slot = (p->slot + 1) % SLOTS) {
+        struct tpacket2_hdr *slot = (void *)(p->ring + (size_t)p->slot * SLOT);
+        uint32_t status = __atomic_load_n(&slot->tp_status, __ATOMIC_ACQUIRE);
+        if (!(status & TP_STATUS_USER)) return;
+        if (status & TP_STATUS_LOSING) report_loss(p);
+        enqueue(p, slot, now);
+        __atomic_store_n(&slot->tp_status, TP_STATUS_KERNEL, __ATOMIC_RELEASE);
+    }
+}
+
+static void send_due(struct port *p, int64_t now) {
+    while (p->head && p->head->due <= now) {
+        struct packet *k = p->head;
+        if (send(p->fd, k->bytes, k->size, 0) < 0) {
+            p->blocked = errno == EAGAIN || errno == ENOBUFS;
+            if (p->blocked) return;
+            /* A link that is down loses what is sent to it, as a pulled cable does. */
+            if (errno != ENETDOWN && errno != ENXIO) die("cannot send to", p->name);
+        }
+        p->head = k->next;
+        p->queued -= k->size;
+        free(k);
+    }
+}
+
+int main(int argc, char **argv) {
+    latency = argc > 1 ? atoll(argv[1]) : 0;
+    port_count = argc - 2;
+    if (latency < 0 || port_count < 1 || port_count > MAX_PORTS) {
+        fprintf(stderr, "usage: delay_line LATENCY_NS PORT...\n");
+        return 2;
+    }
+    prctl(PR_SET_PDEATHSIG, 9);   /* never outlive the lab */
+    prctl(PR_SET_TIMERSLACK, 1);  /* wake on time: the default is 50 us late */
+    setpriority(PRIO_PROCESS, 0, -15); /* root only: nodes keep all cores busy, we need 4 % of one */
+    for (int i = 0; i < port_count; i++) {
+        ports[i].name = argv[i + 2];
+        open_port(&ports[i]);
+    }
+    puts("ready");
+    fflush(stdout);
+    for (;;) {
+        int64_t now = now_ns(), next = INT64_MAX;
+        for (int i = 0; i < port_count; i++) {
+            struct port *p = &ports[i];
+            if (!p->blocked) send_due(p, now);
+            if (p->head && !p->blocked && p->head->due < next) next = p->head->due;
+            polls[i] = (struct pollfd){p->fd, POLLIN | (p->blocked ? POLLOUT : 0), 0};
+        }
+        int64_t wait = next == INT64_MAX ? 1000000000 : next > now ? next - now : 0;
+        struct timespec timeout = {wait / 1000000000, wait % 1000000000};
+        if (ppoll(polls, port_count, &timeout, 0) < 0 && errno != EINTR) die("poll", "");
+        for (int i = 0; i < port_count; i++) {
+            if (polls[i].revents & POLLERR) { /* the link went down: clear the error, go on */
+                int error;
+                socklen_t size = sizeof error;
+                getsockopt(ports[i].fd, SOL_SOCKET, SO_ERROR, &error, &size);
+            }
+            if (polls[i].revents & (POLLOUT | POLLERR)) ports[i].blocked = 0;
+            receive(&ports[i]);
+        }
+    }
+}

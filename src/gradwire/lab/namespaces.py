@@ -1,0 +1,120 @@
+"""Linux namespaces from Python 3.10, where `os` has no `unshare` and no `setns` yet.
+
+Everything here changes the calling *process*, and a user namespace may only be entered by a process
+with one thread, so these are for the supervisor (`supervisor.py`), never for a training process.
+Every function raises OSError, whose text names the step that failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leave_host() -> None:
+    """Give this process mounts, network and host name of its own, and its children new pids.
+
+    As root without a user namespace; where that is forbidden, or without root, inside one in which
+    the caller is root.
+    """
+    private = _NEWNS | _NEWUTS | _NEWNET | _NEWPID
+    if os.geteuid() == 0 and _libc.unshare(private) == 0:
+        return
+    uid, gid = os.geteuid(), os.getegid()
+    _check(_libc.unshare(_NEWUSER | private), "unshare (user, net, pid, mount and uts namespaces)")
+    # The kernel accepts a gid map from an unprivileged process only once setgroups is off.
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def settle(hosts: str) -> None:
+    """Finish as the first process of the new pid namespace: its /proc, and `hosts` as /etc/hosts.
+
+    The hosts file is a bind mount of a file that is deleted at once: nothing is left to clean up.
+    """
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("proc", "/proc", "proc", 0)
+    if os.path.exists("/etc/hosts"):
+        with tempfile.NamedTemporaryFile("w") as file:
+            file.write(hosts)
+            file.flush()
+            os.chmod(file.name, 0o644)
+            _mount(file.name, "/etc/hosts", None, _MS_BIND)
+
+
+class Node:
+    """A network and a host name of their own, kept alive by two descriptors and nothing else."""
+
+    def __init__(self, hostname: str) -> None:
+        with _returning():
+            _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare (net and uts namespaces of a node)")
+            socket.sethostname(hostname)
+            self._fds = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
+
+    def enter(self) -> None:
+        """Move this process (a fresh child, before exec) into the node."""
+        for fd in self._fds:
+            _setns(fd)
+
+
+@contextmanager
+def _returning() -> Iterator[None]:
+    """Come back to the present network and host name when the block ends."""
+    homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
+    try:
+        yield
+    finally:
+        for fd in homes:
+            _setns(fd)
+            os.close(fd)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, its parent's pid, dies."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork(child: Callable[[], object]) -> int:
+    """Run `child` in a new process, which exits when it returns; the new process's pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            child()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _setns(fd: int) -> None:
+    _check(_libc.setns(fd, 0), "setns")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    encoded = kind.encode() if kind is not None else None
+    failed = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), None)
+    _check(failed, f"mount ({source} on {target})")
+
+
+def _check(failed: int, step: str) -> None:
+    if failed:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{step}: {os.strerror(error)}")

@@ -1,0 +1,67 @@
+"""Where the nodes' output goes: prefixed lines, node 0's alone, or files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TextIO
+
+# A grandchild that has left its session may hold a pipe open on net none; nobody waits for it.
+_LAST_LINES_S = 5.0
+
+
+class Outputs:
+    """The receiving ends of all nodes' streams. Readers are threads that end with their writers.
+
+    Args:
+        stack: closes files and joins readers; must be closed after the writers have ended.
+        mode: "prefix", "rank0" or "files", as `launch` explains them.
+        log_dir: the folder for "files"; made if missing.
+        stdout, stderr: the text streams that lines go to.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        mode: str,
+        log_dir: str | os.PathLike[str] | None,
+        stdout: TextIO,
+        stderr: TextIO,
+    ) -> None:
+        self._stack = stack
+        self._mode = mode
+        self._streams = {"out": stdout, "err": stderr}
+        self._lock = threading.Lock()  # lines of different nodes must not mix
+        self._folder = Path(log_dir) if log_dir is not None else None
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def end(self, ends: ExitStack, rank: int, stream: str) -> int | IO[bytes]:
+        """The descriptor for node `rank`'s `stream` ("out" or "err"), ours until `ends` closes."""
+        if self._folder is not None:
+            return ends.enter_context(open(self._folder / f"node{rank}.{stream}", "wb"))
+        if self._mode == "rank0" and stream == "out" and rank > 0:
+            return subprocess.DEVNULL
+        raw = self._mode == "rank0" and stream == "out"
+        prefix = "" if raw else f"[node {rank}] "
+        reading, writing = os.pipe()
+        reader = threading.Thread(
+            target=self._copy, args=(reading, prefix, self._streams[stream]), daemon=True
+        )
+        reader.start()
+        self._stack.callback(reader.join, _LAST_LINES_S)
+        ends.callback(os.close, writing)
+        return writing
+
+    def _copy(self, reading: int, prefix: str, stream: TextIO) -> None:
+        """Thread: copy lines as they come, and complete the last one."""
+        with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                with self._lock:
+                    stream.write(prefix + line)
+                    if prefix and not line.endswith("\n"):
+                        stream.write("\n")
+                    stream.flush()

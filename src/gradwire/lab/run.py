@@ -1,0 +1,130 @@
+"""`launch`: one command on every node, torchrun-style, with its output in one place."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TextIO
+
+from gradwire.errors import ConfigError
+from gradwire.lab.client import Lab, NodeProcess
+from gradwire.lab.network import Network
+from gradwire.lab.output import Outputs
+
+_OUTPUTS = ("prefix", "rank0", "files")
+# After SIGTERM (or SIGINT, on Ctrl-C), before SIGKILL.
+_LAST_WORDS_S = 5.0
+_POLL_S = 0.05
+
+
+def launch(
+    argv: Sequence[str],
+    nodes: int,
+    net: Network,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    output: str = "prefix",
+    log_dir: str | os.PathLike[str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    grace: float = 30.0,
+    latency_by: str | None = None,
+) -> list[int]:
+    """Run `argv` once on each of `nodes` emulated machines and wait for all.
+
+    Each process gets our environment, what torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...;
+    GLOO_SOCKET_IFNAME; OMP_NUM_THREADS=1 unless set), and `env` on top. One line on `stderr` says
+    what was built. On Ctrl-C the nodes are interrupted too, then killed, and it is raised again.
+
+    Args:
+        net: on `none`, the same processes run on loopback, without namespaces.
+        timeout: seconds that the whole run may take.
+        stdout, stderr: text streams; by default this process's own.
+        output: "prefix": every line of every node with "[node 2] " before it;
+            "rank0": node 0's standard output as it is, that of the others discarded, standard
+            error with prefixes;
+            "files": `log_dir`/node2.out and node2.err, for each node.
+        grace: seconds that the others have, once one node has failed, before they are terminated.
+        latency_by: as in `Lab`.
+
+    Returns:
+        The exit code of each node; negative for a signal.
+
+    Raises:
+        ConfigError: a bad argument, or a machine that cannot make the lab, with the reason.
+        TimeoutError: `timeout` has passed; the message names the nodes that still ran.
+    """
+    if output not in _OUTPUTS:
+        raise ConfigError(f"output is one of {', '.join(_OUTPUTS)}, not {output!r}")
+    if (output == "files") != (log_dir is not None):
+        raise ConfigError("output='files' and log_dir=FOLDER go together")
+    out = stdout if stdout is not None else sys.stdout
+    err = stderr if stderr is not None else sys.stderr
+    with ExitStack() as stack:
+        outputs = Outputs(stack, output, log_dir, out, err)  # closed last, when no writer is left
+        lab = stack.enter_context(Lab(nodes, net, latency_by))
+        print(f"lab: {lab.describe()}", file=err, flush=True)
+        processes = []
+        for rank, torchrun in enumerate(lab.torchrun_env()):
+            with ExitStack() as ends:
+                process = lab.spawn(
+                    rank,
+                    argv,
+                    {**os.environ, **torchrun, **(env or {})},
+                    cwd,
+                    outputs.end(ends, rank, "out"),
+                    outputs.end(ends, rank, "err"),
+                )
+            processes.append(process)
+        try:
+            return _wait(processes, timeout, grace)
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            _stop(processes, signal.SIGINT if interrupted else signal.SIGTERM)
+            raise
+
+
+def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> list[int]:
+    """Their exit codes, once all have ended by themselves or, after a failure, by our hand."""
+    deadline = time.monotonic() + timeout if timeout is not None else None
+    last_call = None
+    while True:
+        running = [p for p in processes if p.poll() is None]
+        if not running:
+            return [p.wait() for p in processes]
+        now = time.monotonic()
+        if deadline is not None and now > deadline:
+            ranks = ", ".join(str(p.rank) for p in running)
+            raise TimeoutError(f"the lab's nodes {ranks} still ran after {timeout:g} s")
+        if last_call is None and any(p.poll() for p in processes):
+            last_call = now + grace
+        if last_call is not None and now > last_call:
+            _stop(running, signal.SIGTERM)
+            last_call = math.inf
+        _ended(running[0], _POLL_S)
+
+
+def _stop(processes: list[NodeProcess], gently: signal.Signals) -> None:
+    """Signal all that still run, give them a moment, then kill."""
+    for process in processes:
+        process.send_signal(gently)
+    deadline = time.monotonic() + _LAST_WORDS_S
+    for process in processes:
+        if not _ended(process, deadline - time.monotonic()):
+            process.send_signal(signal.SIGKILL)
+
+
+def _ended(process: NodeProcess, patience: float) -> bool:
+    """Whether it has ended, or does within `patience` seconds."""
+    try:
+        process.wait(max(0.0, patience))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,0 +1,249 @@
+"""The process that holds a lab: it owns every namespace, builds the links, runs the nodes.
+
+It is the first process (pid 1) of a pid namespace, and every other namespace is anonymous, held by
+its descriptors. So nothing of a lab has a name that could be left behind: when this process ends,
+in whatever way, the kernel kills all that runs in the lab and frees the rest. It ends when its
+control socket closes or when its caller dies, whichever it sees first.
+
+On `--net none` the same supervisor runs without namespaces: each process that it starts asks the
+kernel to be killed with it.
+
+The control socket carries one JSON object per datagram. Requests: `build`, `spawn` (with three
+descriptors: the new process's standard input, output and error), `kill`, `link`; each gets one
+answer, `{"ok": value}` or `{"error": text}`. In between come `{"exited": id, "code": code}`.
+
+It is started by `client.py` as a bare interpreter that imports nothing but the standard library:
+it must have one thread, and be there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.lab import links, namespaces
+
+MESSAGE_BYTES = 1 << 20
+_SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
+
+
+def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
+    """Serve the control socket until it closes or `caller_pid`, our parent, dies."""
+    caller = os.pidfd_open(caller_pid)
+    if os.getppid() != caller_pid:
+        return
+    control = socket.socket(fileno=control_fd)
+    if not isolated:
+        Supervisor(control, caller, isolated=False).serve()
+        return
+    try:
+        namespaces.leave_host()
+    except OSError as error:
+        _answer(control, error=_reason(error))
+        return
+    inner = namespaces.fork(lambda: Supervisor(control, caller, isolated=True).serve())
+    # This outer process stays, so that its end tells the caller that everything is gone.
+    control.close()
+    os.waitpid(inner, 0)
+
+
+class Supervisor:
+    """The loop and the four requests. Instance attributes are the state of the lab."""
+
+    def __init__(self, control: socket.socket, caller: int, isolated: bool) -> None:
+        self.control = control
+        self.caller = caller
+        self.isolated = isolated
+        self.nodes: list[namespaces.Node] = []
+        self.pids: dict[int, int] = {}  # pid -> the caller's id of a running node process
+        self.line: subprocess.Popen[bytes] | None = None
+
+    def serve(self) -> None:
+        # A signal handler must exist for the wake-up descriptor to be written to.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(name, signal.SIG_IGN)
+        wake_up, wake_up_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_up_end, warn_on_full_buffer=False)
+        try:
+            while True:
+                ready, _, _ = select.select([self.control.fileno(), self.caller, wake_up], [], [])
+                if self.caller in ready:
+                    break
+                if wake_up in ready:
+                    os.read(wake_up, 4096)
+                    self._reap()
+                if self.control.fileno() in ready and not self._serve_one():
+                    break
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the caller is gone, and so are we
+        for pid in self.pids:
+            _signal_group(pid, signal.SIGKILL)
+
+    def _serve_one(self) -> bool:
+        """Answer one request; False once the caller has closed its end."""
+        data, fds, _, _ = socket.recv_fds(
+            self.control, MESSAGE_BYTES, 3, flags=socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            return False
+        request = json.loads(data)
+        operations: dict[str, Callable[..., Any]] = {
+            "build": self.build,
+            "spawn": self.spawn,
+            "kill": self.kill,
+            "link": self.link,
+        }
+        operation = operations[request.pop("op")]
+        try:
+            _answer(self.control, ok=operation(*fds, **request))
+        except (OSError, RuntimeError) as error:
+            _answer(self.control, error=_reason(error))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def build(
+        self, nodes: int, rate: int, latency_ns: int, latency_by: str | None, line: str | None
+    ) -> dict[str, str]:
+        """Make the nodes and their links; which means carries the latency: `{"latency_by": ...}`.
+
+        `latency_by` asks for "netem" or "line"; None takes netem where the kernel has it. The
+        answer "compile" means: nothing was built, ask again with `line`, the delay line's program.
+        """
+        if latency_ns and latency_by is None:
+            latency_by = "line" if self._try("tc", links.tc_try_netem()) else "netem"
+        if not latency_ns:
+            latency_by = "bridge"
+        if latency_by == "line" and line is None:
+            return {"latency_by": "compile"}
+        namespaces.settle(links.hosts(nodes))
+        for rank in range(nodes):
+            node = namespaces.Node(links.hostname(rank))
+            self.nodes.append(node)
+            self._run("ip", links.ip_node(rank, nodes, os.getpid()), node)
+            self._run("tc", links.tc_shape(["eth0"], rate), node)
+        ports = [f"port{rank}" for rank in range(nodes)]
+        self._run("ip", links.ip_switch(nodes, bridge=latency_by != "line"))
+        netem_ns = latency_ns if latency_by == "netem" else 0
+        self._run("tc", links.tc_shape(ports, rate, netem_ns))
+        if latency_by == "line":
+            assert line is not None
+            self.line = subprocess.Popen([line, str(latency_ns), *ports], stdout=subprocess.PIPE)
+            assert self.line.stdout is not None
+            if not self.line.stdout.readline():
+                raise RuntimeError("the delay line did not start; its own message is above")
+        return {"latency_by": str(latency_by)}
+
+    def spawn(
+        self,
+        *fds: int,
+        id: int,
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str,
+    ) -> int:
+        """Run `argv` on node `rank`, as the leader of a new session; its pid in the lab."""
+        supervisor = os.getpid()
+
+        def child() -> None:
+            try:
+                if self.isolated:
+                    self.nodes[rank].enter()
+                else:
+                    namespaces.die_with_parent(supervisor)
+                os.setsid()
+                for target, fd in enumerate(fds):
+                    os.dup2(fd, target)
+                for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+                    signal.signal(name, signal.SIG_DFL)
+                os.chdir(cwd)
+                os.execvpe(argv[0], argv, env)
+            except OSError as error:
+                # As a shell does: 127 for a command that does not exist, 126 for one that will
+                # not run.
+                print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
+                os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+        pid = namespaces.fork(child)
+        self.pids[pid] = id
+        return pid
+
+    def kill(self, id: int, number: int) -> None:
+        """Signal a node's process and all that it has started in its session's group."""
+        for pid, owner in self.pids.items():
+            if owner == id:
+                _signal_group(pid, number)
+
+    def link(self, rank: int, up: bool) -> None:
+        self._run("ip", links.ip_link(rank, up))
+
+    def _reap(self) -> None:
+        """Report every child that has ended; as pid 1 we also inherit orphans, and forget them."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self.line is not None and pid == self.line.pid:
+                print("lab: the delay line died, and the lab with it", file=sys.stderr, flush=True)
+                os._exit(1)
+            if pid in self.pids:
+                code = os.waitstatus_to_exitcode(status)
+                _send(self.control, {"exited": self.pids.pop(pid), "code": code})
+
+    def _run(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> None:
+        problem = self._try(tool, batch, node)
+        if problem is not None:
+            raise RuntimeError(problem)
+
+    def _try(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> str | None:
+        """Run a batch of `ip` or `tc` commands in `node`, or in the switch; what went wrong."""
+        program = shutil.which(tool, path=_SYSTEM_PATH)
+        if program is None:
+            return f"the program {tool} is missing (package iproute2)"
+        done = subprocess.run(
+            [program, "-batch", "-"],
+            input="\n".join(batch) + "\n",
+            text=True,
+            capture_output=True,
+            check=False,
+            preexec_fn=node.enter if node is not None else None,
+        )
+        if done.returncode == 0:
+            return None
+        return f"{tool}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # Between fork and setsid the group does not exist yet.
+        os.kill(pid, number)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error)
+
+
+def _answer(control: socket.socket, **message: Any) -> None:
+    _send(control, message)
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    control.send(json.dumps(message).encode())
