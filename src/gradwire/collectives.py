@@ -56,6 +56,9 @@ class Options:
         checksum: whether messages carry one.
         target: which kernels ("auto", "c", "eager"); all make the same bytes.
         threads: of a kernel; None takes torch's number.
+
+    Raises:
+        ConfigError: an unknown algorithm or target, a number below one.
     """
 
     algorithm: str = "sra"
@@ -63,6 +66,14 @@ class Options:
     checksum: bool = True
     target: str = "auto"
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        algorithms.get(self.algorithm)
+        if self.target not in ("auto", "c", "eager"):
+            raise ConfigError(f"target {self.target!r}; known: auto, c, eager")
+        for name, value in (("segments", self.segments), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: at least 1, or None to let gradwire choose")
 
     def __str__(self) -> str:
         return f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"

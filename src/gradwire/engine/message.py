@@ -69,6 +69,7 @@ def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
         )
     plan, sequence, length, checksum, segment, chunk = fields
     expected = {
+        "flags": (flags, CHECKSUM if envelope.checksum else 0),
         "plan": (plan, envelope.plan),
         "sequence": (sequence, envelope.sequence),
         "length": (length, message.numel() - HEADER_BYTES),

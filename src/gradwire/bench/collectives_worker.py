@@ -1,0 +1,148 @@
+"""One rank of `gradwire bench collectives`; started by it, once a node."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.algorithms import scatter_reduce_allgather
+from gradwire.bench import methods as method_table
+from gradwire.bench.collectives import Config
+
+_SAMPLE = 1 << 20  # values whose error is measured
+_WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
+
+
+class _Given(torch.autograd.Function):
+    """A loss whose gradient is what we say, at no cost."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None
+
+
+class _Matrix(torch.nn.Module):
+    """A model of one matrix, as square as `numel` allows; what is left over is dropped."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        side = int(numel**0.5)
+        self.weight = torch.nn.Parameter(torch.zeros(side, numel // side))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = _Given.apply(self.weight, gradient)
+        return loss
+
+
+class _Timed(DistributedDataParallel):
+    """DDP that times the communication hook it is given."""
+
+    seconds = 0.0
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        def timed(
+            state: object, bucket: dist.GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
+            dist.barrier()
+            begun = time.perf_counter()
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            future.wait()
+            self.seconds = time.perf_counter() - begun
+            return future
+
+        timed.__annotations__ = {
+            "bucket": dist.GradBucket,
+            "return": torch.futures.Future[torch.Tensor],
+        }
+        super().register_comm_hook(state, timed)
+
+
+class _Contestant:
+    """One method on its own module."""
+
+    def __init__(self, name: str, numel: int) -> None:
+        self.name = name
+        self.method = method_table.parse(name)
+        self.model = _Timed(_Matrix(numel), gradient_as_bucket_view=True, init_sync=False)
+        self.applied = self.method.apply(self.model)
+        if self.method.kind == "torch_fp32":
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            self.model.register_comm_hook(None, default_hooks.allreduce_hook)
+        self.seconds: list[float] = []
+        self.steps = 0
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.model.zero_grad(set_to_none=False)
+        self.model(gradient).backward()
+        self.steps += 1
+        slowest = torch.tensor(self.model.seconds)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if self.steps > _WARM_UP:
+            self.seconds.append(float(slowest))
+
+    def row(self, expected: torch.Tensor) -> dict[str, Any]:
+        weight = self.model.module.weight
+        found = weight.grad.view(-1)[: expected.numel()].double()
+        before, after = self.applied.traffic(self.steps - 1), self.applied.traffic(self.steps)
+        wire_bytes = after.wire_bytes - before.wire_bytes
+        ours = self.method.kind == "gradwire"
+        if ours:  # counted, not computed from the number of steps
+            wire_bytes = after.wire_bytes // self.steps
+        ring_rounds = 2 * (dist.get_world_size() - 1)
+        reductions = 2 if self.method.kind == "torch_powersgd" else 1
+        return {
+            "method": self.name,
+            "algorithm": "sra" if ours else "ring",
+            "transport": "torch_p2p" if ours else "gloo",
+            "numel": weight.numel(),
+            "seconds": statistics.median(self.seconds),
+            "wire_bytes": wire_bytes,
+            "rounds": scatter_reduce_allgather.ROUNDS if ours else reductions * ring_rounds,
+            "nmse": float((found - expected).square().sum() / expected.square().sum()),
+        }
+
+
+def gradient_of(rank: int, numel: int) -> torch.Tensor:
+    """The gradient of `rank`: normal values, of a scale that varies along the matrix as layers' do."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
+    return values.mul_(torch.linspace(0.1, 1.0, numel))
+
+
+def main(config: Config) -> None:
+    """Run all methods, and on rank 0 write their rows."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    contestants = [_Contestant(name, config.numel) for name in config.methods]
+    weight = contestants[0].model.module.weight
+    gradients = gradient_of(rank, weight.numel()).view_as(weight)
+    for _ in range(_WARM_UP + config.rounds):
+        for contestant in contestants:
+            contestant.step(gradients)
+    sample = min(_SAMPLE, weight.numel())
+    parts = [gradient_of(r, weight.numel())[:sample].double() for r in range(world_size)]
+    expected = torch.stack(parts).mean(0)
+    rows = [contestant.row(expected) for contestant in contestants]
+    if rank == 0:
+        Path(config.output).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    main(Config(**{**told, "methods": tuple(told["methods"])}))

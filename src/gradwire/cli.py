@@ -1,0 +1,194 @@
+"""The command line: thin verbs over the library. `gradwire --help` lists them.
+
+With --json FILE a verb writes one JSON object a line to FILE; with --json - they go to standard output, and
+nothing else does. Tables, progress and remarks are for people and go to standard error then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.errors import GradwireError
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
+codec = typer.Typer(help="The codecs, and every stage of their compilation.", no_args_is_help=True)
+lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+app.add_typer(codec, name="codec")
+app.add_typer(lab, name="lab")
+
+Row = dict[str, Any]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="JSON lines to FILE; - is stdout.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="End within 45 seconds on two cores.")]
+Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
+
+
+class Output:
+    """Where a verb's rows and remarks go."""
+
+    def __init__(self, stream: TextIO | None, console: Console) -> None:
+        self.stream = stream
+        self.console = console
+
+    def row(self, row: Row) -> None:
+        if self.stream is not None:
+            self.stream.write(json.dumps(row) + "\n")
+            self.stream.flush()
+
+    def rows(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
+        """Write each row as it comes; at the end print a table of `columns` for people."""
+        kept = []
+        for row in rows:
+            self.row(row)
+            kept.append(row)
+        self.table(kept, columns)
+        return kept
+
+    def table(self, rows: list[Row], columns: list[str]) -> None:
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*(_text(row.get(column)) for column in columns))
+        self.console.print(table)
+
+
+@contextmanager
+def output(destination: str | None) -> Iterator[Output]:
+    """An Output for --json's argument; the file is closed at the end."""
+    people = Console(stderr=destination == "-")
+    if destination in (None, "-"):
+        yield Output(sys.stdout if destination == "-" else None, people)
+    else:
+        with Path(str(destination)).open("w") as stream:
+            yield Output(stream, people)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def _list(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+@app.command()
+def doctor(json_file: Json = None) -> None:
+    """What is available here, and what is not and why."""
+    from gradwire.doctor import examine
+
+    with output(json_file) as out:
+        out.rows(examine(), ["part", "available", "detail"])
+
+
+@codec.command("list")
+def codec_list(json_file: Json = None) -> None:
+    """The codecs: operators, lines of encode and decode, options."""
+    from gradwire.codecs import listing
+
+    with output(json_file) as out:
+        out.rows(listing(), ["codec", "operators", "lines", "options"])
+
+
+@codec.command("show")
+def codec_show(
+    name: str,
+    ir: Annotated[bool, typer.Option("--ir", help="The intermediate representation.")] = False,
+    c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the codec.")
+    ] = None,
+) -> None:
+    """Print the stages of one codec (all, unless some are chosen)."""
+    from gradwire import codecs
+    from gradwire.lang import show
+
+    chosen = codecs.get(name, **codecs.parse_options(option or []))
+    stages = [stage for stage, wanted in (("ir", ir), ("c", c)) if wanted] or ["ir", "c"]
+    for stage in stages:
+        typer.echo(show(chosen, stage))
+
+
+@lab.command(
+    "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def lab_run(
+    context: typer.Context,
+    nodes: Annotated[int, typer.Option(help="Number of emulated machines.")] = 4,
+    net: Net = "1gbit,1ms",
+    timeout: Annotated[float | None, typer.Option(help="Seconds until all are stopped.")] = None,
+) -> None:
+    """Run a command on every node: gradwire lab run --nodes 4 --net 1gbit,1ms -- CMD.
+
+    Each node gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    """
+    from gradwire.lab import Network, launch
+
+    if not context.args:
+        raise typer.BadParameter("give a command after --")
+    codes = launch(context.args, nodes, Network.parse(net), timeout=timeout)
+    raise typer.Exit(next((abs(code) for code in codes if code), 0))
+
+
+@bench.command("kernels")
+def bench_kernels(
+    codec_name: Annotated[str | None, typer.Option("--codec", help="Names, comma-separated.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="eager, c.")] = None,
+    numel: Annotated[int | None, typer.Option("--numel", help="Values; 16777216 unless quick.")] = None,
+    threads: Annotated[str | None, typer.Option("--threads", help="Such as 1,2.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
+    from gradwire.bench import kernels
+
+    counts = [int(t) for t in _list(threads) or []] or None
+    rows = kernels.run(_list(codec_name), _list(target), numel, counts, quick)
+    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
+    with output(json_file) as out:
+        out.rows(rows, columns)
+
+
+@bench.command("collectives")
+def bench_collectives(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    net: Net = "1gbit,1ms",
+    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated.")] = None,
+    codec_name: Annotated[str | None, typer.Option("--codec", help="gradwire's codecs.")] = None,
+    numel: Annotated[int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Time all-reduces on an emulated network against the limit of the wire."""
+    from gradwire.bench import collectives
+
+    rows = collectives.run(ranks, net, _list(methods), _list(codec_name), numel, quick)
+    columns = ["method", "net", "numel", "seconds", "wire_bytes", "of_limit", "nmse"]
+    with output(json_file) as out:
+        out.rows(rows, columns)
+
+
+def main() -> None:
+    """Run the command line; the user's mistakes end in one line on standard error."""
+    try:
+        app(standalone_mode=True)
+    except GradwireError as error:
+        typer.secho(f"gradwire: {error}", err=True, fg="red")
+        sys.exit(2)
+
+
+
+if __name__ == "__main__":
+    main()

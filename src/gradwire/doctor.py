@@ -1,0 +1,67 @@
+"""`gradwire doctor`: what is available on this machine, and what is not and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire import __version__
+from gradwire.errors import ConfigError
+from gradwire.lang import jit
+
+# An optional part and the modules it needs.
+_EXTRAS = {
+    "command line": ("typer", "rich"),
+    "report": ("matplotlib", "jinja2"),
+    "bench train --task image": ("sklearn",),
+}
+
+
+def examine() -> Iterator[dict[str, Any]]:
+    """Yield rows: part, available, detail (a version, or the reason why not)."""
+    yield _row("gradwire", True, f"{__version__}, Python {platform.python_version()}")
+    yield _row("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield _row("machine", True, f"{os.cpu_count()} cores, {platform.machine()}, {jit.cpu_name()}")
+    yield _row("target eager", True, "torch on the CPU")
+    yield _tried("compiler", jit.compiler_version)
+    yield _tried("target c", _compile_a_codec)
+    yield _row("target triton", False, "not in this version")
+    yield _row("transport loopback", True, "threads of one process, for tests")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield _row("transport torch_p2p", gloo, "gloo" if gloo else "this torch has no gloo")
+    yield from _lab()
+    for part, modules in _EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        yield _row(part, not missing, ", ".join(modules) if not missing else f"no {missing[0]}")
+
+
+def _row(part: str, available: bool, detail: str) -> dict[str, Any]:
+    return {"part": part, "available": available, "detail": detail}
+
+
+def _tried(part: str, attempt: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return _row(part, True, attempt())
+    except ConfigError as error:
+        return _row(part, False, str(error))
+
+
+def _compile_a_codec() -> str:
+    from gradwire.codecs import QSGD
+    from gradwire.lang import kernels
+
+    kernels(QSGD(), torch.float32, "c")
+    return f"kernels are kept in {jit.cache_folder()}"
+
+
+def _lab() -> Iterator[dict[str, Any]]:
+    from gradwire.lab import available
+
+    reason = available()
+    yield _row("lab", reason is None, "network namespaces" if reason is None else reason)

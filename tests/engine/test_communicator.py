@@ -1,0 +1,74 @@
+"""Agreement between ranks, and memory that does not pile up."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import as_threads, caught
+
+from gradwire.engine import Communicator
+from gradwire.errors import ConfigError
+from gradwire.transport import Hub
+
+
+def test_ranks_that_agree_get_the_same_digest() -> None:
+    digests = as_threads(3, lambda comm: comm.agree("a plan", ["w: 4 bits", "b: dense"]))
+    assert len(set(digests)) == 1
+
+
+def test_the_first_difference_is_named_on_every_rank() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        bits = 2 if comm.rank == 2 else 4
+        return caught(lambda: comm.agree("a plan", ["a: dense", f"w: {bits} bits", "b: dense"]))
+
+    for rank, error in enumerate(as_threads(3, body)):
+        assert isinstance(error, ConfigError)
+        other = 2 if rank < 2 else 0
+        assert "w: 4 bits" in str(error)
+        assert "w: 2 bits" in str(error)
+        assert f"rank {other}" in str(error)
+
+
+def test_a_longer_plan_differs_in_its_first_extra_line() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        return caught(lambda: comm.agree("a plan", ["a"] + ["b"] * comm.rank))
+
+    for error in as_threads(2, body):
+        assert isinstance(error, ConfigError)
+        assert "(nothing)" in str(error)
+
+
+def test_an_agreed_plan_costs_nothing_again() -> None:
+    def body(comm: Communicator) -> None:
+        comm.agree("a plan", ["a"])
+        exchanged = comm._agreements
+        comm.agree("a plan", ["a"])
+        assert comm._agreements == exchanged
+
+    as_threads(2, body)
+
+
+@pytest.fixture
+def comm() -> Communicator:
+    return Communicator(Hub(1).transport(0))
+
+
+def test_memory_is_reused(comm: Communicator) -> None:
+    first = comm.take(1000)
+    comm.give(first)
+    assert comm.take(900).data_ptr() == first.data_ptr()
+    assert comm.peak_bytes == 1000
+
+
+def test_memory_of_the_first_large_bucket_is_let_go(comm: Communicator) -> None:
+    comm.give(comm.take(1_000_000))
+    for _ in range(100):
+        comm.give(comm.take(1000))
+    comm.reset_peak()
+    assert comm.peak_bytes <= 2000
+
+
+def test_two_in_flight_own_two_arenas(comm: Communicator) -> None:
+    arenas = [comm.take(100), comm.take(100)]
+    assert comm.peak_bytes == 200
+    for arena in arenas:
+        comm.give(arena)

@@ -1,0 +1,416 @@
+"""`gw.attach` on real DDP modules over gloo. One start of processes serves many scenarios."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import as_processes, caught
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+
+pytestmark = pytest.mark.multiprocess
+
+
+def mlp(width: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 3))
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, by the step: the other has no gradient then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.head = nn.Linear(20, 30), nn.Linear(20, 30), nn.Linear(30, 3)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.head(self.left(x) if left else self.right(x))
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    return torch.randn(8, 20, generator=generator).to(dtype)
+
+
+def train(
+    model: nn.Module,
+    steps: range,
+    forward: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        x = batch(step, dist.get_rank(), dtype)
+        out = forward(step, x) if forward else model(x)
+        out.float().square().mean().backward()
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor)
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def plain(build: Callable[[], nn.Module], steps: range) -> torch.Tensor:
+    model = DDP(build())
+    train(model, steps)
+    return flat(model)
+
+
+# ---- scenarios: each runs on every rank, within one process group ---------------------------------
+
+
+def dense_equals_plain_ddp(rank: int) -> None:
+    model = DDP(mlp())
+    gw.attach(model, codec=None)
+    train(model, range(4))
+    torch.testing.assert_close(flat(model), plain(mlp, range(4)), rtol=1e-5, atol=1e-6)
+    assert same_everywhere(flat(model))
+
+
+def eight_bits_are_close_to_plain_ddp(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=8)
+    train(model, range(4))
+    difference = (flat(model) - plain(mlp, range(4))).abs().max()
+    assert 0 < difference < 0.02
+    assert same_everywhere(flat(model))
+    stats = handle.stats()
+    assert stats["steps"] == 4
+    assert stats["wire_bytes"] > 0
+    assert stats["parameters"]["0.weight"]["ratio"] > 3
+    assert stats["parameters"]["0.bias"]["codec"] == "dense"
+
+
+def two_bits_with_error_feedback_train(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, block=64, error_feedback=True)
+    x = batch(0, rank)
+    first = float(model(x).square().mean())
+    train(model, range(30))
+    assert float(model(x).square().mean()) < first
+    assert same_everywhere(flat(model))
+    assert handle.stats()["residual_bytes"] == 4 * (20 * 40 + 40 * 3)
+
+
+def no_sync_accumulates(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, codec=None)
+    with model.no_sync():
+        model(batch(0, rank)).square().mean().backward()
+    assert handle.stats()["steps"] == 0
+    model(batch(1, rank)).square().mean().backward()
+    reference = DDP(mlp())
+    with reference.no_sync():
+        reference(batch(0, rank)).square().mean().backward()
+    reference(batch(1, rank)).square().mean().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
+def static_graph_trains(rank: int) -> None:
+    model = DDP(mlp(), static_graph=True)
+    gw.attach(model, bits=8)
+    train(model, range(4))
+    assert same_everywhere(flat(model))
+    assert (flat(model) - plain(mlp, range(4))).abs().max() < 0.02
+
+
+def unused_parameters_are_fine(rank: int) -> None:
+    model = DDP(Branches(), find_unused_parameters=True)
+    gw.attach(model, bits=8)
+    train(model, range(4), forward=lambda step, x: model(x, step % 2 == 0))
+    assert same_everywhere(flat(model))
+
+
+def channels_last_is_fine(rank: int) -> None:
+    def convolution() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(4, 12, 3), nn.ReLU(), nn.Conv2d(12, 6, 3))
+
+    gradients = []
+    for attached in (True, False):
+        model = DDP(convolution().to(memory_format=torch.channels_last))
+        if attached:
+            gw.attach(model, codec=None)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(2, 4, 9, 9, generator=generator).to(memory_format=torch.channels_last)
+        model(x).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for p, q in zip(*gradients, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def half_precision_trains(rank: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = DDP(mlp().to(dtype))
+        gw.attach(model, bits=8)
+        train(model, range(3), dtype=dtype)
+        assert same_everywhere(flat(model))
+        assert torch.isfinite(flat(model)).all()
+
+
+def several_modules_keep_apart(rank: int) -> None:
+    first, second, bare = DDP(mlp()), DDP(mlp(56)), DDP(mlp())
+    one, two = gw.attach(first, bits=4), gw.attach(second, bits=8, seed=3)
+    train(bare, range(2))  # law 9: what is not attached is not touched
+    assert torch.equal(flat(bare), plain(mlp, range(2)))
+    both = list(first.parameters()) + list(second.parameters())
+    for step in range(3):
+        for p in both:
+            p.grad = None
+        x = batch(step, rank)
+        (first(x).square().mean() + second(x).square().mean()).backward()
+    assert one.stats()["steps"] == two.stats()["steps"] == 3
+    grads = torch.cat([p.grad.reshape(-1) for p in both])
+    assert same_everywhere(grads)
+
+
+def several_groups_at_once(rank: int) -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    model = DDP(mlp(), process_group=group)
+    gw.attach(model, bits=8)
+    tensor = torch.full((100,), float(rank))
+    gw.all_reduce(tensor, codec="identity", op="avg")
+    train(model, range(2))
+    assert same_everywhere(flat(model))
+    assert torch.equal(tensor, torch.full((100,), (dist.get_world_size() - 1) / 2))
+
+
+def detach_and_attach_again(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=4)
+    error = caught(lambda: gw.attach(model))
+    assert isinstance(error, gw.ConfigError)
+    assert "detach" in str(error)
+    handle.detach()
+    train(model, range(3))
+    assert handle.stats()["steps"] == 0
+    torch.testing.assert_close(flat(model), plain(mlp, range(3)), rtol=1e-5, atol=1e-6)
+    again = gw.attach(model, bits=4)
+    train(model, range(1))
+    assert again.stats()["steps"] == 1
+
+
+def per_parameter_codecs_and_patterns(rank: int) -> None:
+    handle = gw.attach(
+        DDP(mlp()), include=["*.bias"], exclude=["2.*"], codecs={"3.weight": gw.QSGD(bits=2)}
+    )
+    chosen = {p.name: p.codec for p in handle.plan.parameters}
+    assert chosen == {
+        "0.weight": gw.QSGD(),
+        "0.bias": gw.QSGD(),
+        "2.weight": None,
+        "2.bias": None,
+        "3.weight": gw.QSGD(bits=2),
+        "3.bias": gw.QSGD(),
+    }
+
+
+def nothing_to_compress_still_works(rank: int) -> None:
+    model = DDP(nn.LayerNorm(20))
+    gw.attach(model)
+    train(model, range(2))
+    assert same_everywhere(flat(model))
+
+
+def wrong_input_is_named(rank: int) -> None:
+    def refuses(match: str, **arguments: Any) -> None:
+        error = caught(lambda: gw.attach(arguments.pop("model", DDP(mlp())), **arguments))
+        assert isinstance(error, gw.ConfigError), error
+        assert match in str(error), error
+
+    refuses("qsgd", codec="qsdg")
+    refuses("bits", bits=9)
+    refuses("bitz", bitz=4)
+    refuses("no parameter", exclude=["encoder.*"])
+    refuses("list of patterns", exclude="0.*")
+    refuses("DistributedDataParallel", model=mlp())
+    refuses("algorithm", options=gw.Options(algorithm="rings"))
+    hooked = DDP(mlp())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    refuses("communication hook", model=hooked)
+    integer = caught(lambda: gw.all_reduce(torch.arange(5)))
+    assert isinstance(integer, gw.ConfigError)
+    assert "int64" in str(integer)
+
+
+def plans_that_differ_are_named(rank: int) -> None:
+    error = caught(lambda: gw.attach(DDP(mlp()), bits=4 if rank else 2))
+    assert isinstance(error, gw.ConfigError)
+    assert "0.weight" in str(error)
+    error = caught(lambda: gw.all_reduce(torch.zeros(10 + rank)))
+    assert isinstance(error, gw.ConfigError)
+    assert "10 x" in str(error)
+
+
+def sparse_gradients_are_refused(rank: int) -> None:
+    model = DDP(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
+    gw.attach(model)
+    error = caught(lambda: model(torch.tensor([1, 2])).sum().backward())
+    assert error is not None
+    assert "sparse" in str(error)
+
+
+def non_finite_gradients_reach_every_rank(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=4, error_feedback=True)
+    x = batch(0, rank)
+    if rank == 1:
+        x[0, 0] = float("inf")
+    model(x).square().mean().backward()
+    assert not torch.isfinite(model.module[0].weight.grad).all()
+    for state in handle.state_dict()["aggregators"].values():
+        assert torch.isfinite(state["residual"]).all()
+
+
+def resuming_is_bit_identical(rank: int) -> None:
+    straight = DDP(mlp(), bucket_cap_mb=0.001)
+    gw.attach(straight, bits=4, error_feedback=True)
+    train(straight, range(6))
+
+    half = DDP(mlp(), bucket_cap_mb=0.001)
+    handle = gw.attach(half, bits=4, error_feedback=True)
+    train(half, range(3))
+    saved = copy.deepcopy((half.module.state_dict(), handle.state_dict()))
+
+    # A fresh module: its first iteration is one big bucket again, in another order.
+    resumed = DDP(mlp(), bucket_cap_mb=0.001)
+    handle = gw.attach(resumed, bits=4, error_feedback=True)
+    resumed.module.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    train(resumed, range(3, 6))
+    assert torch.equal(flat(straight), flat(resumed))
+
+
+def bucketing_changes_nothing(rank: int) -> None:
+    results = []
+    for megabytes in (0.0001, 0.002, 25):
+        model = DDP(mlp(), bucket_cap_mb=megabytes)
+        gw.attach(model, bits=3)
+        train(model, range(4))
+        results.append(flat(model))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def state_moves_to_another_world_size(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, error_feedback=True)
+    train(model, range(2))
+    n = dist.get_world_size()
+    states: list[Any] = [None] * n
+    dist.all_gather_object(states, handle.state_dict())
+    # As if twice as many ranks had saved: each new rank takes two of them, at half weight.
+    doubled = [{**s, "rank": s["rank"] + k * n, "world_size": 2 * n} for k in (0, 1) for s in states]
+    handle.load_state_dict(doubled)
+    for name, state in states[rank]["aggregators"].items():
+        found = handle.state_dict()["aggregators"][name]["residual"]
+        torch.testing.assert_close(found, state["residual"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle.load_state_dict(doubled[n])
+    assert any("residuals start at zero" in str(w.message) for w in told)
+    assert not handle.state_dict()["aggregators"]
+    other = {**states[rank], "steps": {"another.weight": 1}}
+    assert isinstance(caught(lambda: handle.load_state_dict(other)), gw.ConfigError)
+
+
+def memory_stays_flat(rank: int) -> None:
+    model = DDP(mlp(300), bucket_cap_mb=0.01)
+    handle = gw.attach(model, bits=4)
+    train(model, range(200))
+    early = handle.stats()["peak_extra_bytes"]
+    train(model, range(300))
+    assert handle.stats()["peak_extra_bytes"] == early
+    gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
+    # The first bucket holds the whole model; what is in flight is at most half of its bytes.
+    assert early <= gradient_bytes / 2 + 4096
+
+
+def asynchronous_all_reduce(rank: int) -> None:
+    n = dist.get_world_size()
+    tensors = [torch.full((1000,), float(rank + i)) for i in range(5)]
+    futures = [gw.all_reduce(t, codec="identity", async_op=True) for t in tensors]
+    for i, future in enumerate(futures):
+        assert future is not None
+        assert torch.equal(future.wait(), torch.full((1000,), float(n * (n - 1) / 2 + n * i)))
+    transposed = torch.full((30, 20), float(rank)).t()
+    gw.all_reduce(transposed, codec="identity", op="avg")
+    assert torch.equal(transposed, torch.full((20, 30), (n - 1) / 2))
+
+
+SCENARIOS = [
+    dense_equals_plain_ddp,
+    eight_bits_are_close_to_plain_ddp,
+    two_bits_with_error_feedback_train,
+    no_sync_accumulates,
+    static_graph_trains,
+    unused_parameters_are_fine,
+    channels_last_is_fine,
+    half_precision_trains,
+    several_modules_keep_apart,
+    several_groups_at_once,
+    detach_and_attach_again,
+    per_parameter_codecs_and_patterns,
+    nothing_to_compress_still_works,
+    wrong_input_is_named,
+    plans_that_differ_are_named,
+    non_finite_gradients_reach_every_rank,
+    resuming_is_bit_identical,
+    bucketing_changes_nothing,
+    state_moves_to_another_world_size,
+    memory_stays_flat,
+    asynchronous_all_reduce,
+    sparse_gradients_are_refused,
+]
+
+
+def run_all(rank: int) -> dict[str, str]:
+    """Every scenario's verdict; one that fails does not keep the others from running."""
+    import traceback
+
+    verdicts = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario(rank)
+            verdicts[scenario.__name__] = "passed"
+        except BaseException:
+            verdicts[scenario.__name__] = traceback.format_exc()
+    return verdicts
+
+
+_verdicts: dict[int, list[dict[str, str]]] = {}
+
+
+@pytest.mark.xdist_group("attach")
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attach(world_size: int, scenario: str) -> None:
+    if world_size not in _verdicts:
+        _verdicts[world_size] = as_processes(world_size, run_all, timeout=30, deadline=240)
+    for rank, verdict in enumerate(_verdicts[world_size]):
+        assert verdict[scenario] == "passed", f"rank {rank}:\n{verdict[scenario]}"
+
+
+def test_attach_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(gw.ConfigError, match="init_process_group"):
+        gw.all_reduce(torch.zeros(3))
