@@ -1,0 +1,85 @@
+"""The codecs, one a file, and the table of their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.codecs.cast import Cast
+from gradwire.codecs.identity import Identity
+from gradwire.codecs.qsgd import QSGD
+from gradwire.codecs.terngrad import TernGrad
+from gradwire.errors import ConfigError
+from gradwire.lang.codec import Codec, source_lines
+from gradwire.lang.forms import derive
+
+# name -> (class, options that the name settles)
+REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
+    "identity": (Identity, {}),
+    "fp16": (Cast, {"dtype": "fp16"}),
+    "bf16": (Cast, {"dtype": "bf16"}),
+    "qsgd": (QSGD, {}),
+    "terngrad": (TernGrad, {}),
+}
+
+__all__ = ["QSGD", "REGISTRY", "Cast", "Codec", "Identity", "TernGrad", "get", "listing", "name_of", "options"]
+
+
+def get(codec: str | Codec, **options: Any) -> Codec:
+    """A codec by its name and options; a codec is returned as it is.
+
+    Raises `ConfigError` that lists what is known, for an unknown name or option or a bad value.
+    """
+    if isinstance(codec, Codec):
+        if options:
+            raise ConfigError(
+                f"options {', '.join(options)} go with a codec's name, not with {codec!r}"
+            )
+        return codec
+    if codec not in REGISTRY:
+        raise ConfigError(f"unknown codec {codec!r}: use one of {', '.join(REGISTRY)}")
+    made, settled = REGISTRY[codec]
+    known = [name for name in _fields(made) if name not in settled]
+    for option in options:
+        if option not in known:
+            allowed = f"use one of {', '.join(known)}" if known else "it takes none"
+            raise ConfigError(f"codec {codec!r} has no option {option!r}: {allowed}")
+    factory: Callable[..., Codec] = made
+    return factory(**settled, **options)
+
+
+def name_of(codec: Codec) -> str:
+    """The registered name of a codec, else its class's name."""
+    for name, (made, settled) in REGISTRY.items():
+        if type(codec) is made and all(getattr(codec, k) == v for k, v in settled.items()):
+            return name
+    return type(codec).__name__
+
+
+def options(codec: Codec) -> dict[str, Any]:
+    """A codec's options and their values, without those that its name settles."""
+    name = name_of(codec)
+    settled = REGISTRY[name][1] if name in REGISTRY else {}
+    return {k: getattr(codec, k) for k in _fields(type(codec)) if k not in settled}
+
+
+def listing() -> list[dict[str, Any]]:
+    """A row for every codec: codec, operators (names), lines (of code), options (defaults)."""
+    rows = []
+    for name in REGISTRY:
+        codec = get(name)
+        rows.append(
+            {
+                "codec": name,
+                "operators": list(derive(codec, "fp32").operators),
+                "lines": source_lines(codec),
+                "options": options(codec),
+            }
+        )
+    return rows
+
+
+def _fields(made: type[Codec]) -> list[str]:
+    assert dataclasses.is_dataclass(made), made
+    return [f.name for f in dataclasses.fields(made)]

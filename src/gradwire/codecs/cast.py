@@ -1,0 +1,31 @@
+"""Cast: every value rounded to 16 bits, what torch's fp16 and bf16 hooks do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.errors import ConfigError
+from gradwire.lang.codec import Codec
+from gradwire.lang.ops import bf16, concat, fp16
+from gradwire.lang.trace import Payload, Value
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Values as fp16 or bf16, to nearest even. Saturates: infinite only where the input was.
+
+    Options:
+        dtype: "fp16" or "bf16".
+    """
+
+    dtype: str = "fp16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp16", "bf16"):
+            raise ConfigError(f"Cast: dtype={self.dtype!r} must be 'fp16' or 'bf16'")
+
+    def encode(self, g: Value) -> Payload:
+        return concat(value=fp16(g) if self.dtype == "fp16" else bf16(g))
+
+    def decode(self, value: Value) -> Value:
+        return value

@@ -1,0 +1,86 @@
+"""QSGD: uniform quantisation in blocks (CGX 2.3 and 4.3; Alistarh et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.errors import ConfigError
+from gradwire.lang.codec import Codec
+from gradwire.lang.ops import (
+    abs, bf16, clamp, concat, fp32, inverse, map, random, reduce, sqrt, uint, where,
+)  # fmt: skip
+from gradwire.lang.trace import Payload, Value
+
+
+@dataclass(frozen=True)
+class QSGD(Codec):
+    """Codes of `bits` bits on a uniform grid per block; unbiased when rounding is stochastic.
+
+    Options:
+        bits: of a code, 1 to 8 (2 to 8 for scale "max" and "l2", whose grids are symmetric).
+        block: values that share a grid, 1 to 65536.
+        scale: "minmax": 2^bits levels from the block's minimum to its maximum;
+            "max", "l2": 2^bits - 1 levels from -s to s, s the block's largest magnitude or norm.
+        rounding: "stochastic" or "nearest".
+        metadata: dtype of the grid's numbers, "bf16" (rounded outward) or "fp32".
+
+    A block with a non-finite value decodes to non-finite values; zeros decode to zeros, constants
+    exactly as far as `metadata` can hold them. The grid is sent as its lowest point and *half* its
+    step, and differences are taken of halves, so that a range of up to twice the largest float
+    does not overflow.
+    """
+
+    bits: int = 4
+    block: int = 128
+    scale: str = "minmax"
+    rounding: str = "stochastic"
+    metadata: str = "bf16"
+
+    def __post_init__(self) -> None:
+        least = 1 if self.scale == "minmax" else 2
+        _check("scale", self.scale, self.scale in ("minmax", "max", "l2"), "'minmax', 'max' or 'l2'")
+        _check("bits", self.bits, self.bits in range(least, 9), f"{least} to 8 for {self.scale!r}")
+        _check("block", self.block, self.block in range(1, 65537), "1 to 65536")
+        rounding = self.rounding in ("stochastic", "nearest")
+        _check("rounding", self.rounding, rounding, "'stochastic' or 'nearest'")
+        _check("metadata", self.metadata, self.metadata in ("bf16", "fp32"), "'bf16' or 'fp32'")
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(self.block)
+        offset = random() if self.rounding == "stochastic" else 0.5
+        if self.scale == "minmax":
+            low = self.stored(reduce(min, x), toward="down")
+            half = self.stored((reduce(max, x) * 0.5 - low * 0.5) / self.top, toward="up")
+            code = map(lambda v: (v * 0.5 - low * 0.5) * inverse(half) + offset, x)
+            return concat(low=low, half=half, code=uint(self.bits, code))
+        size = reduce(max, map(abs, x))
+        if self.scale == "l2":  # the squares of values scaled by the largest cannot overflow
+            unit = map(lambda v: v * inverse(size), x)
+            size = size * sqrt(reduce(sum, unit * unit))
+        scale = self.stored(size, toward="up")
+        level = map(lambda v: where(scale > 0.0, v / scale, 0.0) * self.levels, x)
+        return concat(scale=scale, code=uint(self.bits, clamp(level + self.levels + offset, 0, self.top)))
+
+    def decode(self, code: Value, **grid: Value) -> Value:
+        if self.scale == "minmax":
+            low, half = grid["low"], grid["half"]
+            return map(lambda k: low + half * k + half * k, code)
+        return map(lambda k: grid["scale"] * ((k - self.levels) / self.levels), code)
+
+    @property
+    def levels(self) -> int:
+        """Levels on each side of zero in the symmetric grids."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return int(2**self.bits) - 1 if self.scale == "minmax" else 2 * self.levels
+
+    def stored(self, value: Value, toward: str) -> Value:
+        return fp32(value) if self.metadata == "fp32" else bf16(value, toward=toward)
+
+
+def _check(option: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"QSGD: {option}={value!r} must be {allowed}")

@@ -1,0 +1,53 @@
+"""TernGrad: a few levels over the whole gradient (HiPress Fig. 5; Wen et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.errors import ConfigError
+from gradwire.lang.codec import Codec
+from gradwire.lang.ops import (
+    abs, clamp, concat, fp32, inverse, map, random, reduce, uint, where,
+)  # fmt: skip
+from gradwire.lang.trace import Payload, Value
+
+
+@dataclass(frozen=True)
+class TernGrad(Codec):
+    """One grid for the whole gradient; stochastic rounding, so unbiased.
+
+    Options:
+        form: "minmax", 2^bits levels from the minimum to the maximum (HiPress Fig. 5), or
+            "ternary", {-1, 0, 1} times the largest magnitude (the original).
+        bits: of a code, 1 to 8; the ternary form takes 2.
+
+    Reductions run over the whole row, so a row must not be cut. One non-finite value makes the
+    whole row decode to non-finite values. The grid's step is sent halved, as in QSGD.
+    """
+
+    form: str = "minmax"
+    bits: int = 2
+
+    def __post_init__(self) -> None:
+        if self.form not in ("minmax", "ternary"):
+            raise ConfigError(f"TernGrad: form={self.form!r} must be 'minmax' or 'ternary'")
+        allowed = range(1, 9) if self.form == "minmax" else (2,)
+        if self.bits not in allowed:
+            known = "1 to 8" if self.form == "minmax" else "2 for 'ternary'"
+            raise ConfigError(f"TernGrad: bits={self.bits!r} must be {known}")
+
+    def encode(self, g: Value) -> Payload:
+        if self.form == "ternary":
+            scale = fp32(reduce(max, map(abs, g)))
+            level = map(lambda v: where(scale > 0.0, v / scale, 0.0) + 1.0 + random(), g)
+            return concat(scale=scale, code=uint(2, clamp(level, 0, 2)))
+        low = fp32(reduce(min, g))
+        half = fp32((reduce(max, g) * 0.5 - low * 0.5) / (2**self.bits - 1))
+        code = map(lambda v: (v * 0.5 - low * 0.5) * inverse(half) + random(), g)
+        return concat(low=low, half=half, code=uint(self.bits, code))
+
+    def decode(self, code: Value, **grid: Value) -> Value:
+        if self.form == "ternary":
+            return map(lambda k: grid["scale"] * (k - 1.0), code)
+        low, half = grid["low"], grid["half"]
+        return map(lambda k: low + half * k + half * k, code)

@@ -1,0 +1,19 @@
+"""The codec language: codecs are traced, lowered to sweeps over memory, and run on a target.
+
+Read in this order: ops (what a codec's file uses), ir, trace, forms (what is derived), passes,
+emit/c. eager defines the meaning of everything.
+"""
+
+from __future__ import annotations
+
+from gradwire.lang import rng
+from gradwire.lang.codec import Codec
+from gradwire.lang.kernels import Kernels, decode, encode, kernels
+from gradwire.lang.layout import ROW, Layout, layout
+from gradwire.lang.show import show
+from gradwire.lang.source import LanguageError
+
+__all__ = [
+    "ROW", "Codec", "Kernels", "LanguageError", "Layout",
+    "decode", "encode", "kernels", "layout", "rng", "show",
+]  # fmt: skip

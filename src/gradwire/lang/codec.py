@@ -1,0 +1,48 @@
+"""The contract that a codec fulfils: two methods, run once each on symbols."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from gradwire.lang.trace import Payload, Value
+
+
+class Codec:
+    """Base of every codec: a frozen dataclass whose fields are its options.
+
+    `encode` takes the elements as a symbol and returns `concat(...)`; `decode` takes the fields of
+    that payload by name and returns the elements. Both are traced, so they run before any number
+    exists, use the operators of `gradwire.lang.ops`, and may branch on the codec's own options.
+    Options are checked in `__post_init__`, which raises `ConfigError`.
+    """
+
+    def encode(self, g: Value) -> Payload:
+        """The payload of the elements `g`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no encode")
+
+    def decode(self, *args: Any, **fields: Any) -> Value:
+        """The elements, from the payload's fields."""
+        raise NotImplementedError(f"{type(self).__name__} defines no decode")
+
+
+def source_lines(codec: Codec) -> int:
+    """Lines of code of encode and decode together: no blank lines, comments or docstrings."""
+    return sum(_code_lines(getattr(type(codec), name)) for name in ("encode", "decode"))
+
+
+def _code_lines(function: Any) -> int:
+    text = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(text).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    skipped: set[int] = set()
+    if ast.get_docstring(definition) is not None:
+        docstring = definition.body[0]
+        skipped.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(
+        1 for number, line in lines
+        if number not in skipped and line.strip() and not line.strip().startswith("#")
+    )  # fmt: skip

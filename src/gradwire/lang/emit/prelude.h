@@ -1,0 +1,172 @@
+/* What every generated kernel stands on: the ABI, conversions, reductions, planes, the RNG.
+   lang/eager.py defines the meaning of each of these; this file must give the same bits. */
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* A row of the table that a call takes; layout.ROW describes the same 64 bytes. */
+typedef struct {
+  void *values;
+  float *residual;
+  uint8_t *payload;
+  const uint8_t *source;
+  int64_t numel, start;
+  uint64_t key, reserved;
+} Row;
+
+typedef struct {
+  const Row *rows;
+  int64_t n, stride;
+  int32_t ranks, rank;
+  float factor;
+  float *workspace;
+} Call;
+
+/* Payloads have no alignment. */
+typedef uint16_t u16 __attribute__((aligned(1), may_alias));
+typedef uint32_t u32 __attribute__((aligned(1), may_alias));
+typedef float f32 __attribute__((aligned(1), may_alias));
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+INLINE int is_finite(float x) { return (bits_of(x) & 0x7fffffff) < 0x7f800000; }
+INLINE int is_nan(float x) { return (bits_of(x) & 0x7fffffff) > 0x7f800000; }
+INLINE int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
+
+/* Casts to stored types: finite values saturate, and there is one NaN. */
+INLINE float to_fp32(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
+
+INLINE uint32_t to_bf16_nearest(float x) {
+  const uint32_t u = bits_of(x), sign = u & 0x80000000, magnitude = u & 0x7fffffff;
+  uint32_t r = (magnitude + 0x7fff + ((magnitude >> 16) & 1)) >> 16;
+  r = r > 0x7f7f ? 0x7f7f : r;
+  r = magnitude >= 0x7f800000 ? 0x7f80 : r;
+  return magnitude > 0x7f800000 ? 0x7fc0 : r | sign >> 16;
+}
+
+INLINE uint32_t to_bf16_outward(float x, uint32_t negative) {
+  const uint32_t u = bits_of(x), magnitude = u & 0x7fffffff;
+  uint32_t r = magnitude >> 16;
+  r += (u >> 31) == negative && (magnitude & 0xffff) != 0;
+  r = r > 0x7f7f ? 0x7f7f : r;
+  r = magnitude >= 0x7f800000 ? 0x7f80 : r;
+  return magnitude > 0x7f800000 ? 0x7fc0 : r | (u >> 31) << 15;
+}
+INLINE uint32_t to_bf16_down(float x) { return to_bf16_outward(x, 1); }
+INLINE uint32_t to_bf16_up(float x) { return to_bf16_outward(x, 0); }
+
+INLINE uint32_t to_fp16_nearest(float x) {
+  const uint32_t u = bits_of(x), magnitude = u & 0x7fffffff;
+  /* normal: move the exponent's bias and round the dropped 13 bits to nearest even */
+  uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits */
+  uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+  uint32_t r = magnitude < 0x38800000 ? small : normal;
+  r = magnitude >= 0x477fe000 ? 0x7bff : r;
+  r = magnitude >= 0x7f800000 ? 0x7c00 : r;
+  return magnitude > 0x7f800000 ? 0x7e00 : r | (u >> 31) << 15;
+}
+
+INLINE int32_t to_uint(float x, float top) {
+  x = x > 0.0f ? x : 0.0f;
+  x = x < top ? x : top;
+  return (int32_t)x;
+}
+
+INLINE float from_bf16(uint32_t h) { return float_of(h << 16); }
+
+INLINE float from_fp16(uint32_t h) {
+  /* as a float, the 15 bits are the value times 2^-112, subnormals included */
+  const float scaled = float_of((h & 0x7fff) << 13) * 0x1p112f;
+  const uint32_t magnitude = (h & 0x7c00) == 0x7c00 ? 0x7f800000 | (h & 0x3ff) << 13 : bits_of(scaled);
+  return float_of(magnitude | (h & 0x8000) << 16);
+}
+
+/* Floats in an order of integers, so that min and max see NaN at the ends and need no flags. */
+INLINE int32_t ordered(float x) {
+  const int32_t i = (int32_t)bits_of(x);
+  return i ^ ((i >> 31) & 0x7fffffff);
+}
+INLINE float extreme(int32_t chosen, int32_t low, int32_t high) {
+  const int nan = high > 0x7f800000 || low < (int32_t)0x807fffff;
+  const float x = float_of((uint32_t)(chosen ^ ((chosen >> 31) & 0x7fffffff)));
+  return nan ? float_of(0x7fc00000) : x + 0.0f;
+}
+INLINE float minimum(const float *x, int64_t m) {
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int64_t i = 0; i < m; i++) {
+    const int32_t o = ordered(x[i]);
+    low = o < low ? o : low;
+    high = o > high ? o : high;
+  }
+  return extreme(low, low, high);
+}
+INLINE float maximum(const float *x, int64_t m) {
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int64_t i = 0; i < m; i++) {
+    const int32_t o = ordered(x[i]);
+    low = o < low ? o : low;
+    high = o > high ? o : high;
+  }
+  return extreme(high, low, high);
+}
+
+/* Lane l of 16 adds elements l, l + 16, ...; then the lanes halve. */
+INLINE float lane_sum(const float *x, int64_t m) {
+  float lane[16] = {0};
+  int64_t i = 0;
+  for (; i + 16 <= m; i += 16)
+    for (int l = 0; l < 16; l++) lane[l] += x[i + l];
+  for (int l = 0; i + l < m; l++) lane[l] += x[i + l];
+  for (int half = 8; half; half /= 2)
+    for (int l = 0; l < half; l++) lane[l] += lane[l + half];
+  return lane[0];
+}
+
+/* A plane of `width` bits, cut from bit `at` of codes: byte j holds codes j, j + length, ...
+   `codes` has room for 8 values past m; they are zero when packing. */
+INLINE uint8_t *pack(uint8_t *out, const uint8_t *codes, int m, int width, int at) {
+  const int length = (m * width + 7) / 8, mask = (1 << width) - 1;
+#pragma omp simd
+  for (int j = 0; j < length; j++) {
+    unsigned byte = 0;
+#pragma GCC unroll 8
+    for (int k = 0; k < 8 / width; k++)
+      byte |= ((codes[j + k * length] >> at) & mask) << (k * width);
+    out[j] = (uint8_t)byte;
+  }
+  return out + length;
+}
+INLINE const uint8_t *unpack(const uint8_t *in, uint8_t *codes, int m, int width, int at) {
+  const int length = (m * width + 7) / 8, mask = (1 << width) - 1;
+#pragma GCC unroll 8
+  for (int k = 0; k < 8 / width; k++)
+#pragma omp simd
+    for (int j = 0; j < length; j++) {
+      const unsigned cell = ((in[j] >> (k * width)) & mask) << at;
+      codes[j + k * length] = (uint8_t)(at ? codes[j + k * length] | cell : cell);
+    }
+  return in + length;
+}
+
+/* The counter-based RNG of lang/rng.py. */
+typedef struct { uint32_t low, high; } Stream;
+INLINE Stream stream(uint64_t key, uint64_t number) {
+  uint64_t x = key + (number + 1) * 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  x ^= x >> 31;
+  const Stream s = {(uint32_t)x, (uint32_t)(x >> 32)};
+  return s;
+}
+INLINE float uniform(Stream s, uint32_t index) {
+  uint32_t x = (index + s.low) * 0x9E3779B1u;
+  x ^= x >> 16;
+  x = (x ^ s.high) * 0x7FEB352Du;
+  x ^= x >> 15;
+  x *= 0x846CA68Bu;
+  return (float)(int32_t)(x >> 8) * 0x1p-24f;
+}

@@ -1,0 +1,176 @@
+"""The whole intermediate representation: one kind of node, ten operations, one program.
+
+Vocabulary
+    node     a pure computation; identical nodes are one object, so `is` means "same value"
+    scope    how many values a node stands for: one per call, per row, per block, or per element
+    program  what a kernel form writes: nodes stored to values, to the residual, to payload fields
+
+| op | args | attr | meaning |
+| --- | --- | --- | --- |
+| const | - | float | the number itself |
+| load | - | "values", "residual" | the element in memory |
+| param | - | "factor" | an argument of the call |
+| field | - | (name, source) | a payload field; source=True: of the payload that a fold visits |
+| alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
+| cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
+| reduce | 1 | "min", "max", "sum" | elements of a block to BLOCK scope, blocks of a row to TENSOR scope |
+| random | - | stream | uniform in [0, 1), from (key, index, stream) |
+| index | - | - | position of the element in its parameter, modulo 2^32 |
+| fold | own, decoded | - | sum over ranks in rank order; `decoded` is evaluated once per peer's payload |
+
+All arithmetic is fp32 without contraction. docs/wire-format.md and lang/eager.py define the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Scope(IntEnum):
+    """How many values a node stands for; a node's scope is the widest of its operands'."""
+
+    CONSTANT = 0
+    TENSOR = 1
+    BLOCK = 2
+    ELEMENT = 3
+
+
+# dtype name -> bits in memory. `bool` lives in registers only; `uint32` is what index() yields.
+BITS = {
+    "fp32": 32,
+    "fp16": 16,
+    "bf16": 16,
+    "uint32": 32,
+    "bool": 1,
+    **{f"uint{b}": b for b in range(1, 9)},
+}
+FLOATS = ("fp32", "fp16", "bf16")
+STORABLE = (*FLOATS, *(f"uint{b}" for b in range(1, 9)))
+
+# alu function -> (number of operands, kind of operands, kind of result)
+ALU = {
+    "add": (2, "number", "fp32"),
+    "sub": (2, "number", "fp32"),
+    "mul": (2, "number", "fp32"),
+    "div": (2, "number", "fp32"),
+    "max": (2, "number", "fp32"),  # a > b ? a : b, so NaN gives b
+    "min": (2, "number", "fp32"),  # a < b ? a : b, so NaN gives b
+    "neg": (1, "number", "fp32"),
+    "abs": (1, "number", "fp32"),
+    "floor": (1, "number", "fp32"),
+    "sqrt": (1, "number", "fp32"),
+    "isfinite": (1, "number", "bool"),
+    "lt": (2, "number", "bool"),
+    "le": (2, "number", "bool"),
+    "eq": (2, "number", "bool"),
+    "ne": (2, "number", "bool"),
+    "and": (2, "bool", "bool"),
+    "or": (2, "bool", "bool"),
+    "not": (1, "bool", "bool"),
+    "where": (3, "choice", "fp32"),  # bool, number, number
+}
+
+OPS = (
+    "const", "load", "param", "field", "alu", "cast", "reduce", "random", "index", "fold",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One pure computation. Build it with `node`, never directly: equality is identity."""
+
+    op: str
+    args: tuple[Node, ...]
+    attr: object
+    dtype: str
+    scope: Scope
+    location: str = field(repr=False)  # "file:line" of the codec that made it, for errors
+
+
+_interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
+
+
+def node(
+    op: str,
+    args: Iterable[Node] = (),
+    attr: object = None,
+    *,
+    dtype: str = "fp32",
+    scope: Scope | None = None,
+    location: str = "",
+) -> Node:
+    """The one node of this description; the first maker's location is kept.
+
+    `scope` defaults to the widest scope of the operands.
+    """
+    args = tuple(args)
+    if scope is None:
+        scope = max((arg.scope for arg in args), default=Scope.CONSTANT)
+    # repr, because 0.0 == -0.0 and 1 == 1.0 would else share a node
+    key = (op, args, repr(attr), dtype, scope)
+    found = _interned.get(key)
+    if found is None:
+        found = Node(op, args, attr, dtype, scope, location)
+        _interned[key] = found
+    return found
+
+
+def alu(function: str, *args: Node, location: str = "") -> Node:
+    """An alu node, its dtype taken from the table."""
+    return node("alu", args, function, dtype=ALU[function][2], location=location)
+
+
+def const(value: float) -> Node:
+    """A number, as fp32."""
+    return node("const", attr=float(value))
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one kernel form computes for a row.
+
+    Attributes:
+        form: its name, as in `passes.FORMS`.
+        stores: (target, node) with target "values" or "residual"; written after all is read.
+        fields: (name, node) of the payload in wire order; empty for forms that only decode.
+        block: values per block.
+    """
+
+    form: str
+    stores: tuple[tuple[str, Node], ...]
+    fields: tuple[tuple[str, Node], ...]
+    block: int
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        return tuple(n for _, n in self.fields) + tuple(n for _, n in self.stores)
+
+
+def walk(roots: Iterable[Node]) -> Iterator[Node]:
+    """Every node below `roots`, once each, operands first."""
+    seen: set[Node] = set()
+    stack = [(root, False) for root in reversed(tuple(roots))]
+    while stack:
+        current, expanded = stack.pop()
+        if expanded:
+            yield current
+        elif current not in seen:
+            seen.add(current)
+            stack.append((current, True))
+            stack.extend((arg, False) for arg in reversed(current.args) if arg not in seen)
+
+
+def show(program: Program) -> str:
+    """The program as text, a line a node."""
+    names = {n: f"%{i}" for i, n in enumerate(walk(program.roots))}
+    lines = [f"{program.form}: block {program.block}"]
+    for n, name in names.items():
+        attr = "" if n.attr is None else f"[{n.attr}]"
+        operands = " ".join(names[a] for a in n.args)
+        lines.append(f"  {name:4} = {n.op}{attr} {operands}".ljust(56) + f"{n.dtype} {n.scope.name.lower()}")
+    lines += [f"  field {name} <- {names[n]}" for name, n in program.fields]
+    lines += [f"  store {target} <- {names[n]}" for target, n in program.stores]
+    return "\n".join(lines)

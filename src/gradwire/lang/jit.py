@@ -1,0 +1,148 @@
+"""The C toolchain and the private cache of compiled kernels.
+
+A library is compiled on first use, into a folder that only its user can write, under a name made of
+the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks that
+want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a compiler
+and GRADWIRE_CACHE a folder: both are for debugging.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w",
+)  # fmt: skip
+WIDE = "-mprefer-vector-width=512"  # x86 only: other compilers refuse it
+LOCK_SECONDS = 60.0  # a compilation takes one or two; after this, compile without waiting
+
+
+class CompileError(Exception):
+    """There is no working compiler; the message says what was tried and what it said."""
+
+
+def compiler() -> str:
+    """The C compiler's path. Raises `CompileError`."""
+    wanted = os.environ.get("GRADWIRE_CC")
+    for name in [wanted] if wanted else ["gcc", "cc", "clang"]:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise CompileError(
+        f"GRADWIRE_CC={wanted} is no program" if wanted else "no C compiler (gcc, cc, clang) found"
+    )
+
+
+def load(source: str) -> ctypes.CDLL:
+    """The library compiled from `source`, from the cache where it is there."""
+    path = compiler()
+    return _load(source, path, str(cache_folder()))
+
+
+@lru_cache(maxsize=None)
+def _load(source: str, path: str, folder: str) -> ctypes.CDLL:
+    flags = (*FLAGS, WIDE) if platform.machine() in ("x86_64", "AMD64") else FLAGS
+    name = _digest(source, " ".join(flags), _version(path), _cpu())
+    library = Path(folder) / f"{name}.so"
+    if not library.exists():
+        with _locked(library.with_suffix(".lock")):
+            if not library.exists():
+                _compile(source, path, flags, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise CompileError(f"{library} cannot be loaded: {error}") from error
+
+
+def _compile(source: str, path: str, flags: tuple[str, ...], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        text, built = Path(scratch) / "kernel.c", Path(scratch) / "kernel.so"
+        text.write_text(source, "utf-8")
+        command = [path, *flags, str(text), "-o", str(built), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(f"{path} failed: {error}") from error
+        if done.returncode != 0:
+            said = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
+            raise CompileError(f"{path} failed: {said}")
+        os.replace(built, library)
+
+
+def cache_folder() -> Path:
+    """The user's private folder of kernels, made if needed. Raises `CompileError`."""
+    named = os.environ.get("GRADWIRE_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
+    said = []
+    for folder in [Path(named)] if named else [Path(home) / "gradwire", fallback]:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+        except OSError as error:
+            said.append(f"{folder}: {error.strerror}")
+            continue
+        # code is loaded from here: nobody else may be able to put it there
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            said.append(f"{folder}: others can write to it")
+        elif not os.access(folder, os.W_OK):
+            said.append(f"{folder}: read-only")
+        else:
+            return folder
+    raise CompileError(f"no private folder for compiled kernels ({'; '.join(said)})")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock, or go on after LOCK_SECONDS: the rename keeps a double compile safe.
+
+    The kernel drops the lock of a process that dies, so a killed rank blocks nobody.
+    """
+    with path.open("w") as file:
+        give_up = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+@lru_cache(maxsize=None)
+def _version(path: str) -> str:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"{path} does not run: {error}") from error
+    return done.stdout
+
+
+@lru_cache(maxsize=1)
+def _cpu() -> str:
+    """What -march=native depends on: the model and its features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,183 @@
+"""Kernels: a codec made executable for one dtype of values on one target.
+
+One call covers a table of rows, so all parameters of a chunk cost one call. Calls release the GIL
+on target c, take no locks, and may run at the same time on different rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from gradwire.errors import CodecError, ConfigError
+from gradwire.lang import eager, forms, jit
+from gradwire.lang.codec import Codec
+from gradwire.lang.emit import c
+from gradwire.lang.layout import ROW, Layout, layout, native_name
+
+TARGETS = ("auto", "c", "eager")
+
+
+class Kernels:
+    """All forms of a codec. Made by `kernels`.
+
+    Attributes:
+        target: "c" or "eager".
+        layout: of the payloads.
+    """
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
+        self.codec = codec
+        self.dtype = dtype
+        self.target = target
+        self.layout: Layout = layout(codec, dtype)
+        self._native = native_name(dtype)
+        self._programs = forms.derive(codec, self._native).programs
+        self._functions = {}
+        if target == "c":
+            library = jit.load(source(codec, dtype))
+            for form in forms.FORMS:
+                function = getattr(library, form)
+                function.argtypes = _ARGUMENTS
+                function.restype = ctypes.c_int
+                self._functions[form] = function
+
+    def run(
+        self,
+        form: str,
+        rows: np.ndarray,
+        ranks: int = 1,
+        rank: int = 0,
+        stride: int = 0,
+        factor: float = 1.0,
+        threads: int = 1,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        """Run one of `forms.FORMS` on every row of a table.
+
+        Args:
+            rows: C-contiguous numpy table of dtype `ROW`: addresses of memory that must outlive
+                the call; which of them a form reads and writes is written in lang/forms.py.
+            ranks, rank: of reduce_encode: own values stand at position `rank` of the sum.
+            stride: bytes between the peers' payloads at `source`.
+            factor: what decode multiplies by; what reduce_encode multiplies the sum by.
+            threads: among which the blocks of all rows are divided; the result does not depend on it.
+            workspace: uint8 tensor of `layout.workspace_nbytes(rows["numel"])`, or None to allocate.
+        """
+        if form not in forms.FORMS:
+            raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
+        assert rows.dtype == ROW and rows.flags.c_contiguous, "rows: a contiguous table of ROW"
+        assert 0 <= rank < ranks and threads >= 1, (rank, ranks, threads)
+        if self.target == "eager":
+            call = eager.Call(ranks, rank, stride, factor)
+            eager.run(self._programs[form], self.layout, self._native, rows, call)
+            return
+        address = None
+        if self.layout.partials:
+            needed = self.layout.workspace_nbytes(rows["numel"])
+            if workspace is None:
+                workspace = torch.empty(needed, dtype=torch.uint8)
+            assert workspace.nbytes >= needed, (workspace.nbytes, needed)
+            address = workspace.data_ptr()
+        self._functions[form](
+            rows.ctypes.data, rows.size, ranks, rank, stride, factor, threads, address
+        )
+
+
+_ARGUMENTS = (
+    ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
+    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p,
+)  # fmt: skip
+
+
+def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:
+    """The codec's kernels, made once a process.
+
+    Args:
+        dtype: of the values: float32, float16 or bfloat16.
+        target: "c", "eager", or "auto": c, or with one warning that says why, eager.
+
+    Raises:
+        ConfigError: unknown target or dtype, an ill-formed codec, or target "c" without a compiler.
+    """
+    if target not in TARGETS:
+        raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    if target == "auto":
+        reason = _missing(codec, dtype)
+        if reason is not None:
+            _announce(reason)
+        target = "c" if reason is None else "eager"
+    try:
+        return _made(codec, dtype, target)
+    except jit.CompileError as error:
+        raise ConfigError(f"target 'c': {error}; use target 'eager', or mend the compiler") from error
+
+
+_made = lru_cache(maxsize=512)(Kernels)
+
+
+@lru_cache(maxsize=512)
+def _missing(codec: Codec, dtype: torch.dtype) -> str | None:
+    """Why there is no c target here, or None."""
+    try:
+        _made(codec, dtype, "c")
+    except jit.CompileError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _announce(reason: str) -> None:
+    warnings.warn(
+        f"gradwire: no compiled kernels, using slow eager ones: {reason}", RuntimeWarning, stacklevel=4
+    )
+
+
+def source(codec: Codec, dtype: torch.dtype = torch.float32) -> str:
+    """The C source of the codec's kernels."""
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs
+    return c.emit(programs.values(), layout(codec, dtype), native)
+
+
+def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:
+    """The payload of a CPU tensor of any shape, as uint8[nbytes]."""
+    values = tensor.detach().contiguous()
+    k = kernels(codec, values.dtype, target)
+    payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8)
+    k.run("encode", _row(values, payload, key))
+    return payload
+
+
+def decode(
+    codec: Codec,
+    payload: torch.Tensor,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    key: int = 0,
+    target: str = "auto",
+) -> torch.Tensor:
+    """The values of a payload, as dtype[numel]. `CodecError` if its size cannot be right."""
+    k = kernels(codec, dtype, target)
+    expected = k.layout.nbytes(numel)
+    if payload.dtype != torch.uint8 or payload.numel() != expected:
+        raise CodecError(
+            f"a payload of {numel} values is uint8[{expected}], not "
+            f"{str(payload.dtype).removeprefix('torch.')}[{payload.numel()}]"
+        )
+    values = torch.empty(numel, dtype=dtype)
+    k.run("decode", _row(values, payload.contiguous(), key))
+    return values
+
+
+def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:
+    rows = np.zeros(1, ROW)
+    rows[0]["values"] = values.data_ptr()
+    rows[0]["payload"] = payload.data_ptr()
+    rows[0]["numel"] = values.numel()
+    rows[0]["key"] = key
+    return rows

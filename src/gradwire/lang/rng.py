@@ -1,0 +1,70 @@
+"""Counter-based random numbers: a hash of (key, index, stream), the same on every target.
+
+Vocabulary
+    parameter key  64 bits from (user seed, parameter name, rank); made once
+    step key       64 bits from (parameter key, step, phase); what a kernel's row carries
+    stream         which `random()` call of a codec; each has two 32-bit words from the step key
+
+A value costs three 32-bit multiplications, five shifts and exclusive-ors, and two additions. It has
+no state, so neither threads, nor targets, nor the way a parameter is cut can change it.
+Everything wraps modulo 2^32 or 2^64; torch computes it in int64, masked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+MASK32 = 0xFFFFFFFF
+MASK64 = 0xFFFFFFFFFFFFFFFF
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: increments of it never repeat a mix64 input
+
+
+def mix64(x: int) -> int:
+    """A bijection of 64-bit integers in which every input bit moves every output bit."""
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+def parameter_key(seed: int, name: str, rank: int) -> int:
+    """The 64-bit key of a parameter on a rank. Shared randomness: pass the same rank everywhere."""
+    text = f"{seed}/{rank}/{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int) -> np.ndarray:
+    """A step's keys of many parameters: uint64[n] from uint64[n].
+
+    `step` is one number or int64[n]; `phase` separates uses within a step (the first encoding, the
+    encoding after the reduction).
+    """
+    x = np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * np.uint64(GOLDEN)
+    x = _mix64_array(x)
+    return _mix64_array(x + np.array([phase], np.uint64) * np.uint64(GOLDEN))
+
+
+def _mix64_array(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_words(key: int, stream: int) -> tuple[int, int]:
+    """The two 32-bit words that a stream adds to its indices."""
+    word = mix64(key + (stream + 1) * GOLDEN)
+    return word & MASK32, word >> 32
+
+
+def uniform(key: int, stream: int, index: torch.Tensor) -> torch.Tensor:
+    """fp32 in [0, 1), in steps of 2^-24, of every index (int64, any shape)."""
+    low, high = stream_words(key, stream)
+    x = ((index + low) * 0x9E3779B1) & MASK32
+    x = x ^ (x >> 16)
+    x = ((x ^ high) * 0x7FEB352D) & MASK32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK32
+    return (x >> 8).to(torch.float32) * 2.0**-24

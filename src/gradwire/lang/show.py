@@ -1,0 +1,23 @@
+"""What the compiler makes of a codec, stage by stage, as text."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.errors import ConfigError
+from gradwire.lang import forms, ir
+from gradwire.lang.codec import Codec
+from gradwire.lang.kernels import source
+from gradwire.lang.layout import native_name
+
+STAGES = ("ir", "c")
+
+
+def show(codec: Codec, stage: str, dtype: torch.dtype = torch.float32) -> str:
+    """The IR of every form ("ir") or the generated C ("c")."""
+    if stage == "ir":
+        programs = forms.derive(codec, native_name(dtype)).programs
+        return "\n\n".join(ir.show(program) for program in programs.values())
+    if stage == "c":
+        return source(codec, dtype)
+    raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(STAGES)}")

@@ -1,0 +1,30 @@
+"""Where in a codec's own file something was written, and the error that says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gradwire.errors import ConfigError
+
+_LANG = str(Path(__file__).parent)
+
+
+class LanguageError(ConfigError):
+    """A codec is not well formed.
+
+    Attributes:
+        location: "file:line" of the codec's source that is to blame.
+    """
+
+    def __init__(self, location: str, problem: str) -> None:
+        super().__init__(f"{location}: {problem}" if location else problem)
+        self.location = location
+
+
+def here() -> str:
+    """"file:line" of the nearest caller outside the language itself."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LANG):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,188 @@
+"""Tracing: a codec's `encode` and `decode` run once, on symbols, and leave IR behind.
+
+Vocabulary
+    Value   a symbol: a node plus whether it came through `g.blocks(n)`
+    Trace   what one run of a codec recorded: its block, its random streams, its operators
+
+Python's `if` works on the codec's own fields and is settled while tracing; a symbol has no truth
+value, so data-dependent choices are written `where(condition, a, b)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from gradwire.lang import ir
+from gradwire.lang.source import LanguageError, here
+
+MAX_BLOCK = 65536
+
+
+@dataclass
+class Trace:
+    """The record of one run.
+
+    Attributes:
+        native: dtype of the values, one of "fp32", "fp16", "bf16".
+        block: what `g.blocks(n)` set, or None.
+        streams: number of `random()` calls so far; each has a stream of its own.
+        operators: names of the language's operators used, in order of first use.
+    """
+
+    native: str
+    block: int | None = None
+    streams: int = 0
+    operators: list[str] = field(default_factory=list)
+
+    def uses(self, operator: str) -> None:
+        if operator not in self.operators:
+            self.operators.append(operator)
+
+
+_active: ContextVar[Trace | None] = ContextVar("gradwire_trace", default=None)
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[Trace]:
+    """Make `trace` the one that operators record into."""
+    token = _active.set(trace)
+    try:
+        yield trace
+    finally:
+        _active.reset(token)
+
+
+def active() -> Trace:
+    """The trace being recorded; a `LanguageError` outside encode and decode."""
+    trace = _active.get()
+    if trace is None:
+        raise LanguageError(here(), "codec operators work only inside a codec's encode or decode")
+    return trace
+
+
+Operand = "Value | float | int"
+
+
+class Value:
+    """A symbol in a traced codec. Arithmetic is fp32; comparisons give symbolic booleans."""
+
+    __slots__ = ("blocked", "node")
+    __hash__ = object.__hash__
+
+    def __init__(self, node: ir.Node, blocked: bool = False) -> None:
+        self.node = node
+        self.blocked = blocked
+
+    def blocks(self, n: int) -> Value:
+        """The same elements, seen in blocks of `n`: reductions over them give a value a block."""
+        trace = active()
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_BLOCK:
+            raise LanguageError(here(), f"blocks({n!r}): a block holds 1 to {MAX_BLOCK} values")
+        if self.node.scope is not ir.Scope.ELEMENT:
+            raise LanguageError(here(), "blocks(): only elements can be seen in blocks")
+        if trace.block not in (None, n):
+            raise LanguageError(here(), f"blocks({n}): this codec uses blocks of {trace.block}")
+        trace.block = n
+        return Value(self.node, blocked=True)
+
+    def __bool__(self) -> bool:
+        raise LanguageError(here(), "a symbol has no truth value while tracing: use where()")
+
+    def __add__(self, other: object) -> Value:
+        return apply("add", self, other)
+
+    def __radd__(self, other: object) -> Value:
+        return apply("add", other, self)
+
+    def __sub__(self, other: object) -> Value:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: object) -> Value:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: object) -> Value:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: object) -> Value:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: object) -> Value:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: object) -> Value:
+        return apply("div", other, self)
+
+    def __neg__(self) -> Value:
+        return apply("neg", self)
+
+    def __abs__(self) -> Value:
+        return apply("abs", self)
+
+    def __lt__(self, other: object) -> Value:
+        return apply("lt", self, other)
+
+    def __le__(self, other: object) -> Value:
+        return apply("le", self, other)
+
+    def __gt__(self, other: object) -> Value:
+        return apply("lt", other, self)
+
+    def __ge__(self, other: object) -> Value:
+        return apply("le", other, self)
+
+    def __eq__(self, other: object) -> Value:  # type: ignore[override]
+        return apply("eq", self, other)
+
+    def __ne__(self, other: object) -> Value:  # type: ignore[override]
+        return apply("ne", self, other)
+
+    def __and__(self, other: object) -> Value:
+        return apply("and", self, other)
+
+    def __or__(self, other: object) -> Value:
+        return apply("or", self, other)
+
+    def __invert__(self) -> Value:
+        return apply("not", self)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What `concat` returns and `encode` must return: the fields, in wire order."""
+
+    fields: tuple[tuple[str, Value], ...]
+
+
+def lift(operand: object) -> Value:
+    """A symbol for a symbol or a Python number; anything else is a `LanguageError`."""
+    if isinstance(operand, Value):
+        return operand
+    if isinstance(operand, (int, float)) and not isinstance(operand, bool):
+        return Value(ir.const(operand))
+    raise LanguageError(here(), f"expected a symbol or a number, not {type(operand).__name__}")
+
+
+def apply(function: str, *operands: object) -> Value:
+    """An alu operation on symbols and numbers, with operand kinds checked here, at the source."""
+    location = here()
+    values = [lift(operand) for operand in operands]
+    _, kind, _ = ir.ALU[function]
+    for position, value in enumerate(values):
+        wants_bool = kind == "bool" or (kind == "choice" and position == 0)
+        if (value.node.dtype == "bool") != wants_bool:
+            wanted = "a condition" if wants_bool else "a number"
+            raise LanguageError(
+                location, f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}"
+            )
+    result = ir.alu(function, *(as_number(v.node) for v in values), location=location)
+    return Value(result, any(v.blocked for v in values))
+
+
+def as_number(node: ir.Node) -> ir.Node:
+    """The node itself, or its exact fp32 value where it is stored more narrowly."""
+    if node.dtype in ("fp32", "bool"):
+        return node
+    return ir.node("cast", (node,), "nearest", dtype="fp32", location=node.location)
