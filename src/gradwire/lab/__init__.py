@@ -9,6 +9,6 @@ Read in this order: `network` (what is emulated), `links` (how), `supervisor` (w
 
 from gradwire.lab.client import Lab, NodeProcess, available
 from gradwire.lab.network import Network
-from gradwire.lab.run import launch
+from gradwire.lab.run import launch, run_command
 
-__all__ = ["Lab", "Network", "NodeProcess", "available", "launch"]
+__all__ = ["Lab", "Network", "NodeProcess", "available", "launch", "run_command"]

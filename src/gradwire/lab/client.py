@@ -244,7 +244,7 @@ class Lab:
     def _ask(self, op: str, fds: Sequence[int] = (), **request: Any) -> Any:
         with self._asking:
             message = json.dumps({"op": op, **request}).encode()
-            with contextlib.suppress(BrokenPipeError):  # the listener's answer, None, says it
+            with contextlib.suppress(ConnectionError):  # then the listener knows, and answers
                 socket.send_fds(self._control, [message], fds)
             answer = self._answers.get()
         if answer is None:
@@ -261,7 +261,7 @@ class Lab:
             try:
                 data = self._control.recv(MESSAGE_BYTES)
             except ConnectionResetError:
-                data = b""
+                continue  # reported once, ahead of the supervisor's last words, which come next
             if not data:
                 break
             message = json.loads(data)

@@ -14,6 +14,7 @@ There is no ARP: addresses follow from the rank, and every node is given the tab
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 # Jumbo frames, as clusters set them. Headers then take 0.7 % of the rate; segmentation offload
@@ -48,9 +49,12 @@ def hosts(nodes: int) -> str:
 def ip_node(rank: int, nodes: int, switch_pid: int) -> list[str]:
     """Inside node `rank`: create its link, address it and write the neighbour table."""
     peers = [peer for peer in range(nodes) if peer != rank]
+    # eth0's index differs from its port's, or the kernel takes its time (a second) to notice that
+    # the link is up: it hurries for a device whose peer has another index.
+    eth0 = f"eth0 index {4 * MAX_NODES} address {_mac(rank)}"
     return [
         "link set dev lo up",
-        f"link add eth0 address {_mac(rank)} type veth peer name port{rank} netns {switch_pid}",
+        f"link add {eth0} type veth peer name port{rank} netns {switch_pid}",
         f"link set dev eth0 mtu {MTU} gso_max_size {GSO_BYTES} addrgenmode none",
         f"addr add {address(rank)}/15 dev eth0",
         "link set dev eth0 up",
@@ -74,6 +78,16 @@ def ip_switch(nodes: int, bridge: bool) -> list[str]:
         )
         commands.append(f"link set dev port{rank} up")
     return commands
+
+
+def bridge_open(shown: str) -> bool:
+    """Whether every port forwards, by the answer to `ip -json -details link show master lab`.
+
+    A port takes a moment after it is raised. A packet sent before is lost, and if it opens a
+    connection, TCP waits a second to send it again.
+    """
+    slaves = [port["linkinfo"]["info_slave_data"] for port in json.loads(shown)]
+    return all(slave["state"] == "forwarding" for slave in slaves)
 
 
 def ip_link(rank: int, up: bool) -> list[str]:

@@ -87,6 +87,8 @@ def _quantity(text: str, name: str, part: str, units: dict[str, int]) -> int:
 
 def _spell(value: int, units: dict[str, int]) -> str:
     """`value` in the largest unit that keeps it at least one, without trailing zeros."""
+    if value == 0:
+        return "0ms"
     unit = next((name for name, size in units.items() if value >= size), list(units)[-1])
     return f"{(Decimal(value) / units[unit]).normalize():f}{unit}"
 

@@ -91,6 +91,44 @@ def launch(
             raise
 
 
+def run_command(
+    argv: Sequence[str],
+    nodes: int,
+    net: str,
+    timeout: float | None = None,
+    output: str = "prefix",
+    log_dir: str | os.PathLike[str] | None = None,
+    grace: float = 30.0,
+) -> int:
+    """What `gradwire lab run` does: `launch`, and one exit code for all nodes, as a shell has it.
+
+    The code of the first node that failed by itself, 128 + the signal if one was killed, 124 after
+    a timeout, 130 after Ctrl-C; 0 if all went well. Raises ConfigError as `launch` does.
+    """
+    if not argv:
+        raise ConfigError("nothing to run: write the command after --")
+    try:
+        codes = launch(
+            argv,
+            nodes,
+            Network.parse(net),
+            timeout=timeout,
+            output=output,
+            log_dir=log_dir,
+            grace=grace,
+        )
+    except TimeoutError as error:
+        print(f"lab: {error}", file=sys.stderr, flush=True)
+        return 124
+    except KeyboardInterrupt:
+        return 130
+    for rank, code in enumerate(codes):
+        if code:
+            print(f"lab: node {rank} ended with code {code}", file=sys.stderr, flush=True)
+    failed = [code for code in codes if code > 0] or [128 - code for code in codes if code < 0]
+    return failed[0] if failed else 0
+
+
 def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> list[int]:
     """Their exit codes, once all have ended by themselves or, after a failure, by our hand."""
     deadline = time.monotonic() + timeout if timeout is not None else None

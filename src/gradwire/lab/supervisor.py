@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,9 @@ class Supervisor:
         self._run("ip", links.ip_switch(nodes, bridge=latency_by != "line"))
         netem_ns = latency_ns if latency_by == "netem" else 0
         self._run("tc", links.tc_shape(ports, rate, netem_ns))
-        if latency_by == "line":
+        if latency_by != "line":
+            self._await_bridge()
+        else:
             assert line is not None
             self.line = subprocess.Popen([line, str(latency_ns), *ports], stdout=subprocess.PIPE)
             assert self.line.stdout is not None
@@ -188,6 +191,14 @@ class Supervisor:
     def link(self, rank: int, up: bool) -> None:
         self._run("ip", links.ip_link(rank, up))
 
+    def _await_bridge(self) -> None:
+        question = [_program("ip"), "-json", "-details", "link", "show", "master", "lab"]
+        for _ in range(1000):
+            if links.bridge_open(subprocess.check_output(question, text=True)):
+                return
+            time.sleep(0.005)
+        raise RuntimeError("the bridge's ports do not come up")
+
     def _reap(self) -> None:
         """Report every child that has ended; as pid 1 we also inherit orphans, and forget them."""
         while True:
@@ -211,11 +222,8 @@ class Supervisor:
 
     def _try(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> str | None:
         """Run a batch of `ip` or `tc` commands in `node`, or in the switch; what went wrong."""
-        program = shutil.which(tool, path=_SYSTEM_PATH)
-        if program is None:
-            return f"the program {tool} is missing (package iproute2)"
         done = subprocess.run(
-            [program, "-batch", "-"],
+            [_program(tool), "-batch", "-"],
             input="\n".join(batch) + "\n",
             text=True,
             capture_output=True,
@@ -225,6 +233,14 @@ class Supervisor:
         if done.returncode == 0:
             return None
         return f"{tool}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+
+
+def _program(tool: str) -> str:
+    """The path of `ip` or `tc`, which a user's PATH often leaves out."""
+    path = shutil.which(tool, path=_SYSTEM_PATH)
+    if path is None:
+        raise RuntimeError(f"the program {tool} is missing (package iproute2)")
+    return path
 
 
 def _signal_group(pid: int, number: int) -> None:

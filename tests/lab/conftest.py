@@ -1,0 +1,14 @@
+"""Tests marked `lab` need a machine that can make one; elsewhere they skip and say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.lab import available
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("lab") is not None:
+        reason = available()
+        if reason is not None:
+            pytest.skip(reason)

@@ -1,0 +1,95 @@
+"""Measures a lab from inside: run on three nodes by test_shape.py, it prints one JSON object.
+
+Node 0 exchanges single bytes with node 1 (round trip), then receives a stream from node 1 alone
+(rate), then from nodes 1 and 2 at once (shared ingress).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+
+ROUNDS = 50
+PORT = 5000
+
+
+def receive(peer: socket.socket) -> float:
+    """Bits until the peer shuts down, divided by the seconds since the first of them."""
+    buffer = bytearray(1 << 20)
+    peer.sendall(b"g")
+    total = peer.recv_into(buffer)
+    start = time.perf_counter()
+    while count := peer.recv_into(buffer):
+        total += count
+    return 8 * total / (time.perf_counter() - start)
+
+
+def lost() -> int:
+    """Segments that this node has sent again."""
+    with open("/proc/net/snmp") as file:
+        names, values = [line.split() for line in file if line.startswith("Tcp:")]
+    return int(dict(zip(names, values, strict=True))["RetransSegs"])
+
+
+def receiver(peers: int) -> None:
+    with socket.create_server(("", PORT)) as server:
+        streams = {}
+        for _ in range(2 * peers - 1):  # node 1 comes twice
+            stream, _ = server.accept()
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            streams[stream.recv(2)] = stream
+    first = streams.pop(b"1a")
+    rtts = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        first.sendall(b"x")
+        first.recv(1)
+        rtts.append(time.perf_counter() - start)
+    alone = receive(first)
+    start = time.perf_counter()
+    rates: list[float] = []
+    others = [streams[key] for key in (b"1b", b"2b")]
+    readers = [threading.Thread(target=lambda s=s: rates.append(receive(s))) for s in others]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    print(json.dumps({"rtt_s": statistics.median(rtts), "alone": alone, "shared": sum(rates)}))
+
+
+def sender(rank: str, payload: bytes) -> None:
+    def connect(name: str) -> socket.socket:
+        while True:
+            try:
+                stream = socket.create_connection(("node0", PORT))
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+                continue
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.sendall((rank + name).encode())
+            return stream
+
+    first = connect("a") if rank == "1" else None
+    second = connect("b")
+    if first is not None:
+        for _ in range(ROUNDS):
+            first.recv(1)
+            first.sendall(b"x")
+    for stream in filter(None, (first, second)):
+        stream.recv(1)
+        stream.sendall(payload)
+        stream.shutdown(socket.SHUT_WR)
+    second.recv(1)  # until the receiver has it all
+    print(json.dumps({"lost": lost()}))
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "0":
+        receiver(peers=2)
+    else:
+        sender(os.environ["RANK"], bytes(int(sys.argv[1])))

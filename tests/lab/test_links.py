@@ -1,0 +1,43 @@
+"""The commands that make a lab, as far as they can be judged without running them."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+
+from gradwire.lab import links
+
+
+def test_addresses_are_distinct_and_for_benchmarks() -> None:
+    addresses = {ipaddress.ip_address(links.address(rank)) for rank in range(links.MAX_NODES)}
+    assert len(addresses) == links.MAX_NODES
+    assert all(address in ipaddress.ip_network("198.18.0.0/15") for address in addresses)
+
+
+def test_hosts_file_names_every_node() -> None:
+    assert links.hosts(2).splitlines()[1:] == ["198.18.0.1 node0", "198.18.0.2 node1"]
+
+
+def test_every_node_knows_every_other() -> None:
+    neighbours = [line for line in links.ip_node(1, 4, switch_pid=1) if line.startswith("neigh")]
+    assert [line.split()[2] for line in neighbours] == ["198.18.0.1", "198.18.0.3", "198.18.0.4"]
+    assert neighbours[0].split()[4] == "02:00:00:00:00:01"
+
+
+def test_netem_stands_under_htb() -> None:
+    qdisc, limit, queue = links.tc_shape(["port0"], 10**9, netem_ns=1_500_000)
+    assert "root handle 1: htb" in qdisc
+    assert "classid 1:1 htb rate 1000000000bit burst 62500b" in limit
+    assert "parent 1:1 handle 10: netem delay 1500.000us limit 100000" in queue
+
+
+def test_without_netem_a_long_plain_queue() -> None:
+    assert "pfifo limit 100000" in links.tc_shape(["eth0"], 10**9)[2]
+
+
+def test_bridge_is_open_once_all_ports_forward() -> None:
+    def shown(*states: str) -> str:
+        return json.dumps([{"linkinfo": {"info_slave_data": {"state": s}}} for s in states])
+
+    assert links.bridge_open(shown("forwarding", "forwarding"))
+    assert not links.bridge_open(shown("forwarding", "disabled"))
