@@ -42,7 +42,7 @@ def as_threads(
         thread.join(timeout)
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     for comm in comms:
-        comm.executor.close()
+        comm.close()
     assert not hung, f"ranks {hung} hang"
     for error in errors:
         if error is not None:

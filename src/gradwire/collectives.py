@@ -331,7 +331,7 @@ class _Job:
                 stride=stride,
                 factor=self.factor if merge else 1.0,
                 threads=self.threads,
-                workspace=self.arena.data_ptr() + c._workspace_offset,
+                workspace=self.arena[c._workspace_offset :],
             )
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))

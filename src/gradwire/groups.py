@@ -29,7 +29,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         raise ConfigError("this rank is not a member of the process group")
     with _lock:
         for gone in [g for g in _communicators if g not in dist.distributed_c10d._world.pg_map]:
-            _communicators.pop(gone).executor.close()  # its process group was destroyed
+            _communicators.pop(gone).close()  # its process group was destroyed
         if actual not in _communicators:
             _communicators[actual] = Communicator(TorchP2P(actual))
         return _communicators[actual]

@@ -44,6 +44,11 @@ class Communicator:
         self._owned = 0
         self._recent: deque[int] = deque(maxlen=64)
 
+    def close(self) -> None:
+        """End the threads; collectives under way are abandoned."""
+        self.executor.close()
+        self.transport.close()
+
     # ---- numbers that are the same on all ranks, because collectives start in the same order ----
 
     def sequence(self, tags: int) -> tuple[int, int]:

@@ -49,3 +49,7 @@ class Transport(Protocol):
     def fail(self, peer: int) -> None:
         """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
         ...
+
+    def close(self) -> None:
+        """End what serves this transport; it is not used afterwards."""
+        ...

@@ -2,15 +2,19 @@
 
 gloo facts that shape this file, each found by experiment:
 - a receive whose size differs from what was sent aborts the process, so ranks compare plans first;
-- a dead peer fails the pending receives from it at once ("Connection closed by peer"), and a wait that
-  times out breaks the whole context;
-- whoever sees a failure raises and usually exits, which closes its own connections, so the next rank
-  would blame the messenger. Hence the notices: a small receive from every peer stands posted from the
-  start, and a rank that fails first says through it whom it blames.
+- a dead peer fails the pending receives from it at once ("Connection closed by peer");
+- a wait that times out closes every connection of the rank, so its peers fail too, at once.
+
+So whoever fails breaks the others, who would blame the messenger. Hence the notices: a small receive from
+every peer stands posted from the start, through which a rank says whom it blames when it fails, or has
+waited for most of the timeout. An error follows the blame from rank to rank to where it began.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -23,6 +27,8 @@ from gradwire.errors import TransportError
 _TAG_BASE = 1 << 29
 _NOTICE_TAG = (1 << 30) - 1
 _TAGS = _NOTICE_TAG - _TAG_BASE
+# A wait as long as this part of the timeout is told to the peers, while they can still be reached.
+_PATIENCE = 0.75
 
 
 class TorchP2P:
@@ -41,6 +47,8 @@ class TorchP2P:
         self.world_size = self.group.size()
         self.timeout = _timeout_of(self.group)
         self.error: TransportError | None = None
+        self._waiting: dict[_Work, float] = {}
+        self._closed = threading.Event()
         self._notices: dict[int, torch.Tensor] = {}
         # gloo reads and writes these for as long as it likes, so they live as long as the transport.
         self._kept: list[tuple[dist.Work, torch.Tensor]] = []
@@ -49,6 +57,16 @@ class TorchP2P:
                 notice = torch.zeros(8, dtype=torch.uint8)
                 self._notices[peer] = notice
                 self._kept.append((self.group.recv([notice], peer, _NOTICE_TAG), notice))
+        watch = threading.Thread(
+            target=_watch,
+            args=(weakref.ref(self), self._closed, self.timeout),
+            name="gradwire-watch",
+            daemon=True,
+        )
+        watch.start()
+
+    def close(self) -> None:
+        self._closed.set()
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start(self.group.send, data, peer, tag, "send to")
@@ -75,10 +93,8 @@ class TorchP2P:
         """The error to raise when an operation with `peer` failed: it names who failed first."""
         if self.error is not None:
             return self.error
-        culprit = next((b for b in map(self._blamed_by, sorted(self._notices)) if b is not None), peer)
         reason = str(error).split("] ", 1)[-1].split(". This is")[0].splitlines()[0]
-        if culprit == self.rank:
-            culprit = peer  # a peer blames us, and we are alive: the link between us has failed
+        culprit = self._first_to_fail(peer)
         text = f"rank {self.rank}: {what} rank {peer} failed ({reason})"
         text += "" if culprit == peer else f"; the first to fail was rank {culprit}"
         self.error = TransportError(
@@ -88,10 +104,16 @@ class TorchP2P:
         )
         return self.error
 
-    def _blamed_by(self, peer: int) -> int | None:
-        """The rank that `peer` gave the blame in its notice, if one came."""
-        value = int(self._notices[peer].view(torch.int64).item())
-        return value - 1 if value else None
+    def _first_to_fail(self, peer: int) -> int:
+        """Follow the notices from `peer` to the rank that blames nobody but itself, or us."""
+        seen = {self.rank}
+        while peer not in seen:
+            seen.add(peer)
+            blamed = int(self._notices[peer].view(torch.int64).item()) - 1
+            if blamed < 0 or blamed in seen:
+                break
+            peer = blamed
+        return peer
 
     def fail(self, peer: int) -> None:
         notice = torch.tensor([peer + 1], dtype=torch.int64).view(torch.uint8)
@@ -102,6 +124,29 @@ class TorchP2P:
                 self._kept.append((self.group.send([notice], other, _NOTICE_TAG), notice))
             except RuntimeError:
                 continue  # that peer is gone too; the ones that can be reached are being told
+
+    def longest_wait(self) -> tuple[float, int] | None:
+        """Seconds and peer of the longest wait under way, or None."""
+        waits = list(self._waiting.items())
+        if not waits:
+            return None
+        work, begun = min(waits, key=lambda wait: wait[1])
+        return time.monotonic() - begun, work.peer
+
+
+def _watch(
+    owner: weakref.ref[TorchP2P], closed: threading.Event, timeout: float
+) -> None:
+    """Tell the peers, once, of a wait that is likely to end in a timeout."""
+    while not closed.wait(timeout / 10):
+        transport = owner()
+        if transport is None:
+            return
+        longest = transport.longest_wait()
+        if longest is not None and longest[0] > _PATIENCE * timeout:
+            transport.fail(longest[1])
+            return
+        del transport
 
 
 class _Work:
@@ -115,10 +160,14 @@ class _Work:
         self.what = what
 
     def wait(self) -> None:
+        owner = self.owner
+        owner._waiting[self] = time.monotonic()
         try:
-            self.work.wait(timedelta(seconds=self.owner.timeout))
+            self.work.wait(timedelta(seconds=owner.timeout))
         except RuntimeError as error:
-            raise self.owner.explain(self.peer, self.what, error) from error
+            raise owner.explain(self.peer, self.what, error) from error
+        finally:
+            del owner._waiting[self]
 
 
 def _default_group() -> dist.ProcessGroup:

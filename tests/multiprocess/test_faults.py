@@ -1,0 +1,102 @@
+"""A rank that dies or hangs in the middle of a collective: named by every survivor, in time (law 10)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import as_processes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("faults")]
+
+Report = tuple[str, int | None, str, float]
+
+
+def reported(action: Any) -> Report:
+    """Type, peer and text of the error that `action` raises, and the seconds until it did."""
+    begun = time.monotonic()
+    try:
+        action()
+    except BaseException as error:
+        seconds = time.monotonic() - begun
+        return type(error).__name__, getattr(error, "peer", None), str(error), seconds
+    return "nothing", None, "", time.monotonic() - begun
+
+
+def reduce_until(rank: int, dying: int, blow: signal.Signals) -> Report:
+    """All-reduces without end; after a while `dying` gets `blow`, somewhere in the middle of one."""
+    tensor = torch.randn(3_000_000)
+    gw.all_reduce(tensor)
+    if rank == dying:
+        threading.Timer(0.5, os.kill, (os.getpid(), blow)).start()
+
+    def forever() -> None:
+        for step in range(1_000_000):
+            gw.all_reduce(tensor, op="avg", step=step)
+
+    return reported(forever)
+
+
+def backward_after_death(rank: int, dying: int) -> Report:
+    model = DDP(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 10)))
+    gw.attach(model)
+    for _ in range(3):
+        model(torch.randn(4, 100)).sum().backward()
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reported(lambda: model(torch.randn(4, 100)).sum().backward())
+
+
+def attach_without_a_peer(rank: int) -> Report:
+    model = DDP(nn.Linear(10, 10))
+    if rank == 1:
+        time.sleep(12)  # never attaches
+        return "nothing", None, "", 0.0
+    return reported(lambda: gw.attach(model))
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_killed_in_the_middle_of_an_all_reduce(dying: int) -> None:
+    reports = as_processes(
+        4, reduce_until, dying, signal.SIGKILL, timeout=20, expect_death=(dying,)
+    )
+    for rank, report in enumerate(reports):
+        if rank != dying:
+            kind, peer, text, seconds = report
+            assert (kind, peer) == ("TransportError", dying), text
+            assert f"Rank {dying}" in text
+            assert seconds < 20
+
+
+def test_a_hung_rank_is_named_within_the_timeout() -> None:
+    reports = as_processes(
+        3, reduce_until, 1, signal.SIGSTOP, timeout=4, expect_death=(1,), deadline=60
+    )
+    for rank in (0, 2):
+        kind, peer, text, seconds = reports[rank]
+        assert (kind, peer) == ("TransportError", 1), text
+        assert seconds < 4 + 0.5 + 10
+
+
+def test_backward_raises_the_error_by_its_name() -> None:
+    reports = as_processes(3, backward_after_death, 1, timeout=20, expect_death=(1,))
+    for rank in (0, 2):
+        kind, peer, text, seconds = reports[rank]
+        assert (kind, peer) == ("TransportError", 1), text
+        assert seconds < 20
+
+
+def test_a_rank_that_never_attaches_is_named() -> None:
+    reports = as_processes(2, attach_without_a_peer, timeout=3)
+    kind, peer, text, seconds = reports[0]
+    assert (kind, peer) == ("TransportError", 1), text
+    assert seconds < 10
