@@ -259,7 +259,8 @@ ALU: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "abs": torch.abs,
     "floor": torch.floor,
-    "sqrt": torch.sqrt,
+    # in fp64, since torch.sqrt of fp32 may be off by an ulp; rounding twice is harmless here
+    "sqrt": lambda x: x.double().sqrt().float(),
     "isfinite": torch.isfinite,
     "lt": torch.lt,
     "le": torch.le,

@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+# No contraction and no -ffast-math: targets must agree on every bit. No partial redundancy
+# elimination: gcc 12 uses it to branch on a clamp's constants, and then the loop stays scalar.
 FLAGS = (
     "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w",
+    "-ffp-contract=off", "-fno-tree-pre", "-fopenmp", "-fPIC", "-shared", "-w",
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"  # x86 only: other compilers refuse it
 LOCK_SECONDS = 60.0  # a compilation takes one or two; after this, compile without waiting
