@@ -80,7 +80,7 @@ class NodeProcess:
     def send_signal(self, number: int) -> None:
         """Signal it and its children, unless it has ended."""
         if self.returncode is None:
-            self._lab._ask("kill", id=self._id, number=int(number))
+            self._lab._ask("kill", id=self._id, signal_number=int(number))
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -203,6 +203,10 @@ class Lab:
             )
         return process
 
+    def running(self) -> list[NodeProcess]:
+        """The processes that have not ended, in the order of their start."""
+        return [process for process in self._processes.values() if process.poll() is None]
+
     def set_link(self, rank: int, up: bool) -> None:
         """Pull node `rank`'s cable out, or plug it in; packets are lost while it is out."""
         if not self.net.shaped:
@@ -243,10 +247,14 @@ class Lab:
 
     def _ask(self, op: str, fds: Sequence[int] = (), **request: Any) -> Any:
         with self._asking:
-            message = json.dumps({"op": op, **request}).encode()
+            number = next(self._ids)
+            message = json.dumps({"number": number, "op": op, **request}).encode()
             with contextlib.suppress(ConnectionError):  # then the listener knows, and answers
                 socket.send_fds(self._control, [message], fds)
             answer = self._answers.get()
+            # A Ctrl-C may have left the answer to an earlier request behind.
+            while answer is not None and answer.get("number", number) != number:
+                answer = self._answers.get()
         if answer is None:
             self._answers.put(None)
             raise TransportError("the lab has ended; its supervisor's own message is above")

@@ -7,6 +7,7 @@ Every function raises OSError, whose text names the step that failed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,11 +15,10 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 _NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +70,7 @@ class Node:
             _setns(fd)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _returning() -> Iterator[None]:
     """Come back to the present network and host name when the block ends."""
     homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
@@ -87,6 +87,22 @@ def die_with_parent(parent: int) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def inherit_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl (PR_SET_CHILD_SUBREAPER)")
+
+
+def kill_descendants() -> None:
+    """Kill this process's children, and theirs as they are inherited, until there are none."""
+    me = os.getpid()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            with open(f"/proc/{me}/task/{me}/children") as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def fork(child: Callable[[], object]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TextIO
@@ -14,10 +15,11 @@ _LAST_LINES_S = 5.0
 
 
 class Outputs:
-    """The receiving ends of all nodes' streams. Readers are threads that end with their writers.
+    """The receiving ends of all nodes' streams, one thread each, which ends with its writer.
+
+    A context, to be left after the writers have ended: only then are all lines there.
 
     Args:
-        stack: closes files and joins readers; must be closed after the writers have ended.
         mode: "prefix", "rank0" or "files", as `launch` explains them.
         log_dir: the folder for "files"; made if missing.
         stdout, stderr: the text streams that lines go to.
@@ -25,19 +27,26 @@ class Outputs:
 
     def __init__(
         self,
-        stack: ExitStack,
         mode: str,
         log_dir: str | os.PathLike[str] | None,
         stdout: TextIO,
         stderr: TextIO,
     ) -> None:
-        self._stack = stack
+        self._readers: list[threading.Thread] = []
         self._mode = mode
         self._streams = {"out": stdout, "err": stderr}
         self._lock = threading.Lock()  # lines of different nodes must not mix
         self._folder = Path(log_dir) if log_dir is not None else None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        deadline = time.monotonic() + _LAST_LINES_S
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
 
     def end(self, ends: ExitStack, rank: int, stream: str) -> int | IO[bytes]:
         """The descriptor for node `rank`'s `stream` ("out" or "err"), ours until `ends` closes."""
@@ -52,7 +61,7 @@ class Outputs:
             target=self._copy, args=(reading, prefix, self._streams[stream]), daemon=True
         )
         reader.start()
-        self._stack.callback(reader.join, _LAST_LINES_S)
+        self._readers.append(reader)
         ends.callback(os.close, writing)
         return writing
 

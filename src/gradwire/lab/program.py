@@ -1,10 +1,9 @@
-"""Compile the delay line on first use, into a cache that is private to the user."""
+"""Compile the delay line on first use, into the user's private cache."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,22 +17,28 @@ def delay_line() -> str:
     """The path of the compiled delay line; compiles it unless the cache has this very source.
 
     Raises:
-        ConfigError: there is no C compiler, or it fails.
+        ConfigError: there is no C compiler, it fails, or there is no private folder.
     """
-    source = SOURCE.read_bytes()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "lab"
-    program = root / f"delay_line-{hashlib.sha256(source).hexdigest()[:16]}"
-    if program.exists():
-        return str(program)
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    if compiler is None:
+    # Here, not above: the supervisor imports this package and must not import torch (client.py).
+    from gradwire.lang.jit import CompileError, cache_folder, compiler
+
+    name = f"delay_line-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
+    try:
+        folder, gcc = cache_folder(), compiler()
+        program = folder / name
+        if not program.exists():
+            _compile(gcc, program)
+    except CompileError as error:
         raise ConfigError(
-            "the lab needs a C compiler for its delay line, since this kernel has no netem: "
-            "install one (package gcc) or ask for no latency, as in '1gbit,0ms'"
-        )
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Compiled under a name of its own, then renamed: labs that start together do not meet halfway.
-    with tempfile.TemporaryDirectory(dir=root) as folder:
+            f"the lab cannot compile its delay line, which stands in for netem: {error}; "
+            "install a C compiler, or ask for no latency, as in '1gbit,0ms'"
+        ) from error
+    return str(program)
+
+
+def _compile(compiler: str, program: Path) -> None:
+    """Under a name of its own, then renamed: labs that start together do not meet halfway."""
+    with tempfile.TemporaryDirectory(dir=program.parent) as folder:
         fresh = Path(folder) / program.name
         done = subprocess.run(
             [compiler, "-O2", "-o", str(fresh), str(SOURCE)],
@@ -43,5 +48,4 @@ def delay_line() -> str:
         )
         if done.returncode:
             raise ConfigError(f"{compiler} could not compile {SOURCE}:\n{done.stderr}")
-        fresh.replace(program)
-    return str(program)
+        os.replace(fresh, program)

@@ -67,27 +67,22 @@ def launch(
         raise ConfigError("output='files' and log_dir=FOLDER go together")
     out = stdout if stdout is not None else sys.stdout
     err = stderr if stderr is not None else sys.stderr
-    with ExitStack() as stack:
-        outputs = Outputs(stack, output, log_dir, out, err)  # closed last, when no writer is left
-        lab = stack.enter_context(Lab(nodes, net, latency_by))
+    processes: list[NodeProcess] = []
+    # Left in this order: the lab, whose end ends every writer, then the readers of its output.
+    with Outputs(output, log_dir, out, err) as outputs, Lab(nodes, net, latency_by) as lab:
         print(f"lab: {lab.describe()}", file=err, flush=True)
-        processes = []
-        for rank, torchrun in enumerate(lab.torchrun_env()):
-            with ExitStack() as ends:
-                process = lab.spawn(
-                    rank,
-                    argv,
-                    {**os.environ, **torchrun, **(env or {})},
-                    cwd,
-                    outputs.end(ends, rank, "out"),
-                    outputs.end(ends, rank, "err"),
-                )
-            processes.append(process)
         try:
+            for rank, torchrun in enumerate(lab.torchrun_env()):
+                full = {**os.environ, **torchrun, **(env or {})}
+                with ExitStack() as ends:
+                    node_out = outputs.end(ends, rank, "out")
+                    node_err = outputs.end(ends, rank, "err")
+                    processes.append(lab.spawn(rank, argv, full, cwd, node_out, node_err))
             return _wait(processes, timeout, grace)
         except BaseException as error:
+            # Asked of the lab: a Ctrl-C may come before `processes` has the latest.
             interrupted = isinstance(error, KeyboardInterrupt)
-            _stop(processes, signal.SIGINT if interrupted else signal.SIGTERM)
+            _stop(lab.running(), signal.SIGINT if interrupted else signal.SIGTERM)
             raise
 
 

@@ -6,11 +6,12 @@ in whatever way, the kernel kills all that runs in the lab and frees the rest. I
 control socket closes or when its caller dies, whichever it sees first.
 
 On `--net none` the same supervisor runs without namespaces: each process that it starts asks the
-kernel to be killed with it.
+kernel to be killed with it, and it inherits their orphans, to kill them when it ends.
 
 The control socket carries one JSON object per datagram. Requests: `build`, `spawn` (with three
-descriptors: the new process's standard input, output and error), `kill`, `link`; each gets one
-answer, `{"ok": value}` or `{"error": text}`. In between come `{"exited": id, "code": code}`.
+descriptors: the new process's standard input, output and error), `kill`, `link`; each has a
+number and gets one answer with it, `{"ok": value}` or `{"error": text}`. In between come
+`{"exited": id, "code": code}`.
 
 It is started by `client.py` as a bare interpreter that imports nothing but the standard library:
 it must have one thread, and be there in a tenth of a second.
@@ -48,7 +49,7 @@ def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
     try:
         namespaces.leave_host()
     except OSError as error:
-        _answer(control, error=_reason(error))
+        _send(control, {"error": _reason(error)})
         return
     inner = namespaces.fork(lambda: Supervisor(control, caller, isolated=True).serve())
     # This outer process stays, so that its end tells the caller that everything is gone.
@@ -68,6 +69,7 @@ class Supervisor:
         self.line: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
+        namespaces.inherit_orphans()
         # A signal handler must exist for the wake-up descriptor to be written to.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -86,8 +88,7 @@ class Supervisor:
                     break
         except (BrokenPipeError, ConnectionResetError):
             pass  # the caller is gone, and so are we
-        for pid in self.pids:
-            _signal_group(pid, signal.SIGKILL)
+        namespaces.kill_descendants()
 
     def _serve_one(self) -> bool:
         """Answer one request; False once the caller has closed its end."""
@@ -104,10 +105,11 @@ class Supervisor:
             "link": self.link,
         }
         operation = operations[request.pop("op")]
+        number = request.pop("number")
         try:
-            _answer(self.control, ok=operation(*fds, **request))
+            _send(self.control, {"number": number, "ok": operation(*fds, **request)})
         except (OSError, RuntimeError) as error:
-            _answer(self.control, error=_reason(error))
+            _send(self.control, {"number": number, "error": _reason(error)})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -182,11 +184,11 @@ class Supervisor:
         self.pids[pid] = id
         return pid
 
-    def kill(self, id: int, number: int) -> None:
+    def kill(self, id: int, signal_number: int) -> None:
         """Signal a node's process and all that it has started in its session's group."""
         for pid, owner in self.pids.items():
             if owner == id:
-                _signal_group(pid, number)
+                _signal_group(pid, signal_number)
 
     def link(self, rank: int, up: bool) -> None:
         self._run("ip", links.ip_link(rank, up))
@@ -200,7 +202,7 @@ class Supervisor:
         raise RuntimeError("the bridge's ports do not come up")
 
     def _reap(self) -> None:
-        """Report every child that has ended; as pid 1 we also inherit orphans, and forget them."""
+        """Report every child that has ended; orphans come to us as well, and are forgotten."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -255,10 +257,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error)
-
-
-def _answer(control: socket.socket, **message: Any) -> None:
-    _send(control, message)
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

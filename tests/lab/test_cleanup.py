@@ -1,0 +1,220 @@
+"""Whatever kills a lab, nothing of it stays: no process, no network namespace, no device."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import gradwire.lab
+from gradwire.errors import ConfigError, TransportError
+from gradwire.lab import Lab, Network
+
+LAB = Path(gradwire.lab.__file__).parent
+NETS = [
+    pytest.param("none", id="none"),
+    pytest.param("1gbit,1ms", id="shaped", marks=pytest.mark.lab),
+]
+# Two nodes, each with a grandchild in a session of its own and deaf to SIGTERM: hard to clean up.
+STUBBORN = 'setsid sh -c "trap : TERM INT; while :; do sleep 1; done" & trap : TERM; echo up; wait'
+LAUNCH = """
+import sys
+from gradwire.lab import run_command
+sys.exit(run_command(["sh", "-c", sys.argv[2]], 2, sys.argv[1]))
+"""
+
+
+def network_namespaces() -> set[str]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.add(os.readlink(entry / "ns" / "net"))
+            except OSError:
+                continue  # it ended, or is not ours to look at
+    return found
+
+
+def marked(mark: str) -> set[int]:
+    """The processes whose environment holds `mark`, which every process of a lab inherits."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def until(condition: object, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder to import `gradwire.lab` from that everybody may read and that leaves torch out."""
+    folder = tmp_path_factory.mktemp("sources")
+    shutil.copytree(LAB, folder / "gradwire" / "lab")
+    shutil.copy(LAB.parent / "errors.py", folder / "gradwire")
+    (folder / "gradwire" / "lang").mkdir()
+    shutil.copy(LAB.parent / "lang" / "jit.py", folder / "gradwire" / "lang")
+    for package in ("gradwire", "gradwire/lang"):
+        (folder / package / "__init__.py").touch()
+    for closed in (folder, *folder.parents[:2]):
+        closed.chmod(0o755)
+    return str(folder)
+
+
+@pytest.fixture
+def mark() -> str:
+    return f"lab-test-{uuid.uuid4().hex}"
+
+
+def start(sources: str, net: str, mark: str, command: str = STUBBORN) -> subprocess.Popen[str]:
+    """A process of its own that runs `command` on two nodes; returns once both have said "up"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, net, command],
+        env={**os.environ, "PYTHONPATH": sources, "MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[node 0] up\n", "[node 1] up\n"]
+    return process
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_killing_the_launcher_leaves_nothing(
+    sources: str, net: str, killer: signal.Signals, mark: str
+) -> None:
+    before = network_namespaces()
+    devices = set(os.listdir("/sys/class/net"))
+    launcher = start(sources, net, mark)
+    assert len(marked(mark)) >= 5  # launcher, supervisor, a shell and more on each node
+    if net != "none":
+        assert len(network_namespaces() - before) == 3  # two nodes and the switch
+    launcher.send_signal(killer)
+    launcher.wait()
+    assert until(lambda: not marked(mark))
+    assert until(lambda: network_namespaces() <= before)
+    assert set(os.listdir("/sys/class/net")) == devices
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_ctrl_c_interrupts_the_nodes_and_ends(sources: str, net: str, mark: str) -> None:
+    polite = 'trap "echo bye; exit 9" INT; echo up; while :; do sleep 0.1; done'
+    launcher = start(sources, net, mark, polite)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout is not None
+    assert sorted(launcher.stdout.readlines()) == ["[node 0] bye\n", "[node 1] bye\n"]
+    assert launcher.wait(10) == 130
+    assert until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_killing_the_supervisor_ends_the_lab(
+    net: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", mark)
+    with Lab(2, Network.parse(net)) as lab:
+        process = lab.spawn(1, ["sleep", "60"])
+        outer = lab._supervisor.pid
+        children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+        os.kill(int(children[0]) if net != "none" else outer, signal.SIGKILL)
+        assert process.wait(5) == -9
+        with pytest.raises(TransportError, match="the lab has ended"):
+            lab.spawn(0, ["true"])
+    assert until(lambda: not (marked(mark) - {os.getpid()}))
+
+
+@pytest.mark.lab
+def test_killing_the_delay_line_ends_the_lab(sources: str, mark: str) -> None:
+    launcher = start(sources, "1gbit,1ms", mark, "echo up; exec sleep 60")
+    lines = [p for p in marked(mark) if "delay_line-" in Path(f"/proc/{p}/cmdline").read_text()]
+    if not lines:
+        pytest.skip("this kernel has netem, so there is no delay line")
+    os.kill(lines[0], signal.SIGKILL)
+    assert launcher.wait(10) != 0
+    assert until(lambda: not marked(mark))
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_works_without_root(sources: str, tmp_path: Path) -> None:
+    """The same, started by nobody: through a user namespace, in which we are root."""
+    program = (
+        "import os, sys; from gradwire.lab import *\n"
+        "assert os.geteuid() == 65534\n"
+        "assert available() is None, available()\n"
+        "sys.exit(max(launch(['hostname'], 2, Network.parse('1gbit,1ms'))))"
+    )
+    shutil.chown(tmp_path, 65534, 65534)
+    # A virtual environment's interpreter may be closed to others; the system's own will do.
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None:
+        pytest.skip("no python3 in /usr/bin that everybody may run")
+    done = subprocess.run(
+        [python, "-c", program],
+        env={"PYTHONPATH": sources, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        cwd="/",
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[node 0] node0", "[node 1] node1"]
+
+
+@pytest.mark.lab
+def test_a_machine_that_forbids_it_says_why(sources: str) -> None:
+    """A user namespace that may hold no network namespaces stands for such a machine."""
+    program = (
+        "from gradwire.errors import ConfigError; from gradwire.lab import *\n"
+        "reason = available(); print(reason); assert reason\n"
+        "try: launch(['true'], 2, Network.parse('1gbit,1ms'))\n"
+        "except ConfigError as error: assert str(error) == reason\n"
+        "else: raise AssertionError\n"
+        "assert launch(['true'], 2, Network.parse('none')) == [0, 0]"
+    )
+    user_namespace = ["unshare", "--user", "--map-root-user"]
+    forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+    done = subprocess.run(
+        [*user_namespace, "sh", "-c", forbid, "sh", sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": sources},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the lab cannot build: unshare (user, net" in done.stdout
+    assert "run as root, or allow user namespaces" in done.stdout
+    assert "--net none" in done.stdout
+
+
+@pytest.mark.lab
+def test_asking_for_what_the_kernel_lacks_says_so() -> None:
+    with Lab(1, Network.parse("1gbit,1ms")) as lab:
+        if lab.latency_by == "netem":
+            pytest.skip("this kernel has netem")
+    with pytest.raises(ConfigError, match=r"tc: .*kind is unknown"):
+        Lab(1, Network.parse("1gbit,1ms"), latency_by="netem").__enter__()
