@@ -286,7 +286,7 @@ class _Job:
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
-        self.sequence, self.first_tag = collective.comm.sequence(collective.tags)
+        self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
         self.threads = collective.options.threads or torch.get_num_threads()
 
     def start(self) -> None:

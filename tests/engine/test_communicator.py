@@ -37,16 +37,6 @@ def test_a_longer_plan_differs_in_its_first_extra_line() -> None:
         assert "(nothing)" in str(error)
 
 
-def test_an_agreed_plan_costs_nothing_again() -> None:
-    def body(comm: Communicator) -> None:
-        comm.agree("a plan", ["a"])
-        exchanged = comm._agreements
-        comm.agree("a plan", ["a"])
-        assert comm._agreements == exchanged
-
-    as_threads(2, body)
-
-
 @pytest.fixture
 def comm() -> Communicator:
     return Communicator(Hub(1).transport(0))

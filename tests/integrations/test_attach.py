@@ -242,7 +242,6 @@ def wrong_input_is_named(rank: int) -> None:
     refuses("no parameter", exclude=["encoder.*"])
     refuses("list of patterns", exclude="0.*")
     refuses("DistributedDataParallel", model=mlp())
-    refuses("algorithm", options=gw.Options(algorithm="rings"))
     hooked = DDP(mlp())
     hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
     refuses("communication hook", model=hooked)
@@ -333,15 +332,16 @@ def state_moves_to_another_world_size(rank: int) -> None:
 
 
 def memory_stays_flat(rank: int) -> None:
-    model = DDP(mlp(300), bucket_cap_mb=0.01)
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(20, 2000), nn.Linear(2000, 100)), bucket_cap_mb=0.2)
     handle = gw.attach(model, bits=4)
-    train(model, range(200))
+    train(model, range(50))
     early = handle.stats()["peak_extra_bytes"]
-    train(model, range(300))
+    train(model, range(150))
     assert handle.stats()["peak_extra_bytes"] == early
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
-    # The first bucket holds the whole model; what is in flight is at most half of its bytes.
-    assert early <= gradient_bytes / 2 + 4096
+    # DDP's first bucket holds the whole model; what is in flight takes at most half of its bytes.
+    assert early <= gradient_bytes / 2
 
 
 def asynchronous_all_reduce(rank: int) -> None:
@@ -408,6 +408,20 @@ def test_attach(world_size: int, scenario: str) -> None:
         _verdicts[world_size] = as_processes(world_size, run_all, timeout=30, deadline=240)
     for rank, verdict in enumerate(_verdicts[world_size]):
         assert verdict[scenario] == "passed", f"rank {rank}:\n{verdict[scenario]}"
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("algorithm 'rings'", {"algorithm": "rings"}),
+        ("target 'cuda'", {"target": "cuda"}),
+        ("segments=0", {"segments": 0}),
+        ("threads=-1", {"threads": -1}),
+    ],
+)
+def test_wrong_options_are_named(match: str, options: dict[str, Any]) -> None:
+    with pytest.raises(gw.ConfigError, match=match):
+        gw.Options(**options)
 
 
 def test_attach_without_a_process_group() -> None:

@@ -71,7 +71,7 @@ def run(
         method_table.parse(name)
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least one rank is needed")
-    if not network.is_none and (reason := available()) is not None:
+    if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         config = Config(
@@ -90,7 +90,7 @@ def run(
     for row in measured:
         rounds = row.pop("rounds")
         limit = None
-        if network.rate_bits_per_s:
+        if network.shaped:
             seconds_of_bytes = row["wire_bytes"] * 8 / network.rate_bits_per_s
             limit = seconds_of_bytes + rounds * network.latency_s
         yield {

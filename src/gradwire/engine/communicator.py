@@ -12,7 +12,8 @@ from gradwire.engine.executor import Executor
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
 
-# Tags of agreements come from the top of a job's tag space, which jobs never reach.
+# Jobs use the tags below _AGREE_TAG, agreements those from there on. A job may use up to 2^27 of its own.
+_JOB_TAGS = 1 << 27
 _AGREE_TAG = 1 << 28
 _CHECK_BYTES = 40
 
@@ -38,7 +39,6 @@ class Communicator:
         self._lock = threading.Lock()
         self._jobs = 0
         self._tags = 0
-        self._agreed: set[bytes] = set()
         self._agreements = 0
         self._free: list[torch.Tensor] = []
         self._owned = 0
@@ -51,18 +51,23 @@ class Communicator:
 
     # ---- numbers that are the same on all ranks, because collectives start in the same order ----
 
-    def sequence(self, tags: int) -> tuple[int, int]:
-        """The number of the next collective, and the first of `tags` tags of its own."""
+    def sequence(self, plan: int, tags: int) -> tuple[int, int]:
+        """The number of the next collective, and the first of `tags` tags of its own.
+
+        Tags depend on the plan: ranks that by mistake run different collectives at a time then wait in
+        vain, which ends in an error, rather than receive a message of another size, which gloo punishes
+        by aborting the process.
+        """
         with self._lock:
             number, first = self._jobs, self._tags
             self._jobs += 1
-            self._tags = (self._tags + tags) % _AGREE_TAG
-        return number, first
+            self._tags = (self._tags + tags) % _JOB_TAGS
+        return number, (first + plan) % _JOB_TAGS
 
     # ---- agreement --------------------------------------------------------------------------------
 
     def agree(self, what: str, description: list[str]) -> int:
-        """Make sure that every rank holds the same `description`; once per description.
+        """Make sure that every rank holds the same `description`; each call is a round trip.
 
         Returns:
             The first 8 bytes of the description's digest: what message headers carry.
@@ -72,16 +77,14 @@ class Communicator:
             TransportError: a peer did not answer.
         """
         lines = [f"world size {self.world_size}", what, *description]
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
-        if digest not in self._agreed:
-            body = "\n".join(lines).encode()
-            record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
-            records = self._exchange(record, [_CHECK_BYTES] * self.world_size)
-            if any(other[:32] != digest for other in records):
-                sizes = [int.from_bytes(other[32:], "little") for other in records]
-                bodies = self._exchange(body, sizes)
-                raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
-            self._agreed.add(digest)
+        body = "\n".join(lines).encode()
+        digest = hashlib.blake2b(body, digest_size=32).digest()
+        record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
+        records = self._exchange(record, [_CHECK_BYTES] * self.world_size)
+        if any(other[:32] != digest for other in records):
+            sizes = [int.from_bytes(other[32:], "little") for other in records]
+            bodies = self._exchange(body, sizes)
+            raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
         return int.from_bytes(digest[:8], "little")
 
     def _exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:

@@ -98,8 +98,8 @@ class TorchP2P:
         text = f"rank {self.rank}: {what} rank {peer} failed ({reason})"
         text += "" if culprit == peer else f"; the first to fail was rank {culprit}"
         self.error = TransportError(
-            f"{text}. Rank {culprit} of this process group died, hangs or cannot be reached: "
-            "look at its log, then restart the job",
+            f"{text}. Rank {culprit} of this process group died, hangs, cannot be reached, or runs "
+            "another collective than this rank: look at its log, then restart the job",
             peer=culprit,
         )
         return self.error
