@@ -23,7 +23,18 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "terngrad": (TernGrad, {}),
 }
 
-__all__ = ["QSGD", "REGISTRY", "Cast", "Codec", "Identity", "TernGrad", "get", "listing", "name_of", "options"]
+__all__ = [
+    "QSGD",
+    "REGISTRY",
+    "Cast",
+    "Codec",
+    "Identity",
+    "TernGrad",
+    "get",
+    "listing",
+    "name_of",
+    "options",
+]
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:

@@ -38,7 +38,9 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         least = 1 if self.scale == "minmax" else 2
-        _check("scale", self.scale, self.scale in ("minmax", "max", "l2"), "'minmax', 'max' or 'l2'")
+        _check(
+            "scale", self.scale, self.scale in ("minmax", "max", "l2"), "'minmax', 'max' or 'l2'"
+        )
         _check("bits", self.bits, self.bits in range(least, 9), f"{least} to 8 for {self.scale!r}")
         _check("block", self.block, self.block in range(1, 65537), "1 to 65536")
         rounding = self.rounding in ("stochastic", "nearest")
@@ -59,7 +61,9 @@ class QSGD(Codec):
             size = size * sqrt(reduce(sum, unit * unit))
         scale = self.stored(size, toward="up")
         level = map(lambda v: where(scale > 0.0, v / scale, 0.0) * self.levels, x)
-        return concat(scale=scale, code=uint(self.bits, clamp(level + self.levels + offset, 0, self.top)))
+        return concat(
+            scale=scale, code=uint(self.bits, clamp(level + self.levels + offset, 0, self.top))
+        )
 
     def decode(self, code: Value, **grid: Value) -> Value:
         if self.scale == "minmax":

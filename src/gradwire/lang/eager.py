@@ -92,9 +92,7 @@ class _Row:
     def parts(self) -> list[Part]:
         full, rest = divmod(self.numel, self.layout.block)
         step = max(1, PART // self.layout.block)
-        parts = [
-            Part(b, min(step, full - b), self.layout.block) for b in range(0, full, step)
-        ]
+        parts = [Part(b, min(step, full - b), self.layout.block) for b in range(0, full, step)]
         return [*parts, Part(full, 1, rest)] if rest else parts
 
     # memory ------------------------------------------------------------------------------------
@@ -121,7 +119,10 @@ class _Row:
         if f.scope is Scope.BLOCK:
             size, stride = f.item_nbytes, f.item_nbytes
         else:
-            size, stride = element_nbytes(f.dtype, part.m), element_nbytes(f.dtype, self.layout.block)
+            size, stride = (
+                element_nbytes(f.dtype, part.m),
+                element_nbytes(f.dtype, self.layout.block),
+            )
         begin += part.first * stride
         return payload[begin : begin + part.blocks * size].view(part.blocks, size)
 

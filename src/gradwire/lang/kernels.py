@@ -39,7 +39,7 @@ class Kernels:
         self._programs = forms.derive(codec, self._native).programs
         self._functions = {}
         if target == "c":
-            library = jit.load(source(codec, dtype))
+            library = jit.load(c.prelude() + source(codec, dtype))
             for form in forms.FORMS:
                 function = getattr(library, form)
                 function.argtypes = _ARGUMENTS
@@ -114,7 +114,9 @@ def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "aut
     try:
         return _made(codec, dtype, target)
     except jit.CompileError as error:
-        raise ConfigError(f"target 'c': {error}; use target 'eager', or mend the compiler") from error
+        raise ConfigError(
+            f"target 'c': {error}; use target 'eager', or mend the compiler"
+        ) from error
 
 
 _made = lru_cache(maxsize=512)(Kernels)
@@ -133,12 +135,14 @@ def _missing(codec: Codec, dtype: torch.dtype) -> str | None:
 @lru_cache(maxsize=1)
 def _announce(reason: str) -> None:
     warnings.warn(
-        f"gradwire: no compiled kernels, using slow eager ones: {reason}", RuntimeWarning, stacklevel=4
+        f"gradwire: no compiled kernels, using slow eager ones: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
     )
 
 
 def source(codec: Codec, dtype: torch.dtype = torch.float32) -> str:
-    """The C source of the codec's kernels."""
+    """The C source of the codec's kernels, without the prelude that all kernels share."""
     native = native_name(dtype)
     programs = forms.derive(codec, native).programs
     return c.emit(programs.values(), layout(codec, dtype), native)

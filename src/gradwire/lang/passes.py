@@ -106,9 +106,7 @@ def lower(program: ir.Program) -> tuple[Sweep, ...]:
 
 def tensor_reductions(program: ir.Program) -> tuple[Node, ...]:
     """The whole-tensor reductions; the position of each is its index in the workspace."""
-    return tuple(
-        n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR
-    )
+    return tuple(n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR)
 
 
 def cut_sweeps(
@@ -163,9 +161,7 @@ def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
     for s in range(last + 1):
         order += [(s, f) for f in folds if stage[f] == s]
         order.append((s, None))
-    wanted = [
-        at[s] if f is None else [Sink("accumulate", f.args[0], fold=f)] for s, f in order
-    ]
+    wanted = [at[s] if f is None else [Sink("accumulate", f.args[0], fold=f)] for s, f in order]
     loops = fill_loops(wanted)
 
     steps: list[Step] = []

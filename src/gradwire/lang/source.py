@@ -23,7 +23,7 @@ class LanguageError(ConfigError):
 
 
 def here() -> str:
-    """"file:line" of the nearest caller outside the language itself."""
+    """ "file:line" of the nearest caller outside the language itself."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LANG):
         frame = frame.f_back

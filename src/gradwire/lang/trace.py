@@ -175,7 +175,8 @@ def apply(function: str, *operands: object) -> Value:
         if (value.node.dtype == "bool") != wants_bool:
             wanted = "a condition" if wants_bool else "a number"
             raise LanguageError(
-                location, f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}"
+                location,
+                f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}",
             )
     result = ir.alu(function, *(as_number(v.node) for v in values), location=location)
     return Value(result, any(v.blocked for v in values))

@@ -53,7 +53,9 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
             raise LanguageError(n.location or at, "decode sees the payload only, not the gradient")
         if n.op == "reduce":
             # a decoder that reduces would need sweeps of its own in every derived form
-            raise LanguageError(n.location or at, "decode cannot reduce: send the result as a field")
+            raise LanguageError(
+                n.location or at, "decode cannot reduce: send the result as a field"
+            )
         stack.extend(n.args)
 
 
