@@ -92,5 +92,4 @@ def listing() -> list[dict[str, Any]]:
 
 
 def _fields(made: type[Codec]) -> list[str]:
-    assert dataclasses.is_dataclass(made), made
-    return [f.name for f in dataclasses.fields(made)]
+    return [f.name for f in dataclasses.fields(made)]  # type: ignore[arg-type]

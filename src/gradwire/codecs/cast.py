@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.errors import ConfigError
-from gradwire.lang.codec import Codec
+from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import bf16, concat, fp16
-from gradwire.lang.trace import Payload, Value
 
 
 @dataclass(frozen=True)

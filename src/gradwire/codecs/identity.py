@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.lang.codec import Codec
+from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import concat, native
-from gradwire.lang.trace import Payload, Value
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.errors import ConfigError
-from gradwire.lang.codec import Codec
+from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import (
-    abs, bf16, clamp, concat, fp32, inverse, map, random, reduce, sqrt, uint, where,
-)  # fmt: skip
-from gradwire.lang.trace import Payload, Value
+    abs,
+    bf16,
+    clamp,
+    concat,
+    fp32,
+    inverse,
+    map,
+    random,
+    reduce,
+    sqrt,
+    uint,
+    where,
+)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.errors import ConfigError
-from gradwire.lang.codec import Codec
+from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import (
-    abs, clamp, concat, fp32, inverse, map, random, reduce, uint, where,
-)  # fmt: skip
-from gradwire.lang.trace import Payload, Value
+    abs,
+    clamp,
+    concat,
+    fp32,
+    inverse,
+    map,
+    random,
+    reduce,
+    uint,
+    where,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The codec language: codecs are traced, lowered to sweeps over memory, and run on a target.
 
 Read in this order: ops (what a codec's file uses), ir, trace, forms (what is derived), passes,
-emit/c. eager defines the meaning of everything.
+emit/c. eager and semantics define the meaning of everything.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from gradwire.lang.kernels import Kernels, decode, encode, kernels
 from gradwire.lang.layout import ROW, Layout, layout
 from gradwire.lang.show import show
 from gradwire.lang.source import LanguageError
+from gradwire.lang.trace import Payload, Value
 
 __all__ = [
-    "ROW", "Codec", "Kernels", "LanguageError", "Layout",
+    "ROW", "Codec", "Kernels", "LanguageError", "Layout", "Payload", "Value",
     "decode", "encode", "kernels", "layout", "rng", "show",
 ]  # fmt: skip

@@ -1,5 +1,7 @@
 """The interpreter in plain torch: what it computes is what every other target must compute.
 
+semantics.py defines the operations, this file how a row is evaluated with them.
+
 It takes one row at a time and evaluates nodes on parts of it: runs of equal blocks as
 [blocks, block] tensors, with the ragged last block a part of its own. Element scope is
 [blocks, block], block scope [blocks, 1], tensor and constant scope 0-dimensional; all on the CPU.
@@ -8,21 +10,17 @@ It takes one row at a time and evaluates nodes on parts of it: runs of equal blo
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from gradwire.lang import ir, rng
+from gradwire.lang import ir, rng, semantics
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes, planes
+from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
 PART = 1 << 20  # values evaluated at once: bounds memory, keeps temporaries in cache
-LANES = 16
-TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 
 Tensor = torch.Tensor
 
@@ -81,9 +79,8 @@ class _Row:
             fields = results[: len(self.program.fields)]
             for (name, n), result in zip(self.program.fields, fields, strict=True):
                 self.put(name, n, result, part)
-            for (target, n), result in zip(
-                self.program.stores, results[len(fields) :], strict=True
-            ):
+            stored = results[len(fields) :]
+            for (target, _), result in zip(self.program.stores, stored, strict=True):
                 memory = self.memory(target)
                 at = part.first * self.layout.block
                 size = part.blocks * part.m
@@ -133,7 +130,9 @@ class _Row:
         else:
             result = result.reshape(-1, 1)
         if n.dtype.startswith("uint"):
-            packed = pack(result, ir.BITS[n.dtype]) if n.scope is Scope.ELEMENT else result
+            packed = (
+                semantics.pack(result, ir.BITS[n.dtype]) if n.scope is Scope.ELEMENT else result
+            )
             memory.copy_(packed)
         else:
             memory.copy_(result.contiguous().view(torch.uint8))
@@ -159,12 +158,12 @@ class _Row:
         return flat.view(part.blocks, part.m)
 
     def _field(self, n: Node, frame: _Frame) -> Tensor:
-        name, from_source = n.attr  # type: ignore[misc]
-        payload = self.payload(frame.source if from_source else None)
-        memory = self.field_bytes(name, frame.part, payload)
+        assert isinstance(n.attr, ir.FieldRef)
+        payload = self.payload(frame.source if n.attr.source else None)
+        memory = self.field_bytes(n.attr.name, frame.part, payload)
         if n.dtype.startswith("uint"):
             if n.scope is Scope.ELEMENT:
-                return unpack(memory, ir.BITS[n.dtype], frame.part.m)
+                return semantics.unpack(memory, ir.BITS[n.dtype], frame.part.m)
             result = memory.to(torch.int64)
         else:
             # a copy, since a payload's fields need not be aligned
@@ -175,7 +174,7 @@ class _Row:
         return ALU[str(n.attr)](*(self.evaluate(a, frame) for a in n.args))
 
     def _cast(self, n: Node, frame: _Frame) -> Tensor:
-        return cast(self.evaluate(n.args[0], frame), n.dtype, str(n.attr))
+        return semantics.cast(self.evaluate(n.args[0], frame), n.dtype, str(n.attr))
 
     def _random(self, n: Node, frame: _Frame) -> Tensor:
         index = self._index(n, frame)
@@ -217,107 +216,3 @@ def view(address: int, nbytes: int) -> Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
-    """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; writes one kind of NaN."""
-    if dtype == "fp32" and rounding != "stored":
-        return x.to(torch.float32)
-    if dtype.startswith("uint"):
-        top = float(2 ** ir.BITS[dtype] - 1)
-        return _minimum(_maximum(x, torch.tensor(0.0)), torch.tensor(top)).to(torch.int64)
-    nan = torch.tensor(math.nan)
-    if dtype == "fp32":
-        return torch.where(torch.isnan(x), nan, x)
-    largest = LARGEST[dtype]
-    x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
-    x = torch.where(torch.isnan(x), nan, x)
-    if rounding != "nearest":
-        # toward zero drops the low bits; outward is one more in magnitude where any was set
-        bits = x.view(torch.int32)
-        outward = (x < 0) if rounding == "down" else (x > 0)
-        dropped = (bits & 0xFFFF) != 0
-        bits = (bits & -0x10000) + (outward & dropped & torch.isfinite(x)).to(torch.int32) * 0x10000
-        x = torch.where(torch.isnan(x), x, bits.view(torch.float32))
-    return x.to(TORCH[dtype])
-
-
-def _maximum(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a > b, a, b)
-
-
-def _minimum(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a < b, a, b)
-
-
-ALU: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "max": _maximum,
-    "min": _minimum,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "floor": torch.floor,
-    # in fp64, since torch.sqrt of fp32 may be off by an ulp; rounding twice is harmless here
-    "sqrt": lambda x: x.double().sqrt().float(),
-    "isfinite": torch.isfinite,
-    "lt": torch.lt,
-    "le": torch.le,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "and": torch.logical_and,
-    "or": torch.logical_or,
-    "not": torch.logical_not,
-    "where": torch.where,
-}
-
-
-def lane_sum(x: Tensor) -> Tensor:
-    """[blocks, m] -> [blocks, 1]: lane l of 16 adds elements l, l + 16, ..., then lanes halve."""
-    blocks, m = x.shape
-    padded = torch.zeros(blocks, -(-m // LANES) * LANES)
-    padded[:, :m] = x
-    lanes = torch.zeros(blocks, LANES)
-    for step in padded.view(blocks, -1, LANES).unbind(1):
-        lanes = lanes + step
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes
-
-
-# amin and amax propagate NaN; adding +0 turns -0 into +0, so order cannot be seen
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "min": lambda x: x.amin(1, keepdim=True) + 0.0,
-    "max": lambda x: x.amax(1, keepdim=True) + 0.0,
-    "sum": lane_sum,
-}
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """int64[blocks, m] -> uint8[blocks, bytes] in planes."""
-    blocks, m = codes.shape
-    packed = []
-    for width, at in planes(bits):
-        per, length = 8 // width, (m * width + 7) // 8
-        cells = torch.zeros(blocks, per * length, dtype=torch.int64)
-        cells[:, :m] = (codes >> at) & (2**width - 1)
-        shifts = torch.arange(per).view(1, per, 1) * width
-        packed.append((cells.view(blocks, per, length) << shifts).sum(1))
-    return torch.cat(packed, 1).to(torch.uint8)
-
-
-def unpack(packed: Tensor, bits: int, m: int) -> Tensor:
-    """uint8[blocks, bytes] -> int64[blocks, m]."""
-    codes = torch.zeros(packed.shape[0], m, dtype=torch.int64)
-    begin = 0
-    for width, at in planes(bits):
-        per, length = 8 // width, (m * width + 7) // 8
-        plane = packed[:, begin : begin + length].to(torch.int64).unsqueeze(1)
-        shifts = torch.arange(per).view(1, per, 1) * width
-        cells = (plane >> shifts) & (2**width - 1)
-        codes |= cells.reshape(packed.shape[0], -1)[:, :m] << at
-        begin += length
-    return codes

@@ -6,11 +6,13 @@
 | encode_ef | values, residual | payload of x = values + residual; residual = x - decoded |
 | decode | payload | values = decoded * factor |
 | decode_add | payload, values | values += decoded |
-| reduce_encode | values, the payloads of ranks - 1 peers | payload of x = sum in rank order * factor; values = decoded |
-| reduce_encode_ef | the same, residual | own = values + residual; residual = (x - decoded) / factor |
+| reduce_encode | values, peers' payloads | payload of x = sum * factor; values = decoded |
+| reduce_encode_ef | the same, residual | also residual = (x - decoded) / factor |
 
-`decoded` is `decode` traced on what `encode` *stored* (after its casts), so it is bit for bit what a
-receiver gets. A residual that would not be finite keeps its old value: a bad step never enters it.
+`sum` runs over the ranks in their order: own values (plus residual, in the _ef form) and what the
+peers' payloads decode to. `decoded` is `decode` traced on what `encode` *stored*, after its casts,
+so it is bit for bit what a receiver gets. A residual that would not be finite keeps its old value:
+a bad step never enters it.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def _receive(
     fields: tuple[tuple[str, str, ir.Scope], ...], source: bool
 ) -> tuple[tuple[str, ir.Node], ...]:
     return tuple(
-        (name, ir.node("field", attr=(name, source), dtype=dtype, scope=scope))
+        (name, ir.node("field", attr=ir.FieldRef(name, source), dtype=dtype, scope=scope))
         for name, dtype, scope in fields
     )
 

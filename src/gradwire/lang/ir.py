@@ -10,13 +10,13 @@ Vocabulary
 | const | - | float | the number itself |
 | load | - | "values", "residual" | the element in memory |
 | param | - | "factor" | an argument of the call |
-| field | - | (name, source) | a payload field; source=True: of the payload that a fold visits |
+| field | - | FieldRef | a payload field, or one of the payload that a fold visits |
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
-| reduce | 1 | "min", "max", "sum" | elements of a block to BLOCK scope, blocks of a row to TENSOR scope |
+| reduce | 1 | "min", "max", "sum" | elements of a block to BLOCK, blocks of a row to TENSOR |
 | random | - | stream | uniform in [0, 1), from (key, index, stream) |
 | index | - | - | position of the element in its parameter, modulo 2^32 |
-| fold | own, decoded | - | sum over ranks in rank order; `decoded` is evaluated once per peer's payload |
+| fold | own, decoded | - | sum in rank order, `decoded` evaluated for every peer's payload |
 
 All arithmetic is fp32 without contraction. docs/wire-format.md and lang/eager.py define the rest.
 """
@@ -88,6 +88,17 @@ class Node:
     dtype: str
     scope: Scope
     location: str = field(repr=False)  # "file:line" of the codec that made it, for errors
+
+
+@dataclass(frozen=True)
+class FieldRef:
+    """attr of a field node: the field's name; source: of the payload that a fold visits."""
+
+    name: str
+    source: bool = False
+
+    def __repr__(self) -> str:
+        return f"peer's {self.name}" if self.source else self.name
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()

@@ -1,9 +1,9 @@
 """The C toolchain and the private cache of compiled kernels.
 
-A library is compiled on first use, into a folder that only its user can write, under a name made of
-the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks that
-want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a compiler
-and GRADWIRE_CACHE a folder: both are for debugging.
+A library is compiled on first use, into a folder that only its user can write, under a name made
+of the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks
+that want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a
+compiler and GRADWIRE_CACHE a folder: both are for debugging.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 # No contraction and no -ffast-math: targets must agree on every bit. No partial redundancy
@@ -54,7 +54,7 @@ def load(source: str) -> ctypes.CDLL:
     return _load(source, path, str(cache_folder()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(source: str, path: str, folder: str) -> ctypes.CDLL:
     flags = (*FLAGS, WIDE) if platform.machine() in ("x86_64", "AMD64") else FLAGS
     name = _digest(source, " ".join(flags), _version(path), _cpu())
@@ -126,7 +126,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=None)
+@cache
 def _version(path: str) -> str:
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)

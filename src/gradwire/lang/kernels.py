@@ -65,13 +65,15 @@ class Kernels:
             ranks, rank: of reduce_encode: own values stand at position `rank` of the sum.
             stride: bytes between the peers' payloads at `source`.
             factor: what decode multiplies by; what reduce_encode multiplies the sum by.
-            threads: among which the blocks of all rows are divided; the result does not depend on it.
-            workspace: uint8 tensor of `layout.workspace_nbytes(rows["numel"])`, or None to allocate.
+            threads: among which the blocks of all rows are divided; no result depends on it.
+            workspace: uint8[layout.workspace_nbytes(rows["numel"])], or None to allocate it.
         """
         if form not in forms.FORMS:
             raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
-        assert rows.dtype == ROW and rows.flags.c_contiguous, "rows: a contiguous table of ROW"
-        assert 0 <= rank < ranks and threads >= 1, (rank, ranks, threads)
+        assert rows.dtype == ROW, rows.dtype
+        assert rows.flags.c_contiguous, "rows: a contiguous table"
+        assert 0 <= rank < ranks, (rank, ranks)
+        assert threads >= 1, threads
         if self.target == "eager":
             call = eager.Call(ranks, rank, stride, factor)
             eager.run(self._programs[form], self.layout, self._native, rows, call)

@@ -132,9 +132,7 @@ def stages(nodes: Iterable[Node]) -> dict[Node, int]:
     for n in nodes:
         if n.op == "reduce" and n.scope is Scope.TENSOR:
             stage[n] = 0
-        elif n.op == "reduce":
-            stage[n] = stage[n.args[0]] + 1
-        elif n.op == "fold":
+        elif n.op in ("reduce", "fold"):
             stage[n] = stage[n.args[0]] + 1
         else:
             stage[n] = max((stage[a] for a in n.args), default=0)
@@ -255,7 +253,7 @@ def _is_computed(n: Node) -> bool:
 
 
 def _needed(roots: Iterable[Node]) -> list[Node]:
-    """Every node a sweep computes, operands first: not below tensor reductions or in fold bodies."""
+    """Every node a sweep computes, operands first; tensor reductions and fold bodies are closed."""
     order: list[Node] = []
     seen: set[Node] = set()
 

@@ -50,7 +50,8 @@ def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int) -> np.ndarra
 def _mix64_array(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def stream_words(key: int, stream: int) -> tuple[int, int]:

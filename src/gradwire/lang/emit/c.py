@@ -376,10 +376,10 @@ class _Group:
 
     def address(self, n: Node) -> str:
         """Where a received field begins: this block's elements, else the whole field."""
-        name, from_source = n.attr  # type: ignore[misc]
-        base = "source" if from_source else "payload"
+        assert isinstance(n.attr, ir.FieldRef)
+        base = "source" if n.attr.source else "payload"
         size = element_nbytes(n.dtype, self.layout.block) if n.scope is Scope.ELEMENT else 0
-        return self.within(base, name, size)
+        return self.within(base, n.attr.name, size)
 
     def target(self, sink: passes.Sink) -> str:
         """Where a block's elements of a field are written."""

@@ -23,8 +23,9 @@ def group(layout: Layout) -> int:
 
 def place(layout: Layout, streams: int) -> str:
     """The struct Place and the function that fills it."""
+    sizes = {"BLOCK": layout.block, "GROUP": group(layout), "PARTIALS": layout.partials}
     lines = [
-        f"enum {{ BLOCK = {layout.block}, GROUP = {group(layout)}, PARTIALS = {layout.partials} }};",
+        "enum { " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " };",
         "",
         "/* Where a row's fields begin, its random streams, its part of the workspace. */",
         "typedef struct {",
@@ -97,7 +98,8 @@ def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> 
     """Make tensor reductions from the blocks' partial results, rows divided among threads."""
     function = {"min": "minimum", "max": "maximum", "sum": "lane_sum"}
     results = "\n".join(
-        f"      partials[PARTIALS * blocks + {i}] = {function[kind]}(partials + {i} * blocks, blocks);"
+        f"      partials[PARTIALS * blocks + {i}] =\n"
+        f"          {function[kind]}(partials + {i} * blocks, blocks);"
         for i, kind in completes
     )
     return f"""\
