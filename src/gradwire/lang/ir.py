@@ -181,9 +181,8 @@ def show(program: Program) -> str:
     for n, name in names.items():
         attr = "" if n.attr is None else f"[{n.attr}]"
         operands = " ".join(names[a] for a in n.args)
-        lines.append(
-            f"  {name:4} = {n.op}{attr} {operands}".ljust(56) + f"{n.dtype} {n.scope.name.lower()}"
-        )
+        text = f"  {name:4} = {n.op}{attr} {operands}"
+        lines.append(f"{text:58}{n.dtype} {n.scope.name.lower()}")
     lines += [f"  field {name} <- {names[n]}" for name, n in program.fields]
     lines += [f"  store {target} <- {names[n]}" for target, n in program.stores]
     return "\n".join(lines)
