@@ -1,0 +1,146 @@
+"""`gradwire bench kernels`: what a codec's kernels cost against moving the bytes they must move.
+
+A kernel and a plain copy of the same number of floats take turns (A B A B) on the same threads.
+Both are given as medians, and the copy's bytes (read and written) over its time is the bandwidth
+of the limit: a kernel at of_limit 1 costs what reading and writing its own bytes costs.
+
+A row: codec, options, target, device, threads, numel, op, seconds (median), gbps (uncompressed
+bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_limit
+(limit_seconds / seconds), copy_gbps (that bandwidth, so that machines can be compared).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire import codecs as codec_table
+from gradwire.bench import methods
+from gradwire.codecs import Codec
+from gradwire.errors import ConfigError
+from gradwire.lang import ROW, kernels
+
+NUMEL = 2**24
+EAGER_NUMEL_QUICK = 2**20  # eager takes seconds for NUMEL
+TARGETS = ("c", "eager")
+OPS = ("encode", "encode_ef", "decode", "decode_add")
+SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a row's turns
+TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
+FLOAT = 4  # bytes
+
+
+def run(
+    codecs: Sequence[str] | None = None,
+    targets: Sequence[str] | None = None,
+    numel: int | None = None,
+    threads: Sequence[int] | None = None,
+    quick: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every codec, target, number of threads and op.
+
+    Args:
+        codecs: NAME or NAME:OPTION=VALUE:...; all registered codecs by default.
+        targets: of "c" and "eager"; both by default.
+        numel: fp32 values; 2^24 by default (2^20 for eager when quick).
+        threads: numbers of threads; 1 and 2 by default.
+        quick: fewer turns, and eager on one thread only unless `threads` says otherwise.
+
+    Raises:
+        ConfigError: an unknown codec, option or target; no compiler for target c.
+    """
+    chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
+    for target in targets or TARGETS:
+        if target not in TARGETS:
+            raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    if numel is not None and numel < 1:
+        raise ConfigError(f"numel={numel} must be 1 or more")
+    for count in threads or ():
+        if count < 1:
+            raise ConfigError(f"threads={count} must be 1 or more")
+    for codec in chosen:
+        for target in targets or TARGETS:
+            hurried = quick and target == "eager"
+            size = numel or (EAGER_NUMEL_QUICK if hurried else NUMEL)
+            for count in threads or ((1,) if hurried else (1, 2)):
+                yield from _rows(codec, target, size, count, quick)
+
+
+def _parse(name: str) -> Codec:
+    options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
+    return codec_table.get(**options)
+
+
+def _rows(
+    codec: Codec, target: str, numel: int, threads: int, quick: bool
+) -> Iterator[dict[str, Any]]:
+    made = kernels(codec, torch.float32, target)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator)
+    result, residual = torch.zeros(numel), torch.zeros(numel)
+    payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
+    workspace = torch.empty(made.layout.workspace_nbytes(np.array([numel])), dtype=torch.uint8)
+    moved = {
+        "encode": FLOAT * numel + payload.numel(),
+        "encode_ef": 3 * FLOAT * numel + payload.numel(),
+        "decode": FLOAT * numel + payload.numel(),
+        "decode_add": 2 * FLOAT * numel + payload.numel(),
+    }
+    for op in OPS:
+        # decoding writes elsewhere, so that every op sees the same input
+        rows = np.zeros(1, ROW)
+        rows["values"] = (result if op.startswith("decode") else values).data_ptr()
+        rows["residual"], rows["payload"] = residual.data_ptr(), payload.data_ptr()
+        rows["numel"], rows["key"] = numel, 1
+
+        def kernel(op: str = op, rows: np.ndarray = rows) -> None:
+            made.run(op, rows, threads=threads, workspace=workspace)
+
+        def copy() -> None:
+            result.copy_(values)
+
+        seconds, copy_seconds = _alternate(kernel, copy, threads, target, quick)
+        bandwidth = 2 * FLOAT * numel / copy_seconds
+        limit = moved[op] / bandwidth
+        yield {
+            "codec": codec_table.name_of(codec),
+            "options": codec_table.options(codec),
+            "target": target,
+            "device": "cpu",
+            "threads": threads,
+            "numel": numel,
+            "op": op,
+            "seconds": seconds,
+            "gbps": FLOAT * numel / seconds / 1e9,
+            "limit_seconds": limit,
+            "of_limit": limit / seconds,
+            "copy_gbps": bandwidth / 1e9,
+        }
+
+
+def _alternate(
+    first: Callable[[], None], second: Callable[[], None], threads: int, target: str, quick: bool
+) -> tuple[float, float]:
+    """Median seconds of two functions that take turns on `threads` threads."""
+    fewest, most = TURNS[target]
+    budget = SECONDS_EACH[target] / (4 if quick else 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first(), second()  # pages, caches, compiled code
+        times: tuple[list[float], list[float]] = ([], [])
+        begin = time.perf_counter()
+        while len(times[0]) < most and (
+            len(times[0]) < fewest or time.perf_counter() - begin < budget
+        ):
+            for function, seconds in zip((first, second), times, strict=True):
+                start = time.perf_counter()
+                function()
+                seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return statistics.median(times[0]), statistics.median(times[1])
