@@ -1,0 +1,120 @@
+"""One method in training on one rank: model, optimizer, hook, and its own clock.
+
+The worker holds a contestant per method and lets them train in turn, so that a machine that slows
+down for a minute slows all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.methods import Applied, Method, Traffic
+from gradwire.bench.tasks import Score, Task
+
+
+@dataclass
+class Contestant:
+    """State of one method's run with one seed.
+
+    Attributes:
+        step: steps trained.
+        step_seconds: of each step, from fetching the batch to the end of the optimizer's step.
+        link_bytes: bytes that left this node's interface during steps; None without a lab.
+        last_loss: this rank's training loss of the last step.
+    """
+
+    name: str
+    seed: int
+    task: Task
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    applied: Applied
+    step: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    link_bytes: int | None = None
+    last_loss: float = float("nan")
+
+    @classmethod
+    def enter(cls, method: Method, task: Task, seed: int) -> Contestant:
+        """A fresh run of `method`: the same weights for every method and rank.
+
+        Raises:
+            ConfigError: the method's codec or options are not known.
+        """
+        model = method.distribute(task.model(seed))
+        optimizer = task.optimizer(model.module)
+        return cls(method.name, seed, task, model, optimizer, method.apply(model))
+
+    def train(self, steps: int, total: int) -> None:
+        """`steps` more steps of a run of `total` steps."""
+        for _ in range(steps):
+            sent_before = interface_bytes()
+            start = time.perf_counter()
+            self._one_step(self.step, total)
+            self.step_seconds.append(time.perf_counter() - start)
+            sent_after = interface_bytes()
+            if sent_before is not None and sent_after is not None:
+                self.link_bytes = (self.link_bytes or 0) + sent_after - sent_before
+            self.step += 1
+
+    def ideal_step(self) -> float:
+        """Seconds of a step that communicates nothing. Ranks diverge: for after the last score."""
+        start = time.perf_counter()
+        with self.model.no_sync():
+            self._one_step(self.step, self.step + 1)
+        return time.perf_counter() - start
+
+    def evaluate(self) -> Score:
+        """The score on the validation data, of which every rank takes its share.
+
+        Buffers come from rank 0 first, as DDP does before each step: one model is judged.
+        """
+        model = self.model.module
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+        model.eval()
+        sums = self.task.evaluate(model, dist.get_rank(), dist.get_world_size()).tensor()
+        model.train()
+        dist.all_reduce(sums)
+        return Score.from_tensor(sums)
+
+    def traffic(self) -> Traffic:
+        """Bytes and memory so far."""
+        return self.applied.traffic(self.step)
+
+    def leave(self) -> None:
+        """Gives back what the method holds."""
+        self.applied.remove()
+
+    def _one_step(self, step: int, total: int) -> None:
+        factor = self.task.learning_rate(step, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        batch = self.task.batch(self.seed, dist.get_rank(), step)
+        loss = self.task.loss(self.model, batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.last_loss = loss.item()
+
+
+def interface_bytes() -> int | None:
+    """Bytes that this node's network interface has sent; None if all ranks share loopback.
+
+    The lab gives each node its own interface and names it in gloo's variable.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if interface == "lo":
+        return None
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counters.split()[8])  # the first eight count what was received
+    return None

@@ -1,0 +1,214 @@
+"""The methods that `bench train` compares: ways for DDP to average gradients.
+
+A method is named by an entry of `NAMED`, or spelt out as `gradwire:CODEC:OPTION=VALUE:...`, where
+the options are those of `gradwire.attach` and of the codec (`gradwire:qsgd:bits=2:block=1024`).
+
+Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
+all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
+for PowerSGD, of the factors that its state says it reduced. For gradwire it is what the hook
+counted, message headers included. Where a network is emulated, rows carry what the node's interface
+sent too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import ConfigError
+
+Options = dict[str, "int | float | bool | str"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a method has sent from this rank since it was applied, and what memory it took.
+
+    Attributes:
+        wire_bytes: bytes, by the rules of this module's docstring.
+        peak_extra_bytes: memory beyond plain DDP; None where the method does not count it.
+    """
+
+    wire_bytes: int
+    peak_extra_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A method at work on one DDP model.
+
+    Attributes:
+        traffic: traffic after the given number of steps.
+        remove: gives back what the method holds; the model is not trained after it.
+    """
+
+    traffic: Callable[[int], Traffic]
+    remove: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method by name.
+
+    Attributes:
+        kind: which function of `_APPLY` puts it on a model.
+        options: what that function is given.
+        bucket_mb: DDP's `bucket_cap_mb`; None for its default.
+    """
+
+    name: str
+    kind: str
+    options: Options = field(default_factory=dict)
+    bucket_mb: int | None = None
+
+    def distribute(self, model: nn.Module) -> DistributedDataParallel:
+        """The model under DDP, bucketed as the method needs it."""
+        return DistributedDataParallel(model, bucket_cap_mb=self.bucket_mb)
+
+    def apply(self, model: DistributedDataParallel) -> Applied:
+        """Registers the method's communication hook on `model`, once, before its first step.
+
+        Raises:
+            ConfigError: gradwire does not know the codec or an option.
+        """
+        return _APPLY[self.kind](model, self.options)
+
+
+NAMED: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("torch-fp32", "torch_fp32"),
+        Method("torch-fp16-hook", "torch_cast", {"dtype": "fp16"}),
+        Method("torch-bf16-hook", "torch_cast", {"dtype": "bf16"}),
+        # One bucket: the hook waits for collectives inside callbacks that run on gloo's own two
+        # threads, so two buckets in flight wait for each other for ever (seen with torch 2.13).
+        Method("torch-powersgd", "torch_powersgd", {"rank": 4}, bucket_mb=1 << 20),
+        Method("gradwire-fp16", "gradwire", {"codec": "fp16"}),
+        Method("gradwire-qsgd4", "gradwire", {"codec": "qsgd", "bits": 4}),
+        Method("gradwire-terngrad", "gradwire", {"codec": "terngrad", "error_feedback": True}),
+    )
+}
+
+
+def parse(text: str) -> Method:
+    """The method that `text` names.
+
+    Raises:
+        ConfigError: no such name, or an option is not `name=value`; the message lists the known.
+    """
+    if text in NAMED:
+        return NAMED[text]
+    kind, *rest = text.split(":")
+    if kind != "gradwire" or not rest or not rest[0]:
+        raise ConfigError(
+            f"unknown method {text!r}; known: {', '.join(NAMED)}, "
+            "or gradwire:CODEC:OPTION=VALUE:..."
+        )
+    options: Options = {"codec": rest[0]}
+    for item in rest[1:]:
+        name, equals, value = item.partition("=")
+        if not name or not equals or not value:
+            raise ConfigError(f"method {text!r}: expected OPTION=VALUE, found {item!r}")
+        if name in options:
+            raise ConfigError(f"method {text!r}: option {name!r} is given twice")
+        options[name] = _value(value)
+    return Method(text, "gradwire", options)
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:
+    """What each rank sends in a ring all-reduce: 2 (N-1)/N of the data."""
+    return round(2 * (world_size - 1) / world_size * numel * bytes_per_value)
+
+
+def _torch_fp32(model: DistributedDataParallel, options: Options) -> Applied:
+    step_bytes = ring_bytes(_numel(model), 4, _world_size(model))
+    return Applied(lambda steps: Traffic(steps * step_bytes, 0), _nothing)
+
+
+def _torch_cast(model: DistributedDataParallel, options: Options) -> Applied:
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_compress_hook}
+    model.register_comm_hook(None, hooks[str(options["dtype"])])
+    step_bytes = ring_bytes(_numel(model), 2, _world_size(model))
+    return Applied(lambda steps: Traffic(steps * step_bytes, None), _nothing)
+
+
+def _bf16_compress_hook(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Torch's own hook. DDP refuses it by its name without NCCL, though gloo reduces bf16."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+# DDP compares a hook's annotations with the types themselves; ours are strings in this module.
+_bf16_compress_hook.__annotations__ = {
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[torch.Tensor],
+}
+
+
+def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied:
+    dense_steps = 2  # the fewest that torch allows with error feedback
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=int(options["rank"]),
+        start_powerSGD_iter=dense_steps,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    numel, world_size = _numel(model), _world_size(model)
+
+    def traffic(steps: int) -> Traffic:
+        reduced = min(steps, dense_steps) * numel + state.total_numel_after_compression
+        return Traffic(ring_bytes(reduced, 4, world_size), None)
+
+    return Applied(traffic, _nothing)
+
+
+def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
+    import gradwire
+
+    arguments: dict[str, Any] = {**options}
+    handle = gradwire.attach(model, **arguments)
+
+    def traffic(steps: int) -> Traffic:
+        stats = handle.stats()
+        return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
+
+    return Applied(traffic, handle.detach)
+
+
+_APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
+    "torch_fp32": _torch_fp32,
+    "torch_cast": _torch_cast,
+    "torch_powersgd": _torch_powersgd,
+    "gradwire": _gradwire,
+}
+
+
+def _nothing() -> None:
+    """Torch's hooks cannot be taken off; they go with their model."""
+
+
+def _numel(model: DistributedDataParallel) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _world_size(model: DistributedDataParallel) -> int:
+    return int(model.process_group.size())

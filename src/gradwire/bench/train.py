@@ -1,0 +1,143 @@
+"""`gradwire bench train`: time to accuracy, of every method on one task and one network.
+
+The end-to-end measure is the time a method needs to reach a validation loss that the uncompressed
+baseline reaches (Beyond Throughput, 2.2), since bytes and throughput say nothing about what the
+model has learnt; and the baseline to beat is 16 bit, not 32. Every row names its method:
+
+- a row per evaluation (`row: evaluation`): how far a method was after so many steps and seconds;
+- a row per method at the end (`row: summary`): time to target, step time, and the ideal step time,
+  that of a step without communication, measured in the same run.
+
+`run` yields rows as they come. docs/benchmarks.md lists every key.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire import lab
+from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.train_nodes import TrainError, events
+from gradwire.bench.train_summary import Summary
+
+__all__ = ["COMPARED", "Progress", "TrainConfig", "TrainError", "plan", "run"]
+
+COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # where there is time for three
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a contestant is, for people who watch.
+
+    Attributes:
+        seconds: its training time so far.
+        loss: rank 0's training loss of the last step; None if it was not finite.
+    """
+
+    method: str
+    seed: int
+    step: int
+    steps: int
+    seconds: float
+    loss: float | None
+
+
+def plan(
+    task: str = "gpt",
+    net: str | None = None,
+    nodes: int | None = None,
+    methods: tuple[str, ...] | None = None,
+    seeds: tuple[int, ...] = (0,),
+    steps: int | None = None,
+    target: float | None = None,
+    quick: bool = False,
+    task_options: dict[str, Any] | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> TrainConfig:
+    """The configuration that these arguments mean; None stands for the default.
+
+    `quick` ends within 45 seconds on two cores: a small model, two nodes, three methods. A network
+    that was not asked for is `none` where the lab does not work, and `announce` says so (standard
+    error by default).
+
+    Raises:
+        ConfigError: something is unknown or out of range.
+    """
+    config = TrainConfig(
+        task=task,
+        task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
+        nodes=nodes or (2 if quick else 4),
+        net=net or _default_net(quick, announce or _to_stderr),
+        methods=methods or (COMPARED if quick else TrainConfig.methods),
+        seeds=seeds,
+        steps=steps if steps is not None else (30 if quick else 200),
+        evaluate_every=10,
+        target=target,
+        # An upper bound on `steps`, so that a slow machine keeps quick's promise.
+        budget_seconds=15.0 if quick and steps is None else None,
+        ideal_steps=4 if quick else 6,
+    )
+    config.check()
+    return config
+
+
+_QUICK_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 2, "width": 128, "heads": 4, "validation_sequences": 64},
+    "image": {"channels": 8, "hidden": 128, "test_images": 500},
+}
+
+
+def _default_net(quick: bool, announce: Callable[[str], None]) -> str:
+    reason = lab.available()
+    if reason is None:
+        return "100mbit,1ms" if quick else TrainConfig.net
+    announce(f"no emulated network, so --net none (loopback): {reason}")
+    return "none"
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def run(
+    config: TrainConfig,
+    progress: Callable[[Progress], None] | None = None,
+    announce: Callable[[str], None] = _to_stderr,
+) -> Iterator[Row]:
+    """Trains, and yields rows as they come; closing the iterator ends all processes.
+
+    Args:
+        progress: called a few times a second while a method trains.
+        announce: called with one line for people: what is emulated, what was substituted.
+
+    Raises:
+        ConfigError: the configuration cannot be run, or not on this machine.
+        TrainError: a node failed or hung.
+    """
+    task = config.check()
+    net = lab.Network.parse(config.net)
+    announce(task.describe())
+    summary = Summary(config)
+    common: Row = {"task": config.task, "net": str(net), "ranks": config.nodes}
+    for event in events(config, net, announce):
+        kind = event.pop("event")
+        if kind == "setup":
+            common["parameters"] = event["parameters"]
+        elif kind == "length":
+            announce(f"{event['steps']} steps: {event['reason']}")
+        elif kind == "step":
+            event["loss"] = event.pop("train_loss")
+            if progress is not None:
+                progress(Progress(**event))
+        elif kind == "evaluation":
+            summary.evaluations.append(event)
+            yield {"row": "evaluation", **common, **event, "metric_name": task.metric}
+        elif kind == "finished":
+            summary.finished.append(event)
+    for row in summary.rows():
+        yield {"row": "summary", **common, **row, "metric_name": task.metric}

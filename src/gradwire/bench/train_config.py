@@ -1,0 +1,90 @@
+"""What one run of `bench train` is: a frozen record that travels to the workers as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire.bench import methods, tasks
+from gradwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run: one task, one network, several methods, the same seeds and batches for each.
+
+    Attributes:
+        task, task_options: a name of `tasks.REGISTRY`, and its fields.
+        nodes: emulated machines, one rank on each.
+        net: "RATE,LATENCY" for the lab, or "none" for loopback.
+        methods: names that `methods.parse` takes.
+        seeds: of initialisation and batches; every method runs with every seed.
+        steps: training steps per method and seed.
+        evaluate_every: steps between evaluations; step 0 and the last step are evaluated too.
+        skip_steps: first steps that `step_seconds` leaves out (connections, first allocations).
+        ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
+        budget_seconds: if set, `steps` is an upper bound: after the first evaluation the length
+            is settled so that training and evaluating end within this time.
+        target: validation loss to reach; None takes the baseline's last loss plus `tolerance`.
+        tolerance: relative.
+        timeout_seconds: for the whole run; and no collective may take longer than
+            `collective_timeout_seconds`.
+    """
+
+    task: str = "gpt"
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 4
+    net: str = "1gbit,1ms"
+    methods: tuple[str, ...] = tuple(methods.NAMED)
+    seeds: tuple[int, ...] = (0,)
+    steps: int = 200
+    evaluate_every: int = 10
+    skip_steps: int = 3
+    ideal_steps: int = 6
+    budget_seconds: float | None = None
+    target: float | None = None
+    tolerance: float = 0.01
+    timeout_seconds: float = 3600.0
+    collective_timeout_seconds: float = 60.0
+
+    def check(self) -> tasks.Task:
+        """The task, after every field was found usable: called before anything is launched.
+
+        Raises:
+            ConfigError: naming the field, its value, and what it may be.
+        """
+        task = tasks.get(self.task, **self.task_options)
+        if not self.methods:
+            raise ConfigError(f"no methods given; known: {', '.join(methods.NAMED)}")
+        for name in self.methods:
+            methods.parse(name)
+        for name, values in (("methods", self.methods), ("seeds", self.seeds)):
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name} are given twice: {', '.join(map(str, values))}")
+        least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "ideal_steps": 2, "skip_steps": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least {bound}")
+        if not self.seeds:
+            raise ConfigError("no seeds given")
+        if self.budget_seconds is not None and self.evaluate_every > task.warmup:
+            raise ConfigError(
+                f"with a budget, evaluate_every ({self.evaluate_every}) must not exceed the "
+                f"task's warm-up ({task.warmup}): the length of the run is settled by then"
+            )
+        return task
+
+    def to_json(self) -> str:
+        """The record as one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        for name in ("methods", "seeds"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)

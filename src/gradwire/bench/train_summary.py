@@ -1,0 +1,97 @@
+"""The last rows of `bench train`: one per method, over all its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from gradwire.bench.baselines import FULL
+from gradwire.bench.train_config import TrainConfig
+
+Row = dict[str, Any]
+
+
+class Summary:
+    """Collects a run's events and makes its last rows of them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.evaluations: list[dict[str, Any]] = []
+        self.finished: list[dict[str, Any]] = []
+
+    def rows(self) -> Iterator[Row]:
+        """One row per method, over all seeds: medians of times, means of scores."""
+        target, origin = self._target()
+        for method in self.config.methods:
+            last = self._last(method)
+            ended = [event for event in self.finished if event["method"] == method]
+            yield {
+                "method": method,
+                "seeds": list(self.config.seeds),
+                "steps": last[0]["step"],
+                "target": target,
+                "target_from": origin,
+                "time_to_target": self._time_to(target, method),
+                "final_metric": _mean([event["metric"] for event in last]),
+                "final_loss": _mean([event["loss"] for event in last]),
+                "seconds": _median([event["seconds"] for event in last]),
+                "step_seconds": _median([event["step_seconds"] for event in ended]),
+                "ideal_step_seconds": _median([event["ideal_step_seconds"] for event in ended]),
+                "wire_bytes": _median([event["wire_bytes"] for event in last]),
+                "link_bytes": _median([event["link_bytes"] for event in last]),
+                "peak_extra_bytes": _median([event["peak_extra_bytes"] for event in last]),
+            }
+
+    def _last(self, method: str) -> list[dict[str, Any]]:
+        """The last evaluation with each seed."""
+        by_seed = {e["seed"]: e for e in self.evaluations if e["method"] == method}
+        return [by_seed[seed] for seed in self.config.seeds]
+
+    def _target(self) -> tuple[float | None, str]:
+        """The loss to reach, and where it came from.
+
+        The baseline's last loss plus the tolerance: what the uncompressed recipe attains. Without
+        the fp32 baseline among the methods, the first of them stands in.
+        """
+        if self.config.target is not None:
+            return self.config.target, "given"
+        baseline = FULL if FULL in self.config.methods else self.config.methods[0]
+        loss = _mean([event["loss"] for event in self._last(baseline)])
+        if loss is None:
+            return None, f"{baseline} (its loss was not finite)"
+        return loss * (1 + self.config.tolerance), baseline
+
+    def _time_to(self, target: float | None, method: str) -> float | None:
+        """Median over seeds of the training time at the first evaluation that meets the target.
+
+        None if a seed never meets it. Not interpolated: the loss was seen there.
+        """
+        if target is None:
+            return None
+        times: list[float] = []
+        for seed in self.config.seeds:
+            reached = [
+                event["seconds"]
+                for event in self.evaluations
+                if event["method"] == method
+                and event["seed"] == seed
+                and event["loss"] is not None
+                and event["loss"] <= target
+            ]
+            if not reached:
+                return None
+            times.append(reached[0])
+        return statistics.median(times)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """The mean; None if a value is missing, so that one bad seed is not averaged away."""
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known and len(known) == len(values) else None
+
+
+def _median(values: list[float | None]) -> float | None:
+    """The median; None as in `_mean`."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None

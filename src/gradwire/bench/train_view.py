@@ -1,0 +1,101 @@
+"""`bench train` for people: bars that move while it runs, one table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from gradwire.bench import train
+from gradwire.bench.baselines import FULL, SIXTEEN_BIT
+from gradwire.bench.report_format import digits, seconds, size
+from gradwire.bench.train_config import TrainConfig
+
+Row = dict[str, Any]
+
+
+def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
+    """The rows of `train.run`, while `console` shows how far each method is.
+
+    On a console that is no terminal, a line per evaluation takes the place of the bars.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[seconds]:.1f} s"),
+        TextColumn("[bold]loss {task.fields[loss]}"),
+    )
+    total = config.steps * len(config.seeds)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        ids: dict[str, TaskID] = {
+            name: bars.add_task(name, total=total, seconds=0.0, loss="–") for name in config.methods
+        }
+
+        def moved(at: train.Progress) -> None:
+            before = config.seeds.index(at.seed) * at.steps
+            bars.update(
+                ids[at.method],
+                completed=before + at.step,
+                total=at.steps * len(config.seeds),
+                seconds=at.seconds,
+            )
+
+        def announce(text: str) -> None:
+            console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+        for row in train.run(config, moved, announce):
+            if row["row"] == "evaluation":
+                loss = digits(row["loss"], 4)
+                done = config.seeds.index(row["seed"]) * config.steps + row["step"]
+                if console.is_terminal:
+                    bars.update(ids[row["method"]], loss=loss, seconds=row["seconds"])
+                    if len(config.seeds) == 1:
+                        bars.update(ids[row["method"]], completed=done)
+                else:
+                    console.print(
+                        f"{row['method']:>20}  step {row['step']:>4}  "
+                        f"{row['seconds']:7.1f} s  loss {loss}",
+                        highlight=False,
+                    )
+            yield row
+
+
+def table(summaries: Sequence[Row]) -> Table:
+    """The run in one table: step time, bytes, loss at equal steps, time to the target loss."""
+    first = summaries[0]
+    by_method = {row["method"]: row for row in summaries}
+    network = "loopback" if first["net"] == "none" else first["net"]
+    made = Table(
+        title=f"{first['task']}, {first['ranks']} ranks, {network}, {first['steps']} steps",
+        caption=f"target: {first['target_from']}"
+        + ("'s last loss, with the tolerance" if first["target_from"] != "given" else ""),
+    )
+    made.add_column("method", style="bold")
+    headings = ["step", "computing", "of fp16's step", "sent a rank", "loss", "against fp32"]
+    for heading in [*headings, f"time to loss {digits(first['target'], 4)}"]:
+        made.add_column(heading, justify="right")
+    for row in summaries:
+        reached = row["time_to_target"]
+        made.add_row(
+            row["method"],
+            seconds(row["step_seconds"]),
+            seconds(row["ideal_step_seconds"]),
+            _share(row, by_method.get(SIXTEEN_BIT), "step_seconds", "{:.2f}×"),
+            size(row["wire_bytes"]),
+            digits(row["final_loss"], 4),
+            _share(row, by_method.get(FULL), "final_loss", "{:+.2f} %"),
+            "not reached" if reached is None else seconds(reached),
+        )
+    return made
+
+
+def _share(row: Row, baseline: Row | None, key: str, form: str) -> str:
+    """`row` against `baseline`, as a factor or as a difference in percent."""
+    if baseline is None or row[key] is None or not baseline[key]:
+        return "–"
+    ratio = row[key] / baseline[key]
+    return form.format((ratio - 1) * 100 if "%" in form else ratio)
