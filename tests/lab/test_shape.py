@@ -52,5 +52,5 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
     assert 0.9 <= seen["alone"] / network.rate_bits_per_s <= 1.05
     # Two senders share the receiver's rate; each clock starts at its own first byte.
     assert 0.85 <= seen["shared"] / network.rate_bits_per_s <= 1.15
-    # A packet that overtakes another on a busy machine is sent again now and then; loss is more.
-    assert all(json.loads(rows[rank])["lost"] <= 10 for rank in "12")
+    # A queue that overflows loses hundreds; one or two may be the accounting's end of the stream.
+    assert all(json.loads(rows[rank])["lost"] <= 3 for rank in "12")

@@ -36,6 +36,7 @@ enum {
     SLOTS = 256,             /* 16 MB a port */
     SEND_BUFFER = 4 << 20,   /* as root; else what the system's wmem_max allows */
     QUEUE_BYTES = 256 << 20, /* a port's queue beyond this is a flood, not a burst */
+    NAP_NS = 500000,         /* so long we may leave the rings alone */
     MAX_PORTS = 1024,
 };
 
@@ -176,9 +177,12 @@ int main(int argc, char **argv) {
             struct port *p = &ports[i];
             if (!p->blocked) send_due(p, now);
             if (p->head && !p->blocked && p->head->due < next) next = p->head->due;
-            polls[i] = (struct pollfd){p->fd, POLLIN | (p->blocked ? POLLOUT : 0), 0};
         }
         int64_t wait = next == INT64_MAX ? 1000000000 : next > now ? next - now : 0;
+        /* What arrives before the next departure is due after it: no need to wake up for it. */
+        int in = wait > NAP_NS ? POLLIN : 0;
+        for (int i = 0; i < port_count; i++)
+            polls[i] = (struct pollfd){ports[i].fd, in | (ports[i].blocked ? POLLOUT : 0), 0};
         struct timespec timeout = {wait / 1000000000, wait % 1000000000};
         if (ppoll(polls, port_count, &timeout, 0) < 0 && errno != EINTR) die("poll", "");
         for (int i = 0; i < port_count; i++) {

@@ -40,9 +40,14 @@ def hostname(rank: int) -> str:
 
 
 def hosts(nodes: int) -> str:
-    """The /etc/hosts of every node."""
+    """The /etc/hosts of every node.
+
+    IPv4 addresses in IPv6's clothes have lines too: torch's store, which listens on both, asks for
+    the names of those, and warns if there is none.
+    """
     lines = ["127.0.0.1 localhost"]
-    lines += [f"{address(rank)} {hostname(rank)}" for rank in range(nodes)]
+    for rank in range(nodes):
+        lines += [f"{prefix}{address(rank)} {hostname(rank)}" for prefix in ("", "::ffff:")]
     return "".join(f"{line}\n" for line in lines)
 
 
