@@ -23,7 +23,7 @@ def as_threads(
     hub: Hub | None = None,
     timeout: float = 60.0,
 ) -> list[Any]:
-    """Run `body` on every rank at once; what it returned, in rank order. Raises rank 0's error first."""
+    """Run `body` on every rank at once; what it returned, in rank order, or the first error."""
     hub = hub or Hub(world_size)
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
@@ -100,7 +100,7 @@ def as_processes(
     return [results.get(rank) for rank in range(world_size)]
 
 
-def _process(queue, rank, world_size, port, timeout, body, args) -> None:  # type: ignore[no-untyped-def]
+def _process(queue, rank, world_size, port, timeout, body, args):  # type: ignore[no-untyped-def]
     import torch
     import torch.distributed as dist
 

@@ -61,7 +61,9 @@ def imported_rooms(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE))
+)
 def test_imports_run_one_way(path: Path) -> None:
     mine = room(path)
     allowed = BESIDE[mine] if mine in BESIDE else set(ORDER[: ORDER.index(mine) + 1])

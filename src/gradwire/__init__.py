@@ -1,11 +1,11 @@
 """gradwire: compressed communication for PyTorch training on slow networks.
 
-    import gradwire as gw
-    model = DistributedDataParallel(model)
-    gw.attach(model, codec="qsgd", bits=4)
+import gradwire as gw
+model = DistributedDataParallel(model)
+gw.attach(model, codec="qsgd", bits=4)
 """
 
-from gradwire.codecs import Cast, Identity, QSGD, TernGrad
+from gradwire.codecs import QSGD, Cast, Identity, TernGrad
 from gradwire.collectives import Options, all_reduce
 from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
 from gradwire.integrations import Handle, attach

@@ -1,7 +1,8 @@
 """The command line: thin verbs over the library. `gradwire --help` lists them.
 
-With --json FILE a verb writes one JSON object a line to FILE; with --json - they go to standard output, and
-nothing else does. Tables, progress and remarks are for people and go to standard error then.
+With --json FILE a verb writes one JSON object a line to FILE; with --json - they go to standard
+output, and nothing else does. Tables, progress and remarks are for people and go to standard
+error then.
 """
 
 from __future__ import annotations
@@ -104,26 +105,22 @@ def codec_list(json_file: Json = None) -> None:
 
 @codec.command("show")
 def codec_show(
-    name: str,
+    name: Annotated[str, typer.Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
     ir: Annotated[bool, typer.Option("--ir", help="The intermediate representation.")] = False,
     c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the codec.")
-    ] = None,
 ) -> None:
     """Print the stages of one codec (all, unless some are chosen)."""
     from gradwire import codecs
+    from gradwire.bench import methods
     from gradwire.lang import show
 
-    chosen = codecs.get(name, **codecs.parse_options(option or []))
+    chosen = codecs.get(**methods.parse(f"gradwire:{name}").options)
     stages = [stage for stage, wanted in (("ir", ir), ("c", c)) if wanted] or ["ir", "c"]
     for stage in stages:
         typer.echo(show(chosen, stage))
 
 
-@lab.command(
-    "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@lab.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lab_run(
     context: typer.Context,
     nodes: Annotated[int, typer.Option(help="Number of emulated machines.")] = 4,
@@ -144,9 +141,13 @@ def lab_run(
 
 @bench.command("kernels")
 def bench_kernels(
-    codec_name: Annotated[str | None, typer.Option("--codec", help="Names, comma-separated.")] = None,
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="Names, comma-separated.")
+    ] = None,
     target: Annotated[str | None, typer.Option("--target", help="eager, c.")] = None,
-    numel: Annotated[int | None, typer.Option("--numel", help="Values; 16777216 unless quick.")] = None,
+    numel: Annotated[
+        int | None, typer.Option("--numel", help="Values; 16777216 unless quick.")
+    ] = None,
     threads: Annotated[str | None, typer.Option("--threads", help="Such as 1,2.")] = None,
     quick: Quick = False,
     json_file: Json = None,
@@ -167,7 +168,9 @@ def bench_collectives(
     net: Net = "1gbit,1ms",
     methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated.")] = None,
     codec_name: Annotated[str | None, typer.Option("--codec", help="gradwire's codecs.")] = None,
-    numel: Annotated[int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")] = None,
+    numel: Annotated[
+        int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")
+    ] = None,
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -187,7 +190,6 @@ def main() -> None:
     except GradwireError as error:
         typer.secho(f"gradwire: {error}", err=True, fg="red")
         sys.exit(2)
-
 
 
 if __name__ == "__main__":

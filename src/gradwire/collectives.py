@@ -1,8 +1,8 @@
 """Collectives on compressed tensors: choose an algorithm, build its graph, run it.
 
-    prepare    once per set of tensors: partition, graph, kernel calls, agreement between ranks
-    start      each step: fill in addresses and RNG keys, hand the job to the executor
-    all_reduce the same for one tensor, in torch's manner
+prepare    once per set of tensors: partition, graph, kernel calls, agreement between ranks start
+each step: fill in addresses and RNG keys, hand the job to the executor all_reduce the same for
+one tensor, in torch's manner
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -130,8 +131,8 @@ class AllReduce:
         for spec in self.specs:
             if spec.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{spec.name}: cannot compress {spec.dtype}; float32, float16 and bfloat16 can be. "
-                    "Use torch.distributed.all_reduce for other dtypes"
+                    f"{spec.name}: cannot compress {spec.dtype}; float32, float16 and bfloat16 "
+                    "can be. Use torch.distributed.all_reduce for other dtypes"
                 )
         algorithm = algorithms.get(options.algorithm)
         cut = partition(self.specs, comm.world_size, options.segments)
@@ -147,7 +148,10 @@ class AllReduce:
 
     @cached_property
     def offsets(self) -> dict[Buffer, int]:
-        """Where each message starts in the arena. Sorted, so that what a merge sums stands in rank order."""
+        """Where each message starts in the arena.
+
+        Sorted, so that what a merge sums stands in rank order.
+        """
         offsets, position = {}, 0
         for buffer in sorted(self.graph.buffers):
             offsets[buffer] = position
@@ -161,7 +165,9 @@ class AllReduce:
 
     @cached_property
     def _workspace_offset(self) -> int:
-        return align(max((self.offsets[b] + self.message_bytes(b) for b in self.offsets), default=0))
+        return align(
+            max((self.offsets[b] + self.message_bytes(b) for b in self.offsets), default=0)
+        )
 
     @cached_property
     def _workspace_bytes(self) -> int:
@@ -255,9 +261,7 @@ class AllReduce:
         return self.comm.executor.submit(_Job(self, items, average))
 
 
-def prepare(
-    comm: Communicator, specs: Sequence[Spec], options: Options | None = None
-) -> AllReduce:
+def prepare(comm: Communicator, specs: Sequence[Spec], options: Options | None = None) -> AllReduce:
     """The AllReduce of `specs`, built on first use and kept while it is among the 64 used last.
 
     Raises:
@@ -305,7 +309,9 @@ class _Job:
         contribution, merged = (rng.step_keys(keys, steps, phase) for phase in (0, 1))
         rows = self.rows = table.rows.copy()
         rows["values"] = values[table.item] + table.values
-        rows["residual"] = np.where(residuals[table.item] > 0, residuals[table.item] + table.residual, 0)
+        rows["residual"] = np.where(
+            residuals[table.item] > 0, residuals[table.item] + table.residual, 0
+        )
         rows["payload"] = base + table.payload
         rows["source"] = base + table.source
         rows["key"] = np.where(table.merges, merged[table.item], contribution[table.item])
@@ -357,7 +363,7 @@ def _form(kind: Kind, feedback: bool) -> str:
 
 
 def _stride(offsets: list[int]) -> int:
-    strides = {b - a for a, b in zip(offsets, offsets[1:], strict=False)}
+    strides = {b - a for a, b in pairwise(offsets)}
     assert len(strides) <= 1, "the payloads that a merge sums stand at equal distances"
     return strides.pop() if strides else 0
 
@@ -388,8 +394,8 @@ def all_reduce(
         async_op: return a future at once; its `wait()` gives the tensor.
         residual: error feedback: fp32, `tensor.numel()` values, zeros at first; it is added before
             encoding, and holds what was not sent afterwards.
-        seed, step, name: what the codec's random numbers derive from, with the rank. Give every call its
-            own step if the codec rounds at random.
+        seed, step, name: what the codec's random numbers derive from, with the rank. Give every
+            call its own step if the codec rounds at random.
         options: algorithm, segments, checksum.
 
     Raises:
@@ -406,9 +412,12 @@ def all_reduce(
     spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
     collective = prepare(comm, [spec], options)
     values = tensor.detach().contiguous().view(-1)
-    if residual is not None and (residual.numel() != values.numel() or residual.dtype != torch.float32):
+    if residual is not None and (
+        residual.numel() != values.numel() or residual.dtype != torch.float32
+    ):
         raise ConfigError(
-            f"residual: {residual.numel()} x {residual.dtype}; it must hold {values.numel()} x float32"
+            f"residual: {residual.numel()} x {residual.dtype}; "
+            f"it must hold {values.numel()} x float32"
         )
     flat_residual = None if residual is None else residual.view(-1)
     key = rng.parameter_key(seed, name, comm.rank)

@@ -27,9 +27,9 @@ def examine() -> Iterator[dict[str, Any]]:
     """Yield rows: part, available, detail (a version, or the reason why not)."""
     yield _row("gradwire", True, f"{__version__}, Python {platform.python_version()}")
     yield _row("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    yield _row("machine", True, f"{os.cpu_count()} cores, {platform.machine()}, {jit.cpu_name()}")
+    yield _row("machine", True, f"{os.cpu_count()} cores, {platform.machine()}")
     yield _row("target eager", True, "torch on the CPU")
-    yield _tried("compiler", jit.compiler_version)
+    yield _tried("compiler", jit.compiler)
     yield _tried("target c", _compile_a_codec)
     yield _row("target triton", False, "not in this version")
     yield _row("transport loopback", True, "threads of one process, for tests")
@@ -48,7 +48,7 @@ def _row(part: str, available: bool, detail: str) -> dict[str, Any]:
 def _tried(part: str, attempt: Callable[[], str]) -> dict[str, Any]:
     try:
         return _row(part, True, attempt())
-    except ConfigError as error:
+    except (ConfigError, jit.CompileError) as error:
         return _row(part, False, str(error))
 
 

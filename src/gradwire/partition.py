@@ -1,13 +1,14 @@
 """How tensors are cut for a collective: rows, chunks, segments, and where each lies in its message.
 
-A *row* is a contiguous piece of one tensor, the unit of a kernel's segment table. A tensor of n values in
-blocks of B is cut into `world_size` chunks of whole blocks; chunk k goes to rank (k + rotation) mod
-world_size, so that the remainders of many small tensors spread over the ranks. Nothing else enters, above
-all not how DDP happens to bucket: so a tensor's result is the same in whatever company it travels (law 8).
+A *row* is a contiguous piece of one tensor, the unit of a kernel's segment table. A tensor of n
+values in blocks of B is cut into `world_size` chunks of whole blocks; chunk k goes to rank (k +
+rotation) mod world_size, so that the remainders of many small tensors spread over the ranks.
+Nothing else enters, above all not how DDP happens to bucket: so a tensor's result is the same in
+whatever company it travels (law 8).
 
-Segments cut each rank's rows once more, at block boundaries, to pipeline. A tensor-scope codec's rows
-are never cut: their payload would change. Within a message rows stand in the order of their tensors,
-each at a multiple of 16 bytes, behind the header.
+Segments cut each rank's rows once more, at block boundaries, to pipeline. A tensor-scope codec's
+rows are never cut: their payload would change. Within a message rows stand in the order of their
+tensors, each at a multiple of 16 bytes, behind the header.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import torch
 from gradwire.engine.message import align
 from gradwire.lang import Codec, layout
 
-_SEGMENT_BYTES = 2 << 20  # of uncompressed values in a chunk: large enough to hide a kernel call's cost
+# Of uncompressed values in a chunk: large enough to hide what a kernel call and a message cost.
+_SEGMENT_BYTES = 2 << 20
 _MAX_SEGMENTS = 16
+
+Piece = tuple[int, int, int]  # (item, first value, number of values)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def partition(specs: Sequence[Spec], world_size: int, segments: int | None = Non
     Args:
         segments: pipeline units; None chooses by size.
     """
-    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]  # (item, start, numel)
+    shares: list[list[Piece]] = [[] for _ in range(world_size)]
     for item, spec in enumerate(specs):
         block = layout(spec.codec, spec.dtype).block
         for k in range(world_size):
@@ -89,7 +93,7 @@ def partition(specs: Sequence[Spec], world_size: int, segments: int | None = Non
             if last > first:
                 shares[(k + spec.rotation) % world_size].append((item, first, last - first))
     if segments is None:
-        raw = max((sum(n * specs[i].dtype.itemsize for i, _, n in share) for share in shares), default=0)
+        raw = max(sum(n * specs[i].dtype.itemsize for i, _, n in share) for share in shares)
         segments = min(max(-(-raw // _SEGMENT_BYTES), 1), _MAX_SEGMENTS)
 
     rows: list[Row] = []
@@ -104,13 +108,11 @@ def partition(specs: Sequence[Spec], world_size: int, segments: int | None = Non
     return Partition(tuple(rows), tuple(map(tuple, sizes)))
 
 
-def _pipeline(
-    specs: Sequence[Spec], share: list[tuple[int, int, int]], segments: int
-) -> list[tuple[int, tuple[int, int, int]]]:
+def _pipeline(specs: Sequence[Spec], share: list[Piece], segments: int) -> list[tuple[int, Piece]]:
     """Cut one rank's share into `segments` parts of about equal payload: (segment, row) pairs."""
     layouts = [layout(specs[item].codec, specs[item].dtype) for item, _, _ in share]
     total = sum(lay.nbytes(numel) for lay, (_, _, numel) in zip(layouts, share, strict=True))
-    pieces: list[tuple[int, tuple[int, int, int]]] = []
+    pieces: list[tuple[int, Piece]] = []
     done = 0.0
     for lay, (item, start, numel) in zip(layouts, share, strict=True):
         per_value = lay.nbytes(numel) / numel

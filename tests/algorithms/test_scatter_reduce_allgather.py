@@ -1,14 +1,14 @@
-"""SRA's graphs over all ranks at once: what one sends another receives, and the formula counts it."""
+"""SRA's graphs over all ranks: what one sends another receives; the formula counts it."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import WORLD_SIZES
 
 from gradwire.algorithms import scatter_reduce_allgather as sra
 from gradwire.engine import HEADER_BYTES, Kind
+from ranks import WORLD_SIZES
 
 sizes_of = st.integers(1, 9).flatmap(
     lambda n: st.lists(
@@ -21,7 +21,9 @@ sizes_of = st.integers(1, 9).flatmap(
 def test_sends_and_receives_match(sizes: list[list[int]]) -> None:
     n = len(sizes[0])
     graphs = [sra.build(rank, n, sizes) for rank in range(n)]
-    sent = {(r, t.peer, t.reads[0]) for r in range(n) for t in graphs[r].tasks if t.kind is Kind.SEND}
+    sent = {
+        (r, t.peer, t.reads[0]) for r in range(n) for t in graphs[r].tasks if t.kind is Kind.SEND
+    }
     received = {
         (t.peer, r, t.writes[0]) for r in range(n) for t in graphs[r].tasks if t.kind is Kind.RECV
     }

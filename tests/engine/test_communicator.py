@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ranks import as_threads, caught
 
 from gradwire.engine import Communicator
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, TransportError
 from gradwire.transport import Hub
+from ranks import as_threads, caught
 
 
 def test_ranks_that_agree_get_the_same_digest() -> None:
@@ -35,6 +35,19 @@ def test_a_longer_plan_differs_in_its_first_extra_line() -> None:
     for error in as_threads(2, body):
         assert isinstance(error, ConfigError)
         assert "(nothing)" in str(error)
+
+
+def test_ranks_of_another_world_size_are_told() -> None:
+    hub = Hub(3, timeout=1)
+
+    def body(comm: Communicator) -> BaseException | None:
+        if comm.rank == 0:
+            comm.world_size = 2
+        return caught(lambda: comm.agree("a plan", ["a"]))
+
+    errors = as_threads(3, body, hub)
+    assert all(isinstance(error, (ConfigError, TransportError)) for error in errors)
+    assert "world size" in " ".join(map(str, errors))
 
 
 @pytest.fixture

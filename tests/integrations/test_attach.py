@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import resource
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import as_processes, caught
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -73,7 +76,7 @@ def plain(build: Callable[[], nn.Module], steps: range) -> torch.Tensor:
     return flat(model)
 
 
-# ---- scenarios: each runs on every rank, within one process group ---------------------------------
+# ---- scenarios: each runs on every rank, within one process group
 
 
 def dense_equals_plain_ddp(rank: int) -> None:
@@ -317,7 +320,9 @@ def state_moves_to_another_world_size(rank: int) -> None:
     states: list[Any] = [None] * n
     dist.all_gather_object(states, handle.state_dict())
     # As if twice as many ranks had saved: each new rank takes two of them, at half weight.
-    doubled = [{**s, "rank": s["rank"] + k * n, "world_size": 2 * n} for k in (0, 1) for s in states]
+    doubled = [
+        {**s, "rank": s["rank"] + k * n, "world_size": 2 * n} for k in (0, 1) for s in states
+    ]
     handle.load_state_dict(doubled)
     for name, state in states[rank]["aggregators"].items():
         found = handle.state_dict()["aggregators"][name]["residual"]
@@ -342,6 +347,61 @@ def memory_stays_flat(rank: int) -> None:
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
     # DDP's first bucket holds the whole model; what is in flight takes at most half of its bytes.
     assert early <= gradient_bytes / 2
+
+
+def two_thousand_steps_leave_memory_flat(rank: int) -> None:
+    if dist.get_world_size() > 2:
+        return  # the same loop; two ranks suffice
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=4, error_feedback=True)
+    train(model, range(200))
+    early, resident = handle.stats()["peak_extra_bytes"], resident_bytes()
+    train(model, range(200, 2000))
+    assert handle.stats()["peak_extra_bytes"] == early
+    assert resident_bytes() - resident < 8 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+class SlowBackward(torch.autograd.Function):
+    """Passes values through; takes half a second on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return grads[0]
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SlowBackward.apply(x)
+
+
+def averaging_overlaps_with_backward(rank: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(20, 300), Slow(), nn.Linear(300, 300))
+    model = DDP(layers, bucket_cap_mb=0.1)
+    handle = gw.attach(model, bits=4)
+    train(model, range(2))  # DDP rebuilds its buckets after the first iteration
+    ends: list[float] = []
+    reduce = handle.reduce
+
+    def spied(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = reduce(bucket)
+        future.add_done_callback(lambda _: ends.append(time.monotonic()))
+        return future
+
+    handle.reduce = spied
+    train(model, range(2, 3))
+    assert len(ends) >= 2
+    assert ends[-1] - ends[0] > 0.3  # the first bucket was done while backward still slept
 
 
 def asynchronous_all_reduce(rank: int) -> None:
@@ -377,6 +437,8 @@ SCENARIOS = [
     bucketing_changes_nothing,
     state_moves_to_another_world_size,
     memory_stays_flat,
+    two_thousand_steps_leave_memory_flat,
+    averaging_overlaps_with_backward,
     asynchronous_all_reduce,
     sparse_gradients_are_refused,
 ]

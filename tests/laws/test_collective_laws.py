@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import WORLD_SIZES, as_threads, caught
 
 from gradwire import QSGD, Cast, Codec, CodecError, Identity, TernGrad, TransportError
 from gradwire.collectives import Item, Options, prepare
@@ -15,6 +14,7 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
+from ranks import WORLD_SIZES, as_threads, caught
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 5000]
 CODECS: list[Codec] = [
@@ -188,9 +188,7 @@ def test_law_8_company_changes_nothing(codec: Codec, world_size: int) -> None:
                 specs = [
                     Spec(f"p{i}", mine[i].numel(), mine[i].dtype, codec, rotation=i) for i in group
                 ]
-                items = [
-                    Item(mine[i], rng.parameter_key(0, f"p{i}", comm.rank), 5) for i in group
-                ]
+                items = [Item(mine[i], rng.parameter_key(0, f"p{i}", comm.rank), 5) for i in group]
                 prepare(comm, specs, Options(segments=segments)).start(items, True).result()
             return mine
 

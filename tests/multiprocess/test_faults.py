@@ -1,4 +1,4 @@
-"""A rank that dies or hangs in the middle of a collective: named by every survivor, in time (law 10)."""
+"""A rank that dies or hangs in a collective is named by every survivor, in time (law 10)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import as_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from ranks import as_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("faults")]
 
@@ -33,7 +33,7 @@ def reported(action: Any) -> Report:
 
 
 def reduce_until(rank: int, dying: int, blow: signal.Signals) -> Report:
-    """All-reduces without end; after a while `dying` gets `blow`, somewhere in the middle of one."""
+    """All-reduces without end; after a while `dying` gets `blow`, in the middle of one."""
     tensor = torch.randn(3_000_000)
     gw.all_reduce(tensor)
     if rank == dying:

@@ -1,12 +1,13 @@
 """Error feedback: what was not sent is added to the next step's gradient (THESIS Alg. 2.1).
 
 The kernels do it in their one pass: p = g + e; send Q(p); e = p - Q(p). Both encodings of a
-scatter-reduce are covered: the rank that owns a chunk keeps the error of the encoded sum in its own
-residual, so over all ranks
+scatter-reduce are covered: the rank that owns a chunk keeps the error of the encoded sum in its
+own residual, so over all ranks
 
     sum of gradients + sum of residuals before == world_size * average + sum of residuals after
 
-to the last rounding: nothing is lost anywhere. A value that is not finite never enters a residual.
+to the last rounding: nothing is lost anywhere. A value that is not finite never enters a
+residual.
 """
 
 from __future__ import annotations

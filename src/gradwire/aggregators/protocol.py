@@ -1,8 +1,8 @@
 """What an aggregator is: a coroutine that yields collectives and returns the average.
 
 One method is the contract. It takes the local gradient and yields the collectives it needs; each
-`yield` hands back the collective's result. What it yields in the same round as the other parameters of
-a bucket travels in the same messages, so an aggregator never thinks about fusion:
+`yield` hands back the collective's result. What it yields in the same round as the other
+parameters of a bucket travels in the same messages, so an aggregator never thinks about fusion:
 
     def aggregate(self, gradient):
         return (yield CompressedAllReduce(gradient, QSGD(bits=4)))
@@ -26,7 +26,8 @@ class CompressedAllReduce:
     Attributes:
         values: 1-D, contiguous; fp32, fp16 or bf16.
         codec: makes the payloads.
-        residual: error feedback (fp32, as long as `values`), read and written by the kernels; or None.
+        residual: error feedback (fp32, as long as `values`), read and written by the kernels; or
+            None.
     """
 
     values: torch.Tensor
@@ -41,8 +42,8 @@ class Aggregator(Protocol):
     """How one parameter's gradient becomes its average over the ranks.
 
     An implementer's duties:
-    - `aggregate` may overwrite the gradient, and returns the average (the same tensor, or another of its
-      shape and dtype), bit-identical on all ranks.
+    - `aggregate` may overwrite the gradient, and returns the average (the same tensor, or
+      another of its shape and dtype), bit-identical on all ranks.
     - The kind and number of collectives do not depend on the values.
     - State that lives across steps is in `state_dict`, and only there.
     """

@@ -1,8 +1,8 @@
 """Rounds: drives the aggregators of a bucket and fuses what they yield.
 
-All coroutines advance in step. What they yield in one round becomes one collective, whose messages
-carry every parameter; when it ends, each coroutine gets its own result, and the next round begins. No
-thread waits for a round: its end starts the next.
+All coroutines advance in step. What they yield in one round becomes one collective, whose
+messages carry every parameter; when it ends, each coroutine gets its own result, and the next
+round begins. No thread waits for a round: its end starts the next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Rounds:
         members: the parameters of the bucket.
         gradients: theirs, 1-D and contiguous, replaced by the averages.
         options: of every collective.
-        done: called once, from the engine's thread, with the error or None, and with what the rounds took.
+        done: called once, from the engine's thread, with the error or None, and with what the
+            rounds took.
     """
 
     def __init__(
@@ -97,7 +98,14 @@ class Rounds:
             member, values = self.members[index], request.values
             feedback = request.residual is not None
             specs.append(
-                Spec(member.name, values.numel(), values.dtype, request.codec, feedback, member.rotation)
+                Spec(
+                    member.name,
+                    values.numel(),
+                    values.dtype,
+                    request.codec,
+                    feedback,
+                    member.rotation,
+                )
             )
             # A round of its own draws random numbers of its own.
             step = self.steps[index] | number << 48

@@ -5,16 +5,18 @@ Vocabulary. N ranks; chunk c of the values is rank c's share; a segment is a pip
 
 Steps, for each segment s, on rank r:
   1. encode every chunk but r's own (one batched kernel); send chunk c to rank c.
-  2. receive chunk r from every peer; merge: add them to the own values in the order of ranks, encode the
-     sum, and keep what the payload decodes to, so that the owner ends with what the others get.
-  3. send the encoded sum to every peer; receive the encoded sum of chunk p from each peer p; decode it.
+  2. receive chunk r from every peer; merge: add them to the own values in the order of ranks,
+     encode the sum, and keep what the payload decodes to, so that the owner ends with what the
+     others get.
+  3. send the encoded sum to every peer; receive the encoded sum of chunk p from each peer p;
+     decode it.
 
 Each value is encoded twice, whatever N. Peers are visited in the order r+1, r+2, ..., so that no
 rank is everyone's first target.
 
-Bytes sent by rank r: sum over s of [sum over c != r of m(s, c)] + (N-1) * m(s, r), where m is the payload
-with its header (0 for an empty one). Rounds: 2. Time, for P payload bytes in all, latency a and b seconds
-a byte: 2 * a + 2 * (N-1)/N * P * b.
+Bytes sent by rank r: sum over s of [sum over c != r of m(s, c)] + (N-1) * m(s, r), where m is
+the payload with its header (0 for an empty one). Rounds: 2. Time, for P payload bytes in all,
+latency a and b seconds a byte: 2 * a + 2 * (N-1)/N * P * b.
 """
 
 from __future__ import annotations

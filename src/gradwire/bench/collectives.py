@@ -1,12 +1,14 @@
 """`gradwire bench collectives`: what one all-reduce costs on an emulated network, method by method.
 
-Each method works as users meet it, as a communication hook of a DDP module, here with a single matrix
-whose gradient is given. The ranks meet at a barrier inside the hook; the time runs from there until the
-average is in place. Methods take turns (A B A B), so that a noisy machine is unfair to all alike.
+Each method works as users meet it, as a communication hook of a DDP module, here with a single
+matrix whose gradient is given. The ranks meet at a barrier inside the hook; the time runs from
+there until the average is in place. Methods take turns (A B A B), so that a noisy machine is
+unfair to all alike.
 
-A row: method, algorithm, transport, ranks, net, numel, seconds (median over rounds of the slowest rank),
-wire_bytes (a rank sends), limit_seconds (wire_bytes / rate + rounds * latency; None without an emulated
-network), of_limit (limit_seconds / seconds), nmse (against the average in float64).
+A row: method, algorithm, transport, ranks, net, numel, seconds (median over rounds of the
+slowest rank), wire_bytes (a rank sends), limit_seconds (wire_bytes / rate + rounds * latency;
+None without an emulated network), of_limit (limit_seconds / seconds), nmse (against the average
+in float64).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Matrix(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(side, numel // side))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = _Given.apply(self.weight, gradient)
+        loss: torch.Tensor = _Given.apply(self.weight, gradient)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -54,9 +54,7 @@ class _Timed(DistributedDataParallel):
     seconds = 0.0
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        def timed(
-            state: object, bucket: dist.GradBucket
-        ) -> torch.futures.Future[torch.Tensor]:
+        def timed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             dist.barrier()
             begun = time.perf_counter()
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
@@ -118,7 +116,7 @@ class _Contestant:
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
-    """The gradient of `rank`: normal values, of a scale that varies along the matrix as layers' do."""
+    """The gradient of `rank`: normal values, of a scale that varies as layers' do."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
     return values.mul_(torch.linspace(0.1, 1.0, numel))
 

@@ -6,4 +6,14 @@ from gradwire.engine.graph import Graph
 from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.task import Buffer, Kind, Task
 
-__all__ = ["HEADER_BYTES", "Buffer", "Communicator", "Executor", "Graph", "Job", "Kind", "Outcome", "Task"]
+__all__ = [
+    "HEADER_BYTES",
+    "Buffer",
+    "Communicator",
+    "Executor",
+    "Graph",
+    "Job",
+    "Kind",
+    "Outcome",
+    "Task",
+]

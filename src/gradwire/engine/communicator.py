@@ -1,4 +1,4 @@
-"""What the collectives of one process group share: an executor, memory, and agreement between ranks."""
+"""What a process group's collectives share: an executor, memory, agreement between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.engine.executor import Executor
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
 
-# Jobs use the tags below _AGREE_TAG, agreements those from there on. A job may use up to 2^27 of its own.
+# Jobs use tags below 2 * _JOB_TAGS, agreements those from _AGREE_TAG on.
 _JOB_TAGS = 1 << 27
 _AGREE_TAG = 1 << 28
 _CHECK_BYTES = 40
@@ -23,7 +23,8 @@ class Communicator:
 
     Args:
         transport: moves the bytes.
-        in_flight: how many collectives may own memory at a time (two overlap encoding with sending).
+        in_flight: how many collectives may own memory at a time (two overlap encoding with
+            sending).
 
     Attributes:
         executor: runs the graphs.
@@ -54,9 +55,9 @@ class Communicator:
     def sequence(self, plan: int, tags: int) -> tuple[int, int]:
         """The number of the next collective, and the first of `tags` tags of its own.
 
-        Tags depend on the plan: ranks that by mistake run different collectives at a time then wait in
-        vain, which ends in an error, rather than receive a message of another size, which gloo punishes
-        by aborting the process.
+        Tags depend on the plan: ranks that by mistake run different collectives at a time then
+        wait in vain, which ends in an error, rather than receive a message of another size,
+        which gloo punishes by aborting the process.
         """
         with self._lock:
             number, first = self._jobs, self._tags
@@ -64,7 +65,7 @@ class Communicator:
             self._tags = (self._tags + tags) % _JOB_TAGS
         return number, (first + plan) % _JOB_TAGS
 
-    # ---- agreement --------------------------------------------------------------------------------
+    # ---- agreement ---------------------------------------------------------------------------
 
     def agree(self, what: str, description: list[str]) -> int:
         """Make sure that every rank holds the same `description`; each call is a round trip.
@@ -98,20 +99,24 @@ class Communicator:
         sends = [self.transport.isend(data, p, tag) for p in peers]
         for pending in (*receives, *sends):
             pending.wait()
-        return [mine if p == self.rank else inbox[p].numpy().tobytes() for p in range(self.world_size)]
+        return [
+            mine if p == self.rank else inbox[p].numpy().tobytes() for p in range(self.world_size)
+        ]
 
     def _difference(self, bodies: list[list[str]]) -> str:
         longest = max(map(len, bodies))
         padded = [body + ["(nothing)"] * (longest - len(body)) for body in bodies]
         line = next(i for i in range(longest) if len({body[i] for body in padded}) > 1)
-        other = next(r for r in range(self.world_size) if padded[r][line] != padded[self.rank][line])
+        other = next(
+            r for r in range(self.world_size) if padded[r][line] != padded[self.rank][line]
+        )
         return (
             f"ranks disagree on {bodies[self.rank][1]}: rank {self.rank} has "
             f"'{padded[self.rank][line]}', rank {other} has '{padded[other][line]}'. "
             "Give every rank the same model, options and seed"
         )
 
-    # ---- memory -----------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
@@ -130,7 +135,7 @@ class Communicator:
         return arena
 
     def give(self, arena: torch.Tensor) -> None:
-        """Return memory taken; what no recent collective needed is let go (DDP's first, single bucket)."""
+        """Return memory; what no recent collective needed is let go (DDP's first bucket)."""
         with self._lock:
             self._free.append(arena)
             self._forget([a for a in self._free if a.numel() > 2 * max(self._recent)])

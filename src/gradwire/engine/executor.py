@@ -1,13 +1,13 @@
 """The executor: runs graphs on three queues, so that kernels, sending and receiving overlap.
 
-    compute   a thread that runs kernels in the order in which their inputs arrive, and posts the sends
-              that they release (posting returns at once)
+    compute   a thread that runs kernels in the order in which their inputs arrive, and posts the
+              sends that they release (posting returns at once)
     inbound   a thread that awaits receives, job by job, in the order of their graphs
     outbound  a thread that awaits sends, so that buffers are not reused before they are on the wire
 
-Kernels and waits release the GIL, so the three run beside backward. All receives of a job are posted
-when it starts: a transport that waits for both ends to be ready then loses no round trip. At most
-`in_flight` jobs own memory at a time; later ones queue, and nobody blocks.
+Kernels and waits release the GIL, so the three run beside backward. All receives of a job are
+posted when it starts: a transport that waits for both ends to be ready then loses no round trip.
+At most `in_flight` jobs own memory at a time; later ones queue, and nobody blocks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Job(Protocol):
         ...
 
     def tag(self, buffer: Buffer) -> int:
-        """The same number for `buffer` on both ends, different for all buffers of all jobs in flight."""
+        """A number for `buffer`: the same on both ends, another for all others in flight."""
         ...
 
     def compute(self, task: Task) -> None:
@@ -109,7 +109,9 @@ class Executor:
         self._inbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._outbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, args=(queue,), name=f"gradwire-{name}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(queue,), name=f"gradwire-{name}", daemon=True
+            )
             for name, queue in (
                 ("compute", self._compute),
                 ("inbound", self._inbound),

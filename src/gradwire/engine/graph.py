@@ -1,4 +1,4 @@
-"""A graph: tasks in the order an algorithm lists them, with dependencies found from their buffers."""
+"""A graph: tasks in an algorithm's order, with dependencies found from their buffers."""
 
 from __future__ import annotations
 

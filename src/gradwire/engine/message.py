@@ -1,11 +1,12 @@
 """The header of a message: enough to refuse a payload that is not the one expected.
 
 48 bytes, little-endian: magic, version, flags, plan digest, sequence number of the collective,
-payload length, checksum, segment, chunk. Payload segments carry no header of their own: the plan,
-which ranks compare before its first use, says what each byte is (docs/wire-format.md).
+payload length, checksum, segment, chunk. Payload segments carry no header of their own: the
+plan, which ranks compare before its first use, says what each byte is (docs/wire-format.md).
 
-The checksum is the sum modulo 2^64 of the payload's 64-bit words. It catches every change confined to one
-word, so every flipped bit, and runs at the speed of memory; the transport's own checks cover bursts.
+The checksum is the sum modulo 2^64 of the payload's 64-bit words. It catches every change
+confined to one word, so every flipped bit, and runs at the speed of memory; the transport's own
+checks cover bursts.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def seal(message: torch.Tensor, envelope: Envelope) -> None:
     length = message.numel() - HEADER_BYTES
     e = envelope
     header = (MAGIC, VERSION, flags, e.plan, e.sequence, length, checksum, e.segment, e.chunk)
-    _HEADER.pack_into(message.numpy(), 0, *header)
+    _HEADER.pack_into(message.numpy().data, 0, *header)
 
 
 def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
     """Raise CodecError, naming the sender and the field, unless `message` is the one expected."""
-    magic, version, flags, *fields = _HEADER.unpack_from(message.numpy())
+    magic, version, flags, *fields = _HEADER.unpack_from(message.numpy().data)
     where = f"message from rank {sender} (segment {envelope.segment}, chunk {envelope.chunk})"
     if magic != MAGIC:
         raise CodecError(f"{where}: not a gradwire message (magic {magic!r}, expected {MAGIC!r})")

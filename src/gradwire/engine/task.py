@@ -8,8 +8,8 @@ A collective is a graph of five kinds of task (HiPress 3.1, CaSync's primitives)
     send     payload -> a peer
     recv     a peer -> payload
 
-`decode` and `merge` are one kernel where that saves a pass over memory: `merge` decodes, sums in the
-order of ranks, and encodes again, block by block.
+`decode` and `merge` are one kernel where that saves a pass over memory: `merge` decodes, sums in
+the order of ranks, and encodes again, block by block.
 """
 
 from __future__ import annotations
@@ -62,5 +62,6 @@ class Task:
     peer: int | None = None
 
     def __str__(self) -> str:
-        where = "" if self.peer is None else f" {'to' if self.kind is Kind.SEND else 'from'} {self.peer}"
-        return f"{self.kind.value}{where}, segment {self.segment}"
+        direction = {Kind.SEND: " to rank", Kind.RECV: " from rank"}.get(self.kind, "")
+        peer = "" if self.peer is None else f" {self.peer}"
+        return f"{self.kind.value}{direction}{peer}, segment {self.segment}"

@@ -45,14 +45,14 @@ def attach(
 
     Args:
         model: its parameters are on the CPU (gloo), in fp32, fp16 or bf16.
-        codec: for parameters of two dimensions and more: a name with its options as further keywords
-            (see `gradwire codec list`), a Codec, or None for none.
+        codec: for parameters of two dimensions and more: a name with its options as further
+            keywords (see `gradwire codec list`), a Codec, or None for none.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
         exclude: name patterns to leave dense.
-        codecs: name pattern -> codec (a name, a Codec, or None for dense); the first match wins over
-            everything else.
-        error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add it to the
-            next step's gradient.
+        codecs: name pattern -> codec (a name, a Codec, or None for dense); the first match wins
+            over everything else.
+        error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add
+            it to the next step's gradient.
         seed: of the codecs' random numbers.
         options: algorithm, segments, checksum, kernels.
 
@@ -60,17 +60,21 @@ def attach(
         A handle with statistics and state.
 
     Raises:
-        ConfigError: not a DDP module, attached already, nothing to synchronise, unknown codec, option or
-            pattern, or ranks that disagree (the first parameter that differs is named).
+        ConfigError: not a DDP module, attached already, nothing to synchronise, unknown codec,
+            option or pattern, or ranks that disagree (the first parameter that differs is named).
     """
     socket = socket_of(model)
     if socket.handle is not None:
-        raise ConfigError("this module has a handle attached: call its detach() before attaching anew")
+        raise ConfigError(
+            "this module has a handle attached: call its detach() before attaching anew"
+        )
     comm = communicator(model.process_group)
     named = list(model.module.named_parameters())
     away = next((name for name, p in named if p.device.type != "cpu"), None)
     if away is not None:
-        raise ConfigError(f"parameter {away} is not on the CPU: this version compresses CPU gradients")
+        raise ConfigError(
+            f"parameter {away} is not on the CPU: this version compresses CPU gradients"
+        )
     plan = make_plan(
         named, codec, codec_options, comm.world_size, include, exclude, codecs, error_feedback
     )
@@ -113,16 +117,18 @@ class Handle(Plug):
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._error: BaseException | None = None
 
-    # ---- each bucket ------------------------------------------------------------------------------
+    # ---- each bucket
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging `bucket`; called by DDP while backward runs."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            raise ConfigError("sparse gradients cannot be compressed: use nn.Embedding(sparse=False)")
+            raise ConfigError(
+                "sparse gradients cannot be compressed: use nn.Embedding(sparse=False)"
+            )
         if not self._pending:
-            # At the end of this backward, before DDP looks at the futures: it would turn an error of
-            # ours into a RuntimeError without its name.
+            # At the end of this backward, before DDP looks at the futures: it would turn an
+            # error of ours into a RuntimeError without its name.
             Variable._execution_engine.queue_callback(self._end_of_backward)
         if bucket.is_last():
             self._totals["steps"] += 1
@@ -150,7 +156,7 @@ class Handle(Plug):
         if self._error is not None:
             raise self._error
 
-    # ---- what a user asks -------------------------------------------------------------------------
+    # ---- what a user asks
 
     def stats(self) -> dict[str, Any]:
         """What has been sent so far.
@@ -196,7 +202,7 @@ class Handle(Plug):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: save it beside the model's, on every rank, to resume bit-identically."""
+        """This rank's state: saved on every rank beside the model's, it resumes bit by bit."""
         return {
             "version": 1,
             "rank": self._comm.rank,
@@ -214,9 +220,11 @@ class Handle(Plug):
         """Restore what `state_dict` gave.
 
         Args:
-            state: this rank's state; or, after a change of the number of ranks, the list of all old ranks'
-                states: their residuals are shared out so that what was not sent still will be. One state
-                from another world size restores the steps alone, and warns that residuals start at zero.
+            state: this rank's state; or, after a change of the number of ranks, the list of all
+                old ranks'
+                states: their residuals are shared out so that what was not sent still will be.
+                One state from another world size restores the steps alone, and warns that
+                residuals start at zero.
 
         Raises:
             ConfigError: the state is of another plan (the first name that differs is given).
@@ -237,7 +245,7 @@ class Handle(Plug):
 
 
 def _flat(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each gradient's stretch of the bucket, 1-D, in memory order: any layout (channels_last too)."""
+    """Each gradient's stretch of the bucket, 1-D, in memory order: of any layout."""
     base, width = buffer.data_ptr(), buffer.element_size()
     starts = [(g.data_ptr() - base) // width for g in gradients]
     return [buffer[at : at + g.numel()] for at, g in zip(starts, gradients, strict=True)]

@@ -1,8 +1,9 @@
 """The DDP communication hook, and the socket through which a handle is plugged into it.
 
-DDP takes a hook once and for all, so what is registered is a socket: with a handle in it, gradients go
-through gradwire; after `detach` it averages them plainly, until another handle is plugged in.
-DDP reads the hook's annotations as objects, so this file does not postpone their evaluation.
+DDP takes a hook once and for all, so what is registered is a socket: with a handle in it,
+gradients go through gradwire; after `detach` it averages them plainly, until another handle is
+plugged in. DDP reads the hook's annotations as objects, so this file does not postpone their
+evaluation.
 """
 
 import torch

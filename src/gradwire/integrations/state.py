@@ -28,7 +28,9 @@ def merge_states(
     first = states[0]
     if list(first["steps"]) != list(names):
         odd = next(iter(set(first["steps"]) ^ set(names)), "the order of parameters")
-        raise ConfigError(f"load_state_dict: the state is of another model or plan; it differs in {odd}")
+        raise ConfigError(
+            f"load_state_dict: the state is of another model or plan; it differs in {odd}"
+        )
     old = first["world_size"]
     mine = [s for s in states if s["rank"] == rank]
     if old == world_size and mine:
@@ -36,9 +38,9 @@ def merge_states(
     if len(states) == 1:
         if first["aggregators"]:
             warnings.warn(
-                f"load_state_dict: this state is rank {first['rank']}'s of {old} ranks, now there are "
-                f"{world_size} and this is rank {rank}: residuals start at zero. Give the list of all "
-                "ranks' states to keep them",
+                f"load_state_dict: this state is rank {first['rank']}'s of {old} ranks, now there "
+                f"are {world_size} and this is rank {rank}: residuals start at zero. Give the "
+                "list of all ranks' states to keep them",
                 stacklevel=3,
             )
         return {**first, "aggregators": {}}
@@ -52,8 +54,8 @@ def _share_out(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """New rank r takes the residuals of old ranks r, r + world_size, ...
 
-    A residual counts in the average with weight 1 / number of ranks, so they are scaled by new / old:
-    then the average of what is still to be sent stays what it was.
+    A residual counts in the average with weight 1 / number of ranks, so they are scaled by new /
+    old: then the average of what is still to be sent stays what it was.
     """
     old = len(states)
     shared: dict[str, dict[str, torch.Tensor]] = {}

@@ -89,15 +89,17 @@ def make_plan(
     }
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     if not trained:
-        raise ConfigError("the module has no parameter that requires a gradient: nothing to attach to")
+        raise ConfigError(
+            "the module has no parameter that requires a gradient: nothing to attach to"
+        )
     for argument, patterns in (("include", include), ("exclude", exclude), ("codecs", overrides)):
         if isinstance(patterns, str):
             raise ConfigError(f"{argument}={patterns!r}: give a list of patterns, not one string")
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in trained):
                 raise ConfigError(
-                    f"{argument}: the pattern {pattern!r} matches no parameter; the first names are "
-                    + ", ".join(name for name, _ in trained[:4])
+                    f"{argument}: the pattern {pattern!r} matches no parameter; the first names "
+                    "are " + ", ".join(name for name, _ in trained[:4])
                 )
 
     def choose(name: str, parameter: torch.Tensor) -> Codec | None:
@@ -115,11 +117,13 @@ def make_plan(
     for name, parameter in trained:
         if parameter.dtype not in DTYPES:
             raise ConfigError(
-                f"parameter {name} is {parameter.dtype}: gradwire synchronises float32, float16, bfloat16"
+                f"parameter {name} is {parameter.dtype}: "
+                "gradwire synchronises float32, float16 and bfloat16"
             )
         chosen = choose(name, parameter)
         feedback = error_feedback and chosen is not None
-        # Chunks are whole blocks; going on where the last parameter's remainder ended spreads them evenly.
+        # Chunks are whole blocks; going on where the last parameter's remainder ended spreads
+        # them evenly.
         rotation = blocks % world_size
         one = ParameterPlan(name, parameter.numel(), parameter.dtype, chosen, feedback, rotation)
         blocks += Spec(name, one.numel, one.dtype, chosen or codec_table.Identity()).blocks

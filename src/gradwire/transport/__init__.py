@@ -1,4 +1,4 @@
-"""Transports: how bytes get from one rank to another. One protocol, implementations that mirror it."""
+"""Transports: how bytes get from one rank to another. One protocol, several implementations."""
 
 from gradwire.transport.loopback import Hub, Loopback
 from gradwire.transport.protocol import Pending, Transport

@@ -20,8 +20,8 @@ class Hub:
     Args:
         world_size: number of ranks.
         timeout: seconds that a wait may last.
-        corrupt: where given, called with every message's (source, destination, tag, bytes as a uint8
-            tensor, to change in place) on its way, for tests of what a bad link does.
+        corrupt: where given, called with every message's (source, destination, tag, bytes as a
+            uint8 tensor, to change in place) on its way, for tests of what a bad link does.
     """
 
     def __init__(self, world_size: int, timeout: float = 30.0, corrupt: object = None) -> None:

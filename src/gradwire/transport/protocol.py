@@ -25,8 +25,8 @@ class Transport(Protocol):
     - `isend` and `irecv` return at once, may be called from any thread, and match by (peer, tag);
       the two ends name the same number of bytes (callers compare plans before they send).
     - Messages between two ranks with different tags may be in flight together, in any number.
-    - Every wait ends within `timeout` seconds: in delivery, or in a TransportError whose `peer` is the
-      rank that failed, as well as this rank can know it.
+    - Every wait ends within `timeout` seconds: in delivery, or in a TransportError whose `peer`
+      is the rank that failed, as well as this rank can know it.
     - After a TransportError the transport is broken; later calls raise the same error.
 
     Attributes:

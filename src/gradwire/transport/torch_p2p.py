@@ -5,9 +5,10 @@ gloo facts that shape this file, each found by experiment:
 - a dead peer fails the pending receives from it at once ("Connection closed by peer");
 - a wait that times out closes every connection of the rank, so its peers fail too, at once.
 
-So whoever fails breaks the others, who would blame the messenger. Hence the notices: a small receive from
-every peer stands posted from the start, through which a rank says whom it blames when it fails, or has
-waited for most of the timeout. An error follows the blame from rank to rank to where it began.
+So whoever fails breaks the others, who would blame the messenger. Hence the notices: a small
+receive from every peer stands posted from the start, through which a rank says whom it blames
+when it fails, or has waited for most of the timeout. An error follows the blame from rank to
+rank to where it began.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.distributed as dist
 
 from gradwire.errors import TransportError
 
-# Our tags start high, so that a user's own point-to-point messages on the same group never match ours.
+# Our tags start high, so that a user's own point-to-point messages on the same group never match
+# ours.
 _TAG_BASE = 1 << 29
 _NOTICE_TAG = (1 << 30) - 1
 _TAGS = _NOTICE_TAG - _TAG_BASE
@@ -50,7 +52,8 @@ class TorchP2P:
         self._waiting: dict[_Work, float] = {}
         self._closed = threading.Event()
         self._notices: dict[int, torch.Tensor] = {}
-        # gloo reads and writes these for as long as it likes, so they live as long as the transport.
+        # gloo reads and writes these for as long as it likes, so they live as long as the
+        # transport.
         self._kept: list[tuple[dist.Work, torch.Tensor]] = []
         for peer in range(self.world_size):
             if peer != self.rank:
@@ -134,9 +137,7 @@ class TorchP2P:
         return time.monotonic() - begun, work.peer
 
 
-def _watch(
-    owner: weakref.ref[TorchP2P], closed: threading.Event, timeout: float
-) -> None:
+def _watch(owner: weakref.ref[TorchP2P], closed: threading.Event, timeout: float) -> None:
     """Tell the peers, once, of a wait that is likely to end in a timeout."""
     while not closed.wait(timeout / 10):
         transport = owner()
