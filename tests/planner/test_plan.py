@@ -1,0 +1,87 @@
+"""Plans: the rules in their order, and clear errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire import QSGD, ConfigError, TernGrad
+from gradwire.aggregators import Compressed, Dense, ErrorFeedback
+from gradwire.planner import Plan, make_plan
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4))
+
+
+def plan_of(module: nn.Module | None = None, **arguments: Any) -> Plan:
+    arguments = {"codec": "qsgd", "codec_options": {}, "world_size": 4, **arguments}
+    return make_plan((module or model()).named_parameters(), **arguments)
+
+
+def chosen(plan: Plan) -> dict[str, Any]:
+    return {p.name: p.codec for p in plan.parameters}
+
+
+def test_parameters_of_one_dimension_go_dense() -> None:
+    q = QSGD()
+    expected = {"0.weight": q, "0.bias": None, "1.weight": None, "1.bias": None}
+    assert chosen(plan_of()) == {**expected, "2.weight": q, "2.bias": None}
+
+
+def test_patterns_override_in_order() -> None:
+    found = chosen(
+        plan_of(include=["*.bias"], exclude=["1.*", "2.*"], codecs={"2.weight": TernGrad()})
+    )
+    assert found["0.bias"] == QSGD()
+    assert found["1.bias"] is None
+    assert found["2.weight"] == TernGrad()
+    assert found["2.bias"] is None
+
+
+def test_a_frozen_parameter_is_not_in_the_plan() -> None:
+    module = model()
+    next(module.parameters()).requires_grad_(False)
+    assert "0.weight" not in chosen(plan_of(module))
+
+
+def test_aggregators_follow_the_plan() -> None:
+    made = {p.name: p.aggregator() for p in plan_of(error_feedback=True).parameters}
+    assert isinstance(made["0.weight"], ErrorFeedback)
+    assert isinstance(made["0.bias"], Dense)
+    made = {p.name: p.aggregator() for p in plan_of().parameters}
+    assert type(made["0.weight"]) is Compressed
+
+
+def test_rotations_spread_remainders() -> None:
+    module = nn.ParameterList([nn.Parameter(torch.zeros(10)) for _ in range(8)])
+    assert [p.rotation for p in plan_of(module).parameters] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("qsdg", {"codec": "qsdg"}),
+        ("bits", {"codec_options": {"bits": 0}}),
+        ("bogus", {"codec_options": {"bogus": 1}}),
+        ("decoder", {"include": ["decoder.*"]}),
+        ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
+        ("list of patterns", {"include": "0.*"}),
+    ],
+)
+def test_mistakes_are_named(match: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=match):
+        plan_of(**arguments)
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no parameter"):
+        plan_of(nn.Identity())
+
+
+def test_other_dtypes_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"float64.*float32, float16 and bfloat16"):
+        plan_of(nn.Linear(3, 3).double())
