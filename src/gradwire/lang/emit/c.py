@@ -101,6 +101,8 @@ class _Group:
         self.lines: list[str] = []
         self.indent = 0
         self.loop: passes.Loop | None = None
+        self.prefetching: passes.Loop | None = None
+        self.prefetched: list[str] = []
         self.folding = False  # inside a fold, one block at a time
 
     def emit(self, number: int, sweep: passes.Sweep) -> str:
@@ -112,10 +114,23 @@ class _Group:
         self.put("const float factor = call->factor;")
         for s in sorted({int(str(n.attr)) for n in self.number if n.op == "random"}):
             self.put(f"const Stream stream{s} = place->streams[{s}];")
+        self.plan_prefetch(sweep)
         for step in sweep.steps:
             STEPS[type(step)](self, step)
         self.close()
         return "\n".join([*self.lines, ""])
+
+    def plan_prefetch(self, sweep: passes.Sweep) -> None:
+        """A sweep of several loops reads memory in the first only: let the last ask ahead."""
+        loops = [
+            s.own if isinstance(s, passes.Fold) else s
+            for s in sweep.steps
+            if isinstance(s, (passes.Loop, passes.Fold))
+        ]
+        if len(loops) > 1:
+            self.prefetching = loops[-1]
+            loads = {str(n.attr) for loop in loops for n in loop.nodes if n.op == "load"}
+            self.prefetched = sorted(loads)
 
     def put(self, text: str) -> None:
         self.lines.append("  " * self.indent + text)
@@ -177,19 +192,29 @@ class _Group:
         for n in dict.fromkeys(_operands(loop)):
             if n.scope is Scope.ELEMENT and n not in loop.nodes:
                 self.put(f"const {_cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
-        if any(n.op == "load" for n in loop.nodes) or any(s.kind == "store" for s in loop.sinks):
+        touches = any(n.op == "load" for n in loop.nodes) or loop is self.prefetching
+        if touches or any(s.kind == "store" for s in loop.sinks):
             self.put(f"{values} *restrict values = ({values} *)place->row->values + b * BLOCK;")
             self.put("float *restrict residual = place->row->residual + b * BLOCK;")
+        if loop is self.prefetching:
+            for target in self.prefetched:
+                self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
         for sink in loop.sinks:
             SINKS[sink.kind][0](self, sink)
         extremes = self.extremes(loop)
         clauses = "".join(f" reduction(min : low{x}) reduction(max : high{x})" for x in extremes)
         for x in extremes:
             self.put(f"int32_t low{x} = INT32_MAX, high{x} = INT32_MIN;")
+        streams = [n.attr for n in loop.nodes if n.op == "random"]
+        for stream in streams:
+            self.put(f"uint32_t weyl{stream} = (first + stream{stream}.low) * WEYL;")
+            clauses += f" linear(weyl{stream} : WEYL)"
         self.lines.append(f"#pragma omp simd{clauses}")
         self.open("for (int i = 0; i < m; i++)")
         for n in loop.nodes:
             self.define(n)
+        for stream in streams:
+            self.put(f"weyl{stream} += WEYL;")
         for x, operand in extremes.items():
             self.put(f"const int32_t o{x} = ordered({self.name(operand)});")
             self.put(f"low{x} = o{x} < low{x} ? o{x} : low{x};")
@@ -358,8 +383,9 @@ class _Group:
         return f"((const {MEMORY.get(n.dtype, 'uint8_t')} *)({self.address(n)}))[{cell}]"
 
     def node_random(self, n: Node) -> str:
-        position = "first + (uint32_t)i" if n.scope is Scope.ELEMENT else "first"
-        return f"uniform(stream{n.attr}, {position})"
+        in_loop = n.scope is Scope.ELEMENT
+        weyl = f"weyl{n.attr}" if in_loop else f"(first + stream{n.attr}.low) * WEYL"
+        return f"uniform(stream{n.attr}, {weyl})"
 
     def node_index(self, n: Node) -> str:
         return "first + (uint32_t)i"

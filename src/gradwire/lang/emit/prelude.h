@@ -85,6 +85,11 @@ INLINE float from_fp16(uint32_t h) {
   return float_of(magnitude | (h & 0x8000) << 16);
 }
 
+/* Ask for memory that the next group will read, while this one computes. */
+INLINE void prefetch(const void *from, int64_t nbytes) {
+  for (int64_t k = 0; k < nbytes; k += 64) __builtin_prefetch((const char *)from + k);
+}
+
 /* Floats in an order of integers, so that min and max see NaN at the ends and need no flags. */
 INLINE int32_t ordered(float x) {
   const int32_t i = (int32_t)bits_of(x);
@@ -162,9 +167,10 @@ INLINE Stream stream(uint64_t key, uint64_t number) {
   const Stream s = {(uint32_t)x, (uint32_t)(x >> 32)};
   return s;
 }
-INLINE float uniform(Stream s, uint32_t index) {
-  uint32_t x = (index + s.low) * 0x9E3779B1u;
-  x ^= x >> 16;
+/* `weyl` is (index + s.low) * WEYL, a sequence that a loop over indices steps by addition. */
+#define WEYL 0x9E3779B1u
+INLINE float uniform(Stream s, uint32_t weyl) {
+  uint32_t x = weyl ^ weyl >> 16;
   x = (x ^ s.high) * 0x7FEB352Du;
   x ^= x >> 15;
   x *= 0x846CA68Bu;
