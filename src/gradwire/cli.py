@@ -20,7 +20,9 @@ from rich.table import Table
 
 from gradwire.errors import GradwireError
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
 codec = typer.Typer(help="The codecs, and every stage of their compilation.", no_args_is_help=True)
 lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
@@ -78,6 +80,10 @@ def output(destination: str | None) -> Iterator[Output]:
 def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
     return "-" if value is None else str(value)
 
 
@@ -114,7 +120,8 @@ def codec_show(
     from gradwire.bench import methods
     from gradwire.lang import show
 
-    chosen = codecs.get(**methods.parse(f"gradwire:{name}").options)
+    options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
+    chosen = codecs.get(**options)
     stages = [stage for stage, wanted in (("ir", ir), ("c", c)) if wanted] or ["ir", "c"]
     for stage in stages:
         typer.echo(show(chosen, stage))
@@ -131,12 +138,9 @@ def lab_run(
 
     Each node gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
     """
-    from gradwire.lab import Network, launch
+    from gradwire.lab.run import run_command
 
-    if not context.args:
-        raise typer.BadParameter("give a command after --")
-    codes = launch(context.args, nodes, Network.parse(net), timeout=timeout)
-    raise typer.Exit(next((abs(code) for code in codes if code), 0))
+    raise typer.Exit(run_command(context.args, nodes, net, timeout))
 
 
 @bench.command("kernels")
@@ -183,10 +187,69 @@ def bench_collectives(
         out.rows(rows, columns)
 
 
+@bench.command("train")
+def bench_train(
+    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
+    method_names: Annotated[
+        str | None, typer.Option("--methods", help="Names, or gradwire:CODEC:OPTION=VALUE:...")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0,1,2.")] = "0",
+    steps: Annotated[int | None, typer.Option(help="Training steps of each method.")] = None,
+    target: Annotated[float | None, typer.Option(help="Validation loss to reach.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Train with several methods; report time to accuracy against 16 bit."""
+    from gradwire.bench import train, train_view
+
+    with output(json_file) as out:
+        config = train.plan(
+            task=task,
+            net=net,
+            nodes=nodes,
+            methods=tuple(_list(method_names) or ()) or None,
+            seeds=tuple(int(seed) for seed in _list(seeds) or ()),
+            steps=steps,
+            target=target,
+            quick=quick,
+        )
+        rows = []
+        for row in train_view.watch(config, out.console):
+            out.row(row)
+            rows.append(row)
+        out.console.print(train_view.table([row for row in rows if row["row"] == "summary"]))
+
+
+@app.command()
+def demo(
+    page: Annotated[Path, typer.Option("--output", help="The HTML page.")] = Path("report.html"),
+    net: Annotated[str | None, typer.Option("--net", help="Instead of one chosen here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
+) -> None:
+    """Train a GPT over a slow emulated network, with and without gradwire (3 minutes)."""
+    from gradwire.bench import demo as demonstration
+
+    demonstration.demo(page, json_file, Console(), net)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Rows that --json FILE wrote.")],
+    page: Annotated[Path, typer.Option("--output", help="The HTML page.")] = Path("report.html"),
+) -> None:
+    """Make one self-contained HTML page with plots from benchmark rows."""
+    from gradwire.bench import report as reports
+
+    reports.write(files, page)
+    typer.echo(f"wrote {page}")
+
+
 def main() -> None:
     """Run the command line; the user's mistakes end in one line on standard error."""
     try:
-        app(standalone_mode=True)
+        app()
     except GradwireError as error:
         typer.secho(f"gradwire: {error}", err=True, fg="red")
         sys.exit(2)
