@@ -12,8 +12,8 @@ from gradwire.lang import ir, passes
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import Layout, element_nbytes, planes
 
-GROUP_VALUES = 2048  # values of a group: 8 KiB in fp32, so that a group and its arrays stay in L1
-MAX_GROUP = 16  # blocks whose scalars make one vector
+GROUP_VALUES = 4096  # values of a group: 8 KiB in fp32, so that a group and its arrays stay in L1
+MAX_GROUP = 32  # blocks whose scalars make one vector
 
 
 def group(layout: Layout) -> int:
