@@ -59,15 +59,12 @@ def _rest_nbytes(dtype: str) -> str:
 
 
 def sweep(form: str, number: int) -> str:
-    """The walk over rows of one sweep; full groups and full blocks see constant trip counts."""
+    """The walk over rows of one sweep; full groups see their trip counts as constants."""
     name = f"{form}_group{number}"
     return f"""\
 static __attribute__((noinline)) void {form}_rest{number}(
     const Call *call, const Place *place, int64_t b, int count, int m) {{
-  if (m == BLOCK)
-    {name}(call, place, b, count, BLOCK);
-  else
-    {name}(call, place, b, 1, m);
+  {name}(call, place, b, count, m);
 }}
 
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
