@@ -12,6 +12,7 @@ sent too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 from gradwire.errors import ConfigError
 
 Options = dict[str, "int | float | bool | str"]
@@ -67,6 +69,21 @@ class Method:
     kind: str
     options: Options = field(default_factory=dict)
     bucket_mb: int | None = None
+
+    def check(self) -> None:
+        """Whether `apply` can succeed, told before anything is launched.
+
+        Raises:
+            ConfigError: gradwire does not know the codec or an option.
+        """
+        if self.kind != "gradwire":
+            return
+        attach_options = inspect.signature(gradwire.attach).parameters
+        codec_options = {k: v for k, v in self.options.items() if k not in attach_options}
+        try:
+            gradwire.codecs.get(str(self.options["codec"]), **codec_options)
+        except ConfigError as error:
+            raise ConfigError(f"method {self.name!r}: {error}") from error
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
         """The model under DDP, bucketed as the method needs it."""
@@ -182,8 +199,6 @@ def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied
 
 
 def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
-    import gradwire
-
     arguments: dict[str, Any] = {**options}
     handle = gradwire.attach(model, **arguments)
 

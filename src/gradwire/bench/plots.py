@@ -18,12 +18,15 @@ matplotlib.use("svg")  # no display is needed, whatever the user's settings say
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gradwire.bench.baselines import FULL
+
 Row = dict[str, Any]
 
 _MARKER = "#010203"
 # Mid-tones that stand out on white and on near-black; torch's methods cool, gradwire's warm.
 _TORCH = ("#7f8c9b", "#3b8fd4", "#17a2a2", "#8f77d8")
 _GRADWIRE = ("#e8590c", "#d6336c", "#c99000", "#2f9e44", "#a0522d")
+_NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -62,9 +65,12 @@ def curves(evaluations: Sequence[Row], target: float | None) -> str:
                     if row["method"] == name and row["seed"] == seed and row["loss"] is not None
                 ]
                 first = seed == evaluations[0]["seed"]
+                # The baseline lies under 16 bit's line on every plot against steps: wide and pale.
+                under = name == FULL
                 style: dict[str, Any] = {
                     "color": colours[name],
-                    "linewidth": 2.2 if first else 1.0,
+                    "alpha": 0.6 if under else 1.0,
+                    "linewidth": (4.5 if under else 2.2) if first else 1.0,
                     "marker": "o",
                     "markersize": 3.2 if first else 1.8,
                     "label": name if first else None,
@@ -79,7 +85,7 @@ def curves(evaluations: Sequence[Row], target: float | None) -> str:
                 f"target {target:.3g}",
                 (1.0, target),
                 xycoords=("axes fraction", "data"),
-                xytext=(0, 4),
+                xytext=(0, -13),
                 textcoords="offset points",
                 horizontalalignment="right",
             )
@@ -182,6 +188,6 @@ def _svg(figure: Figure) -> str:
     drawn = hashlib.sha256(repr([axes.dataLim.bounds for axes in figure.axes]).encode()).hexdigest()
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": drawn}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(stream, format="svg", transparent=True, metadata=_NO_METADATA)
     text = stream.getvalue()
     return text[text.index("<svg") :].replace(_MARKER, "currentColor")

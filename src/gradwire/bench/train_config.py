@@ -60,7 +60,7 @@ class TrainConfig:
         if not self.methods:
             raise ConfigError(f"no methods given; known: {', '.join(methods.NAMED)}")
         for name in self.methods:
-            methods.parse(name)
+            methods.parse(name).check()
         for name, values in (("methods", self.methods), ("seeds", self.seeds)):
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} are given twice: {', '.join(map(str, values))}")

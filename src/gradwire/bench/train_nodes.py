@@ -19,6 +19,8 @@ from gradwire import lab
 from gradwire.bench.train_config import TrainConfig
 from gradwire.errors import GradwireError
 
+WORKER = "gradwire.bench.train_worker"
+
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other nodes, once one has failed: how they end is told too
 _LAST_LINES = 15
@@ -37,7 +39,7 @@ def events(
         config_file, events_file = folder / "config.json", folder / "events.jsonl"
         config_file.write_text(config.to_json())
         events_file.touch()
-        argv = [sys.executable, "-m", "gradwire.bench.train_worker"]
+        argv = [sys.executable, "-m", WORKER]
         argv += [str(config_file), str(events_file)]
         emulated = stack.enter_context(lab.Lab(config.nodes, net))
         announce(emulated.describe())

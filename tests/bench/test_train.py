@@ -1,0 +1,171 @@
+"""`bench train` end to end, on real processes: rows, repeatability, bytes, and failures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire import lab
+from gradwire.bench import train, train_nodes
+from gradwire.bench.train_config import TrainConfig
+
+pytestmark = pytest.mark.multiprocess
+
+TINY = TrainConfig(
+    task="gpt",
+    task_options={"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16},
+    nodes=2,
+    net="none",
+    methods=("torch-fp32", "torch-fp16-hook", "torch-powersgd", "gradwire-qsgd4"),
+    steps=8,
+    evaluate_every=4,
+    ideal_steps=2,
+    timeout_seconds=120,
+)
+EVALUATION = {
+    *("row", "task", "net", "ranks", "parameters", "method", "seed", "step", "seconds"),
+    *("metric", "metric_name", "loss", "wire_bytes", "link_bytes", "peak_extra_bytes"),
+}
+SUMMARY = {
+    *("row", "task", "net", "ranks", "parameters", "method", "seeds", "steps", "target"),
+    *("target_from", "time_to_target", "final_metric", "final_loss", "metric_name", "seconds"),
+    *("step_seconds", "ideal_step_seconds", "wire_bytes", "link_bytes", "peak_extra_bytes"),
+}
+
+
+def rows_of(config: TrainConfig) -> tuple[list[Any], list[Any], list[str]]:
+    said: list[str] = []
+    rows = list(train.run(config, announce=said.append))
+    kinds = [[row for row in rows if row["row"] == kind] for kind in ("evaluation", "summary")]
+    return kinds[0], kinds[1], said
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[list[Any], list[Any], list[str]]:
+    return rows_of(TINY)
+
+
+def test_rows_have_their_keys_and_are_json(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+    evaluations, summaries, said = tiny
+    assert all(set(row) == EVALUATION for row in evaluations)
+    assert all(set(row) == SUMMARY for row in summaries)
+    assert [row["method"] for row in summaries] == list(TINY.methods)
+    assert len(evaluations) == 3 * len(TINY.methods)
+    json.dumps([evaluations, summaries], allow_nan=False)
+    assert "GPT" in said[0]
+    assert "loopback" in said[1]
+
+
+def test_all_methods_start_alike_and_learn(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+    evaluations, summaries, _ = tiny
+    starts = {row["loss"] for row in evaluations if row["step"] == 0}
+    assert len(starts) == 1
+    full = summaries[0]["final_loss"]
+    assert full < 0.95 * starts.pop()
+    for row in summaries:
+        assert row["final_loss"] == pytest.approx(full, rel=0.02), row["method"]
+        assert row["ideal_step_seconds"] > 0
+        assert 0 < row["step_seconds"] <= row["seconds"]
+
+
+def test_bytes_are_accounted(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+    _, summaries, _ = tiny
+    bytes_of = {row["method"]: row["wire_bytes"] for row in summaries}
+    parameters = summaries[0]["parameters"]
+    assert bytes_of["torch-fp32"] == 8 * parameters * 4  # two ranks: 2 (N-1)/N is 1
+    assert bytes_of["torch-fp16-hook"] == 8 * parameters * 2
+    assert bytes_of["torch-powersgd"] < bytes_of["torch-fp32"]
+    # Biases and norms stay dense, which weighs in a model as small as this one.
+    assert bytes_of["torch-fp32"] / bytes_of["gradwire-qsgd4"] > 4
+
+
+def test_a_run_repeats_bit_for_bit(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+    def losses(evaluations: list[Any]) -> dict[tuple[str, int], float]:
+        return {(row["method"], row["step"]): row["loss"] for row in evaluations}
+
+    again, _, _ = rows_of(replace(TINY, methods=("gradwire-qsgd4", "torch-fp32")))
+    first = losses(tiny[0])
+    assert losses(again) == {key: first[key] for key in losses(again)}
+
+
+def test_buffers_and_seeds_and_a_budget() -> None:
+    config = replace(
+        TINY,
+        task="image",
+        task_options={"data": "digits", "channels": 4, "hidden": 16, "channels_last": True},
+        nodes=3,
+        methods=("torch-fp32", "gradwire-qsgd4"),
+        seeds=(0, 1),
+        steps=40,
+        budget_seconds=1e-3,
+    )
+    evaluations, summaries, said = rows_of(config)
+    assert any("budget" in line for line in said)
+    assert {row["seed"] for row in evaluations} == {0, 1}
+    assert {row["steps"] for row in summaries} == {8}  # the turn that settled it, and one more
+    assert all(row["seeds"] == [0, 1] for row in summaries)
+
+
+def failing_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> Callable[[], list[Any]]:
+    """A run whose workers do `body`, with the node's number in `rank`."""
+    (folder / "failing_worker.py").write_text(
+        f"import os, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(train_nodes, "WORKER", "failing_worker")
+    config = replace(TINY, timeout_seconds=2.0)
+    return lambda: list(train.run(config, announce=lambda text: None))
+
+
+def test_a_node_that_fails_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_nodes, "_GRACE_SECONDS", 0.5)
+    body = "if rank: sys.exit('the disk is on fire')\ntime.sleep(60)"
+    start = time.monotonic()
+    with pytest.raises(train.TrainError) as error:
+        failing_worker(tmp_path, monkeypatch, body)()
+    assert "node 1 failed with exit code 1" in str(error.value)
+    assert "[node 1] the disk is on fire" in str(error.value)
+    assert "node 0 was still running" in str(error.value)
+    assert time.monotonic() - start < 20
+
+
+def test_a_run_that_hangs_ends_with_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "print('waiting for nobody', flush=True)\ntime.sleep(60)"
+    start = time.monotonic()
+    with pytest.raises(train.TrainError, match=r"(?s)within 2 s.*waiting for nobody"):
+        failing_worker(tmp_path, monkeypatch, body)()
+    assert time.monotonic() - start < 20
+
+
+def test_closing_the_iterator_ends_the_run() -> None:
+    rows = train.run(replace(TINY, steps=10**6), announce=lambda text: None)
+    next(rows)
+    start = time.monotonic()
+    rows.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.lab
+def test_in_the_lab_the_links_carry_what_is_claimed() -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(reason)
+    config = replace(TINY, net="100mbit,1ms", methods=("torch-fp32", "gradwire-qsgd4"))
+    options = {**TINY.task_options, "width": 128}
+    _, summaries, _ = rows_of(replace(config, task_options=options))
+    for row in summaries:
+        # Headers of TCP and IP, and acknowledgements, come on top of what is counted.
+        assert 1.0 < row["link_bytes"] / row["wire_bytes"] < 1.1, row["method"]
+    assert summaries[1]["step_seconds"] < summaries[0]["step_seconds"]

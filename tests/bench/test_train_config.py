@@ -1,0 +1,119 @@
+"""Methods' names, the configuration's checks, and what `plan` makes of the user's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwire import lab
+from gradwire.bench import methods, train
+from gradwire.bench.demo import RATES, fastest
+from gradwire.bench.train_config import TrainConfig
+from gradwire.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", methods.NAMED)
+def test_named_methods_parse_to_themselves_and_check(name: str) -> None:
+    method = methods.parse(name)
+    assert method.name == name
+    method.check()
+
+
+def test_options_are_parsed_with_their_types() -> None:
+    method = methods.parse("gradwire:qsgd:bits=2:error_feedback=true:scale=max:x=0.5")
+    assert method.options == {
+        "codec": "qsgd",
+        "bits": 2,
+        "error_feedback": True,
+        "scale": "max",
+        "x": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("nccl", "unknown method 'nccl'; known: torch-fp32"),
+        ("gradwire", "unknown method"),
+        ("gradwire:", "unknown method"),
+        ("gradwire:qsgd:bits", "expected OPTION=VALUE, found 'bits'"),
+        ("gradwire:qsgd:=4", "expected OPTION=VALUE"),
+        ("gradwire:qsgd:bits=4:bits=2", "'bits' is given twice"),
+        ("gradwire:qsdg", "unknown codec 'qsdg'"),
+        ("gradwire:qsgd:bitz=4", "no option 'bitz'"),
+        ("gradwire:qsgd:bits=99", "bits"),
+    ],
+)
+def test_wrong_methods_are_refused_before_anything_starts(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        TrainConfig(methods=(text,)).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"task": "speech"}, "unknown task"),
+        ({"task_options": {"depth": 1}}, "no option 'depth'"),
+        ({"methods": ()}, "no methods"),
+        ({"methods": ("torch-fp32", "torch-fp32")}, "methods are given twice: torch-fp32"),
+        ({"seeds": ()}, "no seeds"),
+        ({"seeds": (1, 1)}, "seeds are given twice"),
+        ({"nodes": 0}, "nodes is 0, must be at least 1"),
+        ({"steps": -1}, "steps is -1"),
+        ({"evaluate_every": 0}, "evaluate_every is 0"),
+        ({"budget_seconds": 9.0, "evaluate_every": 50}, "must not exceed the task's warm-up"),
+    ],
+)
+def test_wrong_fields_are_named(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        TrainConfig(**fields).check()
+
+
+def test_the_configuration_survives_its_journey() -> None:
+    config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+def test_a_network_is_chosen_aloud_where_the_lab_does_not_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
+    said: list[str] = []
+    assert train.plan(quick=True, announce=said.append).net == "none"
+    assert "no right to make namespaces" in said[0]
+    monkeypatch.setattr(lab, "available", lambda: None)
+    said.clear()
+    assert train.plan(announce=said.append).net == "1gbit,1ms"
+    assert train.plan(net="none", announce=said.append).net == "none"
+    assert not said
+
+
+def test_what_is_asked_for_wins_over_quick() -> None:
+    config = train.plan(
+        quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}
+    )
+    assert (config.nodes, config.steps, config.methods) == (3, 7, ("torch-fp32",))
+    assert config.task_options["width"] == 8
+    assert config.budget_seconds is None
+
+
+@pytest.mark.parametrize("ideal", [0.001, 0.01, 0.05, 0.2, 1.0])
+def test_the_demo_takes_the_fastest_network_that_shows_communication(ideal: float) -> None:
+    parameters, nodes = 5_000_000, 4
+    choice = fastest(ideal, parameters, nodes)
+    rate, _, latency = choice.net.partition(",")
+    assert latency == "1ms"
+    assert rate in choice.reason
+    sent = methods.ring_bytes(parameters, 2, nodes)
+    long_enough = [
+        r for r in RATES if sent * 8 / lab.Network.parse(r + ",1ms").rate_bits_per_s >= 5 * ideal
+    ]
+    assert rate == (long_enough[0] if long_enough else RATES[-1])
+    assert ("would hide" in choice.reason) == (rate != RATES[0])
+
+
+def test_ring_bytes() -> None:
+    assert methods.ring_bytes(1000, 4, 1) == 0
+    assert methods.ring_bytes(1000, 4, 2) == 4000
+    assert methods.ring_bytes(1000, 2, 4) == 3000

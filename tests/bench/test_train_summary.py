@@ -1,0 +1,85 @@
+"""Summary rows: the target, the time to it, medians over seeds, and what a lost loss does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.train_summary import Summary
+
+
+def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) -> list[Any]:
+    """Summary rows of runs whose losses, at steps 0, 10, ..., are given; a step takes 1 s."""
+    names = tuple(dict.fromkeys(method for method, _ in losses))
+    seeds = tuple(dict.fromkeys(seed for _, seed in losses))
+    made = Summary(TrainConfig(methods=names, seeds=seeds, **fields))
+    for (method, seed), values in losses.items():
+        for turn, loss in enumerate(values):
+            made.evaluations.append(
+                {
+                    "method": method,
+                    "seed": seed,
+                    "step": 10 * turn,
+                    "seconds": 10.0 * turn + seed,
+                    "metric": loss,
+                    "loss": loss,
+                    "wire_bytes": 100 * turn,
+                    "link_bytes": None,
+                    "peak_extra_bytes": None,
+                }
+            )
+        made.finished.append(
+            {
+                "method": method,
+                "seed": seed,
+                "step_seconds": 1.0 + seed,
+                "ideal_step_seconds": 0.5,
+                "peak_extra_bytes": None,
+            }
+        )
+    return list(made.rows())
+
+
+def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
+    rows = summary({("gradwire-qsgd4", 0): [5.0, 2.0, 1.0], ("torch-fp32", 0): [5.0, 3.0, 2.0]})
+    assert [row["target"] for row in rows] == [pytest.approx(2.02)] * 2
+    assert {row["target_from"] for row in rows} == {"torch-fp32"}
+    assert [row["time_to_target"] for row in rows] == [10.0, 20.0]
+    assert [row["final_loss"] for row in rows] == [1.0, 2.0]
+
+
+def test_without_the_baseline_the_first_method_stands_in_by_name() -> None:
+    rows = summary({("gradwire-fp16", 0): [5.0, 3.0], ("gradwire-qsgd4", 0): [5.0, 3.1]})
+    assert {row["target_from"] for row in rows} == {"gradwire-fp16"}
+    assert [row["time_to_target"] for row in rows] == [10.0, None]
+
+
+def test_a_given_target_counts() -> None:
+    rows = summary({("torch-fp32", 0): [5.0, 3.0, 2.0]}, target=4.0)
+    assert (rows[0]["target"], rows[0]["target_from"]) == (4.0, "given")
+    assert rows[0]["time_to_target"] == 10.0
+
+
+def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
+    rows = summary(
+        {
+            ("torch-fp32", 0): [5.0, 2.0],
+            ("torch-fp32", 1): [5.0, 2.0],
+            ("gradwire-qsgd4", 0): [5.0, 2.0],
+            ("gradwire-qsgd4", 1): [5.0, 4.0],
+        }
+    )
+    assert rows[0]["time_to_target"] == 10.5
+    assert rows[0]["step_seconds"] == 1.5
+    assert rows[1]["time_to_target"] is None
+    assert rows[1]["final_loss"] == 3.0
+
+
+def test_a_loss_that_is_not_finite_is_not_averaged_away() -> None:
+    rows = summary({("torch-fp32", 0): [5.0, None], ("gradwire-qsgd4", 0): [5.0, 1.0]})
+    assert rows[0]["final_loss"] is None
+    assert rows[0]["target"] is None
+    assert "not finite" in rows[0]["target_from"]
+    assert rows[1]["time_to_target"] is None
