@@ -34,6 +34,25 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
     if latency_by == "netem" and not _netem():
         pytest.skip("this kernel has no netem")
     network = Network.parse(net)
+    # A machine that is busy with other things slows a measurement, and nothing speeds one up: so
+    # the upper bounds hold each time, and the lower bounds hold for the better of two.
+    for attempt in (1, 2):
+        seen = measure(network, latency_by)
+        print(net, latency_by, seen)
+        assert seen["rtt_s"] >= 2 * network.latency_s
+        assert seen["alone"] <= 1.05
+        # Two senders share the receiver's rate; each clock starts at its own first byte.
+        assert seen["shared"] <= 1.15
+        # A queue that overflows loses hundreds; one or two may be the accounting's end of a stream.
+        assert seen["lost"] <= 3
+        quick = seen["rtt_s"] <= 2 * network.latency_s + 1e-3
+        if quick and seen["alone"] >= 0.9 and seen["shared"] >= 0.85:
+            return
+        assert attempt == 1, seen
+
+
+def measure(network: Network, latency_by: str | None) -> dict[str, float]:
+    """What the probe says: `rtt_s`, `lost` segments, and rates as fractions of the network's."""
     payload = int(network.rate_bits_per_s / 8)  # a second's worth
     said = io.StringIO()
     codes = launch(
@@ -45,12 +64,12 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
         latency_by=latency_by,
     )
     assert codes == [0, 0, 0], said.getvalue()
-    rows = dict(line[6:].split("] ", 1) for line in said.getvalue().splitlines())
-    seen = json.loads(rows["0"])
-    print(net, latency_by, said.getvalue())
-    assert 2 * network.latency_s <= seen["rtt_s"] <= 2 * network.latency_s + 1e-3
-    assert 0.9 <= seen["alone"] / network.rate_bits_per_s <= 1.05
-    # Two senders share the receiver's rate; each clock starts at its own first byte.
-    assert 0.85 <= seen["shared"] / network.rate_bits_per_s <= 1.15
-    # A queue that overflows loses hundreds; one or two may be the accounting's end of the stream.
-    assert all(json.loads(rows[rank])["lost"] <= 3 for rank in "12")
+    rows = [json.loads(line.split("] ", 1)[1]) for line in said.getvalue().splitlines()]
+    seen: dict[str, float] = {"lost": 0}
+    for row in rows:
+        for name, value in row.items():
+            if name == "lost":
+                seen["lost"] += value
+            else:
+                seen[name] = value if name == "rtt_s" else value / network.rate_bits_per_s
+    return seen
