@@ -1,0 +1,99 @@
+"""One kernel call on one row, with its memory kept alive; and the products that laws run over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
+from gradwire.lang import ROW, kernels
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# every way through every codec
+CODECS: list[Codec] = [
+    Identity(),
+    Cast("fp16"),
+    Cast("bf16"),
+    QSGD(),
+    QSGD(bits=7, scale="max", metadata="fp32"),
+    QSGD(bits=5, scale="l2", rounding="nearest", block=100),
+    TernGrad(),
+    TernGrad("ternary"),
+]
+# every width of code; one dtype of values is enough for these
+WIDTHS: list[Codec] = [QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)]
+
+
+def ragged_sizes(block: int) -> list[int]:
+    """Sizes at which codecs elsewhere break, and around the C target's groups of blocks."""
+    around = [block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
+    return sorted({0, 1, 15, 16, 17, *around, 4096 - 1, 4096 + block + 3})
+
+
+@dataclass
+class Result:
+    """What a call left behind."""
+
+    values: torch.Tensor
+    residual: torch.Tensor
+    payload: torch.Tensor
+
+
+def call(
+    codec: Codec,
+    form: str,
+    values: torch.Tensor,
+    *,
+    target: str = "c",
+    payload: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    peers: list[torch.Tensor] | None = None,
+    rank: int = 0,
+    factor: float = 1.0,
+    threads: int = 1,
+    key: int = 7,
+    start: int = 0,
+) -> Result:
+    """Run a form on copies of the given tensors."""
+    made = kernels(codec, values.dtype, target)
+    size = made.layout.nbytes(values.numel())
+    result = Result(
+        values.clone(),
+        torch.zeros(values.numel()) if residual is None else residual.clone(),
+        # a sentinel on either side shows a write outside the payload
+        torch.full((size + 2,), 0xA5, dtype=torch.uint8),
+    )
+    if payload is not None:
+        result.payload[1:-1] = payload
+    peers = peers or []
+    sources = torch.cat([*peers, torch.zeros(0, dtype=torch.uint8)])
+    rows = np.zeros(1, ROW)
+    rows["values"], rows["residual"] = result.values.data_ptr(), result.residual.data_ptr()
+    # one byte off: payloads have no alignment
+    rows["payload"], rows["source"] = result.payload.data_ptr() + 1, sources.data_ptr()
+    rows["numel"], rows["start"], rows["key"] = values.numel(), start, key
+    made.run(
+        form, rows, ranks=len(peers) + 1, rank=rank, stride=size, factor=factor, threads=threads
+    )
+    assert result.payload[0] == result.payload[-1] == 0xA5
+    result.payload = result.payload[1:-1]
+    return result
+
+
+def gradient(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Values over six orders of magnitude, with exact zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randn(numel, generator=generator)
+    scale = 10 ** (torch.rand(numel, generator=generator) * 6 - 5)
+    kept = torch.rand(numel, generator=generator) > 0.05
+    return (size * scale * kept).to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, but that any NaN is as good as another."""
+    a_nan, b_nan = torch.isnan(a), torch.isnan(b)
+    bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a_nan, b_nan) and torch.equal(a.view(bits)[~a_nan], b.view(bits)[~b_nan])

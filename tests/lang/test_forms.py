@@ -1,0 +1,83 @@
+"""What the derived forms compute, written out in torch on the interpreter's encode and decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from codec_calls import CODECS, call, gradient, same
+from gradwire.codecs import Codec
+
+N = 2500
+
+
+def decoded(codec: Codec, payload: torch.Tensor) -> torch.Tensor:
+    return call(codec, "decode", torch.zeros(N), payload=payload, target="eager").values
+
+
+def encoded(codec: Codec, values: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    return call(codec, "encode", values, target="eager", key=seed).payload
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+class TestForms:
+    def test_decode_multiplies_by_the_factor(self, codec: Codec) -> None:
+        payload = encoded(codec, gradient(N))
+        values = call(codec, "decode", torch.zeros(N), payload=payload, factor=0.25).values
+        assert torch.equal(values, decoded(codec, payload) * 0.25)
+
+    def test_decode_add_adds(self, codec: Codec) -> None:
+        payload, before = encoded(codec, gradient(N)), gradient(N, seed=1)
+        values = call(codec, "decode_add", before, payload=payload).values
+        assert torch.equal(values, before + decoded(codec, payload))
+
+    def test_encode_ef_encodes_the_corrected_values(self, codec: Codec) -> None:
+        values, residual = gradient(N), gradient(N, seed=1)
+        result = call(codec, "encode_ef", values, residual=residual)
+        x = values + residual
+        assert torch.equal(result.payload, encoded(codec, x))
+        assert torch.equal(result.residual, x - decoded(codec, result.payload))
+        assert torch.equal(result.values, values)
+
+    @pytest.mark.parametrize("rank", [0, 1, 3])
+    def test_reduce_encode_sums_in_rank_order(self, codec: Codec, rank: int) -> None:
+        own = gradient(N)
+        peers = [encoded(codec, gradient(N, seed=s), s) for s in (1, 2, 3)]
+        terms = [decoded(codec, p) for p in peers]
+        terms.insert(rank, own)
+        x = terms[0]
+        for term in terms[1:]:
+            x = x + term
+        x = x * 0.25
+        result = call(codec, "reduce_encode", own, peers=peers, rank=rank, factor=0.25)
+        assert torch.equal(result.payload, encoded(codec, x))
+        assert torch.equal(result.values, decoded(codec, result.payload))
+
+    def test_reduce_encode_ef_keeps_its_error(self, codec: Codec) -> None:
+        own, residual = gradient(N), gradient(N, seed=5)
+        peers = [encoded(codec, gradient(N, seed=1), 1)]
+        x = ((own + residual) + decoded(codec, peers[0])) * 0.5
+        result = call(codec, "reduce_encode_ef", own, peers=peers, residual=residual, factor=0.5)
+        assert torch.equal(result.payload, encoded(codec, x))
+        sent = decoded(codec, result.payload)
+        assert torch.equal(result.values, sent)
+        assert torch.equal(result.residual, (x - sent) / 0.5)
+
+    def test_a_residual_never_becomes_non_finite(self, codec: Codec) -> None:
+        values, residual = gradient(N), gradient(N, seed=1)
+        values[1234] = float("nan")
+        result = call(codec, "encode_ef", values, residual=residual)
+        x = values + residual
+        error = x - decoded(codec, result.payload)
+        kept = torch.where(torch.isfinite(error), error, residual)
+        assert not torch.isfinite(error[1234])
+        assert torch.equal(result.residual, kept)
+
+    def test_sums_of_halves_are_made_in_fp32(self, codec: Codec) -> None:
+        for dtype in (torch.float16, torch.bfloat16):
+            own = gradient(N, dtype)
+            peer = call(codec, "encode", gradient(N, dtype, 1), target="eager").payload
+            result = call(codec, "reduce_encode", own, peers=[peer], factor=1.0)
+            other = call(codec, "reduce_encode", own, peers=[peer], target="eager")
+            assert same(result.values, other.values)
+            assert torch.equal(result.payload, other.payload)

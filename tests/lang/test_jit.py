@@ -1,0 +1,127 @@
+"""The compile cache: private, atomic, raced; and what happens without a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gradwire.lang import jit
+
+SOURCE = "int answer(void) { return 42; }\n"
+
+PROGRAM = """
+    import warnings, torch
+    from gradwire import lang
+    from gradwire.codecs import QSGD
+    from gradwire.errors import ConfigError
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    assert jit.load(SOURCE).answer() == 42
+    (library,) = (tmp_path / "cache").glob("*.so")
+    made = library.stat().st_mtime_ns
+    jit._load.cache_clear()
+    assert jit.load(SOURCE).answer() == 42
+    assert library.stat().st_mtime_ns == made
+    assert jit.load(SOURCE.replace("42", "43")).answer() == 43
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 2
+
+
+def test_racing_processes_compile_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo run >> {log}\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+    code = textwrap.dedent(PROGRAM) + "print(lang.kernels(QSGD()).target)"
+    environment = {
+        **os.environ, "GRADWIRE_CACHE": str(tmp_path / "cache"), "GRADWIRE_CC": str(compiler),
+    }  # fmt: skip
+    racing = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in racing] == ["c\n"] * 3
+    assert log.read_text() == "run\n"
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".so", ".lock")]
+
+
+def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    assert jit.cache_folder().stat().st_mode & 0o077 == 0
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(jit.CompileError, match="others can write"):
+        jit.cache_folder()
+
+
+def test_a_broken_source_says_what_the_compiler_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
+    with pytest.raises(jit.CompileError, match="unknown_type"):
+        jit.load("unknown_type answer;\n")
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_lock_that_is_never_freed_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "LOCK_SECONDS", 0.1)
+    with jit._locked(tmp_path / "a.lock"), jit._locked(tmp_path / "a.lock"):
+        pass
+
+
+def test_a_missing_compiler_falls_back_with_one_warning() -> None:
+    done = python(
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dtypes = (torch.float32, torch.float16)
+            made = [lang.kernels(QSGD(bits=b), d) for b in (2, 4) for d in dtypes]
+        assert {k.target for k in made} == {"eager"}
+        assert len(caught) == 1, caught
+        print(caught[0].message)
+        """,
+        GRADWIRE_CC="no-such-compiler",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GRADWIRE_CC=no-such-compiler" in done.stdout
+    assert "eager" in done.stdout
+
+
+def test_a_missing_compiler_is_an_error_where_c_is_asked_for() -> None:
+    done = python(
+        """
+        try:
+            lang.kernels(QSGD(), target="c")
+        except ConfigError as error:
+            print(error)
+        """,
+        GRADWIRE_CC="no-such-compiler",
+    )
+    assert "target 'c'" in done.stdout, done.stderr
+    assert "no-such-compiler" in done.stdout
+
+
+def test_a_compiler_that_fails_falls_back(tmp_path: Path) -> None:
+    done = python(
+        'print(lang.kernels(QSGD()).target)',
+        GRADWIRE_CC="false", GRADWIRE_CACHE=str(tmp_path),
+    )  # fmt: skip
+    assert done.stdout == "eager\n", done.stderr
+    assert "false" in done.stderr
