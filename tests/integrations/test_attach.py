@@ -400,7 +400,9 @@ def averaging_overlaps_with_backward(rank: int) -> None:
 
     handle.reduce = spied
     train(model, range(2, 3))
-    assert len(ends) >= 2
+    deadline = time.monotonic() + 5
+    while len(ends) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # callbacks run after waiters wake
     assert ends[-1] - ends[0] > 0.3  # the first bucket was done while backward still slept
 
 

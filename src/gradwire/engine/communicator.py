@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 
 import torch
 
@@ -28,6 +29,7 @@ class Communicator:
 
     Attributes:
         executor: runs the graphs.
+        kept: what is prepared once and used every step, by what it is for; the least used first.
         peak_bytes: the most memory that collectives owned at one time, in bytes.
     """
 
@@ -37,6 +39,7 @@ class Communicator:
         self.world_size = transport.world_size
         self.executor = Executor(transport, in_flight)
         self.peak_bytes = 0
+        self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()
         self._jobs = 0
         self._tags = 0

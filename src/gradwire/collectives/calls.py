@@ -1,0 +1,138 @@
+"""From a graph to kernel calls: which rows each task covers, in tables that are filled once.
+
+Every encode, merge or decode of a graph becomes one kernel call for each codec and dtype among its
+rows. All rows of all calls stand in one table, a call is a stretch of it, and a step only fills in
+addresses and RNG keys, column by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradwire.engine import HEADER_BYTES, Buffer, Graph, Kind, Task
+from gradwire.lang import ROW, Codec, rng
+from gradwire.partition import Row, Spec
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call of a task: rows [first, last) of the table.
+
+    Attributes:
+        kernel: index among the collective's kernels.
+        form: as in `gradwire.lang.forms.FORMS`.
+    """
+
+    kernel: int
+    form: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """This step's memory and random numbers; one entry an item, but for the arena.
+
+    Attributes:
+        values, residuals: addresses; 0 for no residual.
+        keys, steps: what RNG keys are made of.
+        arena: address of the messages' memory.
+    """
+
+    values: np.ndarray
+    residuals: np.ndarray
+    keys: np.ndarray
+    steps: np.ndarray
+    arena: int
+
+
+class Calls:
+    """The kernel calls of a graph.
+
+    Args:
+        graph: whose tasks.
+        rows: of the partition.
+        specs: of the tensors.
+        kernel_of: (codec, dtype) -> index of the kernels.
+        offsets: where each message starts in the arena, in bytes.
+
+    Attributes:
+        of: task -> its calls.
+        numel: number of values of each row of the table.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Sequence[Row],
+        specs: Sequence[Spec],
+        kernel_of: Mapping[tuple[Codec, torch.dtype], int],
+        offsets: Mapping[Buffer, int],
+    ) -> None:
+        by_message: dict[tuple[int, int], list[Row]] = {}
+        for row in rows:
+            by_message.setdefault((row.segment, row.chunk), []).append(row)
+        kernel = [kernel_of[spec.codec, spec.dtype] for spec in specs]
+        self.of: dict[Task, list[Call]] = {}
+        placed: list[tuple[Row, int, int, bool]] = []  # row, payload, source, whether it merges
+        for task in graph.tasks:
+            if task.kind in (Kind.SEND, Kind.RECV):
+                continue
+            merges = task.kind is Kind.MERGE
+            messages = task.reads if task.kind is Kind.DECODE else task.writes
+            source = offsets[task.reads[0]] if merges else 0
+            covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
+            # Stable: within a call, rows keep the order of their messages.
+            order = sorted(
+                range(len(covered)), key=lambda i: (kernel[covered[i][0].item], forms[i])
+            )
+            calls = self.of[task] = []
+            for i in order:
+                row, message = covered[i]
+                inside = HEADER_BYTES + row.offset
+                at, which = len(placed), kernel[row.item]
+                if calls and (calls[-1].kernel, calls[-1].form) == (which, forms[i]):
+                    calls[-1] = Call(which, forms[i], calls[-1].first, at + 1)
+                else:
+                    calls.append(Call(which, forms[i], at, at + 1))
+                placed.append((row, offsets[message] + inside, source + inside, merges))
+
+        def column(values: list[int], dtype: str = "u8") -> np.ndarray:
+            return np.array(values, dtype=dtype)
+
+        self._item = column([row.item for row, *_ in placed], "i8")
+        # In bytes, from the start of the item's values, of its residual, and of the arena.
+        self._values = column([r.start * specs[r.item].dtype.itemsize for r, *_ in placed])
+        self._residual = column([row.start * 4 for row, *_ in placed])
+        self._payload = column([payload for _, payload, _, _ in placed])
+        self._source = column([source for _, _, source, _ in placed])
+        self._merges = np.array([merges for *_, merges in placed], dtype=bool)
+        self._table = np.zeros(len(placed), dtype=ROW)
+        self._table["numel"] = self.numel = column([row.numel for row, *_ in placed], "i8")
+        self._table["start"] = [row.start for row, *_ in placed]
+
+    def table(self, step: Addresses) -> np.ndarray:
+        """The table of one step, of dtype `lang.ROW`.
+
+        An encoded sum draws other random numbers than the contributions to it.
+        """
+        item = self._item
+        contributed, merged = (rng.step_keys(step.keys, step.steps, phase) for phase in (0, 1))
+        rows = self._table.copy()
+        rows["values"] = step.values[item] + self._values
+        residuals = step.residuals[item]
+        rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
+        rows["payload"] = self._payload + np.uint64(step.arena)
+        rows["source"] = self._source + np.uint64(step.arena)
+        rows["key"] = np.where(self._merges, merged[item], contributed[item])
+        return rows
+
+
+def _form(kind: Kind, feedback: bool) -> str:
+    if kind is Kind.DECODE:
+        return "decode"
+    return {Kind.ENCODE: "encode", Kind.MERGE: "reduce_encode"}[kind] + ("_ef" if feedback else "")
