@@ -86,19 +86,18 @@ class Calls:
             messages = task.reads if task.kind is Kind.DECODE else task.writes
             source = offsets[task.reads[0]] if merges else 0
             covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
-            # Stable: within a call, rows keep the order of their messages.
-            order = sorted(
-                range(len(covered)), key=lambda i: (kernel[covered[i][0].item], forms[i])
-            )
+            kinds = [
+                (kernel[row.item], _form(task.kind, specs[row.item].feedback)) for row, _ in covered
+            ]
             calls = self.of[task] = []
-            for i in order:
+            # Stable: within a call, rows keep the order of their messages.
+            for i in sorted(range(len(covered)), key=kinds.__getitem__):
                 row, message = covered[i]
-                inside = HEADER_BYTES + row.offset
-                at, which = len(placed), kernel[row.item]
-                if calls and (calls[-1].kernel, calls[-1].form) == (which, forms[i]):
-                    calls[-1] = Call(which, forms[i], calls[-1].first, at + 1)
+                inside, at = HEADER_BYTES + row.offset, len(placed)
+                if calls and (calls[-1].kernel, calls[-1].form) == kinds[i]:
+                    calls[-1] = Call(*kinds[i], calls[-1].first, at + 1)
                 else:
-                    calls.append(Call(which, forms[i], at, at + 1))
+                    calls.append(Call(*kinds[i], at, at + 1))
                 placed.append((row, offsets[message] + inside, source + inside, merges))
 
         def column(values: list[int], dtype: str = "u8") -> np.ndarray:
