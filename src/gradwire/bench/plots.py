@@ -81,13 +81,12 @@ def curves(evaluations: Sequence[Row], target: float | None) -> str:
         if target is not None:
             for axes in (by_time, by_step):
                 axes.axhline(target, color=_MARKER, linewidth=1, linestyle="--", alpha=0.6)
-            by_time.annotate(
+            by_step.annotate(  # at the left, below all curves
                 f"target {target:.3g}",
-                (1.0, target),
+                (0.02, target),
                 xycoords=("axes fraction", "data"),
-                xytext=(0, -13),
+                xytext=(0, 4),
                 textcoords="offset points",
-                horizontalalignment="right",
             )
         trained = [r["loss"] for r in evaluations if r["step"] > 0 and r["loss"] is not None]
         if trained:
