@@ -3,32 +3,34 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One worker a core: the lab and the benchmarks' tests use more processes themselves.
 WORKERS ?= 2
 
-.PHONY: demo test lint types unit setup debian clean
+.PHONY: demo test lint types unit debian clean
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
-test: setup debian lint types unit
+test: debian lint types unit
 
-lint: setup
+lint: $(VENV)/.test
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 
-types: setup
+types: $(VENV)/.test
 	$(BIN)/mypy
 
-unit: setup
+unit: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
-setup: $(VENV)/.installed
-
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .[dev]
+	$(PIP) --editable .[cli,report]
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) --editable .[dev]
 	touch $@
 
 # Fashion-MNIST for the image task. Without root or network the task says that it uses digits instead.
