@@ -1,0 +1,127 @@
+"""The meaning of every operation, in torch: casts, arithmetic, reductions, planes.
+
+Elements of blocks are [blocks, m], numbers of blocks [blocks, 1]. A target is right when it gives
+the same bits; NaN is only ever stored as one pattern, so that its sign and payload are no bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gradwire.lang import ir
+from gradwire.lang.layout import planes
+
+LANES = 16
+TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
+NAN = {"fp16": 0x7E00, "bf16": 0x7FC0}
+
+Tensor = torch.Tensor
+
+
+def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
+    """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; writes one kind of NaN."""
+    if dtype == "fp32" and rounding != "stored":
+        return x.to(torch.float32)
+    if dtype.startswith("uint"):
+        top = float(2 ** ir.BITS[dtype] - 1)
+        return _minimum(_maximum(x, torch.tensor(0.0)), torch.tensor(top)).to(torch.int64)
+    if dtype == "fp32":
+        return torch.where(torch.isnan(x), torch.tensor(math.nan), x)
+    largest = LARGEST[dtype]
+    x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
+    if rounding != "nearest":
+        # toward zero drops the low bits; outward is one more in magnitude where any was set
+        bits = x.view(torch.int32)
+        outward = (x < 0) if rounding == "down" else (x > 0)
+        dropped = (bits & 0xFFFF) != 0
+        bits = (bits & -0x10000) + (outward & dropped & torch.isfinite(x)).to(torch.int32) * 0x10000
+        x = torch.where(torch.isnan(x), x, bits.view(torch.float32))
+    # the pattern is set by hand: torch's own conversions differ in it
+    narrow = x.to(TORCH[dtype])
+    narrow.view(torch.int16).masked_fill_(torch.isnan(x), NAN[dtype])
+    return narrow
+
+
+def _maximum(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a > b, a, b)
+
+
+def _minimum(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a < b, a, b)
+
+
+ALU: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "max": _maximum,
+    "min": _minimum,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "floor": torch.floor,
+    # in fp64, since torch.sqrt of fp32 may be off by an ulp; rounding twice is harmless here
+    "sqrt": lambda x: x.double().sqrt().float(),
+    "isfinite": torch.isfinite,
+    "lt": torch.lt,
+    "le": torch.le,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+    "where": torch.where,
+}
+
+
+def lane_sum(x: Tensor) -> Tensor:
+    """[blocks, m] -> [blocks, 1]: lane l of 16 adds elements l, l + 16, ..., then lanes halve."""
+    blocks, m = x.shape
+    padded = torch.zeros(blocks, -(-m // LANES) * LANES)
+    padded[:, :m] = x
+    lanes = torch.zeros(blocks, LANES)
+    for step in padded.view(blocks, -1, LANES).unbind(1):
+        lanes = lanes + step
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
+
+
+# amin and amax propagate NaN; adding +0 turns -0 into +0, so order cannot be seen
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "min": lambda x: x.amin(1, keepdim=True) + 0.0,
+    "max": lambda x: x.amax(1, keepdim=True) + 0.0,
+    "sum": lane_sum,
+}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """int64[blocks, m] -> uint8[blocks, bytes] in planes."""
+    blocks, m = codes.shape
+    packed = []
+    for width, at in planes(bits):
+        per, length = 8 // width, (m * width + 7) // 8
+        cells = torch.zeros(blocks, per * length, dtype=torch.int64)
+        cells[:, :m] = (codes >> at) & (2**width - 1)
+        shifts = torch.arange(per).view(1, per, 1) * width
+        packed.append((cells.view(blocks, per, length) << shifts).sum(1))
+    return torch.cat(packed, 1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, m: int) -> Tensor:
+    """uint8[blocks, bytes] -> int64[blocks, m]."""
+    codes = torch.zeros(packed.shape[0], m, dtype=torch.int64)
+    begin = 0
+    for width, at in planes(bits):
+        per, length = 8 // width, (m * width + 7) // 8
+        plane = packed[:, begin : begin + length].to(torch.int64).unsqueeze(1)
+        shifts = torch.arange(per).view(1, per, 1) * width
+        cells = (plane >> shifts) & (2**width - 1)
+        codes |= cells.reshape(packed.shape[0], -1)[:, :m] << at
+        begin += length
+    return codes
