@@ -77,6 +77,12 @@ def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     assert rows[1]["final_loss"] == 3.0
 
 
+def test_each_seed_has_its_own_target_so_the_baseline_meets_it() -> None:
+    rows = summary({("torch-fp32", 0): [5.0, 2.0], ("torch-fp32", 1): [5.0, 3.0]})
+    assert rows[0]["target"] == pytest.approx(1.01 * 2.5)
+    assert rows[0]["time_to_target"] == 10.5
+
+
 def test_a_loss_that_is_not_finite_is_not_averaged_away() -> None:
     rows = summary({("torch-fp32", 0): [5.0, None], ("gradwire-qsgd4", 0): [5.0, 1.0]})
     assert rows[0]["final_loss"] is None

@@ -22,7 +22,7 @@ class Summary:
 
     def rows(self) -> Iterator[Row]:
         """One row per method, over all seeds: medians of times, means of scores."""
-        target, origin = self._target()
+        targets, origin = self._targets()
         for method in self.config.methods:
             last = self._last(method)
             ended = [event for event in self.finished if event["method"] == method]
@@ -30,9 +30,9 @@ class Summary:
                 "method": method,
                 "seeds": list(self.config.seeds),
                 "steps": last[0]["step"],
-                "target": target,
+                "target": _mean(targets),
                 "target_from": origin,
-                "time_to_target": self._time_to(target, method),
+                "time_to_target": self._time_to(targets, method),
                 "final_metric": _mean([event["metric"] for event in last]),
                 "final_loss": _mean([event["loss"] for event in last]),
                 "seconds": _median([event["seconds"] for event in last]),
@@ -48,41 +48,37 @@ class Summary:
         by_seed = {e["seed"]: e for e in self.evaluations if e["method"] == method}
         return [by_seed[seed] for seed in self.config.seeds]
 
-    def _target(self) -> tuple[float | None, str]:
-        """The loss to reach, and where it came from.
+    def _targets(self) -> tuple[list[float | None], str]:
+        """The loss to reach with each seed, and where it came from.
 
-        The baseline's last loss plus the tolerance: what the uncompressed recipe attains. Without
-        the fp32 baseline among the methods, the first of them stands in.
+        The baseline's last loss plus the tolerance: what the uncompressed recipe attains, from the
+        same start on the same batches. Without the fp32 baseline, the first method stands in.
         """
+        seeds = self.config.seeds
         if self.config.target is not None:
-            return self.config.target, "given"
+            return [self.config.target] * len(seeds), "given"
         baseline = FULL if FULL in self.config.methods else self.config.methods[0]
-        loss = _mean([event["loss"] for event in self._last(baseline)])
-        if loss is None:
-            return None, f"{baseline} (its loss was not finite)"
-        return loss * (1 + self.config.tolerance), baseline
+        losses = [event["loss"] for event in self._last(baseline)]
+        if None in losses:
+            return [None] * len(seeds), f"{baseline} (its loss was not finite)"
+        return [loss * (1 + self.config.tolerance) for loss in losses], baseline
 
-    def _time_to(self, target: float | None, method: str) -> float | None:
+    def _time_to(self, targets: list[float | None], method: str) -> float | None:
         """Median over seeds of the training time at the first evaluation that meets the target.
 
-        None if a seed never meets it. Not interpolated: the loss was seen there.
+        None if a seed never meets its own. Not interpolated: the loss was seen there.
         """
-        if target is None:
-            return None
-        times: list[float] = []
-        for seed in self.config.seeds:
-            reached = [
-                event["seconds"]
+        times = []
+        for seed, target in zip(self.config.seeds, targets, strict=True):
+            reached = (
+                float(event["seconds"])
                 for event in self.evaluations
-                if event["method"] == method
-                and event["seed"] == seed
-                and event["loss"] is not None
+                if (event["method"], event["seed"]) == (method, seed)
+                and None not in (target, event["loss"])
                 and event["loss"] <= target
-            ]
-            if not reached:
-                return None
-            times.append(reached[0])
-        return statistics.median(times)
+            )
+            times.append(next(reached, None))
+        return _median(times)
 
 
 def _mean(values: list[float | None]) -> float | None:

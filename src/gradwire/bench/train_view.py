@@ -58,7 +58,7 @@ def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
                         bars.update(ids[row["method"]], completed=done)
                 else:
                     console.print(
-                        f"{row['method']:>20}  step {row['step']:>4}  "
+                        f"{row['method']:>20}  seed {row['seed']}  step {row['step']:>4}  "
                         f"{row['seconds']:7.1f} s  loss {loss}",
                         highlight=False,
                     )
@@ -83,7 +83,7 @@ def table(summaries: Sequence[Row]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    made.add_column("method", style="bold", no_wrap=True)
+    made.add_column("method", style="bold", overflow="fold")
     headings = ["step", "compute", "of fp16", "sent", "loss", "against\nfp32", "time to\ntarget"]
     for heading in headings:  # with "method", 79 columns: a common terminal shows all of it
         made.add_column(heading, justify="right", no_wrap=True)
