@@ -131,7 +131,8 @@ def _alternate(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        first(), second()  # pages, caches, compiled code
+        for function in (first, second):  # pages, caches, compiled code
+            function()
         times: tuple[list[float], list[float]] = ([], [])
         begin = time.perf_counter()
         while len(times[0]) < most and (

@@ -51,8 +51,8 @@ class QSGD(Codec):
         _check(
             "scale", self.scale, self.scale in ("minmax", "max", "l2"), "'minmax', 'max' or 'l2'"
         )
-        _check("bits", self.bits, self.bits in range(least, 9), f"{least} to 8 for {self.scale!r}")
-        _check("block", self.block, self.block in range(1, 65537), "1 to 65536")
+        _check("bits", self.bits, _whole(self.bits, least, 8), f"{least} to 8 for {self.scale!r}")
+        _check("block", self.block, _whole(self.block, 1, 65536), "1 to 65536")
         rounding = self.rounding in ("stochastic", "nearest")
         _check("rounding", self.rounding, rounding, "'stochastic' or 'nearest'")
         _check("metadata", self.metadata, self.metadata in ("bf16", "fp32"), "'bf16' or 'fp32'")
@@ -93,6 +93,10 @@ class QSGD(Codec):
 
     def stored(self, value: Value, toward: str) -> Value:
         return fp32(value) if self.metadata == "fp32" else bf16(value, toward=toward)
+
+
+def _whole(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _check(option: str, value: object, holds: bool, allowed: str) -> None:

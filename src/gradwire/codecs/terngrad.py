@@ -40,7 +40,7 @@ class TernGrad(Codec):
         if self.form not in ("minmax", "ternary"):
             raise ConfigError(f"TernGrad: form={self.form!r} must be 'minmax' or 'ternary'")
         allowed = range(1, 9) if self.form == "minmax" else (2,)
-        if self.bits not in allowed:
+        if type(self.bits) is not int or self.bits not in allowed:
             known = "1 to 8" if self.form == "minmax" else "2 for 'ternary'"
             raise ConfigError(f"TernGrad: bits={self.bits!r} must be {known}")
 

@@ -4,6 +4,7 @@
 | --- | --- |
 | map(f, x, ...) | f of every element |
 | reduce(min, x), reduce(max, x), reduce(sum, x) | one value a block, or one for the whole tensor |
+| count(x) | how many values a block holds, or the whole tensor |
 | random() | uniform in [0, 1), fresh for every element and every call |
 | index() | the element's position in its parameter |
 | concat(name=value, ...) | the payload: its fields in wire order |
@@ -57,6 +58,12 @@ def reduce(function: object, value: Value) -> Value:
         raise LanguageError(location, "reduce: there is one value only, nothing to reduce")
     # a tensor's reduction runs over its blocks' reductions, so it splits over threads exactly
     return Value(ir.node("reduce", (node,), name, scope=ir.Scope.TENSOR, location=location))
+
+
+def count(value: Value) -> Value:
+    """How many values a block holds (the last may be shorter), or the tensor, as in `reduce`."""
+    one = ir.node("const", attr=1.0, scope=ir.Scope.ELEMENT, location=here())
+    return reduce(builtins.sum, Value(one, value.blocked))
 
 
 def random(scope: str = "element") -> Value:

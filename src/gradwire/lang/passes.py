@@ -207,7 +207,7 @@ def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
     seen: set[Node] = set()
 
     def visit(n: Node) -> None:
-        if n.scope is not Scope.ELEMENT or n in seen or in_array(n):
+        if n.scope is not Scope.ELEMENT or n.op == "const" or n in seen or in_array(n):
             return
         if n in home and cost(n) > RECOMPUTE:
             return

@@ -190,7 +190,7 @@ class _Group:
         self.loop = loop
         values = VALUES[self.native]
         for n in dict.fromkeys(_operands(loop)):
-            if n.scope is Scope.ELEMENT and n not in loop.nodes:
+            if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.nodes:
                 self.put(f"const {_cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
         touches = any(n.op == "load" for n in loop.nodes) or loop is self.prefetching
         if touches or any(s.kind == "store" for s in loop.sinks):
