@@ -62,12 +62,28 @@ def test_memory_is_reused(comm: Communicator) -> None:
     assert comm.peak_bytes == 1000
 
 
-def test_memory_of_the_first_large_bucket_is_let_go(comm: Communicator) -> None:
-    comm.give(comm.take(1_000_000))
-    for _ in range(100):
-        comm.give(comm.take(1000))
-    comm.reset_peak()
-    assert comm.peak_bytes <= 2000
+def test_memory_of_one_large_bucket_is_let_go_before_the_next_is_taken(comm: Communicator) -> None:
+    comm.give(comm.take(1000))
+    for _ in range(3):
+        arenas = [comm.take(400), comm.take(400)]
+        for arena in arenas:
+            comm.give(arena)
+    assert comm.peak_bytes == 1000
+
+
+def test_buckets_of_mixed_sizes_settle_on_two_arenas(comm: Communicator) -> None:
+    """As under DDP: a small first bucket, then large ones, two in flight."""
+    addresses = set()
+    for step in range(10):
+        held = [comm.take(40)]
+        for nbytes in (1000, 1000, 900):
+            held.append(comm.take(nbytes))
+            if step > 2:
+                addresses.add(held[-1].data_ptr())
+            comm.give(held.pop(0))
+        comm.give(held.pop())
+    assert comm.peak_bytes <= 2040
+    assert len(addresses) == 2
 
 
 def test_two_in_flight_own_two_arenas(comm: Communicator) -> None:

@@ -125,6 +125,7 @@ class Communicator:
         """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
         with self._lock:
             self._recent.append(nbytes)
+            self._forget([a for a in self._free if not self._is_needed(a)])
             fitting = [a for a in self._free if a.numel() >= nbytes]
             if fitting:
                 arena = min(fitting, key=torch.Tensor.numel)
@@ -138,10 +139,16 @@ class Communicator:
         return arena
 
     def give(self, arena: torch.Tensor) -> None:
-        """Return memory; what no recent collective needed is let go (DDP's first bucket)."""
+        """Return memory that was taken."""
         with self._lock:
             self._free.append(arena)
-            self._forget([a for a in self._free if a.numel() > 2 * max(self._recent)])
+
+    def _is_needed(self, arena: torch.Tensor) -> bool:
+        """Whether more than one recent collective would fill most of `arena`.
+
+        DDP's first iteration is a single bucket of the whole model; its memory must not stay.
+        """
+        return sum(nbytes >= 0.8 * arena.numel() for nbytes in self._recent) > 1
 
     def _forget(self, arenas: list[torch.Tensor]) -> None:
         self._owned -= sum(a.numel() for a in arenas)
