@@ -346,8 +346,8 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const uint8_t *in = payload + place->at[2] + b * 64;
-    in = unpack(in, a4_[g], m, 4, 0);
+    const uint8_t *in4 = payload + place->at[2] + b * 64;
+    in4 = unpack(in4, a4_[g], m, 4, 0);
   }
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
@@ -432,8 +432,8 @@ INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, 
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const uint8_t *in = payload + place->at[2] + b * 64;
-    in = unpack(in, a5_[g], m, 4, 0);
+    const uint8_t *in5 = payload + place->at[2] + b * 64;
+    in5 = unpack(in5, a5_[g], m, 4, 0);
   }
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
@@ -520,8 +520,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
         const float n4 = from_bf16(n3);
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 64;
-        in = unpack(in, a5_[g], m, 4, 0);
+        const uint8_t *in5 = source + place->at[2] + b * 64;
+        in5 = unpack(in5, a5_[g], m, 4, 0);
         const uint8_t *restrict a5 = a5_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
@@ -709,8 +709,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
         const uint32_t n5 = ((const u16 *)(source + place->at[1]))[b];
         const float n6 = from_bf16(n5);
         uint8_t a7_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 64;
-        in = unpack(in, a7_[g], m, 4, 0);
+        const uint8_t *in7 = source + place->at[2] + b * 64;
+        in7 = unpack(in7, a7_[g], m, 4, 0);
         const uint8_t *restrict a7 = a7_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {

@@ -380,8 +380,8 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const uint8_t *in = payload + place->at[2] + b * 256;
-    in = unpack(in, a2_[g], m, 2, 0);
+    const uint8_t *in2 = payload + place->at[2] + b * 256;
+    in2 = unpack(in2, a2_[g], m, 2, 0);
   }
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
@@ -449,8 +449,8 @@ INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, 
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    const uint8_t *in = payload + place->at[2] + b * 256;
-    in = unpack(in, a3_[g], m, 2, 0);
+    const uint8_t *in3 = payload + place->at[2] + b * 256;
+    in3 = unpack(in3, a3_[g], m, 2, 0);
   }
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
@@ -533,8 +533,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 256;
-        in = unpack(in, a3_[g], m, 2, 0);
+        const uint8_t *in3 = source + place->at[2] + b * 256;
+        in3 = unpack(in3, a3_[g], m, 2, 0);
         const uint8_t *restrict a3 = a3_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
@@ -665,8 +665,8 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 256;
-        in = unpack(in, a3_[g], m, 2, 0);
+        const uint8_t *in3 = source + place->at[2] + b * 256;
+        in3 = unpack(in3, a3_[g], m, 2, 0);
         const uint8_t *restrict a3 = a3_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
@@ -781,8 +781,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 256;
-        in = unpack(in, a5_[g], m, 2, 0);
+        const uint8_t *in5 = source + place->at[2] + b * 256;
+        in5 = unpack(in5, a5_[g], m, 2, 0);
         const uint8_t *restrict a5 = a5_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
@@ -916,8 +916,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
-        const uint8_t *in = source + place->at[2] + b * 256;
-        in = unpack(in, a5_[g], m, 2, 0);
+        const uint8_t *in5 = source + place->at[2] + b * 256;
+        in5 = unpack(in5, a5_[g], m, 2, 0);
         const uint8_t *restrict a5 = a5_[g];
 #pragma omp simd
         for (int i = 0; i < m; i++) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def _missing(codec: Codec, dtype: torch.dtype) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _announce(reason: str) -> None:
     warnings.warn(
         f"gradwire: no compiled kernels, using slow eager ones: {reason}",

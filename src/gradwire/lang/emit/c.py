@@ -250,14 +250,12 @@ class _Group:
 
     def unpack(self, step: passes.Unpack) -> None:
         i = self.number[step.node]
-        if self.folding:
-            self.put(f"uint8_t a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
-        else:
-            self.put(f"uint8_t a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
+        self.put(f"uint8_t a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
+        if not self.folding:
             self.over_blocks([])
-        self.put(f"const uint8_t *in = {self.address(step.node)};")
+        self.put(f"const uint8_t *in{i} = {self.address(step.node)};")
         for width, at in planes(ir.BITS[step.node.dtype]):
-            self.put(f"in = unpack(in, a{i}_[g], m, {width}, {at});")
+            self.put(f"in{i} = unpack(in{i}, a{i}_[g], m, {width}, {at});")
         if not self.folding:
             self.close()
 

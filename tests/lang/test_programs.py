@@ -1,0 +1,187 @@
+"""Programs that no shipped codec has: every operator, several stages and sweeps, odd fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from codec_calls import DTYPES, call, gradient, ragged_sizes, same
+from gradwire.lang import Codec, forms, ir, layout, passes
+from gradwire.lang.forms import FORMS
+from gradwire.lang.ops import (
+    abs,
+    bf16,
+    clamp,
+    concat,
+    count,
+    floor,
+    fp16,
+    fp32,
+    index,
+    inverse,
+    isfinite,
+    map,
+    native,
+    random,
+    reduce,
+    sqrt,
+    uint,
+    where,
+)
+
+
+@dataclass(frozen=True)
+class Stages(Codec):
+    """Two block reductions on top of one another, with elements kept between the loops."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(48)
+        mean = reduce(sum, x) / count(x)
+        centred = map(lambda v: sqrt(abs(v - mean)) / (1.0 + abs(mean)) + random(), x)
+        spread = reduce(max, centred)
+        code = map(lambda c: c * inverse(spread) * 30.0, centred)
+        return concat(mean=mean, spread=fp16(spread), code=uint(5, code))
+
+    def decode(self, mean: Any, spread: Any, code: Any) -> Any:
+        return map(lambda k: mean + spread * k / 31.0, code)
+
+
+@dataclass(frozen=True)
+class Sweeps(Codec):
+    """A tensor reduction of block norms, and one of elements on top of it: three sweeps."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(33)
+        norm = reduce(sum, map(lambda v: v * v, x))
+        largest = reduce(max, reduce(max, abs(x)) + norm * 0.0)
+        unit = map(lambda v: v / (largest + 1.0), g)
+        total = reduce(sum, unit)
+        low, high = reduce(min, x), reduce(max, x)
+        return concat(
+            total=total, largest=bf16(largest), low=fp32(low), high=fp32(high),
+            sign=uint(1, map(lambda v: v >= 0.0, x)), size=fp16(abs(unit)),
+        )  # fmt: skip
+
+    def decode(self, total: Any, largest: Any, low: Any, high: Any, sign: Any, size: Any) -> Any:
+        value = map(lambda s, z: where(s > 0.0, z, -z) * (largest + 1.0), sign, size)
+        return clamp(value, low, high) + total * 0.0
+
+
+@dataclass(frozen=True)
+class Odd(Codec):
+    """Fields of every dtype and scope, every comparison, a random number a block, indices."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(17)
+        shift = random(scope="block") - 0.5
+        odd = index() - floor(index() / 2) * 2
+        big = (x > 1.0) | ~(x <= 0.5) & (x != 0.25)
+        exact = (x == 0.0) | isfinite(x) & (x >= -1e30) & (x < 1e30)
+        level = uint(3, reduce(max, abs(x)) * 4.0)
+        return concat(
+            level=level, few=uint(2, reduce(max, abs(g))), odd=uint(1, odd), big=uint(1, big),
+            exact=uint(1, where(exact, 1, 0)), value=native(x + shift * 0.125), shift=bf16(shift),
+            half=bf16(-x, toward="down"), seven=uint(7, abs(x) * 16.0 + random()),
+        )  # fmt: skip
+
+    def decode(self, level: Any, few: Any, odd: Any, big: Any, exact: Any, value: Any,
+               shift: Any, half: Any, seven: Any) -> Any:  # fmt: skip
+        flags = odd + big * 2.0 + exact * 4.0
+        return value - shift * 0.125 + (half + seven / 16.0 + level + few + flags) * 1e-6
+
+
+@dataclass(frozen=True)
+class SharedNoise(Codec):
+    """Random numbers in decode: both sides draw the same."""
+
+    def encode(self, g: Any) -> Any:
+        return concat(value=fp16(g + random()))
+
+    def decode(self, value: Any) -> Any:
+        return value - random() * float("1e-3") + where(value > float("inf"), 1.0, 0.0)
+
+
+CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise()]
+
+
+# each pair is a compilation: every codec in fp32, the one with a native field in all dtypes
+PAIRS = [*((c, torch.float32) for c in CODECS), *((Odd(), dtype) for dtype in DTYPES[1:])]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=str)
+def test_targets_agree(codec: Codec, form: str, dtype: torch.dtype) -> None:
+    for n in ragged_sizes(layout(codec, dtype).block):
+        for start in (0, 2**32 - 40):
+            values = gradient(n, dtype)
+            own, peer = (
+                call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
+                for s in (1, 2)
+            )
+            a, b = (
+                call(
+                    codec, form, values, target=target, payload=own,
+                    peers=[peer] if form.startswith("reduce") else [],
+                    residual=gradient(n, seed=3), factor=0.5, threads=threads, start=start,
+                )
+                for target, threads in (("c", 2), ("eager", 1))
+            )  # fmt: skip
+            assert torch.equal(a.payload, b.payload), (n, start)
+            assert same(a.values, b.values), (n, start)
+            assert same(a.residual, b.residual), (n, start)
+
+
+def test_sweeps_are_cut_at_tensor_reductions() -> None:
+    programs = forms.derive(Sweeps(), "fp32").programs
+    assert [len(passes.lower(programs[form])) for form in ("encode", "decode")] == [3, 1]
+    completes = [s.completes for s in passes.lower(programs["encode"])]
+    assert completes == [((0, "max"),), ((1, "sum"),), ()]
+    assert not layout(Sweeps()).splittable
+
+
+def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
+    (sweep,) = passes.lower(forms.derive(Stages(), "fp32").programs["encode"])
+    loops = [s for s in sweep.steps if isinstance(s, passes.Loop)]
+    assert len(loops) == 3
+    assert [[k.kind for k in loop.sinks] for loop in loops] == [
+        ["reduce", "reduce"], ["reduce", "keep"], ["field"],
+    ]  # fmt: skip
+    (sweep,) = passes.lower(forms.derive(Stages(), "bf16").programs["encode_ef"])
+    first = next(s for s in sweep.steps if isinstance(s, passes.Loop))
+    assert "keep" not in [k.kind for k in first.sinks]
+
+
+def test_every_draw_has_its_own_stream() -> None:
+    roots = forms.derive(Odd(), "fp32").programs["encode"].roots
+    assert sorted(n.attr for n in ir.walk(roots) if n.op == "random") == [0, 1]
+    roots = forms.derive(SharedNoise(), "fp32").programs["encode_ef"].roots
+    assert sorted(n.attr for n in ir.walk(roots) if n.op == "random") == [0, 1]
+
+
+def test_a_block_drawn_shift_is_one_number_a_block() -> None:
+    payload = call(Odd(), "encode", torch.zeros(170)).payload
+    lay = layout(Odd())
+    at = [f.name for f in lay.fields].index("shift")
+    begin, end = lay.offsets(170)[at : at + 2]
+    shifts = payload[begin:end].clone().view(torch.bfloat16)
+    assert len(shifts) == 10
+    assert len(set(shifts.tolist())) > 5
+
+
+def test_identical_nodes_are_one() -> None:
+    a = ir.alu("add", ir.const(1), ir.const(2))
+    assert a is ir.alu("add", ir.const(1.0), ir.const(2.0))
+    assert ir.const(0.0) is not ir.const(-0.0)
+
+
+def test_the_tables_are_complete() -> None:
+    from gradwire.lang import eager, semantics
+    from gradwire.lang.emit import c
+
+    assert set(semantics.ALU) == set(c.ALU) == set(ir.ALU)
+    for op in ir.OPS:
+        assert hasattr(eager._Row, f"_{op}")
+        assert op in c.NODES or op in ("const", "param", "fold")
