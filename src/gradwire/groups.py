@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 
 import torch.distributed as dist
@@ -33,3 +34,11 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         if actual not in _communicators:
             _communicators[actual] = Communicator(TorchP2P(actual))
         return _communicators[actual]
+
+
+@atexit.register
+def _close_all() -> None:
+    """Let process groups go while the interpreter still runs: gloo's threads abort after it."""
+    with _lock:
+        while _communicators:
+            _communicators.popitem()[1].close()

@@ -22,7 +22,7 @@ from gradwire.engine.message import align
 from gradwire.lang import Codec, layout
 
 # Of uncompressed values in a chunk: large enough to hide what a kernel call and a message cost.
-_SEGMENT_BYTES = 2 << 20
+_SEGMENT_BYTES = 4 << 20
 _MAX_SEGMENTS = 16
 
 Piece = tuple[int, int, int]  # (item, first value, number of values)

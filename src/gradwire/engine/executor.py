@@ -33,6 +33,9 @@ from gradwire.transport.protocol import Pending
 
 log = logging.getLogger("gradwire")
 
+# On closing, a thread that waits for a peer is left behind after this time; it is a daemon.
+_LAST_STEP_S = 1.0
+
 
 class Job(Protocol):
     """What the executor asks of a collective that it runs.
@@ -139,6 +142,9 @@ class Executor:
         """End the threads; jobs under way are abandoned."""
         for queue in (self._compute, self._inbound, self._outbound):
             queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LAST_STEP_S)
 
     # ---- the life of a job: admitted, its tasks run, ended -------------------------------------
 

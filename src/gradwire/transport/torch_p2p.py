@@ -70,6 +70,8 @@ class TorchP2P:
 
     def close(self) -> None:
         self._closed.set()
+        self._kept.clear()
+        del self.group  # nothing of ours may keep a destroyed process group alive
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start(self.group.send, data, peer, tag, "send to")
