@@ -16,9 +16,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     ddp = DistributedDataParallel(model)
     handle = gw.attach(ddp, codec="qsgd", bits=4)  # 2
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -1,0 +1,50 @@
+"""`bench collectives`: the rows, their bytes and their limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire import lab
+from gradwire.bench import collectives
+
+KEYS = {
+    "method", "algorithm", "transport", "ranks", "net", "numel",
+    "seconds", "wire_bytes", "limit_seconds", "of_limit", "nmse",
+}  # fmt: skip
+
+
+@pytest.mark.multiprocess
+def test_every_default_method_has_a_row() -> None:
+    rows = list(collectives.run(ranks=2, net="none", numel=40_000, quick=True))
+    assert [row["method"] for row in rows] == list(collectives.DEFAULT_METHODS)
+    by_method = {row["method"]: row for row in rows}
+    for row in rows:
+        assert row.keys() == KEYS
+        assert row["seconds"] > 0
+        assert row["limit_seconds"] is None
+        assert row["of_limit"] is None
+    assert by_method["torch-fp32"]["wire_bytes"] == 4 * 40_000
+    assert by_method["torch-fp16-hook"]["wire_bytes"] == 2 * 40_000
+    # 4 bits and two bf16 numbers for each 128 values; two messages with their headers
+    assert by_method["gradwire-qsgd4"]["wire_bytes"] == pytest.approx(160_000 / 7.53, rel=0.02)
+    assert by_method["torch-fp32"]["nmse"] < 1e-12
+    assert by_method["torch-fp16-hook"]["nmse"] < 1e-6
+    assert 1e-3 < by_method["gradwire-qsgd4"]["nmse"] < 0.1
+    assert by_method["torch-powersgd"]["wire_bytes"] == 4 * 4 * (200 + 200)
+
+
+@pytest.mark.lab
+@pytest.mark.multiprocess
+def test_on_a_network_the_limit_is_bytes_and_latency() -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(f"no lab: {reason}")
+    methods = ["torch-fp16-hook", "gradwire-qsgd4"]
+    rows = list(collectives.run(2, "50mbit,2ms", methods, numel=1_000_000, quick=True))
+    for row in rows:
+        rounds = 2  # of the ring of two ranks, and of SRA
+        limit = row["wire_bytes"] * 8 / 50e6 + rounds * 2e-3
+        assert row["limit_seconds"] == pytest.approx(limit)
+        assert 0.3 < row["of_limit"] < 1.1
+        assert row["of_limit"] == pytest.approx(limit / row["seconds"])
+    assert rows[1]["seconds"] < rows[0]["seconds"]
