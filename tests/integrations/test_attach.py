@@ -463,7 +463,6 @@ def run_all(rank: int) -> dict[str, str]:
 _verdicts: dict[int, list[dict[str, str]]] = {}
 
 
-@pytest.mark.xdist_group("attach")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,17 +67,23 @@ def until(condition: object, seconds: float = 10.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody may enter; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def sources(open_folder: Path) -> str:
     """A folder to import `gradwire.lab` from that everybody may read and that leaves torch out."""
-    folder = tmp_path_factory.mktemp("sources")
+    folder = open_folder / "sources"
     shutil.copytree(LAB, folder / "gradwire" / "lab")
     shutil.copy(LAB.parent / "errors.py", folder / "gradwire")
     (folder / "gradwire" / "lang").mkdir()
     shutil.copy(LAB.parent / "lang" / "jit.py", folder / "gradwire" / "lang")
     for package in ("gradwire", "gradwire/lang"):
         (folder / package / "__init__.py").touch()
-    for closed in (folder, *folder.parents[:2]):
-        closed.chmod(0o755)
     return str(folder)
 
 
@@ -157,7 +165,7 @@ def test_killing_the_delay_line_ends_the_lab(sources: str, mark: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_works_without_root(sources: str, tmp_path: Path) -> None:
+def test_works_without_root(sources: str, open_folder: Path) -> None:
     """The same, started by nobody: through a user namespace, in which we are root."""
     program = (
         "import os, sys; from gradwire.lab import *\n"
@@ -165,14 +173,16 @@ def test_works_without_root(sources: str, tmp_path: Path) -> None:
         "assert available() is None, available()\n"
         "sys.exit(max(launch(['hostname'], 2, Network.parse('1gbit,1ms'))))"
     )
-    shutil.chown(tmp_path, 65534, 65534)
+    home = open_folder / "home"
+    home.mkdir()
+    shutil.chown(home, 65534, 65534)
     # A virtual environment's interpreter may be closed to others; the system's own will do.
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("no python3 in /usr/bin that everybody may run")
     done = subprocess.run(
         [python, "-c", program],
-        env={"PYTHONPATH": sources, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": sources, "HOME": str(home), "PATH": "/usr/bin:/bin"},
         cwd="/",
         user=65534,
         group=65534,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from ranks import as_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.multiprocess
 
 Report = tuple[str, int | None, str, float]
 
