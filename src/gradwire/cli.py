@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.errors import GradwireError
+from gradwire.errors import ConfigError, GradwireError
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -73,7 +73,10 @@ def output(destination: str | None) -> Iterator[Output]:
     if destination in (None, "-"):
         yield Output(sys.stdout if destination == "-" else None, people)
     else:
-        with Path(str(destination)).open("w") as stream:
+        file = Path(str(destination))
+        if file.is_dir() or not file.parent.is_dir():
+            raise ConfigError(f"--json {file}: not a file in an existing folder")
+        with file.open("w") as stream:
             yield Output(stream, people)
 
 

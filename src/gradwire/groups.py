@@ -27,7 +27,9 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         )
     actual = group if group is not None else dist.group.WORLD
     if not isinstance(actual, dist.ProcessGroup):
-        raise ConfigError("this rank is not a member of the process group")
+        raise ConfigError(
+            f"group is {actual!r}: give a process group that this rank is a member of, or None"
+        )
     with _lock:
         for gone in [g for g in _communicators if g not in dist.distributed_c10d._world.pg_map]:
             _communicators.pop(gone).close()  # its process group was destroyed

@@ -50,6 +50,22 @@ def test_ranks_of_another_world_size_are_told() -> None:
     assert "world size" in " ".join(map(str, errors))
 
 
+def test_tags_in_flight_are_all_different_whatever_the_plans(comm: Communicator) -> None:
+    seen: list[int] = []
+    for plan in (0, 5, 5 + (1 << 9), 2**64 - 1):
+        _, first = comm.sequence(plan, 64)
+        seen += range(first, first + 64)
+    assert len(set(seen)) == len(seen)
+
+
+def test_tags_start_anew_before_they_run_out(comm: Communicator) -> None:
+    tags = [comm.sequence(3, 100_000)[1] for _ in range(30)]
+    assert max(tags) + 100_000 <= 4 << 20
+    assert len(set(tags)) > 1
+    with pytest.raises(ConfigError, match="fewer segments"):
+        comm.sequence(3, 1 << 20)
+
+
 @pytest.fixture
 def comm() -> Communicator:
     return Communicator(Hub(1).transport(0))

@@ -64,6 +64,27 @@ def attach_without_a_peer(rank: int) -> Report:
     return reported(lambda: gw.attach(model))
 
 
+def slow_once_then_another_dies(rank: int) -> Report:
+    """Rank 0 keeps its peers waiting, within the timeout; much later rank 2 dies."""
+    tensor = torch.randn(100_000)
+    gw.all_reduce(tensor)
+    if rank == 0:
+        time.sleep(6.8)
+    for step in range(3):
+        gw.all_reduce(tensor, step=step)
+        time.sleep(1)  # time for the peers' notices about rank 0 to be withdrawn
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reported(lambda: gw.all_reduce(tensor, step=5))
+
+
+def test_a_slow_rank_that_recovered_is_not_blamed() -> None:
+    reports = as_processes(3, slow_once_then_another_dies, timeout=8, expect_death=(2,))
+    for rank in (0, 1):
+        kind, peer, text, _ = reports[rank]
+        assert (kind, peer) == ("TransportError", 2), text
+
+
 @pytest.mark.parametrize("dying", [0, 2])
 def test_killed_in_the_middle_of_an_all_reduce(dying: int) -> None:
     reports = as_processes(

@@ -36,11 +36,11 @@ class _Given(torch.autograd.Function):
 
 
 class _Matrix(torch.nn.Module):
-    """A model of one matrix, as square as `numel` allows; what is left over is dropped."""
+    """A model of one matrix of `numel` values, as square as its divisors allow."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
-        side = int(numel**0.5)
+        side = max(d for d in range(1, int(numel**0.5) + 1) if numel % d == 0)
         self.weight = torch.nn.Parameter(torch.zeros(side, numel // side))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -34,20 +34,18 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Addresses:
-    """This step's memory and random numbers; one entry an item, but for the arena.
+class Step:
+    """One step's memory and random numbers; one entry an item.
 
     Attributes:
         values, residuals: addresses; 0 for no residual.
         keys, steps: what RNG keys are made of.
-        arena: address of the messages' memory.
     """
 
     values: np.ndarray
     residuals: np.ndarray
     keys: np.ndarray
     steps: np.ndarray
-    arena: int
 
 
 class Calls:
@@ -114,8 +112,8 @@ class Calls:
         self._table["numel"] = self.numel = column([row.numel for row, *_ in placed], "i8")
         self._table["start"] = [row.start for row, *_ in placed]
 
-    def table(self, step: Addresses) -> np.ndarray:
-        """The table of one step, of dtype `lang.ROW`.
+    def table(self, step: Step, arena: int) -> np.ndarray:
+        """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
 
         An encoded sum draws other random numbers than the contributions to it.
         """
@@ -125,8 +123,8 @@ class Calls:
         rows["values"] = step.values[item] + self._values
         residuals = step.residuals[item]
         rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
-        rows["payload"] = self._payload + np.uint64(step.arena)
-        rows["source"] = self._source + np.uint64(step.arena)
+        rows["payload"] = self._payload + np.uint64(arena)
+        rows["source"] = self._source + np.uint64(arena)
         rows["key"] = np.where(self._merges, merged[item], contributed[item])
         return rows
 

@@ -54,20 +54,32 @@ def all_reduce(
     """
     if op not in ("sum", "avg"):
         raise ConfigError(f"op {op!r}: gradwire.all_reduce knows 'sum' and 'avg'")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise ConfigError(f"tensor: a dense torch.Tensor is needed, not {kind}")
     if tensor.device.type != "cpu":
         raise ConfigError(f"tensor is on {tensor.device}: this version compresses CPU tensors")
+    if not isinstance(step, int) or not 0 <= step < 1 << 63:
+        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more")
+    if residual is not None and (
+        residual.numel() != tensor.numel()
+        or residual.dtype != torch.float32
+        or not residual.is_contiguous()
+    ):
+        raise ConfigError(
+            f"residual: {residual.numel()} x {residual.dtype}; it must hold "
+            f"{tensor.numel()} x torch.float32, contiguous"
+        )
     chosen = codecs.get(codec, **codec_options)
     comm = group if isinstance(group, Communicator) else communicator(group)
+    if not async_op and comm.executor.is_own_thread():
+        raise ConfigError(
+            "all_reduce was called in a callback that runs on gradwire's own thread, where "
+            "waiting would never end: use async_op=True"
+        )
     spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
     collective = prepare(comm, [spec], options)
     values = tensor.detach().contiguous().view(-1)
-    if residual is not None and (
-        residual.numel() != values.numel() or residual.dtype != torch.float32
-    ):
-        raise ConfigError(
-            f"residual: {residual.numel()} x {residual.dtype}; "
-            f"it must hold {values.numel()} x float32"
-        )
     flat_residual = None if residual is None else residual.view(-1)
     key = rng.parameter_key(seed, name, comm.rank)
     running = collective.start([Item(values, key, step, flat_residual)], average=op == "avg")

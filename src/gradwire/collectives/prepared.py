@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradwire import algorithms
-from gradwire.collectives.calls import Addresses, Calls
+from gradwire.collectives.calls import Calls, Step
 from gradwire.collectives.options import Options
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Kind, Outcome, Task
 from gradwire.engine.message import Envelope, align, check, seal
@@ -111,13 +111,12 @@ class AllReduce:
     @property
     def tags(self) -> int:
         """How many tags a run needs."""
-        return len(self._roles) * len(self.sizes) * self.comm.world_size**2
+        return len(self._roles) * len(self.sizes) * self.comm.world_size
 
     def tag(self, buffer: Buffer) -> int:
-        """A number for `buffer` that both ends compute alike."""
-        n = self.comm.world_size
+        """A number for `buffer` that both ends compute alike; unique between two given ranks."""
         place = self._roles.index(buffer.role) * len(self.sizes) + buffer.segment
-        return (place * n + buffer.chunk) * n + buffer.source
+        return place * self.comm.world_size + buffer.chunk
 
     def start(self, items: Sequence[Item], average: bool) -> Future[Outcome]:
         """Run it on `items` (one for each spec, in order); the values are replaced by the result.
@@ -128,12 +127,17 @@ class AllReduce:
 
         Returns:
             A future that ends when the result is in place, or with the error that prevented it.
+
+        Raises:
+            ConfigError: memory that is not what the spec says; nothing has been sent then.
+            TransportError: the group is broken.
         """
         for spec, item in zip(self.specs, items, strict=True):
-            values = item.values
-            assert values.is_contiguous()
-            assert (values.numel(), values.dtype) == (spec.numel, spec.dtype), spec.name
-            assert spec.feedback == (item.residual is not None), spec.name
+            _check_memory(spec, "values", item.values, spec.dtype)
+            if spec.feedback:
+                _check_memory(spec, "residual", item.residual, torch.float32)
+            if not 0 <= item.step < 1 << 63:
+                raise ConfigError(f"{spec.name}: step is {item.step}, must be 0 or more")
         return self.comm.executor.submit(_Job(self, items, average))
 
 
@@ -145,12 +149,13 @@ def prepare(comm: Communicator, specs: Sequence[Spec], options: Options | None =
     """
     key = (tuple(specs), options or Options())
     kept = comm.kept
-    if key not in kept:
-        kept[key] = AllReduce(comm, specs, options)
-        if len(kept) > _KEPT:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    prepared = kept[key]
+    with comm.preparing:
+        if key not in kept:
+            kept[key] = AllReduce(comm, specs, options)
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        prepared = kept[key]
     assert isinstance(prepared, AllReduce)
     return prepared
 
@@ -165,19 +170,17 @@ class _Job:
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
         self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
         self.threads = collective.options.threads or torch.get_num_threads()
+        self.step = Step(
+            values=_column([item.values.data_ptr() for item in items]),
+            residuals=_column([_address(item.residual) for item in items]),
+            keys=_column([item.key for item in items]),
+            steps=_column([item.step for item in items]),
+        )
 
     def start(self) -> None:
         c = self.collective
         self.arena = c.comm.take(c.arena_bytes)
-        self.rows = c.calls.table(
-            Addresses(
-                values=_column([item.values.data_ptr() for item in self.items]),
-                residuals=_column([_address(item.residual) for item in self.items]),
-                keys=_column([item.key for item in self.items]),
-                steps=_column([item.step for item in self.items]),
-                arena=self.arena.data_ptr(),
-            )
-        )
+        self.rows = c.calls.table(self.step, self.arena.data_ptr())
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
         offset = self.collective.offsets[buffer]
@@ -217,6 +220,20 @@ class _Job:
 
     def finish(self) -> None:
         self.collective.comm.give(self.arena)
+        self.items = ()
+
+
+def _check_memory(spec: Spec, what: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Kernels get addresses, so this is where wrong memory must be stopped."""
+    if tensor is None:
+        raise ConfigError(f"{spec.name}: its {what} is missing")
+    found = (tensor.numel(), tensor.dtype, tensor.device.type, tensor.is_contiguous())
+    if found != (spec.numel, dtype, "cpu", True):
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        raise ConfigError(
+            f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
+            f"{layout}; it must hold {spec.numel} x {dtype}, contiguous on the CPU"
+        )
 
 
 def _stride(offsets: list[int]) -> int:

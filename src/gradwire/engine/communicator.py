@@ -13,9 +13,10 @@ from gradwire.engine.executor import Executor
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
 
-# Jobs use tags below 2 * _JOB_TAGS, agreements those from _AGREE_TAG on.
-_JOB_TAGS = 1 << 27
-_AGREE_TAG = 1 << 28
+# A job's tag: 9 bits of its plan, 20 bits that count. Agreements use the tags from there on.
+_COUNTED = 1 << 20
+_PLANS = 1 << 9
+_AGREE_TAG = _COUNTED * _PLANS
 _CHECK_BYTES = 40
 
 
@@ -29,6 +30,7 @@ class Communicator:
 
     Attributes:
         executor: runs the graphs.
+        preparing: held while something is looked up in `kept`, or agreed on.
         kept: what is prepared once and used every step, by what it is for; the least used first.
         peak_bytes: the most memory that collectives owned at one time, in bytes.
     """
@@ -40,6 +42,7 @@ class Communicator:
         self.executor = Executor(transport, in_flight)
         self.peak_bytes = 0
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
+        self.preparing = threading.RLock()
         self._lock = threading.Lock()
         self._jobs = 0
         self._tags = 0
@@ -58,15 +61,23 @@ class Communicator:
     def sequence(self, plan: int, tags: int) -> tuple[int, int]:
         """The number of the next collective, and the first of `tags` tags of its own.
 
-        Tags depend on the plan: ranks that by mistake run different collectives at a time then
-        wait in vain, which ends in an error, rather than receive a message of another size,
-        which gloo punishes by aborting the process.
+        The low bits of a tag count, so that no two messages in flight share one. The high bits
+        are of the plan: ranks that by mistake run different collectives at a time then wait in
+        vain, which ends in an error, rather than receive a message of another size, which gloo
+        punishes by aborting the process (all but one mistake in 512).
+
+        Raises:
+            ConfigError: more ranks and segments than there are tags.
         """
+        if tags > _COUNTED // 4:
+            raise ConfigError(f"a collective of {tags} messages: use fewer segments")
         with self._lock:
             number, first = self._jobs, self._tags
+            if first + tags > _COUNTED:
+                first = 0
             self._jobs += 1
-            self._tags = (self._tags + tags) % _JOB_TAGS
-        return number, (first + plan) % _JOB_TAGS
+            self._tags = first + tags
+        return number, plan % _PLANS * _COUNTED + first
 
     # ---- agreement ---------------------------------------------------------------------------
 
@@ -93,7 +104,7 @@ class Communicator:
 
     def _exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
         """Every rank's bytes, in rank order; `sizes` are their lengths."""
-        tag = _AGREE_TAG + self._agreements
+        tag = _AGREE_TAG + self._agreements % _COUNTED
         self._agreements += 1
         peers = [p for p in range(self.world_size) if p != self.rank]
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)

@@ -139,7 +139,13 @@ class Executor:
         return run.future
 
     def close(self) -> None:
-        """End the threads; jobs under way are abandoned."""
+        """End the threads. Jobs under way, and any submitted later, end in a TransportError."""
+        self._break(
+            TransportError(
+                f"rank {self.transport.rank}: this process group was destroyed; "
+                "attach again in the new one"
+            )
+        )
         for queue in (self._compute, self._inbound, self._outbound):
             queue.put(None)
         for thread in self._threads:
@@ -236,27 +242,37 @@ class Executor:
 
     def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (step := queue.get()) is not None:
-            if self.error is not None:
-                continue
             try:
-                step()
+                if self.error is None:
+                    step()
             except BaseException as error:
                 self._fail(error)
+            del step  # or the last job would stay alive while this thread waits for the next
 
     def _fail(self, error: BaseException) -> None:
         """The first error breaks the group: everyone waiting here gets it, and peers are told."""
-        with self._lock:
-            if self.error is not None:
-                return
-            self.error = error
-            stranded = [*self._running, *self._waiting]
-            self._waiting.clear()
+        if self.error is not None:
+            return
         if isinstance(error, GradwireError):
             log.error("%s", error)
         else:
             log.exception("gradwire: a task failed", exc_info=error)
         peer = error.peer if isinstance(error, TransportError) else None
         self.transport.fail(self.transport.rank if peer is None else peer)
+        self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """End every job, now and later, with `error`, unless an earlier one did."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            stranded = [*self._running, *self._waiting]
+            self._waiting.clear()
         for run in stranded:
             if not run.future.done():
                 run.future.set_exception(error)
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is one of the executor's threads, which must not wait for jobs."""
+        return threading.current_thread() in self._threads

@@ -5,10 +5,7 @@ gloo facts that shape this file, each found by experiment:
 - a dead peer fails the pending receives from it at once ("Connection closed by peer");
 - a wait that times out closes every connection of the rank, so its peers fail too, at once.
 
-So whoever fails breaks the others, who would blame the messenger. Hence the notices: a small
-receive from every peer stands posted from the start, through which a rank says whom it blames
-when it fails, or has waited for most of the timeout. An error follows the blame from rank to
-rank to where it began.
+So whoever fails breaks the others, who would blame the messenger: hence gradwire.transport.notices.
 """
 
 from __future__ import annotations
@@ -23,12 +20,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import TransportError
+from gradwire.transport.notices import Notices
 
-# Our tags start high, so that a user's own point-to-point messages on the same group never match
-# ours.
-_TAG_BASE = 1 << 29
-_NOTICE_TAG = (1 << 30) - 1
-_TAGS = _NOTICE_TAG - _TAG_BASE
+# Our tags start high, so that a user's own point-to-point messages on the group never match them.
+_TAG_BASE = 1 << 30
+_NOTICE_TAG = (1 << 31) - 1
 # A wait as long as this part of the timeout is told to the peers, while they can still be reached.
 _PATIENCE = 0.75
 
@@ -51,15 +47,7 @@ class TorchP2P:
         self.error: TransportError | None = None
         self._waiting: dict[_Work, float] = {}
         self._closed = threading.Event()
-        self._notices: dict[int, torch.Tensor] = {}
-        # gloo reads and writes these for as long as it likes, so they live as long as the
-        # transport.
-        self._kept: list[tuple[dist.Work, torch.Tensor]] = []
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                notice = torch.zeros(8, dtype=torch.uint8)
-                self._notices[peer] = notice
-                self._kept.append((self.group.recv([notice], peer, _NOTICE_TAG), notice))
+        self.notices = Notices(self.group, _NOTICE_TAG)
         watch = threading.Thread(
             target=_watch,
             args=(weakref.ref(self), self._closed, self.timeout),
@@ -70,8 +58,7 @@ class TorchP2P:
 
     def close(self) -> None:
         self._closed.set()
-        self._kept.clear()
-        del self.group  # nothing of ours may keep a destroyed process group alive
+        del self.group, self.notices  # nothing of ours may keep a destroyed process group alive
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start(self.group.send, data, peer, tag, "send to")
@@ -90,7 +77,7 @@ class TorchP2P:
         if self.error is not None:
             raise self.error
         try:
-            return _Work(self, operation([data], peer, _TAG_BASE + tag % _TAGS), data, peer, what)
+            return _Work(self, operation([data], peer, _TAG_BASE + tag), data, peer, what)
         except RuntimeError as error:
             raise self.explain(peer, what, error) from error
 
@@ -99,7 +86,7 @@ class TorchP2P:
         if self.error is not None:
             return self.error
         reason = str(error).split("] ", 1)[-1].split(". This is")[0].splitlines()[0]
-        culprit = self._first_to_fail(peer)
+        culprit = self.notices.first_to_fail(peer)
         text = f"rank {self.rank}: {what} rank {peer} failed ({reason})"
         text += "" if culprit == peer else f"; the first to fail was rank {culprit}"
         self.error = TransportError(
@@ -109,26 +96,8 @@ class TorchP2P:
         )
         return self.error
 
-    def _first_to_fail(self, peer: int) -> int:
-        """Follow the notices from `peer` to the rank that blames nobody but itself, or us."""
-        seen = {self.rank}
-        while peer not in seen:
-            seen.add(peer)
-            blamed = int(self._notices[peer].view(torch.int64).item()) - 1
-            if blamed < 0 or blamed in seen:
-                break
-            peer = blamed
-        return peer
-
     def fail(self, peer: int) -> None:
-        notice = torch.tensor([peer + 1], dtype=torch.int64).view(torch.uint8)
-        for other in self._notices:
-            if other == peer:
-                continue
-            try:
-                self._kept.append((self.group.send([notice], other, _NOTICE_TAG), notice))
-            except RuntimeError:
-                continue  # that peer is gone too; the ones that can be reached are being told
+        self.notices.tell(peer)
 
     def longest_wait(self) -> tuple[float, int] | None:
         """Seconds and peer of the longest wait under way, or None."""
@@ -140,15 +109,21 @@ class TorchP2P:
 
 
 def _watch(owner: weakref.ref[TorchP2P], closed: threading.Event, timeout: float) -> None:
-    """Tell the peers, once, of a wait that is likely to end in a timeout."""
+    """Tell the peers of a wait that is likely to end in a timeout; withdraw it if it does not."""
+    told = False
     while not closed.wait(timeout / 10):
         transport = owner()
-        if transport is None:
+        if transport is None or transport.error is not None:
             return
         longest = transport.longest_wait()
         if longest is not None and longest[0] > _PATIENCE * timeout:
-            transport.fail(longest[1])
-            return
+            if not told:
+                transport.notices.tell(longest[1])
+            told = True
+        elif told:
+            transport.notices.tell(None)
+            told = False
+        transport.notices.collect()
         del transport
 
 

@@ -1,0 +1,121 @@
+"""The executor's promises: nothing hangs, nothing lingers, one caller's error is its own."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from gradwire import ConfigError, Identity, TransportError, all_reduce
+from gradwire.collectives import Item, prepare
+from gradwire.engine import Communicator
+from gradwire.partition import Spec
+from gradwire.transport import Hub
+from ranks import as_threads, caught
+
+
+def test_a_closed_executor_refuses_at_once() -> None:
+    comm = Communicator(Hub(1).transport(0))
+    comm.close()
+    with pytest.raises(TransportError, match="destroyed"):
+        all_reduce(torch.ones(3), group=comm)
+
+
+def test_closing_ends_jobs_under_way() -> None:
+    hub = Hub(2, timeout=60)
+
+    def body(comm: Communicator) -> BaseException | None:
+        collective = prepare(comm, [Spec("w", 10, torch.float32, Identity())])
+        if comm.rank == 1:
+            return None  # never joins in
+        future = collective.start([Item(torch.ones(10), 0, 0)], average=True)
+        time.sleep(0.1)
+        begun = time.monotonic()
+        comm.close()
+        error = future.exception(timeout=5)
+        assert time.monotonic() - begun < 5
+        return error
+
+    assert isinstance(as_threads(2, body, hub)[0], TransportError)
+
+
+def test_wrong_input_fails_its_caller_and_nobody_else() -> None:
+    def body(comm: Communicator) -> torch.Tensor:
+        for bad in (
+            {"step": -1},
+            {"step": "one"},
+            {"residual": torch.zeros(4)},
+            {"residual": torch.zeros(3, dtype=torch.float64)},
+        ):
+            error = caught(partial(all_reduce, torch.ones(3), group=comm, **bad))
+            assert isinstance(error, ConfigError)
+        for what in ([1.0], torch.ones(3).to_sparse(), torch.arange(3)):
+            assert isinstance(caught(partial(all_reduce, what, group=comm)), ConfigError)
+        good = torch.ones(3)
+        all_reduce(good, codec="identity", group=comm)
+        return good
+
+    for found in as_threads(2, body):
+        assert found.tolist() == [2.0] * 3
+
+
+def test_memory_that_is_not_what_the_spec_says_never_reaches_a_kernel() -> None:
+    def body(comm: Communicator) -> None:
+        spec = Spec("w", 100, torch.float32, Identity(), feedback=True)
+        collective = prepare(comm, [spec])
+        good, residual = torch.zeros(100), torch.zeros(100)
+        for item in (
+            Item(good[:50], 0, 0, residual),
+            Item(good.double(), 0, 0, residual),
+            Item(torch.zeros(200)[::2], 0, 0, residual),
+            Item(good, 0, 0, None),
+            Item(good, 0, 0, residual[:5]),
+            Item(good, 0, -1, residual),
+        ):
+            error = caught(partial(collective.start, [item], average=True))
+            assert isinstance(error, ConfigError)
+            assert str(error).startswith("w: ")
+
+    as_threads(2, body)
+
+
+def test_a_finished_job_keeps_nothing_alive() -> None:
+    def body(comm: Communicator) -> None:
+        tensor = torch.ones(1000)
+        all_reduce(tensor, group=comm)
+        gone = weakref.ref(tensor)
+        del tensor
+        deadline = time.monotonic() + 5
+        while gone() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert gone() is None
+
+    as_threads(2, body)
+
+
+def test_waiting_in_a_callback_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        all_reduce(torch.ones(300), group=comm)
+        if comm.rank == 1:
+            time.sleep(0.5)  # so that rank 0's callback is there before the result
+        future = all_reduce(torch.ones(300), group=comm, async_op=True)
+        assert future is not None
+        if comm.rank == 1:
+            future.wait()
+            return None
+        errors: list[BaseException | None] = []
+
+        def nested(_: object) -> None:
+            errors.append(caught(lambda: all_reduce(torch.ones(3), group=comm)))
+
+        future.then(nested).wait()
+        return errors[0]
+
+    error = as_threads(2, body)[0]
+    assert isinstance(error, ConfigError)
+    assert "async_op" in str(error)
