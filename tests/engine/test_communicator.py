@@ -87,6 +87,14 @@ def test_memory_of_one_large_bucket_is_let_go_before_the_next_is_taken(comm: Com
     assert comm.peak_bytes == 1000
 
 
+def test_a_small_bucket_does_not_hold_a_large_ones_memory(comm: Communicator) -> None:
+    for _ in range(10):
+        held = [comm.take(70), comm.take(1000)]
+        for arena in held:
+            comm.give(arena)
+    assert comm.peak_bytes == 1070
+
+
 def test_buckets_of_mixed_sizes_settle_on_two_arenas(comm: Communicator) -> None:
     """As under DDP: a small first bucket, then large ones, two in flight."""
     addresses = set()

@@ -137,13 +137,14 @@ class Communicator:
         with self._lock:
             self._recent.append(nbytes)
             self._forget([a for a in self._free if not self._is_needed(a)])
-            fitting = [a for a in self._free if a.numel() >= nbytes]
+            # A small bucket must not hold a large one's memory, which would be made a second time.
+            fitting = [a for a in self._free if nbytes <= a.numel() <= 2 * nbytes]
             if fitting:
                 arena = min(fitting, key=torch.Tensor.numel)
                 self._free = [a for a in self._free if a is not arena]
             else:
-                # What lies free is too small: let it go first, so that sizes do not pile up.
-                self._forget(self._free)
+                # What lies free and is too small goes first, so that sizes do not pile up.
+                self._forget([a for a in self._free if a.numel() < nbytes])
                 arena = torch.empty(nbytes, dtype=torch.uint8)
                 self._owned += nbytes
                 self.peak_bytes = max(self.peak_bytes, self._owned)
