@@ -132,6 +132,28 @@ def test_error_feedback_state_survives() -> None:
     assert loaded.residual.data_ptr() != saved.residual.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "residual",
+    [
+        torch.zeros(10, dtype=torch.float64),
+        torch.zeros(2, 5),
+        torch.zeros(20)[::2],
+        torch.zeros(10, device="meta"),
+    ],
+)
+def test_only_a_residual_that_kernels_can_address_is_taken(residual: torch.Tensor) -> None:
+    kept = ErrorFeedback(Compressed(QSGD()))
+    kept.residual = torch.ones(10)
+    with pytest.raises(ConfigError, match="fp32, 1-D, contiguous and on the CPU"):
+        kept.load_state_dict({"residual": residual})
+    assert torch.equal(kept.residual, torch.ones(10))
+
+
+def test_a_state_without_an_owner_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no state"):
+        Compressed(QSGD()).load_state_dict({"residual": torch.zeros(3)})
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_dense_averages_in_its_dtype(dtype: torch.dtype | None) -> None:
     data = [torch.randn(300) for _ in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.aggregators.protocol import CompressedAllReduce, Steps
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
 
@@ -21,4 +22,5 @@ class Compressed:
         return {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        assert not state, "Compressed has no state"
+        if state:
+            raise ConfigError(f"{self.codec} without error feedback has no state: {list(state)}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.aggregators.protocol import Aggregator, Steps
+from gradwire.errors import ConfigError
 
 
 class ErrorFeedback:
@@ -50,4 +51,14 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         residual = state.get("residual")
-        self.residual = None if residual is None else residual.to(torch.float32).clone()
+        if residual is None:
+            self.residual = None
+            return
+        # The kernels take its address: anything else would be read and written as fp32, 1-D.
+        found = (residual.dtype, residual.dim(), residual.is_contiguous(), residual.device.type)
+        if found != (torch.float32, 1, True, "cpu"):
+            raise ConfigError(
+                f"a residual is fp32, 1-D, contiguous and on the CPU, not {residual.dtype}, "
+                f"{residual.dim()}-D, strides {residual.stride()}, on {residual.device}"
+            )
+        self.residual = residual.clone()

@@ -57,5 +57,5 @@ class Aggregator(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` gave; raises ConfigError for anything else."""
         ...
