@@ -6,6 +6,8 @@ plugged in. DDP reads the hook's annotations as objects, so this file does not p
 evaluation.
 """
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -43,21 +45,29 @@ def hook(state: Socket, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return future
 
 
-_SOCKET = "_gradwire_socket"
+# Beside the modules, not in them: a copy of a module has a reducer of its own, without a hook, so
+# it must not inherit the socket; and a saved module holds nothing of gradwire's.
+_sockets: WeakKeyDictionary[DistributedDataParallel, Socket] = WeakKeyDictionary()
 
 
 def socket_of(model: DistributedDataParallel) -> Socket:
     """The socket of `model`, registered on first use.
 
     Raises:
-        ConfigError: `model` is no DDP module, or has another communication hook.
+        ConfigError: `model` is no DDP module, has another communication hook, or is one whose
+            gradients torch.compile synchronises.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
             "wrap it first, attach(DistributedDataParallel(model))"
         )
-    socket: Socket | None = getattr(model, _SOCKET, None)
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "
+            "which has no buckets: set it to another value before wrapping the module"
+        )
+    socket = _sockets.get(model)
     if socket is None:
         socket = Socket(model.process_group)
         try:
@@ -67,5 +77,9 @@ def socket_of(model: DistributedDataParallel) -> Socket:
                 f"this DDP module has a communication hook already ({error}); attach before, or "
                 "instead of, register_comm_hook and DDP(mixed_precision=...)"
             ) from error
-        setattr(model, _SOCKET, socket)
+        finally:
+            # DDP notes the hook and its state in the module, for its Python reducer alone. There
+            # they would be copied and saved with it, process group, locks and all.
+            model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not socket]
+        _sockets[model] = socket
     return socket
