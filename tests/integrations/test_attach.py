@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import resource
 import time
 import warnings
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 
 import gradwire as gw
 from ranks import as_processes, caught
@@ -242,6 +244,11 @@ def wrong_input_is_named(rank: int) -> None:
     refuses("qsgd", codec="qsdg")
     refuses("bits", bits=9)
     refuses("bitz", bitz=4)
+    refuses("options bits", codec=None, bits=2)
+    refuses("options={'segments': 2}", options={"segments": 2})
+    refuses("seed='a'", seed="a")
+    refuses("seed=-1", seed=-1)
+    refuses("seed=True", seed=True)
     refuses("no parameter", exclude=["encoder.*"])
     refuses("list of patterns", exclude="0.*")
     refuses("DistributedDataParallel", model=mlp())
@@ -264,9 +271,8 @@ def plans_that_differ_are_named(rank: int) -> None:
 
 def sparse_gradients_are_refused(rank: int) -> None:
     model = DDP(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
-    gw.attach(model)
-    error = caught(lambda: model(torch.tensor([1, 2])).sum().backward())
-    assert error is not None
+    error = caught(lambda: gw.attach(model))
+    assert isinstance(error, gw.ConfigError)
     assert "sparse" in str(error)
 
 
@@ -332,8 +338,147 @@ def state_moves_to_another_world_size(rank: int) -> None:
         handle.load_state_dict(doubled[n])
     assert any("residuals start at zero" in str(w.message) for w in told)
     assert not handle.state_dict()["aggregators"]
-    other = {**states[rank], "steps": {"another.weight": 1}}
-    assert isinstance(caught(lambda: handle.load_state_dict(other)), gw.ConfigError)
+
+
+def state_of_another_plan_is_refused(rank: int) -> None:
+    def attached(**arguments: Any) -> gw.Handle:
+        model = DDP(mlp())
+        handle = gw.attach(model, **{"bits": 2, "error_feedback": True, **arguments})
+        train(model, range(2))
+        return handle
+
+    handle, state = attached(), attached().state_dict()
+    weight, before = "0.weight", copy.deepcopy(handle.state_dict())
+
+    def refuses(match: str, bad: Any, into: gw.Handle = handle) -> None:
+        error = caught(lambda: into.load_state_dict(bad))
+        assert isinstance(error, gw.ConfigError), error
+        assert match in str(error), error
+
+    def with_residual(residual: Any) -> dict[str, Any]:
+        kept = {**state["aggregators"], "3.weight": {"residual": residual}}
+        return {**state, "seed": 9, "aggregators": kept}
+
+    refuses(f"{weight} has codec QSGD(bits=4", attached(bits=4).state_dict())
+    refuses(
+        f"{weight} has feedback True in the state and False", state, attached(error_feedback=False)
+    )
+    refuses("has shape (40,)", with_residual(torch.zeros(40)))
+    refuses("has dtype torch.float16", with_residual(torch.zeros(120, dtype=torch.float16)))
+    refuses("has device meta", with_residual(torch.zeros(120, device="meta")))
+    refuses("not contiguous", with_residual(torch.zeros(240)[::2]))
+    refuses("not a tensor", with_residual([0.0] * 120))
+    refuses("lacks 'rank'", {"version": 1})
+    refuses("empty", [])
+    refuses("another.weight", {**state, "steps": {"another.weight": 1}})
+    after = handle.state_dict()
+    for name, kept in before.pop("aggregators").items():
+        assert torch.equal(kept["residual"], after["aggregators"][name]["residual"])
+    after.pop("aggregators")
+    assert before == after
+
+
+def copies_are_plain_modules(rank: int) -> None:
+    model = DDP(mlp())
+    error = caught(lambda: gw.attach(model, bits=9))
+    assert isinstance(error, gw.ConfigError)
+    handle = gw.attach(model, bits=4)
+    train(model, range(1))
+    for attached in (True, False):
+        if not attached:
+            handle.detach()
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        copies = [
+            copy.deepcopy(model),
+            torch.load(saved, weights_only=False),
+            AveragedModel(model).module,
+        ]
+        for other in copies:
+            bare = copy.deepcopy(other.module)
+            train(other, range(1, 3))
+            assert torch.equal(flat(other), plain(lambda bare=bare: bare, range(1, 3)))
+            own = gw.attach(copy.deepcopy(other), bits=4)
+            assert own.stats()["steps"] == 0
+    assert handle.stats()["steps"] == 1
+
+
+def what_ddp_synchronises_is_planned(rank: int) -> None:
+    def trained(attach: bool, **arguments: Any) -> torch.Tensor:
+        module = mlp()
+        module[2].weight.requires_grad_(False)  # before: DDP leaves it alone
+        model = DDP(module, **arguments)
+        module[0].weight.requires_grad_(False)  # after: it has its place in a bucket
+        if attach:
+            handle = gw.attach(model, codec=None)
+            names = [p.name for p in handle.plan.parameters]
+            assert names == ["0.weight", "0.bias", "2.bias", "3.weight", "3.bias"]
+        train(model, range(3))
+        return flat(model)
+
+    for arguments in ({"find_unused_parameters": True}, {"static_graph": True}):
+        torch.testing.assert_close(
+            trained(True, **arguments), trained(False, **arguments), rtol=1e-5, atol=1e-6
+        )
+
+    model = DDP(mlp())
+    model.module[3] = nn.Linear(40, 5)
+    error = caught(lambda: gw.attach(model))
+    assert isinstance(error, gw.ConfigError)
+    assert "[(3,), (3, 40)]" in str(error)
+
+    model = DDP(mlp())
+    handle = gw.attach(model)
+    del handle._by_parameter[model.module[3].weight]
+    error = caught(lambda: train(model, range(1)))
+    assert isinstance(error, gw.ConfigError), error
+    assert "(3, 40)" in str(error)
+
+
+def uneven_inputs_join(rank: int) -> None:
+    def joined(attach: bool) -> torch.Tensor:
+        model = DDP(mlp(), bucket_cap_mb=0.001)
+        if attach:
+            gw.attach(model, codec=None)
+        with model.join():
+            train(model, range(2 + 2 * rank))
+        return flat(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, expected = joined(True), joined(False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert same_everywhere(found)
+
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, error_feedback=True)
+    with model.join():
+        train(model, range(4 - rank))
+    assert handle.stats()["steps"] == 4
+    assert same_everywhere(flat(model))
+
+
+class Tied(nn.Module):
+    """An output layer that is the input layer, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def tied_weights_go_by_every_name(rank: int) -> None:
+    model = DDP(Tied())
+    handle = gw.attach(model, exclude=["head.*"])
+    chosen = {p.name: p.codec for p in handle.plan.parameters}
+    assert chosen == {"embed.weight": None, "embed.bias": None, "head.bias": None}
+    train(model, range(3))
+    torch.testing.assert_close(flat(model), plain(Tied, range(3)), rtol=1e-5, atol=1e-6)
 
 
 def memory_stays_flat(rank: int) -> None:
@@ -438,6 +583,11 @@ SCENARIOS = [
     resuming_is_bit_identical,
     bucketing_changes_nothing,
     state_moves_to_another_world_size,
+    state_of_another_plan_is_refused,
+    copies_are_plain_modules,
+    what_ddp_synchronises_is_planned,
+    uneven_inputs_join,
+    tied_weights_go_by_every_name,
     memory_stays_flat,
     two_thousand_steps_leave_memory_flat,
     averaging_overlaps_with_backward,
@@ -471,6 +621,32 @@ def test_attach(world_size: int, scenario: str) -> None:
         _verdicts[world_size] = as_processes(world_size, run_all, timeout=30, deadline=240)
     for rank, verdict in enumerate(_verdicts[world_size]):
         assert verdict[scenario] == "passed", f"rank {rank}:\n{verdict[scenario]}"
+
+
+def alone(rank: int) -> None:
+    """World size 1: nothing is encoded, so nothing is kept; states of more ranks still load."""
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, error_feedback=True)
+    train(model, range(2))
+    assert torch.equal(flat(model), plain(mlp, range(2)))
+    assert handle.stats()["residual_bytes"] == 0
+    state = handle.state_dict()
+    facts = {
+        name: {**f, "feedback": f["codec"] != "dense"} for name, f in state["parameters"].items()
+    }
+    residuals = {"0.weight": {"residual": torch.ones(800)}}
+    of_two = {**state, "world_size": 2, "parameters": facts, "aggregators": residuals}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle.load_state_dict([of_two, {**of_two, "rank": 1}])
+    assert any("dropped" in str(w.message) for w in told)
+    train(model, range(2, 3))
+    assert not handle.state_dict()["aggregators"]
+
+
+@pytest.mark.timeout(100)
+def test_attach_alone() -> None:
+    as_processes(1, alone, timeout=30, deadline=90)
 
 
 @pytest.mark.parametrize(

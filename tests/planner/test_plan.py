@@ -42,10 +42,20 @@ def test_patterns_override_in_order() -> None:
     assert found["2.bias"] is None
 
 
-def test_a_frozen_parameter_is_not_in_the_plan() -> None:
-    module = model()
-    next(module.parameters()).requires_grad_(False)
-    assert "0.weight" not in chosen(plan_of(module))
+def test_patterns_match_every_name_of_a_tied_parameter() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    named = [("embed.weight", weight), ("head.weight", weight)]
+    base: dict[str, Any] = {"codec": "qsgd", "codec_options": {}, "world_size": 2}
+    assert chosen(make_plan(named, **base)) == {"embed.weight": QSGD()}
+    assert chosen(make_plan(named, **base, exclude=["head.*"])) == {"embed.weight": None}
+    assert chosen(make_plan(named, **base, codecs={"head.*": "terngrad"})) == {
+        "embed.weight": TernGrad()
+    }
+
+
+def test_one_rank_alone_keeps_no_residual() -> None:
+    assert any(p.feedback for p in plan_of(error_feedback=True, world_size=2).parameters)
+    assert not any(p.feedback for p in plan_of(error_feedback=True, world_size=1).parameters)
 
 
 def test_aggregators_follow_the_plan() -> None:
@@ -67,6 +77,7 @@ def test_rotations_spread_remainders() -> None:
         ("qsdg", {"codec": "qsdg"}),
         ("bits", {"codec_options": {"bits": 0}}),
         ("bogus", {"codec_options": {"bogus": 1}}),
+        ("options bits", {"codec": None, "codec_options": {"bits": 2}}),
         ("decoder", {"include": ["decoder.*"]}),
         ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
         ("list of patterns", {"include": "0.*"}),

@@ -20,6 +20,7 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.hook import Plug, socket_of
 from gradwire.integrations.state import merge_states
+from gradwire.integrations.synchronised import synchronised
 from gradwire.lang import Codec, layout, rng
 from gradwire.planner import Plan, make_plan
 
@@ -53,23 +54,28 @@ def attach(
             over everything else.
         error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add
             it to the next step's gradient.
-        seed: of the codecs' random numbers.
+        seed: of the codecs' random numbers; not negative.
         options: algorithm, segments, checksum, kernels.
 
     Returns:
         A handle with statistics and state.
 
     Raises:
-        ConfigError: not a DDP module, attached already, nothing to synchronise, unknown codec,
-            option or pattern, or ranks that disagree (the first parameter that differs is named).
+        ConfigError: not a DDP module, attached already, nothing to synchronise, sparse gradients,
+            unknown codec, option or pattern, or ranks that disagree (the first parameter that
+            differs is named).
     """
+    if not (options is None or isinstance(options, Options)):
+        raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
     socket = socket_of(model)
     if socket.handle is not None:
         raise ConfigError(
             "this module has a handle attached: call its detach() before attaching anew"
         )
     comm = communicator(model.process_group)
-    named = list(model.module.named_parameters())
+    named = synchronised(model)
     away = next((name for name, p in named if p.device.type != "cpu"), None)
     if away is not None:
         raise ConfigError(
@@ -115,27 +121,30 @@ class Handle(Plug):
         self._lock = threading.Lock()
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._backward = _NO_BACKWARD
         self._error: BaseException | None = None
 
     # ---- each bucket
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging `bucket`; called by DDP while backward runs."""
+        """Average `bucket`; called by DDP while backward runs: what it starts ends beside it.
+
+        A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
+        backward; then the average is awaited here.
+        """
         buffer = bucket.buffer()
-        if buffer.is_sparse:
-            raise ConfigError(
-                "sparse gradients cannot be compressed: use nn.Embedding(sparse=False)"
-            )
-        if not self._pending:
+        members = [self._member(p) for p in bucket.parameters()]
+        backward = torch._C._current_graph_task_id()
+        if backward not in (_NO_BACKWARD, self._backward):
             # At the end of this backward, before DDP looks at the futures: it would turn an
             # error of ours into a RuntimeError without its name.
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            Variable._execution_engine.queue_callback(self._wait)
+        self._backward = backward
         if bucket.is_last():
             self._totals["steps"] += 1
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._pending.append(future)
         started = time.perf_counter()
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
@@ -145,11 +154,22 @@ class Handle(Plug):
                 self._totals["seconds"] += time.perf_counter() - started
             future.set_result(buffer)
 
-        members = [self._by_parameter[p] for p in bucket.parameters()]
         Rounds(self._comm, members, _flat(buffer, bucket.gradients()), self._options, done).start()
+        self._pending.append(future)
+        if backward == _NO_BACKWARD:
+            self._wait()
         return future
 
-    def _end_of_backward(self) -> None:
+    def _member(self, parameter: torch.Tensor) -> Member:
+        if parameter not in self._by_parameter:
+            raise ConfigError(
+                f"DDP hands over the gradient of a parameter of shape {tuple(parameter.shape)}, "
+                f"{parameter.dtype}, that it did not synchronise at attach: detach and attach anew"
+            )
+        return self._by_parameter[parameter]
+
+    def _wait(self) -> None:
+        """Until every bucket that was started has its average; raises what went wrong."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.wait()
@@ -208,6 +228,7 @@ class Handle(Plug):
             "rank": self._comm.rank,
             "world_size": self._comm.world_size,
             "seed": self._seed,
+            "parameters": {p.name: p.facts() for p in self.plan.parameters},
             "steps": {name: member.step for name, member in self._members.items()},
             "aggregators": {
                 name: state
@@ -221,16 +242,16 @@ class Handle(Plug):
 
         Args:
             state: this rank's state; or, after a change of the number of ranks, the list of all
-                old ranks'
-                states: their residuals are shared out so that what was not sent still will be.
-                One state from another world size restores the steps alone, and warns that
+                old ranks' states: their residuals are shared out so that what was not sent still
+                will be. One state from another world size restores the steps alone, and warns that
                 residuals start at zero.
 
         Raises:
-            ConfigError: the state is of another plan (the first name that differs is given).
+            ConfigError: no such state, or of another plan: the first parameter that differs is
+                named, and how. Nothing is changed then.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        merged = merge_states(states, self._comm.rank, self._comm.world_size, list(self._members))
+        merged = merge_states(states, self._comm.rank, self._comm.world_size, self.plan)
         for name, member in self._members.items():
             member.step = merged["steps"][name]
             member.key = rng.parameter_key(merged["seed"], name, self._comm.rank)
@@ -242,6 +263,9 @@ class Handle(Plug):
         if self._socket is not None and self._socket.handle is self:
             self._socket.handle = None
         self._socket = None
+
+
+_NO_BACKWARD = -1  # what autograd calls the running backward where there is none
 
 
 def _flat(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:

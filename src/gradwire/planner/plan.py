@@ -31,7 +31,7 @@ class ParameterPlan:
     Attributes:
         name, numel, dtype: of the parameter.
         codec: None sends it uncompressed.
-        feedback: whether a residual keeps what was not sent.
+        feedback: whether a residual keeps what was not sent; one rank alone needs none.
         rotation: see gradwire.partition.
     """
 
@@ -46,6 +46,15 @@ class ParameterPlan:
         how = "dense" if self.codec is None else str(self.codec)
         ending = ", error feedback" if self.feedback else ""
         return f"{self.name}: {self.numel} x {self.dtype}, {how}{ending}"
+
+    def facts(self) -> dict[str, str | int | bool]:
+        """What a saved state must share with the plan that loads it."""
+        return {
+            "numel": self.numel,
+            "dtype": str(self.dtype),
+            "codec": "dense" if self.codec is None else str(self.codec),
+            "feedback": self.feedback,
+        }
 
     def aggregator(self) -> Aggregator:
         """A fresh aggregator that does as planned."""
@@ -76,19 +85,29 @@ def make_plan(
     codecs: Mapping[str, str | Codec | None] | None = None,
     error_feedback: bool = False,
 ) -> Plan:
-    """Apply the rules above to the parameters that require gradients.
+    """Apply the rules above to the parameters that are synchronised.
+
+    Args:
+        named_parameters: a tied parameter comes with each of its names. A pattern that matches one
+            of them matches the parameter; the plan knows it by the first.
 
     Raises:
         ConfigError: unknown codec or option, a pattern that matches nothing, a parameter that is no
             float, or no parameter at all.
     """
+    if codec is None and codec_options:
+        raise ConfigError(
+            f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
+        )
     default = None if codec is None else codec_table.get(codec, **codec_options)
     overrides = {
         pattern: None if chosen is None else codec_table.get(chosen)
         for pattern, chosen in (codecs or {}).items()
     }
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    if not trained:
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(parameter, []).append(name)
+    if not names:
         raise ConfigError(
             "the module has no parameter that requires a gradient: nothing to attach to"
         )
@@ -96,32 +115,34 @@ def make_plan(
         if isinstance(patterns, str):
             raise ConfigError(f"{argument}={patterns!r}: give a list of patterns, not one string")
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name, _ in trained):
+            if not any(_matches(known, pattern) for known in names.values()):
                 raise ConfigError(
                     f"{argument}: the pattern {pattern!r} matches no parameter; the first names "
-                    "are " + ", ".join(name for name, _ in trained[:4])
+                    "are " + ", ".join(known[0] for known in list(names.values())[:4])
                 )
 
-    def choose(name: str, parameter: torch.Tensor) -> Codec | None:
+    def choose(parameter: torch.Tensor) -> Codec | None:
+        known = names[parameter]
         for pattern, chosen in overrides.items():
-            if fnmatchcase(name, pattern):
+            if _matches(known, pattern):
                 return chosen
-        if any(fnmatchcase(name, pattern) for pattern in exclude):
+        if any(_matches(known, pattern) for pattern in exclude):
             return None
-        if parameter.dim() >= 2 or any(fnmatchcase(name, pattern) for pattern in include):
+        if parameter.dim() >= 2 or any(_matches(known, pattern) for pattern in include):
             return default
         return None
 
     planned: list[ParameterPlan] = []
     blocks = 0
-    for name, parameter in trained:
+    for parameter, (name, *_) in names.items():
         if parameter.dtype not in DTYPES:
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: "
                 "gradwire synchronises float32, float16 and bfloat16"
             )
-        chosen = choose(name, parameter)
-        feedback = error_feedback and chosen is not None
+        chosen = choose(parameter)
+        # One rank alone encodes nothing, so there is no error to keep.
+        feedback = error_feedback and chosen is not None and world_size > 1
         # Chunks are whole blocks; going on where the last parameter's remainder ended spreads
         # them evenly.
         rotation = blocks % world_size
@@ -129,3 +150,7 @@ def make_plan(
         blocks += Spec(name, one.numel, one.dtype, chosen or codec_table.Identity()).blocks
         planned.append(one)
     return Plan(tuple(planned))
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
