@@ -655,6 +655,7 @@ def test_attach_alone() -> None:
         ("algorithm 'rings'", {"algorithm": "rings"}),
         ("target 'cuda'", {"target": "cuda"}),
         ("segments=0", {"segments": 0}),
+        ("segments=2.5", {"segments": 2.5}),
         ("threads=-1", {"threads": -1}),
     ],
 )

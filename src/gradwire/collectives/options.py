@@ -35,8 +35,10 @@ class Options:
         if self.target not in TARGETS:
             raise ConfigError(f"target {self.target!r}; known: {', '.join(TARGETS)}")
         for name, value in (("segments", self.segments), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: at least 1, or None to let gradwire choose")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}: a whole number, at least 1, or None to let gradwire choose"
+                )
 
     def __str__(self) -> str:
         return f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
