@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -89,8 +90,13 @@ def sources(open_folder: Path) -> str:
 
 
 @pytest.fixture
-def mark() -> str:
-    return f"lab-test-{uuid.uuid4().hex}"
+def mark() -> Iterator[str]:
+    """Told apart by it, and what a failed test leaves running is killed by it."""
+    name = f"lab-test-{uuid.uuid4().hex}"
+    yield name
+    for process in marked(name):
+        with contextlib.suppress(ProcessLookupError):  # the others end with the first
+            os.kill(process, signal.SIGKILL)
 
 
 def start(sources: str, net: str, mark: str, command: str = STUBBORN) -> subprocess.Popen[str]:
