@@ -247,6 +247,87 @@ int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t 
   return 0;
 }
 
+INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  uint8_t *restrict payload = place->row->payload;
+  const float factor = call->factor;
+  float a2_[GROUP][BLOCK] __attribute__((aligned(64)));
+  for (int g = 0; g < count; g++) {
+    const int64_t b = b0 + g;
+    const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
+    for (int i = 0; i < m; i++) a2_[g][i] = -0.0f;
+    for (int k = 0; k < call->ranks; k++) {
+      if (k == call->rank) {
+        float *restrict values = (float *)place->row->values + b * BLOCK;
+        float *restrict residual = place->row->residual + b * BLOCK;
+#pragma omp simd
+        for (int i = 0; i < m; i++) {
+          const float n0 = values[i];
+          a2_[g][i] += n0;
+        }
+      } else {
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+#pragma omp simd
+        for (int i = 0; i < m; i++) {
+          const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
+          a2_[g][i] += n1;
+        }
+      }
+    }
+  }
+  for (int g = 0; g < count; g++) {
+    const int64_t b = b0 + g;
+    const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
+    const float *restrict a2 = a2_[g];
+    float *restrict values = (float *)place->row->values + b * BLOCK;
+    float *restrict residual = place->row->residual + b * BLOCK;
+    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n4 = a2[i] * factor;
+      const float n5 = to_fp32(n4);
+      values[i] = n5;
+    }
+  }
+}
+
+static __attribute__((noinline)) void decode_sum_rest0(
+    const Call *call, const Place *place, int64_t b, int count, int m) {
+  decode_sum_group0(call, place, b, count, m);
+}
+
+static void decode_sum_sweep0(const Call *call, int thread, int threads) {
+  int64_t total = 0, seen = 0;
+  for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
+  const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
+  float *partials = call->workspace;
+  for (int64_t r = 0; r < call->n && seen < last; r++) {
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
+    int64_t b = first > seen ? first - seen : 0;
+    const int64_t end = last - seen < blocks ? last - seen : blocks;
+    if (b < end) {
+      const Place place = place_of(row, partials);
+      const int64_t stop = end < full ? end : full;
+      for (; b + GROUP <= stop; b += GROUP) decode_sum_group0(call, &place, b, GROUP, BLOCK);
+      if (b < stop) decode_sum_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
+      if (b < end) decode_sum_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
+    }
+    seen += blocks;
+    partials += (blocks + 1) * PARTIALS;
+  }
+}
+
+int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
+    float factor, int32_t threads, void *workspace) {
+  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int thread = omp_get_thread_num(), of = omp_get_num_threads();
+    decode_sum_sweep0(&call, thread, of);
+  }
+  return 0;
+}
+
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
@@ -265,7 +346,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           a2_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (k > call->rank)) * call->stride;
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -351,7 +432,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           a4_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (k > call->rank)) * call->stride;
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n3 = ((const f32 *)(source + place->at[0] + b * 4096))[i];

@@ -495,6 +495,98 @@ int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t 
   return 0;
 }
 
+INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  uint8_t *restrict payload = place->row->payload;
+  const float factor = call->factor;
+  float a10_[GROUP][BLOCK] __attribute__((aligned(64)));
+  for (int g = 0; g < count; g++) {
+    const int64_t b = b0 + g;
+    const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
+    for (int i = 0; i < m; i++) a10_[g][i] = -0.0f;
+    for (int k = 0; k < call->ranks; k++) {
+      if (k == call->rank) {
+        float *restrict values = (float *)place->row->values + b * BLOCK;
+        float *restrict residual = place->row->residual + b * BLOCK;
+#pragma omp simd
+        for (int i = 0; i < m; i++) {
+          const float n0 = values[i];
+          a10_[g][i] += n0;
+        }
+      } else {
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
+        const float n2 = from_bf16(n1);
+        const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
+        const float n4 = from_bf16(n3);
+        uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
+        const uint8_t *in5 = source + place->at[2] + b * 64;
+        in5 = unpack(in5, a5_[g], m, 4, 0);
+        const uint8_t *restrict a5 = a5_[g];
+#pragma omp simd
+        for (int i = 0; i < m; i++) {
+          const float n6 = (float)a5[i];
+          const float n7 = n4 * n6;
+          const float n8 = n2 + n7;
+          const float n9 = n8 + n7;
+          a10_[g][i] += n9;
+        }
+      }
+    }
+  }
+  for (int g = 0; g < count; g++) {
+    const int64_t b = b0 + g;
+    const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
+    const float *restrict a10 = a10_[g];
+    float *restrict values = (float *)place->row->values + b * BLOCK;
+    float *restrict residual = place->row->residual + b * BLOCK;
+    prefetch(values + GROUP * BLOCK, m * sizeof *values);
+#pragma omp simd
+    for (int i = 0; i < m; i++) {
+      const float n12 = a10[i] * factor;
+      const float n13 = to_fp32(n12);
+      values[i] = n13;
+    }
+  }
+}
+
+static __attribute__((noinline)) void decode_sum_rest0(
+    const Call *call, const Place *place, int64_t b, int count, int m) {
+  decode_sum_group0(call, place, b, count, m);
+}
+
+static void decode_sum_sweep0(const Call *call, int thread, int threads) {
+  int64_t total = 0, seen = 0;
+  for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
+  const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
+  float *partials = call->workspace;
+  for (int64_t r = 0; r < call->n && seen < last; r++) {
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
+    int64_t b = first > seen ? first - seen : 0;
+    const int64_t end = last - seen < blocks ? last - seen : blocks;
+    if (b < end) {
+      const Place place = place_of(row, partials);
+      const int64_t stop = end < full ? end : full;
+      for (; b + GROUP <= stop; b += GROUP) decode_sum_group0(call, &place, b, GROUP, BLOCK);
+      if (b < stop) decode_sum_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
+      if (b < end) decode_sum_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
+    }
+    seen += blocks;
+    partials += (blocks + 1) * PARTIALS;
+  }
+}
+
+int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
+    float factor, int32_t threads, void *workspace) {
+  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int thread = omp_get_thread_num(), of = omp_get_num_threads();
+    decode_sum_sweep0(&call, thread, of);
+  }
+  return 0;
+}
+
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
@@ -514,7 +606,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           a10_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (k > call->rank)) * call->stride;
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
         const float n2 = from_bf16(n1);
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
@@ -703,7 +795,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           a12_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (k > call->rank)) * call->stride;
+        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
         const uint32_t n3 = ((const u16 *)(source + place->at[0]))[b];
         const float n4 = from_bf16(n3);
         const uint32_t n5 = ((const u16 *)(source + place->at[1]))[b];

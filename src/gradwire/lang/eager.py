@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gradwire.lang import ir, rng, semantics
+from gradwire.lang import forms, ir, rng, semantics
+from gradwire.lang.call import Call
+from gradwire.lang.codec import Codec
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.layout import Layout, element_nbytes, layout, native_name
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
 PART = 1 << 20  # values evaluated at once: bounds memory, keeps temporaries in cache
@@ -34,21 +36,19 @@ class Part:
     m: int
 
 
-@dataclass(frozen=True)
-class Call:
-    """The scalar arguments of a kernel call."""
+class Interpreter:
+    """Target eager: a codec's forms, evaluated node by node."""
 
-    ranks: int = 1
-    rank: int = 0
-    stride: int = 0
-    factor: float = 1.0
+    def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
+        self.native = native_name(dtype)
+        self.programs = forms.derive(codec, self.native).programs
+        self.layout = layout(codec, dtype)
 
-
-def run(program: ir.Program, layout: Layout, native: str, rows: np.ndarray, call: Call) -> None:
-    """Execute a program on every row; `rows` is a table of dtype `layout.ROW`."""
-    for row in rows:
-        if row["numel"] > 0:
-            _Row(program, layout, native, row, call).run()
+    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
+        """The backend's one method; see `kernels.Backend`."""
+        for row in rows:
+            if row["numel"] > 0:
+                _Row(self.programs[form], self.layout, self.native, row, call).run()
 
 
 @dataclass
@@ -206,7 +206,7 @@ class _Row:
             if k == self.call.rank:
                 total = total + self.evaluate(own, frame)
             else:
-                source = k - (k > self.call.rank)
+                source = k - (0 <= self.call.rank < k)
                 total = total + self.evaluate(body, _Frame(frame.part, source))
         return total
 

@@ -6,11 +6,12 @@
 | encode_ef | values, residual | payload of x = values + residual; residual = x - decoded |
 | decode | payload | values = decoded * factor |
 | decode_add | payload, values | values += decoded |
+| decode_sum | peers' payloads, values | values = sum * factor |
 | reduce_encode | values, peers' payloads | payload of x = sum * factor; values = decoded |
 | reduce_encode_ef | the same, residual | also residual = (x - decoded) / factor |
 
 `sum` runs over the ranks in their order: own values (plus residual, in the _ef form) and what the
-peers' payloads decode to. `decoded` is `decode` traced on what `encode` *stored*, after its casts,
+peers' payloads decode to; with rank -1, over payloads alone. `decoded` is `decode` traced on what `encode` *stored*, after its casts,
 so it is bit for bit what a receiver gets. A residual that would not be finite keeps its old value:
 a bad step never enters it.
 """
@@ -24,7 +25,9 @@ from gradwire.lang import ir, verify
 from gradwire.lang.codec import Codec
 from gradwire.lang.trace import Payload, Trace, Value, as_number, tracing
 
-FORMS = ("encode", "encode_ef", "decode", "decode_add", "reduce_encode", "reduce_encode_ef")
+FORMS = (
+    "encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode", "reduce_encode_ef",
+)  # fmt: skip
 PACKING_BLOCK = 1024  # of codecs that do not call g.blocks(n)
 
 
@@ -47,7 +50,7 @@ class Forms:
 
 @lru_cache(maxsize=512)
 def derive(codec: Codec, native: str) -> Forms:
-    """Trace the codec, verify it, and compose its six programs.
+    """Trace the codec, verify it, and compose its programs.
 
     `native` is the dtype of values: "fp32", "fp16" or "bf16". Raises `LanguageError`.
     """
@@ -91,6 +94,7 @@ def derive(codec: Codec, native: str) -> Forms:
             program("encode_ef", own, residual=kept(error)),
             program("decode", values=out(ir.alu("mul", received, factor))),
             program("decode_add", values=out(ir.alu("add", plain, received))),
+            program("decode_sum", values=out(mean)),
             program("reduce_encode", mean, values=out(sent(mean))),
             program(
                 "reduce_encode_ef", mean_ef, values=out(sent(mean_ef)), residual=kept(error_ef)

@@ -6,27 +6,40 @@ on target c, take no locks, and may run at the same time on different rows.
 
 from __future__ import annotations
 
-import ctypes
 import warnings
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from gradwire.errors import CodecError, ConfigError
-from gradwire.lang import eager, forms, jit
+from gradwire.lang import eager, forms, jit, native
+from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.emit import c
-from gradwire.lang.layout import ROW, Layout, layout, native_name
+from gradwire.lang.layout import ROW, Layout, layout
 
-TARGETS = ("auto", "c", "eager")
+
+class Backend(Protocol):
+    """What runs a codec's forms on one target."""
+
+    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
+        """Run one form on every row. `CodecError` for a payload that cannot be decoded."""
+
+
+BACKENDS: dict[str, Callable[[Codec, torch.dtype], Backend]] = {
+    "c": native.Library,
+    "eager": eager.Interpreter,
+}
+TARGETS = ("auto", *BACKENDS)
 
 
 class Kernels:
     """All forms of a codec. Made by `kernels`.
 
     Attributes:
-        target: "c" or "eager".
+        target: a key of `BACKENDS`.
         layout: of the payloads.
     """
 
@@ -35,16 +48,7 @@ class Kernels:
         self.dtype = dtype
         self.target = target
         self.layout: Layout = layout(codec, dtype)
-        self._native = native_name(dtype)
-        self._programs = forms.derive(codec, self._native).programs
-        self._functions = {}
-        if target == "c":
-            library = jit.load(c.prelude() + source(codec, dtype))
-            for form in forms.FORMS:
-                function = getattr(library, form)
-                function.argtypes = _ARGUMENTS
-                function.restype = ctypes.c_int
-                self._functions[form] = function
+        self._backend = BACKENDS[target](codec, dtype)
 
     def run(
         self,
@@ -62,38 +66,23 @@ class Kernels:
         Args:
             rows: C-contiguous numpy table of dtype `ROW`: addresses of memory that must outlive
                 the call; which of them a form reads and writes is written in lang/forms.py.
-            ranks, rank: of reduce_encode: own values stand at position `rank` of the sum.
-            stride: bytes between the peers' payloads at `source`.
-            factor: what decode multiplies by; what reduce_encode multiplies the sum by.
-            threads: among which the blocks of all rows are divided; no result depends on it.
             workspace: uint8[layout.workspace_nbytes(rows["numel"])], or None to allocate it.
+            ranks, rank, stride, factor, threads: as in `Call`.
+
+        Raises:
+            CodecError: a payload that cannot be decoded.
         """
         if form not in forms.FORMS:
             raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
         assert rows.dtype == ROW, rows.dtype
         assert rows.flags.c_contiguous, "rows: a contiguous table"
-        assert 0 <= rank < ranks, (rank, ranks)
+        assert -1 <= rank < ranks, (rank, ranks)
         assert threads >= 1, threads
-        if self.target == "eager":
-            call = eager.Call(ranks, rank, stride, factor)
-            eager.run(self._programs[form], self.layout, self._native, rows, call)
-            return
-        address = None
-        if self.layout.partials:
-            needed = self.layout.workspace_nbytes(rows["numel"])
-            if workspace is None:
-                workspace = torch.empty(needed, dtype=torch.uint8)
-            assert workspace.nbytes >= needed, (workspace.nbytes, needed)
-            address = workspace.data_ptr()
-        self._functions[form](
-            rows.ctypes.data, rows.size, ranks, rank, stride, factor, threads, address
-        )
-
-
-_ARGUMENTS = (
-    ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
-    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p,
-)  # fmt: skip
+        needed = self.layout.workspace_nbytes(rows["numel"])
+        if needed and workspace is None:
+            workspace = torch.empty(needed, dtype=torch.uint8)
+        assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
+        self._backend.run(form, rows, Call(ranks, rank, stride, factor, threads, workspace))
 
 
 def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:
@@ -141,13 +130,6 @@ def _announce(reason: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def source(codec: Codec, dtype: torch.dtype = torch.float32) -> str:
-    """The C source of the codec's kernels, without the prelude that all kernels share."""
-    native = native_name(dtype)
-    programs = forms.derive(codec, native).programs
-    return c.emit(programs.values(), layout(codec, dtype), native)
 
 
 def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:

@@ -32,7 +32,7 @@ ROW = np.dtype(
         ("numel", "<i8"),
         ("start", "<i8"),  # position of the first value in its parameter
         ("key", "<u8"),  # of the random numbers, see rng.step_keys
-        ("reserved", "<u8"),
+        ("shared", "<u8"),  # of the random numbers that all ranks draw alike
     ]
 )
 assert ROW.itemsize == 64

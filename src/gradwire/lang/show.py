@@ -7,8 +7,8 @@ import torch
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir
 from gradwire.lang.codec import Codec
-from gradwire.lang.kernels import source
 from gradwire.lang.layout import native_name
+from gradwire.lang.native import source
 
 STAGES = ("ir", "c")
 

@@ -271,7 +271,7 @@ class _Group:
         self.close("} else {")
         self.indent += 1
         self.put(
-            "const uint8_t *source = place->row->source + (k - (k > call->rank)) * call->stride;"
+            "const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;"
         )
         for inner in step.body:
             STEPS[type(inner)](self, inner)

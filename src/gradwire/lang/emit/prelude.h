@@ -14,7 +14,7 @@ typedef struct {
   uint8_t *payload;
   const uint8_t *source;
   int64_t numel, start;
-  uint64_t key, reserved;
+  uint64_t key, shared;
 } Row;
 
 typedef struct {

@@ -1,0 +1,50 @@
+"""Target c: a codec's forms compiled to a shared library and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from gradwire.errors import CodecError
+from gradwire.lang import forms, jit
+from gradwire.lang.call import Call
+from gradwire.lang.codec import Codec
+from gradwire.lang.emit import c
+from gradwire.lang.layout import layout, native_name
+
+_ARGUMENTS = (
+    ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
+    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p,
+)  # fmt: skip
+
+
+def source(codec: Codec, dtype: torch.dtype = torch.float32) -> str:
+    """The C source of the codec's kernels, without the prelude that all kernels share."""
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs
+    return c.emit(programs.values(), layout(codec, dtype), native)
+
+
+class Library:
+    """A codec's compiled forms. Raises `jit.CompileError`."""
+
+    def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
+        library = jit.load(c.prelude() + source(codec, dtype))
+        self._functions = {}
+        for form in forms.FORMS:
+            function = getattr(library, form)
+            function.argtypes = _ARGUMENTS
+            function.restype = ctypes.c_int
+            self._functions[form] = function
+
+    def run(self, form: str, rows: np.ndarray, call: Call) -> None:
+        """The backend's one method; see `kernels.Backend`."""
+        workspace = None if call.workspace is None else call.workspace.data_ptr()
+        failed = self._functions[form](
+            rows.ctypes.data, rows.size, call.ranks, call.rank, call.stride, call.factor,
+            call.threads, workspace,
+        )  # fmt: skip
+        if failed:
+            raise CodecError(f"row {failed - 1} of {form}: a payload that this codec never makes")
