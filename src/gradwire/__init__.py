@@ -5,11 +5,18 @@ model = DistributedDataParallel(model)
 gw.attach(model, codec="qsgd", bits=4)
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from gradwire.codecs import QSGD, Cast, Identity, TernGrad
-from gradwire.collectives import Options, all_reduce
 from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
-from gradwire.integrations import Handle, attach
 from gradwire.lang import Codec
+
+if TYPE_CHECKING:
+    from gradwire.collectives import Options, all_reduce
+    from gradwire.integrations.attach import Handle, attach
 
 __version__ = "0.1.0"
 
@@ -28,3 +35,23 @@ __all__ = [
     "all_reduce",
     "attach",
 ]
+
+# What needs torch is imported when it is asked for: where wheels are built there is none.
+_LATER = {
+    "Options": "gradwire.collectives",
+    "all_reduce": "gradwire.collectives",
+    "Handle": "gradwire.integrations.attach",
+    "attach": "gradwire.integrations.attach",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

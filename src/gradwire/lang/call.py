@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # sources are generated where there is no torch
+    import torch
 
 
 @dataclass(frozen=True)

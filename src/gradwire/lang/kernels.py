@@ -18,7 +18,8 @@ from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.layout import ROW, Layout, layout
+from gradwire.lang.layout import Layout, layout
+from gradwire.lang.rows import ROW
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""The wire layout of a payload, and the table of rows that a kernel call takes.
+"""The wire layout of a payload.
 
 A payload holds the codec's fields one after the other, each padded to a byte, little-endian:
     tensor scope   one number
@@ -15,37 +15,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir, passes
 from gradwire.lang.codec import Codec
 
-ROW = np.dtype(
-    [
-        ("values", "<u8"),  # address of the flat values, in the kernel's dtype
-        ("residual", "<u8"),  # address of fp32[numel]
-        ("payload", "<u8"),  # address of uint8[layout.nbytes(numel)]
-        ("source", "<u8"),  # address of the peers' payloads, `stride` bytes apart
-        ("numel", "<i8"),
-        ("start", "<i8"),  # position of the first value in its parameter
-        ("key", "<u8"),  # of the random numbers, see rng.step_keys
-        ("shared", "<u8"),  # of the random numbers that all ranks draw alike
-    ]
-)
-assert ROW.itemsize == 64
+if TYPE_CHECKING:  # sources are generated where there is neither
+    import numpy as np
+    import torch
 
-NATIVE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# by the names that torch prints; the language's own names stand for themselves
+NATIVE = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
-def native_name(dtype: torch.dtype) -> str:
-    """The language's name of a dtype of values; `ConfigError` if there is none."""
-    if dtype not in NATIVE:
-        allowed = ", ".join(str(d) for d in NATIVE)
-        raise ConfigError(f"values of {dtype} cannot be encoded: use one of {allowed}")
-    return NATIVE[dtype]
+def native_name(dtype: torch.dtype | str) -> str:
+    """The language's name of a dtype of values, torch's or that name; `ConfigError` if none."""
+    name = NATIVE.get(str(dtype), str(dtype))
+    if name not in NATIVE.values():
+        raise ConfigError(f"values of {dtype} cannot be encoded: use one of {', '.join(NATIVE)}")
+    return name
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
@@ -125,12 +114,12 @@ class Layout:
         return self.offsets(numel)[-1]
 
     def workspace_nbytes(self, numels: np.ndarray) -> int:
-        """Bytes of scratch memory that a call over rows of these sizes needs."""
-        blocks = -(-np.asarray(numels, np.int64) // self.block)
+        """Bytes of scratch memory that a call over rows of these sizes, int64[n], needs."""
+        blocks = -(-numels // self.block)
         return int((blocks + 1).sum()) * self.partials * 4
 
 
-def layout(codec: Codec, dtype: torch.dtype = torch.float32) -> Layout:
+def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:
     """The layout of the codec's payloads for values of `dtype`. Raises `ConfigError`."""
     return _layout(codec, native_name(dtype))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from gradwire.errors import CodecError
 from gradwire.lang import forms, jit
@@ -14,17 +12,21 @@ from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
 from gradwire.lang.layout import layout, native_name
 
+if TYPE_CHECKING:  # sources are generated where there is neither
+    import numpy as np
+    import torch
+
 _ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
     ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p,
 )  # fmt: skip
 
 
-def source(codec: Codec, dtype: torch.dtype = torch.float32) -> str:
+def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     """The C source of the codec's kernels, without the prelude that all kernels share."""
     native = native_name(dtype)
     programs = forms.derive(codec, native).programs
-    return c.emit(programs.values(), layout(codec, dtype), native)
+    return c.emit(programs.values(), layout(codec, native), native)
 
 
 class Library:

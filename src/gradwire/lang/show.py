@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir
@@ -10,10 +10,13 @@ from gradwire.lang.codec import Codec
 from gradwire.lang.layout import native_name
 from gradwire.lang.native import source
 
+if TYPE_CHECKING:
+    import torch
+
 STAGES = ("ir", "c")
 
 
-def show(codec: Codec, stage: str, dtype: torch.dtype = torch.float32) -> str:
+def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
     """The IR of every form ("ir") or the generated C ("c")."""
     if stage == "ir":
         programs = forms.derive(codec, native_name(dtype)).programs
