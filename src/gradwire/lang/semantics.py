@@ -14,7 +14,6 @@ import torch
 from gradwire.lang import ir
 from gradwire.lang.layout import planes
 
-LANES = 16
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 NAN = {"fp16": 0x7E00, "bf16": 0x7FC0}
@@ -78,25 +77,26 @@ ALU: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def lane_sum(x: Tensor) -> Tensor:
-    """[blocks, m] -> [blocks, 1]: lane l of 16 adds elements l, l + 16, ..., then lanes halve."""
+def tree_sum(x: Tensor) -> Tensor:
+    """[blocks, m] -> [blocks, 1]: the upper half is added to the lower until one is left.
+
+    The m values are followed by +0 up to a power of two. More of them would change nothing, since
+    the last addition of +0 turns -0 into +0.
+    """
     blocks, m = x.shape
-    padded = torch.zeros(blocks, -(-m // LANES) * LANES)
-    padded[:, :m] = x
-    lanes = torch.zeros(blocks, LANES)
-    for step in padded.view(blocks, -1, LANES).unbind(1):
-        lanes = lanes + step
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes
+    total = torch.zeros(blocks, 1 << (m - 1).bit_length())
+    total[:, :m] = x
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total + 0.0
 
 
 # amin and amax propagate NaN; adding +0 turns -0 into +0, so order cannot be seen
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda x: x.amin(1, keepdim=True) + 0.0,
     "max": lambda x: x.amax(1, keepdim=True) + 0.0,
-    "sum": lane_sum,
+    "sum": tree_sum,
 }
 
 

@@ -313,7 +313,7 @@ class _Group:
     def after_reduce(self, sink: passes.Sink) -> None:
         i = self.number[sink.node]
         if sink.node.attr == "sum":
-            self.put(f"sum{i}_[g] = lane_sum(t{i}, m);")
+            self.put(f"sum{i}_[g] = tree_sum(t{i}, m);")
 
     def in_keep(self, sink: passes.Sink) -> None:
         self.put(f"a{self.number[sink.node]}_[g][i] = {self.name(sink.node)};")

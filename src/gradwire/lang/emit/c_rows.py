@@ -93,7 +93,7 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 
 def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> str:
     """Make tensor reductions from the blocks' partial results, rows divided among threads."""
-    function = {"min": "minimum", "max": "maximum", "sum": "lane_sum"}
+    function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
     results = "\n".join(
         f"      partials[PARTIALS * blocks + {i}] =\n"
         f"          {function[kind]}(partials + {i} * blocks, blocks);"

@@ -119,16 +119,24 @@ INLINE float maximum(const float *x, int64_t m) {
   return extreme(high, low, high);
 }
 
-/* Lane l of 16 adds elements l, l + 16, ...; then the lanes halve. */
-INLINE float lane_sum(const float *x, int64_t m) {
+/* The upper half is added to the lower until one is left, +0 beyond m; in place. Written out, so
+   that the loops over a full block have constant trip counts. */
+INLINE void halve(float *x, int64_t m, int64_t p) {
+  const int64_t n = m < p ? 0 : m < 2 * p ? m - p : p;
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) x[i] += x[i + p];
+}
+INLINE float tree_sum(float *x, int64_t m) {
+  int64_t p = 4096;
+  while (p < m) p *= 2;
+  for (; p > 2048; p /= 2) halve(x, m, p);
+  halve(x, m, 2048), halve(x, m, 1024), halve(x, m, 512), halve(x, m, 256), halve(x, m, 128);
+  halve(x, m, 64), halve(x, m, 32), halve(x, m, 16);
   float lane[16] = {0};
-  int64_t i = 0;
-  for (; i + 16 <= m; i += 16)
-    for (int l = 0; l < 16; l++) lane[l] += x[i + l];
-  for (int l = 0; i + l < m; l++) lane[l] += x[i + l];
+  for (int64_t i = 0; i < 16 && i < m; i++) lane[i] = x[i];
   for (int half = 8; half; half /= 2)
     for (int l = 0; l < half; l++) lane[l] += lane[l + half];
-  return lane[0];
+  return lane[0] + 0.0f;
 }
 
 /* A plane of `width` bits, cut from bit `at` of codes: byte j holds codes j, j + length, ...
