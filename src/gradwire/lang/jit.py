@@ -3,7 +3,8 @@
 A library is compiled on first use, into a folder that only its user can write, under a name made
 of the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks
 that want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a
-compiler and GRADWIRE_CACHE a folder: both are for debugging.
+compiler, GRADWIRE_CACHE a folder, and GRADWIRE_ISA less than the CPU has (see isa.py): all are for
+debugging. Kernels that were built ahead of time are found by prebuilt.py before any of this.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 
-# No contraction and no -ffast-math: targets must agree on every bit. No partial redundancy
-# elimination: gcc 12 uses it to branch on a clamp's constants, and then the loop stays scalar.
+from gradwire.lang import isa
+
+# What every kernel is compiled with, here and ahead of time. No contraction and no -ffast-math:
+# targets must agree on every bit. No partial redundancy elimination: gcc 12 uses it to branch on a
+# clamp's constants, and then the loop stays scalar.
 FLAGS = (
-    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off", "-fno-tree-pre", "-fopenmp", "-fPIC", "-shared", "-w",
+    "-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
+    "-fno-tree-pre", "-fopenmp", "-fPIC", "-w",
 )  # fmt: skip
-WIDE = "-mprefer-vector-width=512"  # x86 only: other compilers refuse it
 LOCK_SECONDS = 60.0  # a compilation takes one or two; after this, compile without waiting
 
 
@@ -50,14 +53,17 @@ def compiler() -> str:
 
 def load(source: str) -> ctypes.CDLL:
     """The library compiled from `source`, from the cache where it is there."""
-    path = compiler()
-    return _load(source, path, str(cache_folder()))
+    level = isa.forced()
+    if level is not None:
+        instructions = level.flags
+    else:
+        instructions = ("-march=native", *([isa.WIDE] if isa.machine() == "x86_64" else []))
+    return _load(source, compiler(), (*FLAGS, *instructions), str(cache_folder()))
 
 
 @cache
-def _load(source: str, path: str, folder: str) -> ctypes.CDLL:
-    flags = (*FLAGS, WIDE) if platform.machine() in ("x86_64", "AMD64") else FLAGS
-    name = _digest(source, " ".join(flags), _version(path), _cpu())
+def _load(source: str, path: str, flags: tuple[str, ...], folder: str) -> ctypes.CDLL:
+    name = digest(source, " ".join(flags), version(path), _cpu())
     library = Path(folder) / f"{name}.so"
     if not library.exists():
         with _locked(library.with_suffix(".lock")):
@@ -73,15 +79,22 @@ def _compile(source: str, path: str, flags: tuple[str, ...], library: Path) -> N
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         text, built = Path(scratch) / "kernel.c", Path(scratch) / "kernel.so"
         text.write_text(source, "utf-8")
-        command = [path, *flags, str(text), "-o", str(built), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"{path} failed: {error}") from error
-        if done.returncode != 0:
-            said = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
-            raise CompileError(f"{path} failed: {said}")
+        run([path, *flags, "-shared", str(text), "-o", str(built), "-lm"])
         os.replace(built, library)
+
+
+def run(command: list[str], folder: Path | None = None) -> str:
+    """What a compiler's run in `folder` prints. Raises `CompileError` with what it said."""
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{command[0]} failed: {error}") from error
+    if done.returncode != 0:
+        said = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
+        raise CompileError(f"{command[0]} failed: {said}")
+    return done.stdout
 
 
 def cache_folder() -> Path:
@@ -127,12 +140,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @cache
-def _version(path: str) -> str:
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CompileError(f"{path} does not run: {error}") from error
-    return done.stdout
+def version(path: str) -> str:
+    """What the compiler says that it is. Raises `CompileError`."""
+    return run([path, "--version"])
 
 
 @lru_cache(maxsize=1)
@@ -146,5 +156,6 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _digest(*parts: str) -> str:
+def digest(*parts: str) -> str:
+    """A name for what was made of these texts, 32 hexadecimal digits."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

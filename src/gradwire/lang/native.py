@@ -1,4 +1,4 @@
-"""Target c: a codec's forms compiled to a shared library and called through ctypes."""
+"""Target c: a codec's forms as machine code in a shared library, called through ctypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from gradwire.errors import CodecError
-from gradwire.lang import forms, jit
+from gradwire.lang import forms, jit, prebuilt
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
@@ -29,17 +29,33 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     return c.emit(programs.values(), layout(codec, native), native)
 
 
+def _compiled(text: str) -> ctypes.CDLL:
+    try:
+        return jit.load(text)
+    except jit.CompileError as error:
+        library, said = prebuilt.loaded()
+        reason = said if library is None else "this codec, options and dtype are not among them"
+        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from error
+
+
 class Library:
-    """A codec's compiled forms. Raises `jit.CompileError`."""
+    """A codec's compiled forms: prebuilt ones, else compiled here. Raises `jit.CompileError`.
+
+    Attributes:
+        prebuilt: whether they came with the wheel.
+    """
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
-        library = jit.load(c.prelude() + source(codec, dtype))
-        self._functions = {}
-        for form in forms.FORMS:
-            function = getattr(library, form)
+        text = c.prelude() + source(codec, dtype)
+        functions = prebuilt.find(text, forms.FORMS)
+        self.prebuilt = functions is not None
+        if functions is None:
+            library = _compiled(text)
+            functions = {form: library[form] for form in forms.FORMS}
+        for function in functions.values():
             function.argtypes = _ARGUMENTS
             function.restype = ctypes.c_int
-            self._functions[form] = function
+        self._functions = functions
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""

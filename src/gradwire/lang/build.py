@@ -1,0 +1,130 @@
+"""Builds the libraries of prebuilt kernels: one a level of instruction sets (see prebuilt.py).
+
+Every codec, with its options and a dtype, is a translation unit of its own, compiled with what jit
+compiles with but for the level's flags; all units of a level are linked together. Names of files
+and symbols follow from the sources, so the same sources, compiler and flags give the same bytes.
+
+Only gcc will do: its OpenMP calls are few and known to every runtime that torch may bring, so the
+libraries can leave open which one serves them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import ConfigError
+from gradwire.lang import forms, isa, jit, prebuilt
+from gradwire.lang.codec import Codec
+from gradwire.lang.emit import c
+from gradwire.lang.native import source
+
+DTYPES = ("fp32", "fp16", "bf16")
+MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # what gcc defines where
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A kernel to build: its line in the library's listing, and its whole C source."""
+
+    label: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return prebuilt.digest(self.text)
+
+    @property
+    def renamed(self) -> str:
+        """The source with the entry points' names in a library of many kernels."""
+        names = [f"#define {form} {prebuilt.symbol(self.digest, form)}" for form in forms.FORMS]
+        head, body = self.text[: len(c.prelude())], self.text[len(c.prelude()) :]
+        return "\n".join([head, *names, body])
+
+
+def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
+    """A unit for every codec, given with its label, and dtype; those of one source are one."""
+    found: dict[str, Unit] = {}
+    for label, codec in codecs:
+        for dtype in dtypes:
+            unit = Unit(f"{label} {dtype}", c.prelude() + source(codec, dtype))
+            found.setdefault(unit.digest, unit)
+    return list(found.values())
+
+
+def levels(names: Iterable[str] | None = None) -> tuple[isa.Level, ...]:
+    """The named levels, or all that the compiler can build for.
+
+    Raises `ConfigError` for a level of another machine, `jit.CompileError` without a gcc.
+    """
+    compiler = jit.compiler()
+    macros = jit.run([compiler, "-dM", "-E", "-x", "c", os.devnull]).split()
+    if "__GNUC__" not in macros or "__clang__" in macros:
+        raise jit.CompileError(f"prebuilt kernels need gcc, and {compiler} is another compiler")
+    machine = next((MACHINES[m] for m in macros if m in MACHINES), "another machine")
+    known = tuple(level for level in isa.LEVELS if level.machine == machine)
+    if names is None:
+        return known
+    chosen = tuple(isa.level(name) for name in names)
+    for level in chosen:
+        if level not in known:
+            raise ConfigError(
+                f"{compiler} builds for {machine}, which has no {level.name}: set GRADWIRE_CC to "
+                f"a gcc for {level.machine}"
+            )
+    return chosen
+
+
+def build(
+    wanted: Sequence[Unit], levels: Sequence[isa.Level], folder: Path, jobs: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Make a library a level in `folder`, lowest level first, and yield a row for each.
+
+    Rows: isa, kernels, seconds, bytes, file. A library appears by a rename. `jobs` compilers run
+    at once: as many as there are cores, unless given. Raises `jit.CompileError`.
+    """
+    compiler = jit.compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as name,
+        ThreadPoolExecutor(jobs or _cores()) as at,
+    ):
+        scratch = Path(name)
+        (scratch / "manifest.c").write_text(_manifest(wanted), "utf-8")
+        for unit in wanted:
+            (scratch / f"{unit.digest}.c").write_text(unit.renamed, "utf-8")
+        for level in levels:
+            begun = time.perf_counter()
+            stems = ["manifest", *(unit.digest for unit in wanted)]
+            compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
+            pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
+            for future in pending:
+                future.result()
+            built = folder / prebuilt.file_name(level.name)
+            # no -fopenmp: the runtime's few functions stay open until the library is loaded
+            objects = [f"{stem}.o" for stem in stems]
+            jit.run([compiler, "-shared", "-s", *objects, "-o", built.name, "-lm"], scratch)
+            os.replace(scratch / built.name, built)
+            yield {
+                "isa": level.name,
+                "kernels": len(wanted),
+                "seconds": time.perf_counter() - begun,
+                "bytes": built.stat().st_size,
+                "file": str(built),
+            }
+
+
+def _manifest(wanted: Sequence[Unit]) -> str:
+    lines = [f'  "{unit.label}\\n"' for unit in wanted]
+    return "\n".join([f"const char {prebuilt.MANIFEST}[] =", *lines, '  "";', ""])
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

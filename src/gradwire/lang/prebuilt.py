@@ -1,0 +1,99 @@
+"""Kernels that were built ahead of time and came with the wheel: how a running process finds them.
+
+A library holds every prebuilt kernel for one level of instruction sets (see isa.py). The name of
+a kernel's entry points contains the digest of the C source that it was compiled from and of the
+flags, so asking for `symbol(digest, form)` is the whole lookup: a library that was built from
+another version's code has no such symbol, and the kernel is compiled on first use as if there were
+no library. GRADWIRE_KERNELS names another folder of libraries; it is for tests.
+
+The libraries do not say which OpenMP runtime they need: they take the one that torch has brought
+into the process, so that there is one only, and none needs to be installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+from gradwire.lang import isa, jit
+
+MANIFEST = "gradwire_kernels"  # symbol: text, a line a kernel
+RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them know the calls that gcc emits
+
+
+def folder() -> Path:
+    """Where libraries lie: beside this file, or where GRADWIRE_KERNELS says."""
+    return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parent / "libraries")
+
+
+def file_name(level: str) -> str:
+    return f"kernels-{level}.so"
+
+
+def digest(text: str) -> str:
+    """What tells a kernel's whole C source, prelude included, from every other."""
+    return jit.digest(text, " ".join(jit.FLAGS))
+
+
+def symbol(digest: str, form: str) -> str:
+    return f"gradwire_{digest}_{form}"
+
+
+def find(text: str, forms: tuple[str, ...]) -> dict[str, ctypes._NamedFuncPointer] | None:
+    """The entry points of the kernel with this C source, by form; None if it was not built ahead.
+
+    Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not run.
+    """
+    library = loaded()[0]
+    if library is None:
+        return None
+    name = digest(text)
+    try:
+        return {form: library[symbol(name, form)] for form in forms}
+    except AttributeError:
+        return None
+
+
+def loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library for this CPU, and its file; or None, and why there is none."""
+    return _loaded(str(folder()), isa.allowed())
+
+
+@cache
+def _loaded(folder: str, levels: tuple[isa.Level, ...]) -> tuple[ctypes.CDLL | None, str]:
+    if not any(Path(folder).glob(file_name("*"))):
+        return None, "none came with this installation"
+    for level in reversed(levels):
+        path = Path(folder) / file_name(level.name)
+        if path.exists():
+            try:
+                _share_openmp()
+                return ctypes.CDLL(str(path)), str(path)
+            except OSError as error:
+                return None, f"{path} cannot be loaded: {error}"
+    return None, f"those in {folder} are not for this CPU"
+
+
+def listing() -> list[str]:
+    """The kernels of the loaded library: CODEC:OPTION=VALUE:... DTYPE, in order."""
+    library = loaded()[0]
+    if library is None:
+        return []
+    text = ctypes.c_char.in_dll(library, MANIFEST)
+    return ctypes.string_at(ctypes.addressof(text)).decode().splitlines()
+
+
+def _share_openmp() -> None:
+    """Let libraries see the OpenMP runtime of this process, or else the system's.
+
+    Raises `OSError` if there is neither.
+    """
+    try:
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        mapped = []
+    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in mapped if "omp" in line)
+    found = [p for p in paths if Path(p).name.startswith(RUNTIMES)]
+    ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
