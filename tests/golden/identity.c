@@ -265,7 +265,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           a2_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -346,7 +347,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           a2_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -432,7 +434,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           a4_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n3 = ((const f32 *)(source + place->at[0] + b * 4096))[i];

@@ -93,17 +93,17 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
     memset(c23 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n12 = n0 * 0.5f;
       const float n13 = n12 - n7;
       const float n20 = n13 * n19;
-      const float n21 = uniform(stream0, weyl0);
+      const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
       const int32_t n23 = to_uint(n22, 15.0f);
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c23[i] = (uint8_t)n23;
     }
     uint8_t *out23 = payload + place->at[2] + b * 64;
@@ -242,8 +242,8 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
     memset(c25 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
@@ -251,7 +251,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n14 = n2 * 0.5f;
       const float n15 = n14 - n9;
       const float n22 = n15 * n21;
-      const float n23 = uniform(stream0, weyl0);
+      const float n23 = uniform(stream0, stream0_weyl);
       const float n24 = n22 + n23;
       const int32_t n25 = to_uint(n24, 15.0f);
       const float n26 = (float)n25;
@@ -261,7 +261,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c25[i] = (uint8_t)n25;
       residual[i] = n32;
     }
@@ -513,7 +513,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           a10_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
         const float n2 = from_bf16(n1);
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
@@ -606,7 +607,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           a10_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
         const float n2 = from_bf16(n1);
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
@@ -698,14 +700,14 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
     memset(c35 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
       const float n24 = n12 * 0.5f;
       const float n25 = n24 - n19;
       const float n32 = n25 * n31;
-      const float n33 = uniform(stream0, weyl0);
+      const float n33 = uniform(stream0, stream0_weyl);
       const float n34 = n32 + n33;
       const int32_t n35 = to_uint(n34, 15.0f);
       const float n36 = (float)n35;
@@ -713,7 +715,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       const float n38 = n18 + n37;
       const float n39 = n38 + n37;
       const float n40 = to_fp32(n39);
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c35[i] = (uint8_t)n35;
       values[i] = n40;
     }
@@ -795,7 +797,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           a12_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const uint32_t n3 = ((const u16 *)(source + place->at[0]))[b];
         const float n4 = from_bf16(n3);
         const uint32_t n5 = ((const u16 *)(source + place->at[1]))[b];
@@ -888,14 +891,14 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c37[BLOCK + 8] __attribute__((aligned(64)));
     memset(c37 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n14 = a12[i] * factor;
       const float n26 = n14 * 0.5f;
       const float n27 = n26 - n21;
       const float n34 = n27 * n33;
-      const float n35 = uniform(stream0, weyl0);
+      const float n35 = uniform(stream0, stream0_weyl);
       const float n36 = n34 + n35;
       const int32_t n37 = to_uint(n36, 15.0f);
       const float n38 = (float)n37;
@@ -908,7 +911,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       const int n45 = is_finite(n44);
       const float n1 = residual[i];
       const float n46 = n45 ? n44 : n1;
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c37[i] = (uint8_t)n37;
       values[i] = n42;
       residual[i] = n46;

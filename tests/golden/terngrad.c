@@ -127,17 +127,17 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
     float *restrict residual = place->row->residual + b * BLOCK;
     uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
     memset(c23 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n13 = n0 * 0.5f;
       const float n14 = n13 - n8;
       const float n20 = n14 * n19;
-      const float n21 = uniform(stream0, weyl0);
+      const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
       const int32_t n23 = to_uint(n22, 3.0f);
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c23[i] = (uint8_t)n23;
     }
     uint8_t *out23 = payload + place->at[2] + b * 256;
@@ -299,8 +299,8 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
     float *restrict residual = place->row->residual + b * BLOCK;
     uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
     memset(c25 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n0 = values[i];
       const float n1 = residual[i];
@@ -308,7 +308,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n15 = n2 * 0.5f;
       const float n16 = n15 - n10;
       const float n22 = n16 * n21;
-      const float n23 = uniform(stream0, weyl0);
+      const float n23 = uniform(stream0, stream0_weyl);
       const float n24 = n22 + n23;
       const int32_t n25 = to_uint(n24, 3.0f);
       const float n26 = (float)n25;
@@ -318,7 +318,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c25[i] = (uint8_t)n25;
       residual[i] = n32;
     }
@@ -528,7 +528,8 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
           a8_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -619,7 +620,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
           a8_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -751,7 +753,8 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
           a8_[g][i] += n0;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -778,14 +781,14 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c33[BLOCK + 8] __attribute__((aligned(64)));
     memset(c33 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n10 = a8[i] * factor;
       const float n23 = n10 * 0.5f;
       const float n24 = n23 - n18;
       const float n30 = n24 * n29;
-      const float n31 = uniform(stream0, weyl0);
+      const float n31 = uniform(stream0, stream0_weyl);
       const float n32 = n30 + n31;
       const int32_t n33 = to_uint(n32, 3.0f);
       const float n34 = (float)n33;
@@ -793,7 +796,7 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
       const float n36 = n13 + n35;
       const float n37 = n36 + n35;
       const float n38 = to_fp32(n37);
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c33[i] = (uint8_t)n33;
       values[i] = n38;
     }
@@ -867,7 +870,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
           a10_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -1002,7 +1006,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
           a10_[g][i] += n2;
         }
       } else {
-        const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;
+        const int own_before = 0 <= call->rank && call->rank < k;
+        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -1030,14 +1035,14 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
     memset(c35 + m, 0, 8);
-    uint32_t weyl0 = (first + stream0.low) * WEYL;
-#pragma omp simd linear(weyl0 : WEYL)
+    uint32_t stream0_weyl = (first + stream0.low) * WEYL;
+#pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
       const float n12 = a10[i] * factor;
       const float n25 = n12 * 0.5f;
       const float n26 = n25 - n20;
       const float n32 = n26 * n31;
-      const float n33 = uniform(stream0, weyl0);
+      const float n33 = uniform(stream0, stream0_weyl);
       const float n34 = n32 + n33;
       const int32_t n35 = to_uint(n34, 3.0f);
       const float n36 = (float)n35;
@@ -1050,7 +1055,7 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
       const int n43 = is_finite(n42);
       const float n1 = residual[i];
       const float n44 = n43 ? n42 : n1;
-      weyl0 += WEYL;
+      stream0_weyl += WEYL;
       c35[i] = (uint8_t)n35;
       values[i] = n40;
       residual[i] = n44;

@@ -80,9 +80,9 @@ def test_planes() -> None:
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 128, 129])
 def test_packing_is_as_defined(bits: int, m: int) -> None:
     codes = torch.randint(0, 2**bits, (3, m), generator=torch.Generator().manual_seed(bits))
-    packed = semantics.pack(codes, bits)
+    packed = semantics.pack(codes, f"uint{bits}")
     assert packed.shape == (3, element_nbytes(f"uint{bits}", m))
-    assert torch.equal(semantics.unpack(packed, bits, m), codes)
+    assert torch.equal(semantics.unpack(packed, f"uint{bits}", m), codes)
     # the definition, a value at a time
     expected, begin = torch.zeros_like(packed), 0
     for width, at in planes(bits):

@@ -16,12 +16,21 @@ class Codec:
     `encode` takes the elements as a symbol and returns `concat(...)`; `decode` takes the fields of
     that payload by name and returns the elements. Both are traced, so they run before any number
     exists, use the operators of `gradwire.lang.ops`, and may branch on the codec's own options.
+    Where `encode` has a second parameter, `latest`, that is the new gradient alone, while the first
+    has what error feedback added to it.
     Options are checked in `__post_init__`, which raises `ConfigError`.
     """
 
     def encode(self, g: Value) -> Payload:
         """The payload of the elements `g`."""
         raise NotImplementedError(f"{type(self).__name__} defines no encode")
+
+    def encode_sum(self, g: Value) -> Payload:
+        """The payload of a sum of decoded payloads, at the rank that reduces them.
+
+        As `encode` unless a codec says otherwise: one that scales what it picks must do so once.
+        """
+        return self.encode(g)
 
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""

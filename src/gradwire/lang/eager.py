@@ -5,21 +5,25 @@ semantics.py defines the operations, this file how a row is evaluated with them.
 It takes one row at a time and evaluates nodes on parts of it: runs of equal blocks as
 [blocks, block] tensors, with the ragged last block a part of its own. Element scope is
 [blocks, block], block scope [blocks, 1], tensor and constant scope 0-dimensional; all on the CPU.
+Selections, entries and matrices are of the whole row: int64[entries], [entries], [rows, columns].
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from gradwire.errors import CodecError
 from gradwire.lang import forms, ir, rng, semantics
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
+from gradwire.lang.forms import Field
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes, layout, native_name
+from gradwire.lang.layout import RUN, Layout, element_nbytes, layout, native_name, run_nbytes
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
 PART = 1 << 20  # values evaluated at once: bounds memory, keeps temporaries in cache
@@ -41,14 +45,18 @@ class Interpreter:
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
         self.native = native_name(dtype)
-        self.programs = forms.derive(codec, self.native).programs
+        self.derived = forms.derive(codec, self.native)
         self.layout = layout(codec, dtype)
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""
+        program = self.derived.programs[form]
         for row in rows:
             if row["numel"] > 0:
-                _Row(self.programs[form], self.layout, self.native, row, call).run()
+                _Row(program, self.layout, self.native, row, call, self.derived.table).run()
+
+
+_ROW_SCOPES = (Scope.CONSTANT, Scope.TENSOR, Scope.SELECTION, Scope.MATRIX)
 
 
 @dataclass
@@ -62,35 +70,62 @@ class _Frame:
 
 class _Row:
     def __init__(
-        self, program: ir.Program, layout: Layout, native: str, row: np.void, call: Call
+        self,
+        program: ir.Program,
+        layout: Layout,
+        native: str,
+        row: np.void,
+        call: Call,
+        table: tuple[float, ...],
     ) -> None:
-        self.program, self.layout, self.native, self.row, self.call = (
-            program, layout, native, row, call,
+        self.program, self.layout, self.native, self.row, self.call, self.table = (
+            program, layout, native, row, call, table,
         )  # fmt: skip
         self.numel = int(row["numel"])
         self.offsets = layout.offsets(self.numel)
-        self.tensor_memo: dict[Node, Tensor] = {}
+        self.row_memo: dict[tuple[int | None, Node], Tensor] = {}
 
     def run(self) -> None:
+        # everything is read before anything is written: stores overwrite what loads read
+        first = _Frame(self.parts()[0])
+        patches = [
+            (t, self.evaluate(s, first), self.evaluate(n, first))
+            for t, n, s in self.program.patches
+        ]
+        if self.layout.variable and self.program.fields:
+            self.put_tails()
+        for name, n in self.program.fields:
+            if n.scope in (Scope.TENSOR, Scope.MATRIX):
+                self.put(name, n, self.evaluate(n, first), first.part)
         for part in self.parts():
-            frame = _Frame(part)
-            # everything is read before anything is written: stores overwrite what loads read
-            results = [self.evaluate(n, frame) for n in self.program.roots]
-            fields = results[: len(self.program.fields)]
-            for (name, n), result in zip(self.program.fields, fields, strict=True):
-                self.put(name, n, result, part)
-            stored = results[len(fields) :]
-            for (target, _), result in zip(self.program.stores, stored, strict=True):
-                memory = self.memory(target)
-                at = part.first * self.layout.block
-                size = part.blocks * part.m
-                memory[at : at + size] = result.expand(part.blocks, part.m).reshape(-1)
+            self.run_part(part)
+        for target, at, values in patches:
+            self.memory(target)[at] = values
+
+    def run_part(self, part: Part) -> None:
+        frame = _Frame(part)
+        local = [
+            (name, n)
+            for name, n in self.program.fields
+            if n.scope in (Scope.BLOCK, Scope.ELEMENT) and n.op != "keep"
+        ]
+        fields = [self.evaluate(n, frame) for _, n in local]
+        stores = [self.evaluate(n, frame) for _, n in self.program.stores]
+        for (name, n), result in zip(local, fields, strict=True):
+            self.put(name, n, result, part)
+        for (target, _), result in zip(self.program.stores, stores, strict=True):
+            at = part.first * self.layout.block
+            self.memory(target)[at : at + part.blocks * part.m] = _flat(result, part)
 
     def parts(self) -> list[Part]:
         full, rest = divmod(self.numel, self.layout.block)
         step = max(1, PART // self.layout.block)
         parts = [Part(b, min(step, full - b), self.layout.block) for b in range(0, full, step)]
         return [*parts, Part(full, 1, rest)] if rest else parts
+
+    def everywhere(self, n: Node, source: int | None = None) -> Tensor:
+        """An element or a number of its block, for every element of the row: [numel]."""
+        return torch.cat([_flat(self.evaluate(n, _Frame(p, source)), p) for p in self.parts()])
 
     # memory ------------------------------------------------------------------------------------
 
@@ -104,15 +139,18 @@ class _Row:
         address = int(self.row["payload"])
         if source is not None:
             address = int(self.row["source"]) + source * self.call.stride
-        return view(address, self.offsets[-1])
+        return view(address, self.layout.nbytes(self.numel))
+
+    def field(self, name: str) -> tuple[int, Field]:
+        at = [f.name for f in self.layout.fields].index(name)
+        return at, self.layout.fields[at]
 
     def field_bytes(self, name: str, part: Part, payload: Tensor) -> Tensor:
         """The bytes of a field that belong to a part: uint8[blocks, bytes a block]."""
-        at = [f.name for f in self.layout.fields].index(name)
-        f = self.layout.fields[at]
-        begin = self.offsets[at]
-        if f.scope is Scope.TENSOR:
-            return payload[begin : begin + f.item_nbytes].view(1, -1)
+        at, f = self.field(name)
+        begin, end = self.offsets[at : at + 2]
+        if f.scope in (Scope.TENSOR, Scope.MATRIX):
+            return payload[begin:end].view(1, -1)
         if f.scope is Scope.BLOCK:
             size, stride = f.item_nbytes, f.item_nbytes
         else:
@@ -127,29 +165,59 @@ class _Row:
         memory = self.field_bytes(name, part, self.payload(None))
         if n.scope is Scope.ELEMENT:
             result = result.expand(part.blocks, part.m)
-        else:
+        elif n.scope is not Scope.MATRIX:
             result = result.reshape(-1, 1)
-        if n.dtype.startswith("uint"):
-            packed = (
-                semantics.pack(result, ir.BITS[n.dtype]) if n.scope is Scope.ELEMENT else result
-            )
-            memory.copy_(packed)
+        if n.dtype in ir.CODES:
+            memory.copy_(semantics.pack(result, n.dtype) if n.scope is Scope.ELEMENT else result)
         else:
-            memory.copy_(result.contiguous().view(torch.uint8))
+            memory.copy_(result.contiguous().view(torch.uint8).view(memory.shape))
+
+    def put_tails(self) -> None:
+        """All that has a length which depends on data, and zeros up to the greatest length."""
+        payload = self.payload(None)
+        payload[self.offsets[-1] :] = 0
+        frame = _Frame(self.parts()[0])
+        for (name, n), at in zip(self.program.fields, range(len(self.offsets)), strict=False):
+            if n.op == "select":
+                chosen = self.evaluate(n, frame)
+                counts = torch.bincount(
+                    chosen // self.layout.block, minlength=self.layout.blocks(self.numel)
+                )
+                known = payload[self.offsets[at] : self.offsets[at + 1]]
+                known.copy_(counts.to(torch.int16).view(torch.uint8))
+                positions = chosen % self.layout.block
+                self.put_tail(name, _in_runs(positions, self.layout.position), chosen.numel())
+            elif n.op == "keep":
+                flags = self.everywhere(n.args[1]) != 0
+                codes = self.everywhere(n.args[0])[flags]
+                self.put_tail(name, _in_runs(codes, n.dtype, self.layout.block), codes.numel())
+            elif n.scope is Scope.SELECTION:
+                self.put_tail(name, _in_runs(self.evaluate(n, frame), n.dtype), None)
+
+    def put_tail(self, name: str, data: Tensor, entries: int | None) -> None:
+        if entries is not None:
+            self.entries = entries  # the selection stands before what belongs to it
+        begin, nbytes = self.layout.tails(self.numel, self.entries)[self.field(name)[0]]
+        self.payload(None)[begin : begin + nbytes] = data
 
     # evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, n: Node, frame: _Frame) -> Tensor:
-        memo = self.tensor_memo if n.scope <= Scope.TENSOR and frame.source is None else frame.memo
-        if n not in memo:
-            memo[n] = getattr(self, f"_{n.op}")(n, frame)
-        return memo[n]
+        if n.scope in _ROW_SCOPES:
+            key = (frame.source, n)
+            if key not in self.row_memo:
+                self.row_memo[key] = getattr(self, f"_{n.op}")(n, frame)
+            return self.row_memo[key]
+        if n not in frame.memo:
+            frame.memo[n] = getattr(self, f"_{n.op}")(n, frame)
+        return frame.memo[n]
 
     def _const(self, n: Node, frame: _Frame) -> Tensor:
         return torch.tensor(n.attr, dtype=torch.float32)
 
     def _param(self, n: Node, frame: _Frame) -> Tensor:
-        return torch.tensor(self.call.factor, dtype=torch.float32)
+        number = self.table[n.attr] if isinstance(n.attr, int) else self.call.factor
+        return torch.tensor(number, dtype=torch.float32)
 
     def _load(self, n: Node, frame: _Frame) -> Tensor:
         part = frame.part
@@ -160,15 +228,80 @@ class _Row:
     def _field(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.FieldRef)
         payload = self.payload(frame.source if n.attr.source else None)
+        if n.dtype == "selection":
+            return self.received_selection(n.attr.name, payload)
+        if n.scope is Scope.SELECTION:
+            entries = self.evaluate(n.args[0], frame).numel()
+            return self.received_tail(n.attr.name, payload, entries, n.dtype, RUN)
+        if n.args:
+            return self.kept_codes(n, payload, frame)
         memory = self.field_bytes(n.attr.name, frame.part, payload)
-        if n.dtype.startswith("uint"):
+        if n.dtype in ir.CODES:
             if n.scope is Scope.ELEMENT:
-                return semantics.unpack(memory, ir.BITS[n.dtype], frame.part.m)
+                return semantics.unpack(memory, n.dtype, frame.part.m)
             result = memory.to(torch.int64)
         else:
             # a copy, since a payload's fields need not be aligned
             result = memory.clone().view(TORCH[n.dtype])
+        if n.scope is Scope.MATRIX:
+            shape = self.field(n.attr.name)[1].shape
+            assert shape is not None
+            return result.view(-1, shape[1])
         return result.reshape(()) if n.scope is Scope.TENSOR else result
+
+    def received_selection(self, name: str, payload: Tensor) -> Tensor:
+        """int64[entries]: the elements that a payload selects. `CodecError` for nonsense."""
+        at, f = self.field(name)
+        assert f.capacity is not None
+        known = payload[self.offsets[at] : self.offsets[at + 1]]
+        counts = known.clone().view(torch.int16).to(torch.int64) & 0xFFFF
+        entries = int(counts.sum())
+        if entries > f.capacity.of(self.numel):
+            raise CodecError(
+                f"{name}: {entries} entries of {self.numel} values, at most "
+                f"{f.capacity.of(self.numel)} can be"
+            )
+        dtype = self.layout.position
+        positions = self.received_tail(name, payload, entries, dtype, RUN)
+        blocks = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+        chosen = blocks * self.layout.block + positions
+        ascending = bool((chosen[1:] > chosen[:-1]).all())
+        if (
+            not ascending
+            or bool((positions >= self.layout.block).any())
+            or (entries and int(chosen[-1]) >= self.numel)
+        ):
+            raise CodecError(f"{name}: positions that are not in order, or beyond the end")
+        return chosen
+
+    def received_tail(
+        self, name: str, payload: Tensor, entries: int, dtype: str, run: int
+    ) -> Tensor:
+        begin, nbytes = self.layout.tails(self.numel, entries)[self.field(name)[0]]
+        data = payload[begin : begin + nbytes].clone()
+        if dtype not in ir.CODES and dtype in TORCH:
+            return data.view(TORCH[dtype])
+        full = run_nbytes(dtype, entries // run * run, run)
+        rows = entries // run
+        pieces = [(data[:full], rows, run), (data[full:], 1, entries % run)]
+        codes = [
+            semantics.unpack(piece.view(blocks, -1), dtype, m).reshape(-1)
+            for piece, blocks, m in pieces
+            if piece.numel()
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *codes])
+
+    def kept_codes(self, n: Node, payload: Tensor, frame: _Frame) -> Tensor:
+        assert isinstance(n.attr, ir.FieldRef)
+        key = (frame.source, n)
+        if key not in self.row_memo:
+            flags = self.everywhere(n.args[0], frame.source) != 0
+            codes = torch.zeros(self.numel, dtype=torch.int64)
+            codes[flags] = self.received_tail(
+                n.attr.name, payload, int(flags.sum()), n.dtype, self.layout.block
+            )
+            self.row_memo[key] = codes
+        return _of_part(self.row_memo[key], frame.part, self.layout.block)
 
     def _alu(self, n: Node, frame: _Frame) -> Tensor:
         return ALU[str(n.attr)](*(self.evaluate(a, frame) for a in n.args))
@@ -176,12 +309,20 @@ class _Row:
     def _cast(self, n: Node, frame: _Frame) -> Tensor:
         return semantics.cast(self.evaluate(n.args[0], frame), n.dtype, str(n.attr))
 
+    def _keep(self, n: Node, frame: _Frame) -> Tensor:
+        kept = self.evaluate(n.args[1], frame) != 0
+        return torch.where(kept, self.evaluate(n.args[0], frame), 0)
+
+    def uniform(self, stream: ir.Stream, index: Tensor) -> Tensor:
+        key = int(self.row["shared" if stream.shared else "key"])
+        return rng.uniform(key, stream.number, index)
+
     def _random(self, n: Node, frame: _Frame) -> Tensor:
         index = self._index(n, frame)
         if n.scope is Scope.BLOCK:
             index = index[:, :1]
-        assert isinstance(n.attr, int)
-        return rng.uniform(int(self.row["key"]), n.attr, index)
+        assert isinstance(n.attr, ir.Stream)
+        return self.uniform(n.attr, index)
 
     def _index(self, n: Node, frame: _Frame) -> Tensor:
         part = frame.part
@@ -190,6 +331,8 @@ class _Row:
         return (index & rng.MASK32).view(part.blocks, part.m)
 
     def _reduce(self, n: Node, frame: _Frame) -> Tensor:
+        if isinstance(n.attr, ir.Rank):
+            return self.order_statistic(n, n.attr)
         kind = str(n.attr)
         if n.scope is Scope.BLOCK:
             x = self.evaluate(n.args[0], frame)
@@ -199,16 +342,114 @@ class _Row:
         ]
         return REDUCE[kind](torch.cat(partials).view(1, -1)).reshape(())
 
+    def order_statistic(self, n: Node, rank: ir.Rank) -> Tensor:
+        window = torch.arange(-(-self.numel // rank.every))
+        inside = (self.uniform(rank.stream, window) * rank.every).to(torch.int64)
+        sample = (window * rank.every + inside).clamp(max=self.numel - 1)
+        values = self.everywhere(n.args[0])[sample]
+        order = torch.argsort(semantics.ordered(values), descending=True, stable=True)
+        return values[order[rank.size.of(window.numel()) - 1]]
+
+    def _rotate(self, n: Node, frame: _Frame) -> Tensor:
+        rotation = n.attr
+        assert isinstance(rotation, ir.Rotation)
+        if not rotation.full:
+            return self.rotated(self.evaluate(n.args[0], frame), self._index(n, frame), rotation)
+        key = (frame.source, n)
+        if key not in self.row_memo:
+            x = self.everywhere(n.args[0], frame.source).view(1, -1)
+            index = torch.arange(self.numel).view(1, -1)
+            self.row_memo[key] = self.rotated(x, index, rotation).view(-1)
+        return _of_part(self.row_memo[key], frame.part, self.layout.block)
+
+    def rotated(self, x: Tensor, index: Tensor, rotation: ir.Rotation) -> Tensor:
+        signs = torch.where(self.uniform(rotation.stream, index) < 0.5, 1.0, -1.0)
+        return semantics.rotate(x.expand(index.shape), signs, rotation.inverse)
+
+    def _select(self, n: Node, frame: _Frame) -> Tensor:
+        assert isinstance(n.attr, ir.Size)
+        capacity = n.attr.of(self.numel)
+        conditions = [a for a in n.args if a.dtype == "bool"]
+        candidates = torch.arange(self.numel)
+        if conditions:
+            candidates = candidates[self.everywhere(conditions[0])]
+        if n.args[0].dtype == "bool":
+            return candidates[:capacity]
+        keys = semantics.ordered(self.everywhere(n.args[0]))[candidates]
+        order = torch.argsort(keys, descending=True, stable=True)
+        return candidates[order[:capacity]].sort().values
+
+    def _gather(self, n: Node, frame: _Frame) -> Tensor:
+        return self.everywhere(n.args[0], frame.source)[self.evaluate(n.args[1], frame)]
+
     def _fold(self, n: Node, frame: _Frame) -> Tensor:
-        own, body = n.args
-        total = torch.full((frame.part.blocks, frame.part.m), -0.0)  # -0 + x is x, for -0 too
+        own, *peers = n.args
+        part = frame.part
+        total = torch.full((part.blocks, part.m), -0.0)  # -0 + x is x, for -0 too
         for k in range(self.call.ranks):
             if k == self.call.rank:
                 total = total + self.evaluate(own, frame)
+                continue
+            theirs = _Frame(part, k - (0 <= self.call.rank < k))
+            if len(peers) == 1:
+                total = total + self.evaluate(peers[0], theirs)
             else:
-                source = k - (0 <= self.call.rank < k)
-                total = total + self.evaluate(body, _Frame(frame.part, source))
+                values, chosen = (self.evaluate(p, theirs) for p in peers)
+                first = part.first * self.layout.block
+                here = (chosen >= first) & (chosen < first + total.numel())
+                flat = total.view(-1)
+                flat[chosen[here] - first] += values.expand(chosen.shape)[here]
         return total
+
+    # matrices ----------------------------------------------------------------------------------
+
+    def _matrix(self, n: Node, frame: _Frame) -> Tensor:
+        assert isinstance(n.attr, ir.Shape)
+        columns = n.attr.columns
+        rows = max(1, -(-self.numel // columns))
+        padded = torch.zeros(rows * columns)
+        padded[: self.numel] = self.everywhere(n.args[0], frame.source)
+        return padded.view(rows, columns)
+
+    def _decompose(self, n: Node, frame: _Frame) -> Tensor:
+        assert isinstance(n.attr, ir.Factor)
+        m = self.evaluate(n.args[0], frame)
+        start = torch.arange(m.shape[1] * n.attr.rank).view(m.shape[1], n.attr.rank)
+        left = m @ (self.uniform(n.attr.stream, start) - 0.5)
+        if bool(torch.isfinite(left).all()):
+            left = torch.linalg.qr(left).Q
+            # fewer rows than the rank: the missing directions are zero
+            left = torch.nn.functional.pad(left, (0, n.attr.rank - left.shape[1]))
+        else:
+            left = torch.full_like(left, math.nan)
+        return left if n.attr.side == "left" else m.T @ left
+
+    def _product(self, n: Node, frame: _Frame) -> Tensor:
+        a, b = (self.evaluate(x, frame) for x in n.args)
+        return a @ b.T
+
+    def _flatten(self, n: Node, frame: _Frame) -> Tensor:
+        flat = self.evaluate(n.args[0], frame).reshape(-1)[: self.numel]
+        return _of_part(flat, frame.part, self.layout.block)
+
+
+def _flat(result: Tensor, part: Part) -> Tensor:
+    return result.expand(part.blocks, part.m).reshape(-1)
+
+
+def _of_part(flat: Tensor, part: Part, block: int) -> Tensor:
+    first = part.first * block
+    return flat[first : first + part.blocks * part.m].view(part.blocks, part.m)
+
+
+def _in_runs(values: Tensor, dtype: str, run: int = RUN) -> Tensor:
+    """Values as they lie in a payload: uint8, in runs."""
+    if dtype in TORCH:
+        return values.contiguous().view(torch.uint8)
+    full = values.numel() // run * run
+    runs = [values[:full].view(-1, run), values[full:].view(1, -1)]
+    packed = [semantics.pack(r, dtype).reshape(-1) for r in runs if r.numel()]
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *packed])
 
 
 def view(address: int, nbytes: int) -> Tensor:

@@ -6,29 +6,61 @@
 | encode_ef | values, residual | payload of x = values + residual; residual = x - decoded |
 | decode | payload | values = decoded * factor |
 | decode_add | payload, values | values += decoded |
-| decode_sum | peers' payloads, values | values = sum * factor |
+| decode_sum | values, peers' payloads | values = sum * factor |
 | reduce_encode | values, peers' payloads | payload of x = sum * factor; values = decoded |
 | reduce_encode_ef | the same, residual | also residual = (x - decoded) / factor |
 
 `sum` runs over the ranks in their order: own values (plus residual, in the _ef form) and what the
-peers' payloads decode to; with rank -1, over payloads alone. `decoded` is `decode` traced on what `encode` *stored*, after its casts,
-so it is bit for bit what a receiver gets. A residual that would not be finite keeps its old value:
-a bad step never enters it.
+peers' payloads decode to; with rank -1, over payloads alone. `decoded` is `decode` traced on what
+`encode` *stored*, after its casts, so it is bit for bit what a receiver gets. A residual that would
+not be finite keeps its old value: a bad step never enters it.
+
+Where a codec selects elements, a form's stores say what all the others hold, and its patches what
+the selected ones hold; so a form that adds leaves all others alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gradwire.lang import ir, verify
 from gradwire.lang.codec import Codec
+from gradwire.lang.ir import Node, Scope
 from gradwire.lang.trace import Payload, Trace, Value, as_number, tracing
 
 FORMS = (
-    "encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode", "reduce_encode_ef",
+    "encode", "encode_ef", "decode", "decode_add", "decode_sum",
+    "reduce_encode", "reduce_encode_ef",
 )  # fmt: skip
 PACKING_BLOCK = 1024  # of codecs that do not call g.blocks(n)
+ENTRIES = 8  # of a selection, expected in a block where the codec leaves its size open
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a payload.
+
+    Attributes:
+        name, dtype, scope: as `concat` got them.
+        capacity: of a selection.
+        flag: name of the field that says which blocks a field of kept codes has.
+        shape: (columns, rank, "left" or "right") of a matrix.
+    """
+
+    name: str
+    dtype: str
+    scope: Scope
+    capacity: ir.Size | None = None
+    flag: str | None = None
+    shape: tuple[int, int, str] | None = None
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of one number of tensor or block scope."""
+        return (ir.BITS.get(self.dtype, 8) + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -37,15 +69,22 @@ class Forms:
 
     Attributes:
         programs: form -> program.
-        fields: (name, dtype, scope) in wire order.
+        fields: in the order of `concat`.
         block: values per block.
         operators: names of the language's operators the codec uses.
+        table: the numbers that kernels are called with.
     """
 
     programs: dict[str, ir.Program]
-    fields: tuple[tuple[str, str, ir.Scope], ...]
+    fields: tuple[Field, ...]
     block: int
     operators: tuple[str, ...]
+    table: tuple[float, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether all forms can be compiled; else they are interpreted on every target."""
+        return all(program.fused for program in self.programs.values())
 
 
 @lru_cache(maxsize=512)
@@ -54,63 +93,10 @@ def derive(codec: Codec, native: str) -> Forms:
 
     `native` is the dtype of values: "fp32", "fp16" or "bf16". Raises `LanguageError`.
     """
-    values = ir.node("load", attr="values", dtype=native, scope=ir.Scope.ELEMENT)
-    residual = ir.node("load", attr="residual", scope=ir.Scope.ELEMENT)
-    factor = ir.node("param", attr="factor")
     tracer = _Tracer(codec, native)
-
-    plain = as_number(values)
-    stored = tracer.encode(plain)
-    fields = tuple((name, n.dtype, n.scope) for name, n in stored)
-    received = tracer.decode(_receive(fields, source=False))
-    peers = tracer.decode(_receive(fields, source=True))
-    own = ir.alu("add", plain, residual)
-
-    def kept(error: ir.Node) -> ir.Node:
-        return ir.alu("where", ir.alu("isfinite", error), error, residual)
-
-    def summed(own: ir.Node) -> ir.Node:
-        total = ir.node("fold", (own, peers), scope=ir.Scope.ELEMENT)
-        return ir.alu("mul", total, factor)
-
-    def program(form: str, x: ir.Node | None = None, **stores: ir.Node) -> ir.Program:
-        encoded = () if x is None else tracer.encode(x)
-        return ir.Program(form, tuple(stores.items()), encoded, tracer.block)
-
-    def sent(x: ir.Node) -> ir.Node:
-        return tracer.decode(tracer.encode(x))
-
-    def out(x: ir.Node) -> ir.Node:
-        rounding = "stored" if native == "fp32" else "nearest"
-        return ir.node("cast", (x,), rounding, dtype=native, scope=ir.Scope.ELEMENT)
-
-    mean, mean_ef = summed(plain), summed(own)
-    error = ir.alu("sub", own, sent(own))
-    error_ef = ir.alu("div", ir.alu("sub", mean_ef, sent(mean_ef)), factor)
-    programs = {
-        p.form: p
-        for p in (
-            program("encode", plain),
-            program("encode_ef", own, residual=kept(error)),
-            program("decode", values=out(ir.alu("mul", received, factor))),
-            program("decode_add", values=out(ir.alu("add", plain, received))),
-            program("decode_sum", values=out(mean)),
-            program("reduce_encode", mean, values=out(sent(mean))),
-            program(
-                "reduce_encode_ef", mean_ef, values=out(sent(mean_ef)), residual=kept(error_ef)
-            ),
-        )
-    }
-    return Forms(programs, fields, tracer.block, tuple(tracer.operators))
-
-
-def _receive(
-    fields: tuple[tuple[str, str, ir.Scope], ...], source: bool
-) -> tuple[tuple[str, ir.Node], ...]:
-    return tuple(
-        (name, ir.node("field", attr=ir.FieldRef(name, source), dtype=dtype, scope=scope))
-        for name, dtype, scope in fields
-    )
+    composer = _Composer(tracer, native)
+    programs = {p.form: p for p in composer.programs()}
+    return Forms(programs, tracer.fields, tracer.block, tuple(tracer.operators), tracer.table)
 
 
 class _Tracer:
@@ -122,22 +108,180 @@ class _Tracer:
         self.block = PACKING_BLOCK
         self.streams = 0
         self.operators: list[str] = []
+        self.table: tuple[float, ...] = ()
+        self.fields: tuple[Field, ...] = ()
 
-    def encode(self, x: ir.Node) -> tuple[tuple[str, ir.Node], ...]:
+    def encode(self, x: Node, latest: Node, again: bool = False) -> tuple[tuple[str, Node], ...]:
+        """The stored fields of `x`; `again` where x is a sum of decoded payloads."""
         with tracing(Trace(self.native)) as trace:
-            payload = self.codec.encode(Value(x))
+            encode = self.codec.encode_sum if again else self.codec.encode
+            given = (Value(x), Value(latest)) if verify.takes_latest(encode) else (Value(x),)
+            payload = encode(*given)
         verify.payload(self.codec, payload)
         assert isinstance(payload, Payload)
-        self.block = trace.block or PACKING_BLOCK
+        stored = tuple((name, value.node) for name, value in payload.fields)
+        fields = tuple(_field(name, n, dict(stored)) for name, n in stored)
+        verify.stored(self.codec, fields, self.fields)
+        self.fields = fields
+        self.block = trace.block or _block(fields)
+        verify.block(self.codec, self.block, fields)
         self.streams = trace.streams
+        self.table = trace.table
         self.operators = self.operators or trace.operators
-        return tuple((name, value.node) for name, value in payload.fields)
+        return stored
 
-    def decode(self, fields: tuple[tuple[str, ir.Node], ...]) -> ir.Node:
-        trace = Trace(self.native, block=self.block, streams=self.streams)
+    def decode(self, fields: tuple[tuple[str, Node], ...]) -> Node:
+        trace = Trace(self.native, block=self.block, streams=self.streams, table=self.table)
         with tracing(trace):
             trace.uses("extract")
             elements = self.codec.decode(**{name: Value(n) for name, n in fields})
         verify.elements(self.codec, elements, allowed={n for _, n in fields})
+        self.table = trace.table
         self.operators += [op for op in trace.operators if op not in self.operators]
         return as_number(elements.node)
+
+    def received(self, source: bool) -> Node:
+        """What a payload decodes to; `source`: the payload that a fold visits."""
+        nodes: dict[str, Node] = {}
+        for f in self.fields:
+            selection = next((n for n in nodes.values() if n.dtype == "selection"), None)
+            below = [nodes[f.flag]] if f.flag else []
+            if f.scope is Scope.SELECTION and f.dtype != "selection" and selection is not None:
+                below = [selection]
+            ref = ir.FieldRef(f.name, source)
+            nodes[f.name] = ir.node("field", below, ref, dtype=f.dtype, scope=f.scope)
+        return self.decode(tuple(nodes.items()))
+
+
+class _Composer:
+    """Composes a codec's traces into programs."""
+
+    def __init__(self, tracer: _Tracer, native: str) -> None:
+        self.tracer = tracer
+        self.native = native
+        self.values = ir.node("load", attr="values", dtype=native, scope=Scope.ELEMENT)
+        self.residual = ir.node("load", attr="residual", scope=Scope.ELEMENT)
+        self.factor = ir.node("param", attr="factor")
+
+    def programs(self) -> list[ir.Program]:
+        plain = as_number(self.values)
+        own = ir.alu("add", plain, self.residual)
+        encoded = self.tracer.encode(plain, plain)
+        with_residual = self.tracer.encode(own, plain)
+        received, peers = self.tracer.received(False), self.tracer.received(True)
+        mean, mean_ef = self.mean(plain, peers), self.mean(own, peers)
+        reduced = self.tracer.encode(mean, mean, again=True)
+        reduced_ef = self.tracer.encode(mean_ef, mean_ef, again=True)
+
+        def times(v: Node) -> Node:
+            return ir.alu("mul", v, self.factor)
+
+        def feedback(error: Node) -> Node:
+            return ir.alu("div", error, self.factor)
+
+        return [
+            self.program("encode", encoded),
+            self.program("encode_ef", with_residual, self.error(own, with_residual)),
+            self.program("decode", (), self.result(received, times)),
+            self.program("decode_add", (), self.sum(plain, received)),
+            self.program("decode_sum", (), {"values": (self.out(mean), None)}),
+            self.program("reduce_encode", reduced, self.result(self.tracer.decode(reduced))),
+            self.program(
+                "reduce_encode_ef",
+                reduced_ef,
+                self.result(self.tracer.decode(reduced_ef))
+                | self.error(mean_ef, reduced_ef, feedback),
+            ),
+        ]
+
+    def program(
+        self,
+        form: str,
+        fields: tuple[tuple[str, Node], ...],
+        written: dict[str, tuple[Node | None, tuple[Node, Node] | None]] | None = None,
+    ) -> ir.Program:
+        """`written`: target -> (what elements hold, (what selected elements hold, selection))."""
+        written = written or {}
+        stores = tuple((t, n) for t, (n, _) in written.items() if n is not None)
+        patches = tuple((t, *patch) for t, (_, patch) in written.items() if patch is not None)
+        return ir.Program(form, stores, fields, self.tracer.block, patches)
+
+    def mean(self, own: Node, peers: Node) -> Node:
+        args = (own, *peers.args) if peers.op == "scatter" else (own, peers)
+        return ir.alu("mul", ir.node("fold", args, scope=Scope.ELEMENT), self.factor)
+
+    def result(
+        self, decoded: Node, change: Callable[[Node], Node] = lambda v: v
+    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+        """values = change(decoded)."""
+        if decoded.op != "scatter":
+            return {"values": (self.out(change(decoded)), None)}
+        entries, selection = decoded.args
+        nothing = ir.node("const", attr=0.0, scope=Scope.ELEMENT)
+        entries = self.out(change(entries), Scope.SELECTION)
+        return {"values": (self.out(nothing), (entries, selection))}
+
+    def sum(
+        self, own: Node, decoded: Node
+    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+        """values = own + decoded."""
+        if decoded.op != "scatter":
+            return {"values": (self.out(ir.alu("add", own, decoded)), None)}
+        entries, selection = decoded.args
+        total = ir.alu("add", _gather(own, selection), entries)
+        return {"values": (None, (self.out(total, Scope.SELECTION), selection))}
+
+    def error(
+        self,
+        x: Node,
+        stored: tuple[tuple[str, Node], ...],
+        change: Callable[[Node], Node] = lambda v: v,
+    ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
+        """residual = change(x - decoded), where that is finite."""
+        decoded = self.tracer.decode(stored)
+
+        def kept(error: Node, residual: Node) -> Node:
+            error = change(error)
+            return ir.alu("where", ir.alu("isfinite", error), error, residual)
+
+        if decoded.op != "scatter":
+            return {"residual": (kept(ir.alu("sub", x, decoded), self.residual), None)}
+        entries, selection = decoded.args
+        error = ir.alu("sub", _gather(x, selection), entries)
+        patch = (kept(error, _gather(self.residual, selection)), selection)
+        return {"residual": (kept(x, self.residual), patch)}
+
+    def out(self, x: Node, scope: Scope = Scope.ELEMENT) -> Node:
+        """Rounded to the dtype of values."""
+        rounding = "stored" if self.native == "fp32" else "nearest"
+        return ir.node("cast", (x,), rounding, dtype=self.native, scope=scope)
+
+
+def _gather(x: Node, selection: Node) -> Node:
+    return ir.node("gather", (x, selection), scope=Scope.SELECTION)
+
+
+def _field(name: str, n: Node, stored: dict[str, Node]) -> Field:
+    if n.op == "select":
+        assert isinstance(n.attr, ir.Size)
+        return Field(name, n.dtype, n.scope, capacity=n.attr)
+    if n.op == "keep":
+        flag = next((other for other, node in stored.items() if node is n.args[1]), None)
+        return Field(name, n.dtype, n.scope, flag=flag)
+    if n.scope is Scope.MATRIX:
+        made = next((a for a in ir.walk([n]) if a.op == "decompose"), None)
+        if made is not None and isinstance(made.attr, ir.Factor):
+            columns = made.args[0].attr
+            assert isinstance(columns, ir.Shape)
+            return Field(
+                name, n.dtype, n.scope, shape=(columns.columns, made.attr.rank, made.attr.side)
+            )
+    return Field(name, n.dtype, n.scope)
+
+
+def _block(fields: tuple[Field, ...]) -> int:
+    """Of a codec that leaves it open: a selection's positions cost least at a few a block."""
+    fraction = next((f.capacity.fraction for f in fields if f.capacity is not None), None)
+    if fraction is None:
+        return PACKING_BLOCK
+    return int(2 ** min(max(round(math.log2(ENTRIES / max(fraction, 1e-6))), 8), 14))

@@ -1,22 +1,34 @@
-"""The whole intermediate representation: one kind of node, ten operations, one program.
+"""The whole intermediate representation: one kind of node, nineteen operations, one program.
 
 Vocabulary
-    node     a pure computation; identical nodes are one object, so `is` means "same value"
-    scope    how many values a node stands for: one per call, per row, per block, or per element
-    program  what a kernel form writes: nodes stored to values, to the residual, to payload fields
+    node       a pure computation; identical nodes are one object, so `is` means "same value"
+    scope      how many values a node stands for: one per call, per row, per block, per selected
+               element, per element; or a matrix made of the row
+    selection  some elements of a row, in the order of their positions; an entry is one of them
+    program    what a kernel form writes: nodes stored to values, to the residual, to the payload
 
 | op | args | attr | meaning |
 | --- | --- | --- | --- |
 | const | - | float | the number itself |
 | load | - | "values", "residual" | the element in memory |
-| param | - | "factor" | an argument of the call |
-| field | - | FieldRef | a payload field, or one of the payload that a fold visits |
+| param | - | "factor", or int | an argument of the call; a number of the codec's table |
+| field | - or selection or flag | FieldRef | a payload field, or one of a peer's payload |
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
-| reduce | 1 | "min", "max", "sum" | elements of a block to BLOCK, blocks of a row to TENSOR |
-| random | - | stream | uniform in [0, 1), from (key, index, stream) |
+| reduce | 1 | "min", "max", "sum", "count"; Rank | elements to BLOCK, blocks to TENSOR |
+| random | - | Stream | uniform in [0, 1), from (key, index, stream) |
 | index | - | - | position of the element in its parameter, modulo 2^32 |
+| rotate | 1 | Rotation | randomised Hadamard transform of each block |
+| select | condition; or key; or both | Size | elements where it holds; of the largest keys |
+| keep | codes, flag | - | codes, stored only for blocks whose flag is set |
+| gather | x, selection | - | x of every selected element |
+| scatter | x, selection | - | x where an element is selected, else 0 |
 | fold | own, decoded | - | sum in rank order, `decoded` evaluated for every peer's payload |
+| fold | own, x, selection | - | the same, where peers' payloads are selections |
+| matrix | 1 | Shape | the row as a matrix, padded with zeros |
+| decompose | 1 | Factor | one of the two factors of a low-rank approximation |
+| product | a, b | - | a times b transposed |
+| flatten | 1 | - | the elements of a matrix that was made of the row |
 
 All arithmetic is fp32 without contraction. docs/wire-format.md and lang/eager.py define the rest.
 """
@@ -35,20 +47,25 @@ class Scope(IntEnum):
     CONSTANT = 0
     TENSOR = 1
     BLOCK = 2
-    ELEMENT = 3
+    SELECTION = 3
+    ELEMENT = 4
+    MATRIX = 5
 
 
-# dtype name -> bits in memory. `bool` lives in registers only; `uint32` is what index() yields.
+# dtype name -> bits in memory. `bool` lives in registers only; `uint32` is what index() yields;
+# a `selection` is stored as counts and positions (layout.py); five `trit`s make a byte.
 BITS = {
     "fp32": 32,
     "fp16": 16,
     "bf16": 16,
     "uint32": 32,
     "bool": 1,
-    **{f"uint{b}": b for b in range(1, 9)},
+    **{f"uint{b}": b for b in range(1, 16)},  # more than 8 only as positions of a selection
 }
 FLOATS = ("fp32", "fp16", "bf16")
-STORABLE = (*FLOATS, *(f"uint{b}" for b in range(1, 9)))
+CODES = ("trit", *(f"uint{b}" for b in range(1, 9)))  # small integers, packed
+STORABLE = (*FLOATS, *CODES, "selection")
+TOP = {"trit": 2, **{f"uint{b}": 2**b - 1 for b in range(1, 9)}}  # the largest code
 
 # alu function -> (number of operands, kind of operands, kind of result)
 ALU = {
@@ -74,8 +91,10 @@ ALU = {
 }
 
 OPS = (
-    "const", "load", "param", "field", "alu", "cast", "reduce", "random", "index", "fold",
+    "const", "load", "param", "field", "alu", "cast", "reduce", "random", "index", "rotate",
+    "select", "keep", "gather", "scatter", "fold", "matrix", "decompose", "product", "flatten",
 )  # fmt: skip
+UNFUSED = ("matrix", "decompose", "product", "flatten")  # these call torch, on any target
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +118,67 @@ class FieldRef:
 
     def __repr__(self) -> str:
         return f"peer's {self.name}" if self.source else self.name
+
+
+@dataclass(frozen=True)
+class Stream:
+    """attr of a random node: a number of its own; shared: drawn alike by all ranks."""
+
+    number: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many of n values: max(least, floor(fraction * n)), but at most n."""
+
+    fraction: float
+    least: int = 1
+
+    def of(self, n: int) -> int:
+        return min(n, max(self.least, int(self.fraction * n)))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """attr of a reduce node: the size-th largest of a sample, one of every `every` elements.
+
+    Element w * every + floor(uniform(stream, w) * every) stands for window w.
+    """
+
+    every: int
+    size: Size
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """attr of a rotate node.
+
+    Every block is cut into powers of two, the largest first; each part, its signs flipped by the
+    stream, goes through a normalised Hadamard transform. The inverse transforms, then flips.
+    full: the whole row is one block; not fused then.
+    """
+
+    stream: Stream
+    inverse: bool = False
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """attr of a matrix node: ceil(n / columns) rows, but at least one."""
+
+    columns: int
+
+
+@dataclass(frozen=True)
+class Factor:
+    """attr of a decompose node: P (rows, rank) is "left", Q (columns, rank) "right"."""
+
+    rank: int
+    side: str
+    stream: Stream
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
@@ -148,16 +228,27 @@ class Program:
         stores: (target, node) with target "values" or "residual"; written after all is read.
         fields: (name, node) of the payload in wire order; empty for forms that only decode.
         block: values per block.
+        patches: (target, node, selection): what selected elements hold instead of their stores.
     """
 
     form: str
     stores: tuple[tuple[str, Node], ...]
     fields: tuple[tuple[str, Node], ...]
     block: int
+    patches: tuple[tuple[str, Node, Node], ...] = ()
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        return tuple(n for _, n in self.fields) + tuple(n for _, n in self.stores)
+        patched = tuple(n for _, *nodes in self.patches for n in nodes)
+        return tuple(n for _, n in (*self.fields, *self.stores)) + patched
+
+    @property
+    def fused(self) -> bool:
+        """Whether it can be compiled into sweeps; else it is interpreted on every target."""
+        return not any(
+            n.op in UNFUSED or (isinstance(n.attr, Rotation) and n.attr.full)
+            for n in walk(self.roots)
+        )
 
 
 def walk(roots: Iterable[Node]) -> Iterator[Node]:
@@ -185,4 +276,5 @@ def show(program: Program) -> str:
         lines.append(f"{text:58}{n.dtype} {n.scope.name.lower()}")
     lines += [f"  field {name} <- {names[n]}" for name, n in program.fields]
     lines += [f"  store {target} <- {names[n]}" for target, n in program.stores]
+    lines += [f"  patch {target} <- {names[n]} at {names[s]}" for target, n, s in program.patches]
     return "\n".join(lines)

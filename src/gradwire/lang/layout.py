@@ -3,12 +3,20 @@
 A payload holds the codec's fields one after the other, each padded to a byte, little-endian:
     tensor scope   one number
     block scope    one number a block, in order of blocks; uint1 to uint8 take a byte each
-    element scope  block after block; fp32, fp16, bf16 as they are, uint codes in planes
+    element scope  block after block; fp32, fp16, bf16 as they are, codes in planes
+    matrix scope   row after row
+    a selection    how many of a block are selected, two bytes a block
 
-Planes: a code of `bits` bits is cut from its lowest bit up into planes of 4, 2 and 1 bits (8 stays
-whole). In a plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values
-j, j + L, j + 2L, ... from its lowest bits up. A row without values has an empty payload.
-docs/wire-format.md says the same for readers of the format.
+Then what has a length that depends on data, in the same order, each part beginning where the one
+before it ends, so that a payload in use is a prefix of its greatest size:
+    a selection      the entries' positions in their blocks, as codes of just enough bits
+    selection scope  a value an entry; positions and codes in runs of 128 entries
+    kept codes       as of element scope, for the blocks whose flag is set
+
+Planes: a code of `bits` bits is cut from its lowest bit up into planes of 8, 4, 2 and 1 bits. In a
+plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values j, j + L,
+j + 2L, ... from its lowest bits up; a trit does so with the base 3, and five in a byte. A row
+without values has an empty payload. docs/wire-format.md says the same for readers of the format.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ from typing import TYPE_CHECKING
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir, passes
 from gradwire.lang.codec import Codec
+from gradwire.lang.forms import Field
+from gradwire.lang.ir import Scope
 
 if TYPE_CHECKING:  # sources are generated where there is neither
     import numpy as np
@@ -37,12 +47,14 @@ def native_name(dtype: torch.dtype | str) -> str:
     return name
 
 
+RUN = 128  # entries of a selection that are packed together
+COUNT_NBYTES = 2  # of how many elements of a block are selected
+
+
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
     """(width, position of its lowest bit in the code) of every plane, in wire order."""
-    if bits == 8:
-        return ((8, 0),)
     cut, at = [], 0
-    for width in (4, 2, 1):
+    for width in (8, 4, 2, 1):
         if bits & width:
             cut.append((width, at))
             at += width
@@ -51,23 +63,16 @@ def planes(bits: int) -> tuple[tuple[int, int], ...]:
 
 def element_nbytes(dtype: str, m: int) -> int:
     """Bytes of `m` elements of one block."""
+    if dtype == "trit":
+        return -(-m // 5)
     if not dtype.startswith("uint"):
         return m * ir.BITS[dtype] // 8
     return sum((m * width + 7) // 8 for width, _ in planes(ir.BITS[dtype]))
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field of a payload: its name, stored dtype and scope."""
-
-    name: str
-    dtype: str
-    scope: ir.Scope
-
-    @property
-    def item_nbytes(self) -> int:
-        """Bytes of one number of tensor or block scope."""
-        return (ir.BITS[self.dtype] + 7) // 8
+def run_nbytes(dtype: str, m: int, run: int = RUN) -> int:
+    """Bytes of `m` values in runs."""
+    return m // run * element_nbytes(dtype, run) + element_nbytes(dtype, m % run)
 
 
 @dataclass(frozen=True)
@@ -75,48 +80,111 @@ class Layout:
     """How a codec's payload lies in memory.
 
     Attributes:
-        fields: in wire order.
+        fields: as `concat` got them.
         block: values per block.
         partials: floats a block needs in the workspace (tensor reductions), 0 for most codecs.
+        samples: one of how many values is sorted (the least of all), 0 where none is.
+        staged: numbers that a staged entry needs in the workspace, 0 without a selection.
     """
 
     fields: tuple[Field, ...]
     block: int
     partials: int
+    samples: int
+    staged: int
 
     @property
     def splittable(self) -> bool:
         """Whether a row may be cut at any block boundary without changing what is encoded."""
-        return self.partials == 0 and all(f.scope is not ir.Scope.TENSOR for f in self.fields)
+        local = all(f.scope in (Scope.BLOCK, Scope.ELEMENT) for f in self.fields)
+        return local and self.partials == 0 and not self.variable
+
+    @property
+    def variable(self) -> bool:
+        """Whether a payload's length depends on data."""
+        return any(f.capacity is not None or f.flag is not None for f in self.fields)
+
+    @property
+    def position(self) -> str:
+        """The dtype of an entry's position in its block."""
+        return f"uint{max(1, (self.block - 1).bit_length())}"
 
     def blocks(self, numel: int) -> int:
         """Blocks of a row, the last one possibly shorter."""
         return -(-numel // self.block)
 
     def offsets(self, numel: int) -> list[int]:
-        """Byte offset of every field, then the end of the payload."""
+        """Byte offset of every field's part of known length, then the end of these."""
         offsets = [0]
         for f in self.fields:
-            if numel == 0:
-                size = 0
-            elif f.scope is ir.Scope.TENSOR:
-                size = f.item_nbytes
-            elif f.scope is ir.Scope.BLOCK:
-                size = f.item_nbytes * self.blocks(numel)
-            else:
-                full, rest = divmod(numel, self.block)
-                size = full * element_nbytes(f.dtype, self.block) + element_nbytes(f.dtype, rest)
-            offsets.append(offsets[-1] + size)
+            offsets.append(offsets[-1] + (self._known_nbytes(f, numel) if numel else 0))
         return offsets
 
-    def nbytes(self, numel: int) -> int:
-        """Exact size of the payload of `numel` values."""
-        return self.offsets(numel)[-1]
+    def _known_nbytes(self, f: Field, numel: int) -> int:
+        if f.capacity is not None:
+            return COUNT_NBYTES * self.blocks(numel)
+        if f.scope is Scope.SELECTION or f.flag is not None:
+            return 0
+        if f.shape is not None:
+            columns, rank, side = f.shape
+            rows = max(1, -(-numel // columns))
+            return (rows if side == "left" else columns) * rank * ir.BITS[f.dtype] // 8
+        if f.scope is Scope.TENSOR:
+            return f.item_nbytes
+        if f.scope is Scope.BLOCK:
+            return f.item_nbytes * self.blocks(numel)
+        return run_nbytes(f.dtype, numel, self.block)
 
-    def workspace_nbytes(self, numels: np.ndarray) -> int:
-        """Bytes of scratch memory that a call over rows of these sizes, int64[n], needs."""
-        blocks = -(-numels // self.block)
-        return int((blocks + 1).sum()) * self.partials * 4
+    def capacity(self, numel: int) -> int:
+        """Entries at most: of the selection, or values of blocks whose codes may be kept."""
+        sizes = [f.capacity.of(numel) for f in self.fields if f.capacity is not None]
+        return sizes[0] if sizes else numel
+
+    def tails(self, numel: int, entries: int) -> list[tuple[int, int]]:
+        """(first byte, number of bytes) of every field's part of a length that depends on data.
+
+        `entries`: selected elements, or values of kept blocks.
+        """
+        at, tails = self.offsets(numel)[-1], []
+        for f in self.fields:
+            nbytes = self._tail_nbytes(f, entries) if entries else 0
+            tails.append((at, nbytes))
+            at += nbytes
+        return tails
+
+    def _tail_nbytes(self, f: Field, entries: int) -> int:
+        if f.capacity is not None:
+            return run_nbytes(self.position, entries)
+        if f.flag is not None:
+            return run_nbytes(f.dtype, entries, self.block)
+        return run_nbytes(f.dtype, entries) if f.scope is Scope.SELECTION else 0
+
+    def nbytes(self, numel: int) -> int:
+        """Size of the payload of `numel` values: exact, or the greatest that it can have."""
+        if not self.variable:
+            return self.offsets(numel)[-1]
+        return sum(self.tails(numel, self.capacity(numel))[-1])
+
+    def workspace_nbytes(self, numels: np.ndarray, threads: int = 1) -> int:
+        """Bytes of scratch memory that a call over rows of these sizes needs.
+
+        Partial results of all rows; then for every thread what the largest row stages.
+        """
+        sizes = [int(n) for n in numels]
+        floats = sum(self.blocks(n) + 1 for n in sizes) * self.partials
+        largest = max(sizes, default=0)
+        if self.samples:
+            floats += threads * (-(-largest // self.samples) + 1)
+        if self.staged:
+            floats += threads * (self.staged * self.staging(largest) + HISTOGRAM)
+        return 4 * floats
+
+    def staging(self, numel: int) -> int:
+        """Entries that a thread stages before it must drop those it can."""
+        return 2 * self.capacity(numel) + self.block + RUN
+
+
+HISTOGRAM = 2048  # counters of a radix selection
 
 
 def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:
@@ -127,5 +195,12 @@ def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:
 @lru_cache(maxsize=512)
 def _layout(codec: Codec, native: str) -> Layout:
     derived = forms.derive(codec, native)
-    partials = max(len(passes.tensor_reductions(p)) for p in derived.programs.values())
-    return Layout(tuple(Field(*f) for f in derived.fields), derived.block, partials)
+    programs = derived.programs.values()
+    nodes = [n for p in programs for n in ir.walk(p.roots)]
+    return Layout(
+        fields=derived.fields,
+        block=derived.block,
+        partials=max(len(passes.tensor_reductions(p)) for p in programs),
+        samples=min((n.attr.every for n in nodes if isinstance(n.attr, ir.Rank)), default=0),
+        staged=max(passes.staged_numbers(p) for p in programs),
+    )

@@ -109,6 +109,18 @@ def tensor_reductions(program: ir.Program) -> tuple[Node, ...]:
     return tuple(n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR)
 
 
+def staged_numbers(program: ir.Program) -> int:
+    """Numbers that an entry takes in the workspace: its index, its key, what is gathered."""
+    nodes = list(ir.walk(program.roots))
+    selects = any(n.op == "select" for n in nodes)
+    return 2 + len(gathered(program)) if selects else 0
+
+
+def gathered(program: ir.Program) -> tuple[Node, ...]:
+    """What is gathered at the selection that a program makes, in order."""
+    return tuple(n for n in ir.walk(program.roots) if n.op == "gather" and n.args[1].op == "select")
+
+
 def cut_sweeps(
     program: ir.Program, reductions: tuple[Node, ...]
 ) -> list[tuple[list[Sink], list[Partial]]]:

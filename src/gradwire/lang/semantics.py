@@ -25,8 +25,8 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
     """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; writes one kind of NaN."""
     if dtype == "fp32" and rounding != "stored":
         return x.to(torch.float32)
-    if dtype.startswith("uint"):
-        top = float(2 ** ir.BITS[dtype] - 1)
+    if dtype in ir.TOP:
+        top = float(ir.TOP[dtype])
         return _minimum(_maximum(x, torch.tensor(0.0)), torch.tensor(top)).to(torch.int64)
     if dtype == "fp32":
         return torch.where(torch.isnan(x), torch.tensor(math.nan), x)
@@ -97,31 +97,76 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda x: x.amin(1, keepdim=True) + 0.0,
     "max": lambda x: x.amax(1, keepdim=True) + 0.0,
     "sum": tree_sum,
+    "count": lambda x: x.sum(1, keepdim=True).to(torch.float32),
 }
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def ordered(x: Tensor) -> Tensor:
+    """int64 keys in the order of fp32 numbers: -0 before +0, any NaN the largest."""
+    bits = torch.where(torch.isnan(x), torch.tensor(math.nan), x).view(torch.int32).to(torch.int64)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def rotate(x: Tensor, signs: Tensor, inverse: bool) -> Tensor:
+    """[blocks, m] -> [blocks, m]: signs and a Hadamard transform, for each power of two in m."""
+    parts, begin = [], 0
+    while begin < x.shape[1]:
+        size = 1 << ((x.shape[1] - begin).bit_length() - 1)
+        part, sign = (t[:, begin : begin + size] for t in (x, signs))
+        scale = torch.tensor(1.0 / math.sqrt(size), dtype=torch.float32)
+        parts.append(hadamard(part) * scale * sign if inverse else hadamard(part * sign) * scale)
+        begin += size
+    return torch.cat(parts, 1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """[blocks, 2^k]: sums and differences at distances 1, 2, 4, ..."""
+    blocks, size = x.shape
+    distance = 1
+    while distance < size:
+        pairs = x.reshape(blocks, -1, 2, distance)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        x = torch.stack((low + high, low - high), 2).reshape(blocks, size)
+        distance *= 2
+    return x
+
+
+def pack(codes: Tensor, dtype: str) -> Tensor:
     """int64[blocks, m] -> uint8[blocks, bytes] in planes."""
-    blocks, m = codes.shape
-    packed = []
-    for width, at in planes(bits):
-        per, length = 8 // width, (m * width + 7) // 8
-        cells = torch.zeros(blocks, per * length, dtype=torch.int64)
-        cells[:, :m] = (codes >> at) & (2**width - 1)
-        shifts = torch.arange(per).view(1, per, 1) * width
-        packed.append((cells.view(blocks, per, length) << shifts).sum(1))
-    return torch.cat(packed, 1).to(torch.uint8)
+    if dtype == "trit":
+        return _join(codes, 5, 3)
+    packed = [
+        _join((codes >> at) & (2**width - 1), 8 // width, 2**width)
+        for width, at in planes(ir.BITS[dtype])
+    ]
+    return torch.cat(packed, 1)
 
 
-def unpack(packed: Tensor, bits: int, m: int) -> Tensor:
+def unpack(packed: Tensor, dtype: str, m: int) -> Tensor:
     """uint8[blocks, bytes] -> int64[blocks, m]."""
+    if dtype == "trit":
+        return _split(packed, 5, 3, m)
     codes = torch.zeros(packed.shape[0], m, dtype=torch.int64)
     begin = 0
-    for width, at in planes(bits):
-        per, length = 8 // width, (m * width + 7) // 8
-        plane = packed[:, begin : begin + length].to(torch.int64).unsqueeze(1)
-        shifts = torch.arange(per).view(1, per, 1) * width
-        cells = (plane >> shifts) & (2**width - 1)
-        codes |= cells.reshape(packed.shape[0], -1)[:, :m] << at
+    for width, at in planes(ir.BITS[dtype]):
+        length = (m * width + 7) // 8
+        plane = packed[:, begin : begin + length]
+        codes |= _split(plane, 8 // width, 2**width, m) << at
         begin += length
     return codes
+
+
+def _join(digits: Tensor, per: int, base: int) -> Tensor:
+    """int64[blocks, m] below `base` -> uint8[blocks, L]: byte j holds digits j, j + L, ..."""
+    blocks, m = digits.shape
+    length = -(-m // per)
+    cells = torch.zeros(blocks, per * length, dtype=torch.int64)
+    cells[:, :m] = digits
+    weights = (base ** torch.arange(per)).view(1, per, 1)
+    return (cells.view(blocks, per, length) * weights).sum(1).to(torch.uint8)
+
+
+def _split(packed: Tensor, per: int, base: int, m: int) -> Tensor:
+    weights = (base ** torch.arange(per)).view(1, per, 1)
+    cells = packed.to(torch.int64).unsqueeze(1) // weights % base
+    return cells.reshape(packed.shape[0], per * packed.shape[1])[:, :m]

@@ -19,6 +19,7 @@ from gradwire.lang import ir
 from gradwire.lang.source import LanguageError, here
 
 MAX_BLOCK = 65536
+MAX_SELECTION_BLOCK = 32768
 
 
 @dataclass
@@ -30,12 +31,14 @@ class Trace:
         block: what `g.blocks(n)` set, or None.
         streams: number of `random()` calls so far; each has a stream of its own.
         operators: names of the language's operators used, in order of first use.
+        table: the numbers that `table()` was given, or empty.
     """
 
     native: str
     block: int | None = None
     streams: int = 0
     operators: list[str] = field(default_factory=list)
+    table: tuple[float, ...] = ()
 
     def uses(self, operator: str) -> None:
         if operator not in self.operators:
@@ -178,8 +181,41 @@ def apply(function: str, *operands: object) -> Value:
                 location,
                 f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}",
             )
-    result = ir.alu(function, *(as_number(v.node) for v in values), location=location)
+    nodes = meet([as_number(v.node) for v in values], location)
+    result = ir.alu(function, *nodes, location=location)
     return Value(result, any(v.blocked for v in values))
+
+
+def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
+    """Operands of one operation, numbers of blocks lifted to entries where the others are."""
+    scopes = {n.scope for n in nodes}
+    if ir.Scope.MATRIX in scopes and scopes & {
+        ir.Scope.BLOCK, ir.Scope.SELECTION, ir.Scope.ELEMENT,
+    }:  # fmt: skip
+        raise LanguageError(location, "a matrix and elements do not mix: use elements(matrix)")
+    if ir.Scope.SELECTION not in scopes:
+        return nodes
+    if ir.Scope.ELEMENT in scopes:
+        raise LanguageError(location, "elements and entries do not mix: use gather(x, selection)")
+    chosen = {selection_of(n) for n in nodes if n.scope is ir.Scope.SELECTION}
+    if len(chosen) > 1:
+        raise LanguageError(location, "entries of two selections do not mix")
+    (selection,) = chosen
+    return [
+        ir.node("gather", (n, selection), scope=ir.Scope.SELECTION, location=location)
+        if n.scope is ir.Scope.BLOCK
+        else n
+        for n in nodes
+    ]
+
+
+def selection_of(n: ir.Node) -> ir.Node:
+    """The selection whose entries a node of selection scope stands for."""
+    if n.dtype == "selection":
+        return n
+    if n.op == "gather":
+        return n.args[1]
+    return next(selection_of(a) for a in n.args if a.scope is ir.Scope.SELECTION)
 
 
 def as_number(node: ir.Node) -> ir.Node:

@@ -7,11 +7,22 @@ line is at hand there. Here stands what can be said only of a whole method.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gradwire.lang import ir
 from gradwire.lang.codec import Codec
+from gradwire.lang.ir import Scope
 from gradwire.lang.source import LanguageError
-from gradwire.lang.trace import Payload, Value
+from gradwire.lang.trace import MAX_SELECTION_BLOCK, Payload, Value, selection_of
+
+if TYPE_CHECKING:
+    from gradwire.lang.forms import Field
+
+
+def takes_latest(encode: Callable[..., Any]) -> bool:
+    """Whether `encode` wants the new gradient beside what error feedback made of it."""
+    return len(inspect.signature(encode).parameters) > 1
 
 
 def payload(codec: Codec, result: object) -> None:
@@ -30,8 +41,43 @@ def payload(codec: Codec, result: object) -> None:
         )
     for name, value in result.fields:
         n = value.node
-        if n.dtype not in ir.STORABLE or n.scope is ir.Scope.CONSTANT:
+        if n.dtype not in ir.STORABLE or n.scope is Scope.CONSTANT:
             raise LanguageError(n.location or at, f"field {name}: a {n.dtype} cannot be stored")
+    _tails(result, at)
+
+
+def _tails(result: Payload, at: str) -> None:
+    """Fields whose length depends on data stand after what says how long they are."""
+    nodes = [value.node for _, value in result.fields]
+    selections = [n for n in nodes if n.op == "select"]
+    kept = [n for n in nodes if n.op == "keep"]
+    if len(selections) > 1 or len({n.args[1] for n in kept}) > 1 or (selections and kept):
+        raise LanguageError(at, "a payload holds one selection, or codes kept by one flag")
+    for number, n in enumerate(nodes):
+        if n.op == "keep" and n.args[1] not in nodes[:number]:
+            raise LanguageError(n.location or at, "keep: its flag must be a field before it")
+        entries = n.scope is Scope.SELECTION and n.op != "select"
+        if entries and selection_of(n) not in nodes[:number]:
+            raise LanguageError(
+                n.location or at, "the selection must be a field before its entries"
+            )
+
+
+def stored(codec: Codec, fields: tuple[Field, ...], before: tuple[Field, ...]) -> None:
+    """Every trace of encode and encode_sum stores the same fields; blocks suit a selection."""
+    if before and fields != before:
+        raise LanguageError(
+            _definition(codec, "encode_sum"), "encode_sum must store the same fields as encode"
+        )
+
+
+def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
+    """A block's count of selected elements fits its two bytes."""
+    if size > MAX_SELECTION_BLOCK and any(f.capacity is not None for f in fields):
+        raise LanguageError(
+            _definition(codec, "encode"),
+            f"blocks({size}): with a selection a block holds at most {MAX_SELECTION_BLOCK} values",
+        )
 
 
 def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
@@ -41,14 +87,20 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
         raise LanguageError(at, f"decode must return elements, not {type(result).__name__}")
     if result.node.dtype == "bool":
         raise LanguageError(at, "decode must return numbers, not conditions")
-    if result.node.scope is not ir.Scope.ELEMENT:
+    if result.node.scope is not Scope.ELEMENT:
         raise LanguageError(at, "decode must return one value an element")
     below = set(ir.walk(allowed))
+    if result.node.op == "scatter" and result.node.args[1] not in allowed:
+        raise LanguageError(at, "decode must scatter to the selection that the payload holds")
     stack = [result.node]
     while stack:
         n = stack.pop()
         if n in below:
             continue
+        if n.op == "scatter" and n is not result.node:
+            raise LanguageError(
+                n.location or at, "scatter must come last in decode: compute before it"
+            )
         if n.op == "load":
             raise LanguageError(n.location or at, "decode sees the payload only, not the gradient")
         if n.op == "reduce":

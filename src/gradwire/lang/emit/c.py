@@ -68,17 +68,25 @@ def prelude() -> str:
 def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
     """The C source of all forms of a codec, without the prelude; a function of its arguments."""
     programs = tuple(programs)
-    streams = {n.attr for p in programs for n in ir.walk(p.roots) if n.op == "random"}
-    parts = [c_rows.place(layout, len(streams))]
+    drawn = streams(programs)
+    parts = [c_rows.place(layout, drawn)]
     for program in programs:
         sweeps = passes.lower(program)
         for number, sweep in enumerate(sweeps):
-            parts.append(_Group(program, layout, native).emit(number, sweep))
+            parts.append(_Group(program, layout, native, drawn).emit(number, sweep))
             parts.append(c_rows.sweep(program.form, number))
             if sweep.completes:
                 parts.append(c_rows.complete(program.form, number, sweep.completes))
         parts.append(c_rows.entry(program.form, sweeps))
     return "\n".join(parts)
+
+
+def streams(programs: Iterable[ir.Program]) -> tuple[ir.Stream, ...]:
+    """The streams of random numbers that programs draw from; a kernel knows them by position."""
+    nodes = {n for p in programs for n in ir.walk(p.roots)}
+    drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
+    drawn |= {n.attr.stream for n in nodes if isinstance(n.attr, (ir.Rotation, ir.Rank))}
+    return tuple(sorted(drawn, key=lambda s: (s.shared, s.number)))
 
 
 def _literal(value: float) -> str:
@@ -94,8 +102,10 @@ def _literal(value: float) -> str:
 class _Group:
     """Emits the function over a group of blocks for one sweep."""
 
-    def __init__(self, program: ir.Program, layout: Layout, native: str) -> None:
-        self.program, self.layout, self.native = program, layout, native
+    def __init__(
+        self, program: ir.Program, layout: Layout, native: str, streams: tuple[ir.Stream, ...]
+    ) -> None:
+        self.program, self.layout, self.native, self.streams = program, layout, native, streams
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)
         self.lines: list[str] = []
@@ -112,8 +122,9 @@ class _Group:
         )
         self.put("uint8_t *restrict payload = place->row->payload;")
         self.put("const float factor = call->factor;")
-        for s in sorted({int(str(n.attr)) for n in self.number if n.op == "random"}):
-            self.put(f"const Stream stream{s} = place->streams[{s}];")
+        for s in streams([self.program]):
+            number = self.streams.index(s)
+            self.put(f"const Stream {_stream(s)} = place->streams[{number}];")
         self.plan_prefetch(sweep)
         for step in sweep.steps:
             STEPS[type(step)](self, step)
@@ -205,16 +216,16 @@ class _Group:
         clauses = "".join(f" reduction(min : low{x}) reduction(max : high{x})" for x in extremes)
         for x in extremes:
             self.put(f"int32_t low{x} = INT32_MAX, high{x} = INT32_MIN;")
-        streams = [n.attr for n in loop.nodes if n.op == "random"]
-        for stream in streams:
-            self.put(f"uint32_t weyl{stream} = (first + stream{stream}.low) * WEYL;")
-            clauses += f" linear(weyl{stream} : WEYL)"
+        drawn = [_stream(n.attr) for n in loop.nodes if isinstance(n.attr, ir.Stream)]
+        for stream in drawn:
+            self.put(f"uint32_t {stream}_weyl = (first + {stream}.low) * WEYL;")
+            clauses += f" linear({stream}_weyl : WEYL)"
         self.lines.append(f"#pragma omp simd{clauses}")
         self.open("for (int i = 0; i < m; i++)")
         for n in loop.nodes:
             self.define(n)
-        for stream in streams:
-            self.put(f"weyl{stream} += WEYL;")
+        for stream in drawn:
+            self.put(f"{stream}_weyl += WEYL;")
         for x, operand in extremes.items():
             self.put(f"const int32_t o{x} = ordered({self.name(operand)});")
             self.put(f"low{x} = o{x} < low{x} ? o{x} : low{x};")
@@ -270,9 +281,8 @@ class _Group:
         self.loop_body(step.own)
         self.close("} else {")
         self.indent += 1
-        self.put(
-            "const uint8_t *source = place->row->source + (k - (0 <= call->rank && call->rank < k)) * call->stride;"
-        )
+        self.put("const int own_before = 0 <= call->rank && call->rank < k;")
+        self.put("const uint8_t *source = place->row->source + (k - own_before) * call->stride;")
         for inner in step.body:
             STEPS[type(inner)](self, inner)
         self.close()
@@ -381,9 +391,11 @@ class _Group:
         return f"((const {MEMORY.get(n.dtype, 'uint8_t')} *)({self.address(n)}))[{cell}]"
 
     def node_random(self, n: Node) -> str:
+        assert isinstance(n.attr, ir.Stream)
+        stream = _stream(n.attr)
         in_loop = n.scope is Scope.ELEMENT
-        weyl = f"weyl{n.attr}" if in_loop else f"(first + stream{n.attr}.low) * WEYL"
-        return f"uniform(stream{n.attr}, {weyl})"
+        weyl = f"{stream}_weyl" if in_loop else f"(first + {stream}.low) * WEYL"
+        return f"uniform({stream}, {weyl})"
 
     def node_index(self, n: Node) -> str:
         return "first + (uint32_t)i"
@@ -419,6 +431,10 @@ def _operands(loop: passes.Loop) -> list[Node]:
     return [a for n in loop.nodes for a in n.args] + [
         s.node.args[0] if s.kind == "reduce" else s.node for s in loop.sinks
     ]
+
+
+def _stream(stream: ir.Stream) -> str:
+    return f"{'shared' if stream.shared else 'stream'}{stream.number}"
 
 
 def _register(n: Node) -> str:

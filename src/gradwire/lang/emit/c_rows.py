@@ -21,7 +21,7 @@ def group(layout: Layout) -> int:
     return max(1, min(MAX_GROUP, GROUP_VALUES // layout.block))
 
 
-def place(layout: Layout, streams: int) -> str:
+def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     """The struct Place and the function that fills it."""
     sizes = {"BLOCK": layout.block, "GROUP": group(layout), "PARTIALS": layout.partials}
     lines = [
@@ -31,7 +31,7 @@ def place(layout: Layout, streams: int) -> str:
         "typedef struct {",
         "  const Row *row;",
         f"  int64_t blocks, at[{len(layout.fields)}];",
-        f"  Stream streams[{max(1, streams)}];",
+        f"  Stream streams[{max(1, len(streams))}];",
         "  float *partials;",
         "} Place;",
         "",
@@ -48,7 +48,9 @@ def place(layout: Layout, streams: int) -> str:
         else:
             size = f"full * {element_nbytes(f.dtype, layout.block)} + {_rest_nbytes(f.dtype)}"
         lines.append(f"  p.at[{number}] = at, at += {size};  /* {f.name} */")
-    lines += [f"  p.streams[{s}] = stream(row->key, {s});" for s in range(streams)]
+    for number, s in enumerate(streams):
+        key = "shared" if s.shared else "key"
+        lines.append(f"  p.streams[{number}] = stream(row->{key}, {s.number});")
     return "\n".join([*lines, "  return p;", "}", ""])
 
 
