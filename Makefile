@@ -7,7 +7,7 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constr
 # One worker a core: the lab and the benchmarks' tests use more processes themselves.
 WORKERS ?= 2
 
-.PHONY: demo test lint types unit debian clean
+.PHONY: demo test lint types unit wheel debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -23,6 +23,10 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+
+# A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
+wheel: $(VENV)/.test
+	$(BIN)/python -m build
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -130,6 +130,37 @@ def codec_show(
         typer.echo(show(chosen, stage))
 
 
+@codec.command("build")
+def codec_build(
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., comma-separated.")
+    ] = None,
+    isa: Annotated[
+        str | None, typer.Option("--isa", help="Such as x86-64-v2,x86-64-v3; all unless given.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--output", help="Where this installation looks, unless given.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once; the cores.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Compile kernels ahead of time, for every level of instruction sets of this machine.
+
+    Wheels carry what this makes. The compiler is gcc, or GRADWIRE_CC.
+    """
+    from gradwire.codecs import variants
+    from gradwire.lang import build, jit, prebuilt
+
+    with output(json_file) as out:
+        try:
+            levels = build.levels(_list(isa))
+            units = build.units(variants.prebuilt(_list(codec_name)))
+            rows = build.build(units, levels, folder or prebuilt.folder(), jobs)
+            out.rows(rows, ["isa", "kernels", "seconds", "bytes", "file"])
+        except (jit.CompileError, OSError) as error:
+            raise ConfigError(f"nothing was built: {error}") from error
+
+
 @lab.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lab_run(
     context: typer.Context,

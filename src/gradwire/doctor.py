@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire import __version__
 from gradwire.errors import ConfigError
-from gradwire.lang import jit
+from gradwire.lang import jit, native, prebuilt
 
 # An optional part and the modules it needs.
 _EXTRAS = {
@@ -30,7 +30,10 @@ def examine() -> Iterator[dict[str, Any]]:
     yield _row("machine", True, f"{os.cpu_count()} cores, {platform.machine()}")
     yield _row("target eager", True, "torch on the CPU")
     yield _tried("compiler", jit.compiler)
-    yield _tried("target c", _compile_a_codec)
+    library, said = prebuilt.loaded()
+    count = f"{len(prebuilt.listing())} in " if library is not None else ""
+    yield _row("prebuilt kernels", library is not None, count + said)
+    yield _tried("target c", _load_a_codec)
     yield _row("target triton", False, "not in this version")
     yield _row("transport loopback", True, "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()
@@ -52,12 +55,11 @@ def _tried(part: str, attempt: Callable[[], str]) -> dict[str, Any]:
         return _row(part, False, str(error))
 
 
-def _compile_a_codec() -> str:
+def _load_a_codec() -> str:
     from gradwire.codecs import QSGD
-    from gradwire.lang import kernels
 
-    kernels(QSGD(), torch.float32, "c")
-    return f"kernels are kept in {jit.cache_folder()}"
+    made = native.Library(QSGD(), torch.float32)
+    return "prebuilt" if made.prebuilt else f"kernels are kept in {jit.cache_folder()}"
 
 
 def _lab() -> Iterator[dict[str, Any]]:

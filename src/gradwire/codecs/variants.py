@@ -12,7 +12,7 @@ from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
 
-# codec's name -> options beside its defaults
+# name -> options of further rows, besides the codec as it is
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [
         *({"bits": bits} for bits in (1, 2, 3, 5, 6, 7, 8)),
@@ -23,20 +23,38 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def prebuilt(names: Iterable[str] | None = None) -> list[tuple[str, Codec]]:
-    """(label, codec) of all that a wheel carries, or of those with the given names.
+def prebuilt(chosen: Iterable[str] | None = None) -> list[tuple[str, Codec]]:
+    """(label, codec) of all that a wheel carries, or of what is chosen.
 
-    A label is what `gradwire codec show` takes: NAME:OPTION=VALUE:... Raises `ConfigError` for an
-    unknown name.
+    A label is NAME or NAME:OPTION=VALUE:..., as `gradwire codec show` takes it. Choosing a NAME
+    chooses all of its rows in `VARIANTS`; a label with options stands for that one codec, whether
+    it has a row or not. Raises `ConfigError` for an unknown name or option.
     """
-    chosen = list(codecs.REGISTRY if names is None else names)
-    for name in chosen:
-        if name not in codecs.REGISTRY:
-            known = ", ".join(codecs.REGISTRY)
-            raise ConfigError(f"unknown codec {name!r}: use one of {known}")
-    return [
-        (":".join([name, *(f"{key}={value}" for key, value in options.items())]), made)
-        for name in chosen
-        for options in [{}, *VARIANTS.get(name, [])]
-        for made in [codecs.get(name, **options)]
-    ]
+    labels: list[str] = []
+    for one in codecs.REGISTRY if chosen is None else chosen:
+        labels.append(one)
+        for options in VARIANTS.get(one, []):
+            labels.append(":".join([one, *(f"{key}={value}" for key, value in options.items())]))
+    return [(label, _codec(label)) for label in labels]
+
+
+def _codec(label: str) -> Codec:
+    name, *rest = label.split(":")
+    options: dict[str, Any] = {}
+    for item in rest:
+        option, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"codec {label!r}: {item!r} is not OPTION=VALUE")
+        options[option] = _value(value)
+    return codecs.get(name, **options)
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
