@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.lang import jit
+from gradwire.lang import isa, jit
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -21,11 +21,14 @@ PROGRAM = """
     from gradwire.errors import ConfigError
 """
 
+NOTHING_PREBUILT = {**os.environ, "GRADWIRE_KERNELS": "no-such-folder"}
+
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+        env={**NOTHING_PREBUILT, **environment},
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def test_racing_processes_compile_once(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     code = textwrap.dedent(PROGRAM) + "print(lang.kernels(QSGD()).target)"
     environment = {
-        **os.environ, "GRADWIRE_CACHE": str(tmp_path / "cache"), "GRADWIRE_CC": str(compiler),
+        **NOTHING_PREBUILT, "GRADWIRE_CACHE": str(tmp_path / "cache"), "GRADWIRE_CC": str(compiler),
     }  # fmt: skip
     racing = [
         subprocess.Popen(
@@ -59,6 +62,19 @@ def test_racing_processes_compile_once(tmp_path: Path) -> None:
     assert [process.communicate(timeout=120)[0] for process in racing] == ["c\n"] * 3
     assert log.read_text() == "run\n"
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".so", ".lock")]
+
+
+@pytest.mark.skipif(not isa.supported(), reason="no level of this CPU is known")
+def test_a_forced_level_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vector_bytes() -> int:
+        return int(jit.load("int width(void) { return __BIGGEST_ALIGNMENT__; }\n").width())
+
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
+    native = vector_bytes()
+    monkeypatch.setenv("GRADWIRE_ISA", isa.supported()[0].name)
+    assert vector_bytes() == 16 <= native
+    monkeypatch.setenv("GRADWIRE_ISA", isa.supported()[-1].name)
+    assert vector_bytes() == {"x86-64-v3": 32, "x86-64-v4": 64}.get(isa.supported()[-1].name, 16)
 
 
 def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,304 @@
+"""Kernels built ahead of time: found by their source, chosen by CPU, the same on every level."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from codec_calls import call, gradient, same
+from gradwire import codecs
+from gradwire.codecs import variants
+from gradwire.errors import ConfigError
+from gradwire.lang import build, isa, jit, native, prebuilt
+from gradwire.lang.emit import c
+from gradwire.lang.forms import FORMS
+
+pytestmark = pytest.mark.xdist_group("prebuilt")  # one worker builds the libraries, once
+
+LABELS = ["identity", "qsgd:bits=4", "qsgd:bits=7:scale=l2:block=50", "terngrad:form=minmax"]
+CODECS = dict(variants.prebuilt(LABELS))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a library for every level of this CPU."""
+    folder = tmp_path_factory.mktemp("libraries")
+    units = build.units(CODECS.items(), list(DTYPES))
+    rows = list(build.build(units, isa.supported(), folder))
+    assert [row["isa"] for row in rows] == [level.name for level in isa.supported()]
+    return folder
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels made anew for each test, since they depend on the environment here."""
+    module = sys.modules["gradwire.lang.kernels"]
+    monkeypatch.setattr(module, "_made", module.Kernels)  # type: ignore[attr-defined]
+    prebuilt._loaded.cache_clear()
+    yield
+    prebuilt._loaded.cache_clear()
+
+
+@pytest.fixture
+def installed(libraries: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None) -> Path:
+    """The libraries in use, and no compiler to fall back on."""
+    monkeypatch.setenv("GRADWIRE_KERNELS", str(libraries))
+    monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
+    return libraries
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("level", isa.supported(), ids=lambda level: level.name)
+def test_every_level_gives_the_bytes_that_the_interpreter_gives(
+    level: isa.Level, label: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_ISA", level.name)
+    codec = CODECS[label]
+    assert native.Library(codec, torch.float32).prebuilt
+    assert prebuilt.loaded()[1] == str(installed / f"kernels-{level.name}.so")
+    for dtype in DTYPES.values():
+        for numel in (0, 1, 130, 5003):
+            values, residual = gradient(numel, dtype), gradient(numel, seed=4)
+            peers = [
+                call(codec, "encode", gradient(numel, dtype, s), target="eager", key=s).payload
+                for s in (2, 3)
+            ]
+            for form in FORMS:
+                a, b = (
+                    call(
+                        codec, form, values, target=target, payload=peers[0], residual=residual,
+                        peers=peers, rank=1, factor=1 / 3, threads=2, start=640,
+                    )
+                    for target in ("c", "eager")
+                )  # fmt: skip
+                assert torch.equal(a.payload, b.payload), (form, numel)
+                assert same(a.values, b.values), (form, numel)
+                assert same(a.residual, b.residual), (form, numel)
+
+
+def test_the_highest_level_that_is_there_is_taken(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowest, *_, highest = [f"kernels-{level.name}.so" for level in isa.supported()] * 2
+    assert prebuilt.loaded()[1] == str(installed / highest)
+    (tmp_path / lowest).write_bytes((installed / lowest).read_bytes())
+    monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path))
+    assert prebuilt.loaded()[1] == str(tmp_path / lowest)
+    assert len(prebuilt.listing()) == len(LABELS) * len(DTYPES)
+    assert prebuilt.listing()[0] == "identity fp32"
+
+
+def test_kernels_of_other_code_are_never_used(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = CODECS["identity"]
+    assert native.Library(codec, torch.float32).prebuilt
+    changed = c.prelude() + "\n/* changed */\n"
+    for owner, name, value in [
+        (c, "prelude", lambda: changed),
+        (jit, "FLAGS", (*jit.FLAGS, "-frounding-math")),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            with pytest.raises(jit.CompileError, match="not among them"):
+                native.Library(codec, torch.float32)
+
+
+def test_what_was_not_built_is_compiled(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_CC")
+    assert not native.Library(codecs.get("fp16"), torch.float32).prebuilt
+    assert not native.Library(codecs.get("identity"), torch.float16).prebuilt
+
+
+def test_a_broken_library_is_passed_over_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None
+) -> None:
+    for level in isa.supported():
+        (tmp_path / f"kernels-{level.name}.so").write_text("not a library")
+    monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path))
+    library, said = prebuilt.loaded()
+    assert library is None
+    assert "cannot be loaded" in said
+    assert str(tmp_path) in said
+    monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
+    with pytest.raises(jit.CompileError, match="cannot be loaded"):
+        native.Library(codecs.get("identity"), torch.float32)
+
+
+def test_no_openmp_runtime_besides_torchs_is_brought_in(libraries: Path) -> None:
+    code = """
+        import torch
+        from gradwire import codecs, lang
+        from gradwire.lang import native, prebuilt
+
+        def runtimes():
+            with open("/proc/self/maps") as maps:
+                paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+            return {p for p in paths if p.rsplit("/")[-1].startswith(prebuilt.RUNTIMES)}
+
+        before = runtimes()
+        x = torch.randn(100_000)
+        payload = lang.encode(codecs.get("identity"), x, target="c")
+        assert torch.equal(payload, x.view(torch.uint8))
+        assert native.Library(codecs.get("identity"), torch.float32).prebuilt
+        assert runtimes() == before, runtimes()
+    """
+    environment = {"GRADWIRE_KERNELS": str(libraries), "GRADWIRE_CC": "no-such-compiler"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_sources_are_generated_without_torch_and_numpy() -> None:
+    code = """
+        import json, sys
+
+        class Refused:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("torch", "numpy"):
+                    raise ModuleNotFoundError(f"{name} is refused", name=name.split(".")[0])
+
+        if sys.argv[1] == "without":
+            sys.meta_path.insert(0, Refused())
+        from gradwire.codecs import variants
+        from gradwire.lang import build
+        units = build.units(variants.prebuilt())
+        assert ("torch" in sys.modules) == (sys.argv[1] == "with")
+        print(json.dumps({unit.label: unit.text for unit in units}))
+    """
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), how],
+            capture_output=True, text=True, timeout=120, check=True,
+        ).stdout
+        for how in ("without", "with")
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert {label.split()[0].split(":")[0] for label in json.loads(texts[0])} <= {*codecs.REGISTRY}
+
+
+def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
+    units = build.units([("identity", codecs.get("identity"))], ["fp32"])
+    made = []
+    for folder in (tmp_path / "a", tmp_path / "deeper" / "b"):
+        (row,) = build.build(units, isa.supported()[:1], folder, jobs=1)
+        made.append(Path(row["file"]).read_bytes())
+        assert os.listdir(folder) == [f"kernels-{row['isa']}.so"]
+        assert row["bytes"] == len(made[-1])
+        assert row["kernels"] == 1
+    assert made[0] == made[1]
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    broken = build.Unit("broken fp32", c.prelude() + "unknown_type answer;\n")
+    with pytest.raises(jit.CompileError, match="unknown_type"):
+        list(build.build([broken], isa.supported()[:1], tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "levels"),
+    [
+        ("x86_64", set(), 0),
+        ("x86_64", isa.LEVELS[0].features, 1),
+        ("x86_64", isa.LEVELS[0].features | isa.LEVELS[1].features, 2),
+        ("x86_64", isa.LEVELS[0].features | isa.LEVELS[2].features, 1),  # a gap ends the ladder
+        ("x86_64", isa.LEVELS[0].features | isa.LEVELS[1].features | {"avx512f"}, 2),
+        ("x86_64", set.union(*(set(level.features) for level in isa.LEVELS[:3])), 3),
+        ("aarch64", {"fp", "asimd", "sve"}, 1),
+        ("riscv64", {"fp", "asimd"}, 0),
+    ],
+)
+def test_levels_follow_from_the_cpus_features(
+    machine: str, features: set[str], levels: int
+) -> None:
+    found = isa.within(machine, frozenset(features))
+    assert len(found) == levels
+    assert all(level.machine == machine for level in found)
+
+
+def test_a_level_above_the_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "supported", lambda: isa.LEVELS[:2])
+    monkeypatch.setenv("GRADWIRE_ISA", "x86-64-v4")
+    with pytest.raises(ConfigError, match=r"x86-64-v4: this CPU .* runs x86-64-v2, x86-64-v3"):
+        prebuilt.loaded()
+    monkeypatch.setenv("GRADWIRE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="unknown instruction set 'sse9': use one of x86-64-v2"):
+        prebuilt.loaded()
+    monkeypatch.setenv("GRADWIRE_ISA", "x86-64-v2")
+    assert isa.allowed() == isa.LEVELS[:1]
+
+
+def test_a_wheel_carries_every_codec() -> None:
+    labels = [label for label, _ in variants.prebuilt()]
+    assert {*codecs.REGISTRY} <= {*labels}
+    assert len(set(labels)) == len(labels)
+    made = [codec for _, codec in variants.prebuilt()]
+    assert codecs.get("qsgd", bits=8, block=1024) in made
+    assert {*variants.VARIANTS} <= {*codecs.REGISTRY}
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        ("qsdg", "unknown codec 'qsdg'"),
+        ("qsgd:bits", "'bits' is not OPTION=VALUE"),
+        ("qsgd:bits=9", "must be 1 to 8"),
+        ("qsgd:color=red", "no option 'color'"),
+    ],
+)
+def test_a_label_that_names_no_codec_is_an_error(label: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        variants.prebuilt([label])
+
+
+def test_levels_that_the_compiler_cannot_build_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [level for level in isa.LEVELS if level.machine != isa.machine()]
+    with pytest.raises(ConfigError, match=f"has no {others[0].name}: set GRADWIRE_CC"):
+        build.levels([others[0].name])
+    assert {level.machine for level in build.levels()} == {isa.machine()}
+    other = tmp_path / "cc"
+    other.write_text("#!/bin/sh\necho '#define __clang__ 1'; echo '#define __GNUC__ 4'\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("GRADWIRE_CC", str(other))
+    with pytest.raises(jit.CompileError, match="prebuilt kernels need gcc"):
+        build.levels()
+
+
+def test_the_command_builds_and_doctor_reports(tmp_path: Path) -> None:
+    def gradwire(*command: str) -> list[dict[str, object]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "gradwire.cli", *command, "--json", "-"],
+            env={**os.environ, "GRADWIRE_KERNELS": str(tmp_path), "GRADWIRE_ISA": level},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    level = isa.supported()[0].name
+    (row,) = gradwire("codec", "build", "--codec", "identity", "--isa", level)
+    assert (row["isa"], row["kernels"]) == (level, 3)
+    parts = {row["part"]: row for row in gradwire("doctor")}
+    assert parts["prebuilt kernels"]["available"]
+    assert parts["prebuilt kernels"]["detail"] == f"3 in {row['file']}"
+
+
+def test_an_installation_without_libraries_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None
+) -> None:
+    monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path))
+    assert prebuilt.loaded() == (None, "none came with this installation")
+    assert prebuilt.listing() == []
