@@ -326,6 +326,8 @@ class _Row:
 
     def _index(self, n: Node, frame: _Frame) -> Tensor:
         part = frame.part
+        if n.attr == "block":
+            return torch.arange(part.m, dtype=torch.int64).expand(part.blocks, part.m)
         first = int(self.row["start"]) + part.first * self.layout.block
         index = torch.arange(first, first + part.blocks * part.m, dtype=torch.int64)
         return (index & rng.MASK32).view(part.blocks, part.m)

@@ -17,7 +17,7 @@ Vocabulary
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
 | reduce | 1 | "min", "max", "sum", "count"; Rank | elements to BLOCK, blocks to TENSOR |
 | random | - | Stream | uniform in [0, 1), from (key, index, stream) |
-| index | - | - | position of the element in its parameter, modulo 2^32 |
+| index | - | - or "block" | position of the element in its parameter, modulo 2^32; in its block |
 | rotate | 1 | Rotation | randomised Hadamard transform of each block |
 | select | condition; or key; or both | Size | elements where it holds; of the largest keys |
 | keep | codes, flag | - | codes, stored only for blocks whose flag is set |

@@ -5,7 +5,7 @@
 | map(f, x, ...) | f of every element |
 | reduce(min, x), reduce(max, x), reduce(sum, x) | one value a block, or one for the whole tensor |
 | count(x), count(condition) | how many values a block or the tensor holds, or where it holds |
-| random(), index() | uniform in [0, 1) for every element; its position in the parameter |
+| random(), index() | uniform in [0, 1) for every element; its position |
 | filter(condition, capacity) | a selection: the elements where the condition holds |
 | topk(key, k, among=condition) | a selection: the elements of the k largest keys |
 | gather(x, selection), scatter(x, selection) | from elements to entries, and back |
@@ -106,10 +106,18 @@ def _stream(shared: str | None = None) -> ir.Stream:
     return ir.Stream(trace.streams - 1)
 
 
-def index() -> Value:
-    """The element's position in its parameter, modulo 2^32."""
+def index(of: str = "parameter") -> Value:
+    """The element's position in its parameter, modulo 2^32, or (`of="block"`) in its block.
+
+    Arithmetic is fp32, so beyond 2^24 only the latter is exact.
+    """
+    if of not in ("parameter", "block"):
+        raise LanguageError(here(), f"index: of is 'parameter' or 'block', not {of!r}")
     active().uses("index")
-    return Value(ir.node("index", dtype="uint32", scope=ir.Scope.ELEMENT, location=here()))
+    attr = "block" if of == "block" else None
+    return Value(
+        ir.node("index", (), attr, dtype="uint32", scope=ir.Scope.ELEMENT, location=here())
+    )
 
 
 def concat(**fields: Value) -> Payload:
