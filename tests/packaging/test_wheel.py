@@ -1,0 +1,170 @@
+"""A wheel trains where there is no compiler: built, installed in an environment of its own, run.
+
+The environment gets torch from the one that runs these tests, by a path file, and gradwire from
+the wheel alone. Its PATH leads to no compiler and its home is empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire.lang import isa
+
+ROOT = Path(__file__).parents[2]
+LEVELS = list(dict.fromkeys([isa.supported()[0].name, isa.supported()[-1].name]))
+KERNELS = {"GRADWIRE_BUILD": "identity qsgd:bits=4", "GRADWIRE_BUILD_ISA": " ".join(LEVELS)}
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+TRAINING = """
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradwire as gw
+    from gradwire.lang import kernels, prebuilt
+
+    warnings.simplefilter("error", RuntimeWarning)  # the fallback to eager is one
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = DistributedDataParallel(model)
+    gw.attach(model, codec="qsgd", bits=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(256, 32)
+    y = x[:, :1] - x[:, 1:2]
+    for step in range(40):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            print("loss", loss.item())
+    assert kernels(gw.QSGD(bits=4), torch.float32).target == "c"
+    print("kernels from", prebuilt.loaded()[1])
+    dist.destroy_process_group()
+"""
+
+
+def run(command: list[str], seconds: float, cwd: Path, **environment: str) -> str:
+    """What a command prints; it must succeed. `environment` is added to this process's."""
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, cwd=cwd,
+        capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def isolation() -> list[str]:
+    """Build with tools fetched for it, as users do; with those here where there is no index."""
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "hatchling"]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run([*fetch, "--dest", folder], 30, Path(folder))
+        except (AssertionError, subprocess.TimeoutExpired):
+            return ["--no-isolation"]
+    return []
+
+
+def build(folder: Path, *options: str, **environment: str) -> tuple[Path, str]:
+    """The wheel of this checkout, which is left as it is, and what the build said."""
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), *options]
+    said = run(command, 240, ROOT, **environment)
+    (made,) = folder.glob("*.whl")
+    return made, said
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with a few kernels."""
+    return build(tmp_path_factory.mktemp("wheel"), *isolation(), **KERNELS)[0]
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel, and with torch by a path file."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    made = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # a path in a path file is searched, but the path files there (this checkout's) are not read
+    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    run([sys.executable, "-m", "pip", "--python", str(made), *install], 60, folder)
+    return made
+
+
+def test_a_wheel_names_the_platform_of_its_kernels(wheel: Path) -> None:
+    assert re.fullmatch(r"gradwire-[\d.]+-py3-none-\w+\.whl", wheel.name)
+    assert wheel.name.endswith(f"{isa.machine()}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name).name for name in archive.namelist() if name.endswith(".so")}
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/WHEEL"))
+        assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
+    assert names == {f"kernels-{level}.so" for level in LEVELS}
+
+
+@pytest.mark.multiprocess
+def test_training_needs_no_compiler(python: Path, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(TRAINING))
+    launcher = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)]
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {name: "" for name in os.environ if name.startswith("GRADWIRE_")}
+    environment |= {"PATH": str(python.parent), "HOME": str(home), "XDG_CACHE_HOME": ""}
+    environment |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    curves = []
+    for level in LEVELS:
+        said = run(launcher, 100, tmp_path, **environment, GRADWIRE_ISA=level)
+        losses = [float(x) for x in re.findall(r"loss ([\d.e-]+)", said)]
+        assert len(losses) == 40
+        assert losses[-1] < 0.5 * losses[0]
+        used = re.findall(r"kernels from (.*)", said)
+        assert len(used) == 2
+        assert {Path(path).name for path in used} == {f"kernels-{level}.so"}
+        assert all(Path(path).is_relative_to(python.parents[1]) for path in used)
+        curves.append(losses)
+    assert curves[0] == curves[-1], "levels differ"
+    assert not list(home.rglob("*.so")), "something was compiled"
+
+
+def test_without_a_compiler_a_wheel_has_no_kernels_and_says_so(tmp_path: Path) -> None:
+    made, said = build(tmp_path, "--no-isolation", GRADWIRE_CC="no-such-compiler")
+    assert made.name.endswith("-py3-none-any.whl")
+    assert "no prebuilt kernels in this wheel: GRADWIRE_CC=no-such-compiler is no program" in said
+    with zipfile.ZipFile(made) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_an_editable_install_builds_nothing(tmp_path: Path) -> None:
+    code = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
+    run([sys.executable, "-c", code], 20, ROOT, GRADWIRE_CC="false")
+    (made,) = tmp_path.glob("*.whl")
+    assert made.name.endswith("-py3-none-any.whl")
+
+
+def test_a_source_archive_carries_the_hook(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], 60, ROOT)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"hatch_build.py", "pyproject.toml", "src/gradwire/lang/emit/prelude.h"} <= names
+    assert not [name for name in names if name.endswith(".so")]
