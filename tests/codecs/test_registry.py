@@ -55,7 +55,7 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
         ("qsgd", {"rounding": "up"}, "rounding='up'.*'stochastic' or 'nearest'"),
         ("qsgd", {"metadata": "fp16"}, "metadata='fp16'.*'bf16' or 'fp32'"),
         ("terngrad", {"bits": 9}, "bits=9.*1 to 8"),
-        ("terngrad", {"form": "ternary", "bits": 3}, "bits=3.*2 for 'ternary'"),
+        ("terngrad", {"form": "ternary", "bits": 3}, "bits=3.*2 for form='ternary'"),
         ("terngrad", {"form": "binary"}, "form='binary'.*'minmax' or 'ternary'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import bf16, concat, fp16
 
@@ -20,8 +20,7 @@ class Cast(Codec):
     dtype: str = "fp16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("fp16", "bf16"):
-            raise ConfigError(f"Cast: dtype={self.dtype!r} must be 'fp16' or 'bf16'")
+        checks.one_of(self, "dtype", ("fp16", "bf16"))
 
     def encode(self, g: Value) -> Payload:
         return concat(value=fp16(g) if self.dtype == "fp16" else bf16(g))

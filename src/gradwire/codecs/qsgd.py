@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import (
     abs,
@@ -48,14 +48,11 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         least = 1 if self.scale == "minmax" else 2
-        _check(
-            "scale", self.scale, self.scale in ("minmax", "max", "l2"), "'minmax', 'max' or 'l2'"
-        )
-        _check("bits", self.bits, _whole(self.bits, least, 8), f"{least} to 8 for {self.scale!r}")
-        _check("block", self.block, _whole(self.block, 1, 65536), "1 to 65536")
-        rounding = self.rounding in ("stochastic", "nearest")
-        _check("rounding", self.rounding, rounding, "'stochastic' or 'nearest'")
-        _check("metadata", self.metadata, self.metadata in ("bf16", "fp32"), "'bf16' or 'fp32'")
+        checks.one_of(self, "scale", ("minmax", "max", "l2"))
+        checks.whole(self, "bits", least, 8, given="scale")
+        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.one_of(self, "rounding", ("stochastic", "nearest"))
+        checks.one_of(self, "metadata", ("bf16", "fp32"))
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(self.block)
@@ -93,12 +90,3 @@ class QSGD(Codec):
 
     def stored(self, value: Value, toward: str) -> Value:
         return fp32(value) if self.metadata == "fp32" else bf16(value, toward=toward)
-
-
-def _whole(value: object, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _check(option: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"QSGD: {option}={value!r} must be {allowed}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import (
     abs,
@@ -37,12 +37,9 @@ class TernGrad(Codec):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        if self.form not in ("minmax", "ternary"):
-            raise ConfigError(f"TernGrad: form={self.form!r} must be 'minmax' or 'ternary'")
-        allowed = range(1, 9) if self.form == "minmax" else (2,)
-        if type(self.bits) is not int or self.bits not in allowed:
-            known = "1 to 8" if self.form == "minmax" else "2 for 'ternary'"
-            raise ConfigError(f"TernGrad: bits={self.bits!r} must be {known}")
+        checks.one_of(self, "form", ("minmax", "ternary"))
+        least, most = (1, 8) if self.form == "minmax" else (2, 2)
+        checks.whole(self, "bits", least, most, given="form")
 
     def encode(self, g: Value) -> Payload:
         if self.form == "ternary":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import abs, concat, fp16, fp32, gather, map, scatter, share, topk
+
+STORED = {"fp16": fp16, "fp32": fp32}
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,12 @@ class TopK(Codec):
     values: str = "fp16"
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ConfigError(f"TopK: density={self.density!r} must be above 0 and at most 1")
-        if self.values not in ("fp16", "fp32"):
-            raise ConfigError(f"TopK: values={self.values!r} must be 'fp16' or 'fp32'")
+        checks.number(self, "density", 0.0, 1.0)
+        checks.one_of(self, "values", STORED)
 
     def encode(self, g: Value) -> Payload:
         chosen = topk(map(abs, g), share(self.density))
-        store = fp16 if self.values == "fp16" else fp32
-        return concat(chosen=chosen, value=store(gather(g, chosen)))
+        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
 
     def decode(self, chosen: Value, value: Value) -> Value:
         return scatter(value, chosen)

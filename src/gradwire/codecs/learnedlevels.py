@@ -1,0 +1,107 @@
+"""LearnedLevels: levels that a layer's own values have moved (THESIS 5.6.2, C.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from gradwire.codecs import checks
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, Payload, Value
+from gradwire.lang.ops import concat, fp32, inverse, lookup, map, random, reduce, table, uint, where
+
+if TYPE_CHECKING:  # codecs are compiled where there is no torch
+    import torch
+
+
+@dataclass(frozen=True)
+class LearnedLevels(Codec):
+    """2^bits levels between the minimum and the maximum of every block.
+
+    Options:
+        bits: of a code, 2 to 6; the thesis saw no gain beyond.
+        block: values that share a minimum and a maximum, 1 to 65536.
+        rounding: "nearest", or "stochastic", which is unbiased.
+        levels: 2^bits ascending numbers from 0 (the minimum) to 1 (the maximum), for "stochastic"
+            with both ends among them; None: evenly spaced. `learn` finds them.
+
+    Kernels get the levels as arguments, so that new levels compile nothing. All ranks must have the
+    same: learn on one rank and broadcast. Constants are exact; a non-finite value makes its block
+    non-finite.
+    """
+
+    bits: int = 4
+    block: int = 1024
+    rounding: str = "nearest"
+    levels: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        checks.whole(self, "bits", 2, 6)
+        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.one_of(self, "rounding", ("nearest", "stochastic"))
+        if self.levels is not None:
+            object.__setattr__(self, "levels", tuple(self.levels))  # a list has no hash
+            self._check_levels()
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(self.block)
+        low = fp32(reduce(min, x))
+        half = fp32(reduce(max, x) * 0.5 - low * 0.5)
+        # how far above a level the reach of the next begins: half way, or anywhere
+        way = 0.5 if self.rounding == "nearest" else 1.0 - random()
+        bounds = [a + (b - a) * way for a, b in pairwise(table(self.grid))]
+        unit = map(lambda v: (v * 0.5 - low * 0.5) * inverse(half), x)
+        code = sum(where(unit >= bound, 1.0, 0.0) for bound in bounds)
+        return concat(low=low, half=half, code=uint(self.bits, code))
+
+    def decode(self, low: Value, half: Value, code: Value) -> Value:
+        level = lookup(table(self.grid), code)
+        return map(lambda u: low + half * u + half * u, level)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The levels, also where none were given."""
+        top = 2**self.bits - 1
+        return tuple(k / top for k in range(top + 1)) if self.levels is None else self.levels
+
+    @classmethod
+    def learn(
+        cls,
+        tensor: torch.Tensor,
+        bits: int = 4,
+        block: int = 1024,
+        rounding: str = "nearest",
+        *,
+        steps: int = 2000,
+        seed: int = 0,
+    ) -> LearnedLevels:
+        """The codec with the levels that suit a tensor; its error is never above even levels'.
+
+        Args:
+            tensor: of any shape, dtype and device. Worth its time above 10^5 values.
+            steps, seed: see `learning.learn`. 2000 steps take about half a second, and levels
+                change slowly from one training step to the next: learn rarely.
+        """
+        from gradwire.codecs import learning
+
+        even = cls(bits, block, rounding)
+        levels = learning.learn(tensor, even.grid, block, rounding == "stochastic", steps, seed)
+        return even if levels == even.grid else cls(bits, block, rounding, levels)
+
+    def _check_levels(self) -> None:
+        numbers = all(isinstance(x, int | float) for x in self.grid)
+        if not (numbers and len(self.grid) == 2**self.bits and _ascending((0.0, *self.grid, 1.0))):
+            raise ConfigError(
+                f"LearnedLevels: levels={self.levels!r} must be {2**self.bits} ascending numbers "
+                "from 0 to 1"
+            )
+        if self.rounding == "stochastic" and (self.grid[0], self.grid[-1]) != (0.0, 1.0):
+            raise ConfigError(
+                f"LearnedLevels: levels={self.levels!r} must begin with 0 and end with 1, "
+                "since rounding is stochastic"
+            )
+
+
+def _ascending(numbers: tuple[float, ...]) -> bool:
+    return all(a <= b for a, b in pairwise(numbers))

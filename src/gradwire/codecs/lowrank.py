@@ -1,0 +1,43 @@
+"""LowRank: the product of two thin matrices (HIPRESS 4.2; PowerSGD's step without its state)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.codecs import checks
+from gradwire.lang import Codec, Payload, Value
+from gradwire.lang.ops import bf16, concat, decomp, elements, fp32, matmul, matrix
+
+STORED = {"bf16": bf16, "fp32": fp32}
+
+
+@dataclass(frozen=True)
+class LowRank(Codec):
+    """P Q^T of `rank` columns in place of the gradient as a matrix; needs error feedback.
+
+    Options:
+        rank: columns of P and Q, 1 to 256.
+        columns: of the matrix that a row's values are laid out in, 1 to 65536.
+        values: how P and Q are sent, "bf16" or "fp32".
+
+    P is an orthonormal basis of the gradient times a random matrix, Q the gradient transposed times
+    P. Both operators call torch's BLAS, so no target fuses them, and their bits depend on it. A
+    non-finite value makes the whole row non-finite. The aggregator PowerSGD does better, since it
+    sums factors instead of products and starts from the last step's.
+    """
+
+    rank: int = 4
+    columns: int = 128
+    values: str = "bf16"
+
+    def __post_init__(self) -> None:
+        checks.whole(self, "rank", 1, 256)
+        checks.whole(self, "columns", 1, 65536)
+        checks.one_of(self, "values", STORED)
+
+    def encode(self, g: Value) -> Payload:
+        p, q = decomp(matrix(g, self.columns), self.rank)
+        return concat(p=STORED[self.values](p), q=STORED[self.values](q))
+
+    def decode(self, p: Value, q: Value) -> Value:
+        return elements(matmul(p, q))

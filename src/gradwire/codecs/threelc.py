@@ -1,0 +1,42 @@
+"""3LC: three values, five to a byte, and zeros left out (HIPRESS 4.4; Lim et al. 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.codecs import checks
+from gradwire.lang import Codec, Payload, Value
+from gradwire.lang.ops import abs, concat, keep, map, reduce, trit, uint, where
+
+
+@dataclass(frozen=True)
+class ThreeLC(Codec):
+    """{-1, 0, 1} times `sparsity` times the largest magnitude; needs error feedback.
+
+    Options:
+        sparsity: multiplier s, 1 to below 2: the larger, the more values become 0.
+        block: values that are left out together if all are 0.
+
+    A value becomes 0 below s/2 of the largest magnitude. Five ternary digits make a byte (quartic
+    encoding, 1.6 bits a value). Where the paper encodes runs of bytes that stand for zeros, here a
+    block of zeros costs its flag only, a byte: this needs no scan over what came before, and the
+    default block costs least with s = 1, up to a tenth, and fits s = 1.75 too; docs/wire-format.md
+    has the table. One non-finite value makes the whole row decode to non-finite values.
+    """
+
+    sparsity: float = 1.0
+    block: int = 40
+
+    def __post_init__(self) -> None:
+        checks.number(self, "sparsity", 0.999999, 1.999999)
+        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+
+    def encode(self, g: Value) -> Payload:
+        scale = reduce(max, abs(g)) * self.sparsity
+        half = scale * 0.5
+        code = map(lambda v: where(v > half, 1, where(v < -half, 2, 0)), g.blocks(self.block))
+        some = uint(1, reduce(max, code))
+        return concat(scale=scale, some=some, code=keep(trit(code), some))
+
+    def decode(self, scale: Value, some: Value, code: Value) -> Value:
+        return map(lambda c: scale * where(c > 1.0, -1.0, c), code)
