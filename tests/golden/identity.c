@@ -3,7 +3,7 @@ enum { BLOCK = 1024, GROUP = 4, PARTIALS = 0 };
 /* Where a row's fields begin, its random streams, its part of the workspace. */
 typedef struct {
   const Row *row;
-  int64_t blocks, at[1];
+  int64_t blocks, at[2];
   Stream streams[1];
   float *partials;
 } Place;
@@ -13,7 +13,13 @@ INLINE Place place_of(const Row *row, float *partials) {
   const int64_t full = row->numel / BLOCK, rest = row->numel % BLOCK;
   int64_t at = 0;
   p.at[0] = at, at += full * 4096 + rest * 4;  /* value */
+  p.at[1] = at;
   return p;
+}
+
+/* The part of the workspace that belongs to a row. */
+INLINE int64_t floats_of(int64_t numel) {
+  return (blocks_of(numel, BLOCK) + 1) * PARTIALS;
 }
 
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -50,26 +56,27 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     encode_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -112,26 +119,27 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_ef_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     encode_ef_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -168,26 +176,27 @@ static void decode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -225,26 +234,27 @@ static void decode_add_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_add_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_add_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_add_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_add_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -307,26 +317,27 @@ static void decode_sum_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_sum_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_sum_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_sum_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_sum_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -392,26 +403,27 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     reduce_encode_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -486,24 +498,25 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_ef_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     reduce_encode_ef_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }

@@ -3,7 +3,7 @@ enum { BLOCK = 1024, GROUP = 4, PARTIALS = 2 };
 /* Where a row's fields begin, its random streams, its part of the workspace. */
 typedef struct {
   const Row *row;
-  int64_t blocks, at[3];
+  int64_t blocks, at[4];
   Stream streams[1];
   float *partials;
 } Place;
@@ -15,8 +15,14 @@ INLINE Place place_of(const Row *row, float *partials) {
   p.at[0] = at, at += 4;  /* low */
   p.at[1] = at, at += 4;  /* half */
   p.at[2] = at, at += full * 256 + (rest * 2 + 7) / 8;  /* code */
+  p.at[3] = at;
   p.streams[0] = stream(row->key, 0);
   return p;
+}
+
+/* The part of the workspace that belongs to a row. */
+INLINE int64_t floats_of(int64_t numel) {
+  return (blocks_of(numel, BLOCK) + 1) * PARTIALS;
 }
 
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -80,28 +86,29 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 static void encode_complete0(const Call *call, int thread, int threads) {
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {
-    const int64_t blocks = blocks_of(call->rows[r].numel, BLOCK);
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK);
     if (r % threads == thread && blocks) {
       partials[PARTIALS * blocks + 0] =
           minimum(partials + 0 * blocks, blocks);
       partials[PARTIALS * blocks + 1] =
           maximum(partials + 1 * blocks, blocks);
     }
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
@@ -163,20 +170,21 @@ static void encode_sweep1(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_group1(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_rest1(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_rest1(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -186,7 +194,7 @@ int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stri
 #pragma omp barrier
     encode_sweep1(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -252,28 +260,29 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_ef_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 static void encode_ef_complete0(const Call *call, int thread, int threads) {
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {
-    const int64_t blocks = blocks_of(call->rows[r].numel, BLOCK);
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK);
     if (r % threads == thread && blocks) {
       partials[PARTIALS * blocks + 0] =
           minimum(partials + 0 * blocks, blocks);
       partials[PARTIALS * blocks + 1] =
           maximum(partials + 1 * blocks, blocks);
     }
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
@@ -345,20 +354,21 @@ static void encode_ef_sweep1(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) encode_ef_group1(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_ef_rest1(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_ef_rest1(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -368,7 +378,7 @@ int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t s
 #pragma omp barrier
     encode_ef_sweep1(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -418,26 +428,27 @@ static void decode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -488,26 +499,27 @@ static void decode_add_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_add_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_add_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_add_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_add_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -579,26 +591,27 @@ static void decode_sum_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) decode_sum_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) decode_sum_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) decode_sum_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_sum_sweep0(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -698,28 +711,29 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 static void reduce_encode_complete0(const Call *call, int thread, int threads) {
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {
-    const int64_t blocks = blocks_of(call->rows[r].numel, BLOCK);
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK);
     if (r % threads == thread && blocks) {
       partials[PARTIALS * blocks + 0] =
           minimum(partials + 0 * blocks, blocks);
       partials[PARTIALS * blocks + 1] =
           maximum(partials + 1 * blocks, blocks);
     }
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
@@ -823,20 +837,21 @@ static void reduce_encode_sweep1(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_group1(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_rest1(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_rest1(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -846,7 +861,7 @@ int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64
 #pragma omp barrier
     reduce_encode_sweep1(&call, thread, of);
   }
-  return 0;
+  return failed;
 }
 
 INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
@@ -949,28 +964,29 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_ef_group0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 static void reduce_encode_ef_complete0(const Call *call, int thread, int threads) {
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {
-    const int64_t blocks = blocks_of(call->rows[r].numel, BLOCK);
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK);
     if (r % threads == thread && blocks) {
       partials[PARTIALS * blocks + 0] =
           minimum(partials + 0 * blocks, blocks);
       partials[PARTIALS * blocks + 1] =
           maximum(partials + 1 * blocks, blocks);
     }
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
@@ -1083,20 +1099,21 @@ static void reduce_encode_ef_sweep1(const Call *call, int thread, int threads) {
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {
-      const Place place = place_of(row, partials);
+      Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
       for (; b + GROUP <= stop; b += GROUP) reduce_encode_ef_group1(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_ef_rest1(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_ef_rest1(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }
 }
 
 int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace) {
-  const Call call = {rows, n, stride, ranks, rank, factor, workspace};
+    float factor, int32_t threads, void *workspace, const float *table) {
+  int failed = 0;
+  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -1106,5 +1123,5 @@ int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, in
 #pragma omp barrier
     reduce_encode_ef_sweep1(&call, thread, of);
   }
-  return 0;
+  return failed;
 }

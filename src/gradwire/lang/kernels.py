@@ -18,7 +18,7 @@ from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.layout import Layout, layout
+from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
 
 
@@ -40,7 +40,8 @@ class Kernels:
     """All forms of a codec. Made by `kernels`.
 
     Attributes:
-        target: a key of `BACKENDS`.
+        target: a key of `BACKENDS`. Codecs with matrices are interpreted on all: their time is
+            spent in torch's BLAS.
         layout: of the payloads.
     """
 
@@ -49,7 +50,8 @@ class Kernels:
         self.dtype = dtype
         self.target = target
         self.layout: Layout = layout(codec, dtype)
-        self._backend = BACKENDS[target](codec, dtype)
+        fused = forms.derive(codec, native_name(dtype)).fused
+        self._backend = BACKENDS[target if fused else "eager"](codec, dtype)
 
     def run(
         self,
@@ -79,7 +81,7 @@ class Kernels:
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
         assert threads >= 1, threads
-        needed = self.layout.workspace_nbytes(rows["numel"])
+        needed = self.layout.workspace_nbytes(rows["numel"], threads)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8)
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed

@@ -168,23 +168,19 @@ class Layout:
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs.
 
-        Partial results of all rows; then for every thread what the largest row stages.
+        Partial results and samples of all rows; for every thread what the largest row stages.
         """
         sizes = [int(n) for n in numels]
         floats = sum(self.blocks(n) + 1 for n in sizes) * self.partials
-        largest = max(sizes, default=0)
         if self.samples:
-            floats += threads * (-(-largest // self.samples) + 1)
+            floats += sum(-(-n // self.samples) for n in sizes)
         if self.staged:
-            floats += threads * (self.staged * self.staging(largest) + HISTOGRAM)
+            floats += threads * self.staged * self.staging(max(sizes, default=0))
         return 4 * floats
 
     def staging(self, numel: int) -> int:
         """Entries that a thread stages before it must drop those it can."""
         return 2 * self.capacity(numel) + self.block + RUN
-
-
-HISTOGRAM = 2048  # counters of a radix selection
 
 
 def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:

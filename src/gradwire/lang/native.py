@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # sources are generated where there is neither
 
 _ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
-    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p,
+    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p,
 )  # fmt: skip
 
 
@@ -56,13 +56,15 @@ class Library:
             function.argtypes = _ARGUMENTS
             function.restype = ctypes.c_int
         self._functions = functions
+        numbers = forms.derive(codec, native_name(dtype)).table
+        self._table = (ctypes.c_float * max(1, len(numbers)))(*numbers)
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""
         workspace = None if call.workspace is None else call.workspace.data_ptr()
         failed = self._functions[form](
             rows.ctypes.data, rows.size, call.ranks, call.rank, call.stride, call.factor,
-            call.threads, workspace,
+            call.threads, workspace, self._table,
         )  # fmt: skip
         if failed:
             raise CodecError(f"row {failed - 1} of {form}: a payload that this codec never makes")

@@ -5,6 +5,7 @@ Vocabulary
     step   what a sweep does to a block while it lies in L1: loops, scalars, packing
     stage  how many block reductions stand below a node: loop s computes elements of stage s
     sink   what a loop does with an element besides computing it
+    entry  an element of a selection: staged by a sweep, then stored; or visited in a payload
 
 The passes, in the order of `lower`:
     1. tensor_reductions   number the whole-tensor reductions: their place in the workspace
@@ -28,13 +29,29 @@ _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
 
 @dataclass(frozen=True)
 class Sink:
-    """kind: "reduce" (name unused), "keep", "field" (name of the field), "store" (values or
-    residual), "accumulate" (into the fold that `fold` names)."""
+    """What a loop does with a node.
+
+    kind: "reduce", "keep", "rotate", "sample" (for an order statistic); "key" and "stage" (of a
+    selection); "field" and "flag" (of kept codes; name of the field); "store" and "patch" (values
+    or residual); "accumulate" (into the fold that `fold` names).
+    """
 
     kind: str
     node: Node
     name: str = ""
     fold: Node | None = None
+    selection: Node | None = None  # received, whose entries it is served for
+
+    @property
+    def reads(self) -> tuple[Node, ...]:
+        """What it needs of an element."""
+        return self.node.args if self.kind == "key" else (self.element,)
+
+    @property
+    def element(self) -> Node:
+        """The one node that it reads."""
+        indirect = self.kind in ("reduce", "rotate", "stage", "sample")
+        return self.node.args[0] if indirect else self.node
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,11 @@ class Loop:
 
     nodes: tuple[Node, ...]
     sinks: tuple[Sink, ...]
+
+    @property
+    def operands(self) -> list[Node]:
+        """What its nodes and sinks read."""
+        return _operands(self.nodes, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,29 @@ class Unpack:
     """Bring a field of uint codes from its planes into an array."""
 
     node: Node
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Transform the array that a loop has filled for this node."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Over the elements that may be selected: what the sinks of kind "stage" gather."""
+
+    node: Node
+    loop: Loop
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Over the entries of this block in a payload."""
+
+    selection: Node
+    loop: Loop
 
 
 @dataclass(frozen=True)
@@ -84,24 +129,101 @@ class Partial:
     node: Node
 
 
-Step = Loop | Scalars | Unpack | Fold | Put | Partial
+Step = Loop | Scalars | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Steps for every block, then the tensor reductions (index, kind) that this sweep completes."""
+    """Steps for every block, then what needs all of them.
+
+    Attributes:
+        steps: for every block.
+        completes: (index, kind) of the tensor reductions that are complete after it.
+        ranks: (index, node) of order statistics of a sample, complete after it. Those of elements
+            that can be computed one at a time, from memory alone, need no steps.
+        entries: after a selection is staged: numbers of the row, and the loop over its entries.
+        clears: the flags of kept codes are known after it: their memory is zeroed.
+    """
 
     steps: tuple[Step, ...]
-    completes: tuple[tuple[int, str], ...]
+    completes: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[tuple[int, Node], ...] = ()
+    entries: tuple[Step, ...] = ()
+    clears: bool = False
 
 
 def lower(program: ir.Program) -> tuple[Sweep, ...]:
     """The sweeps of a program."""
     reductions = tensor_reductions(program)
-    return tuple(
-        Sweep(order_steps(sinks, partials), tuple((p.index, str(p.node.attr)) for p in partials))
-        for sinks, partials in cut_sweeps(program, reductions)
-    )
+    entries = entry_steps(program)
+    cut = cut_sweeps(program, reductions)
+    sweeps = []
+    for number, (sinks, partials) in enumerate(cut):
+        ranks = [p for p in partials if isinstance(p.node.attr, ir.Rank)]
+        plain = [p for p in partials if p not in ranks]
+        sampled = [Sink("sample", p.node) for p in ranks if not is_local(p.node.args[0])]
+        sweeps.append(
+            Sweep(
+                order_steps(sinks + sampled, plain),
+                tuple((p.index, str(p.node.attr)) for p in plain),
+                tuple((p.index, p.node) for p in ranks),
+                entries if number == len(cut) - 1 else (),
+                clears=any(s.kind == "flag" for s in sinks),
+            )
+        )
+    return tuple(sweeps)
+
+
+def entry_steps(program: ir.Program) -> tuple[Step, ...]:
+    """What is done with every entry of the selection that a program makes."""
+    if not any(n.op == "select" for _, n in program.fields):
+        return ()
+    sinks = [
+        Sink("field", n, name)
+        for name, n in program.fields
+        if n.scope is Scope.SELECTION and n.op != "select"
+    ]
+    sinks += [Sink("patch", n, target) for target, n, s in program.patches if s.op == "select"]
+    return (_row_scalars([s.node for s in sinks]), Loop(_entry_nodes(sinks), tuple(sinks)))
+
+
+def is_local(element: Node) -> bool:
+    """Whether an element can be computed without the others of its block or a payload."""
+    local = ("const", "param", "load", "alu", "cast", "index")
+    return all(n.op in local or n.scope <= Scope.TENSOR for n in _needed([element]))
+
+
+def rank_nodes(reduction: Node) -> tuple[Scalars, tuple[Node, ...]]:
+    """Numbers of the row, and elements, that are computed for every value of a sample."""
+    needed = _needed([reduction.args[0]])
+    elements = tuple(n for n in needed if n.scope is Scope.ELEMENT and n.op != "const")
+    return _row_scalars([reduction.args[0]]), elements
+
+
+def _row_scalars(roots: Iterable[Node]) -> Scalars:
+    """Numbers of the row that are read below these nodes."""
+    needed = _needed(roots)
+    return Scalars(tuple(n for n in needed if n.scope <= Scope.TENSOR and _is_computed(n)))
+
+
+def _entry_nodes(sinks: list[Sink]) -> tuple[Node, ...]:
+    """What is computed for an entry: nodes of its scope, and elements that are gathered by it."""
+    nodes: list[Node] = []
+
+    def visit(n: Node) -> None:
+        if n in nodes or n.scope not in (Scope.SELECTION, Scope.ELEMENT) or n.op == "const":
+            return
+        if n.op == "gather":
+            if n.args[1].op != "select":  # what this program selects has been staged
+                visit(n.args[0])
+        elif n.op != "field":
+            for a in n.args:
+                visit(a)
+        nodes.append(n)
+
+    for sink in sinks:
+        visit(sink.node)
+    return tuple(nodes)
 
 
 def tensor_reductions(program: ir.Program) -> tuple[Node, ...]:
@@ -114,6 +236,12 @@ def staged_numbers(program: ir.Program) -> int:
     nodes = list(ir.walk(program.roots))
     selects = any(n.op == "select" for n in nodes)
     return 2 + len(gathered(program)) if selects else 0
+
+
+def is_ranked(program: ir.Program) -> bool:
+    """Whether what a program selects are the largest of something."""
+    selections = [n for _, n in program.fields if n.op == "select"]
+    return any(a.dtype != "bool" for n in selections for a in n.args)
 
 
 def gathered(program: ir.Program) -> tuple[Node, ...]:
@@ -133,8 +261,21 @@ def cut_sweeps(
         ([], [Partial(i, n) for i, n in enumerate(reductions) if depth[n] == level])
         for level in range(1, last + 1)
     ]
-    sinks = [Sink("field", n, name) for name, n in program.fields]
+    fields = dict(program.fields)
+    # kept codes lie where the flags of all blocks before say, so flags come a sweep earlier
+    flags = {n.args[1] for n in fields.values() if n.op == "keep"}
+    early = [Sink("flag", n, name) for name, n in fields.items() if n in flags]
+    if early:
+        sweeps.append((early, []))
+    sinks = [
+        Sink("field", n, name)
+        for name, n in fields.items()
+        if n not in flags and (n.scope is not Scope.SELECTION)
+    ]
+    sinks += [Sink("key", n, name) for name, n in fields.items() if n.op == "select"]
     sinks += [Sink("store", n, target) for target, n in program.stores]
+    sinks += [Sink("stage", n) for n in gathered(program)]
+    sinks += [Sink("patch", n, t, selection=s) for t, n, s in program.patches if s.op != "select"]
     return [*sweeps, (sinks, [])]
 
 
@@ -144,17 +285,25 @@ def stages(nodes: Iterable[Node]) -> dict[Node, int]:
     for n in nodes:
         if n.op == "reduce" and n.scope is Scope.TENSOR:
             stage[n] = 0
-        elif n.op in ("reduce", "fold"):
+        elif n.op in ("reduce", "fold", "rotate"):
             stage[n] = stage[n.args[0]] + 1
+        elif n.op == "select":
+            stage[n] = max(stage[a] for a in n.args) + 1
         else:
             stage[n] = max((stage[a] for a in n.args), default=0)
     return stage
 
 
 def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
-    """A block's steps: for every stage its scalars, its unpacking, its folds, its loop."""
-    needed = _needed([s.node for s in sinks] + [p.node.args[0] for p in partials])
+    """A block's steps: for every stage its scalars, unpacking, transforms, folds, its loop."""
+    visits = [s for s in sinks if s.selection is not None]
+    staged = [s for s in sinks if s.kind == "stage"]
+    roots = [n for s in sinks for n in (*s.reads, s.node) if s.kind != "sample" or n is not s.node]
+    needed = _needed(roots + [p.node.args[0] for p in partials])
     stage = stages(needed)
+    for n in needed:
+        if n.op == "select":  # staging waits for all that is gathered
+            stage[n] = max(stage[a] for a in (*n.args, *(s.element for s in staged))) + 1
     last = max((stage[n] for n in needed), default=0)
 
     # a store overwrites what loads read, so it waits for the last loop
@@ -162,35 +311,64 @@ def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
     for n in needed:
         if n.op == "reduce" and n.scope is Scope.BLOCK:
             at[stage[n] - 1].append(Sink("reduce", n))
+        elif n.op == "rotate":
+            at[stage[n] - 1].append(Sink("rotate", n))
+        elif n.op == "select":
+            at[stage[n] - 1].append(Sink("key", n))
     for sink in sinks:
-        if sink.node.scope is Scope.ELEMENT:
+        if sink.kind == "sample":
+            at[stage[sink.element]].append(sink)
+        elif sink.node.scope is Scope.ELEMENT:
             at[last if sink.kind == "store" else stage[sink.node]].append(sink)
 
     folds = [n for n in needed if n.op == "fold"]
-    order: list[tuple[int, Node | None]] = []  # (stage, the fold whose own part it is, or None)
+    order: list[tuple[int, Node | None]] = []  # (stage, the fold or selection, or None: its loop)
+    wanted: list[list[Sink]] = []
     for s in range(last + 1):
-        order += [(s, f) for f in folds if stage[f] == s]
+        for n in needed:
+            if stage[n] == s and n in folds:
+                order.append((s, n))
+                wanted.append([Sink("accumulate", n.args[0], fold=n)])
+            elif stage[n] == s and n.op == "select":
+                order.append((s, n))
+                wanted.append(staged)
         order.append((s, None))
-    wanted = [at[s] if f is None else [Sink("accumulate", f.args[0], fold=f)] for s, f in order]
+        wanted.append(at[s])
     loops = fill_loops(wanted)
 
     steps: list[Step] = []
     done: set[Node] = set()
-    for (s, fold), loop in zip(order, loops, strict=True):
+    for (s, special), loop in zip(order, loops, strict=True):
         ready = [n for n in needed if stage[n] <= s and n not in done]
         done.update(ready)
-        scalars = tuple(n for n in ready if n.scope is not Scope.ELEMENT and _is_computed(n))
+        scalars = tuple(n for n in ready if n.scope <= Scope.BLOCK and _is_computed(n))
         if scalars:
             steps.append(Scalars(scalars))
         steps += [Unpack(n) for n in ready if is_packed(n)]
-        if fold is not None:
-            body = order_steps([Sink("accumulate", fold.args[1], fold=fold)], [])
-            steps.append(Fold(fold, loop, body))
-        elif loop.sinks:
-            steps.append(loop)
-    steps += [Put(s.name, s.node) for s in sinks if s.node.scope is not Scope.ELEMENT]
+        steps += [Rotate(n) for n in ready if n.op == "rotate"]
+        if special is None:
+            if loop.sinks:
+                steps.append(loop)
+        elif special.op == "select":
+            steps.append(Stage(special, loop))
+        else:
+            steps.append(Fold(special, loop, _fold_body(special)))
+    steps += [
+        Put(s.name, s.node)
+        for s in sinks
+        if s.kind in ("field", "flag") and s.node.scope <= Scope.BLOCK
+    ]
     steps += [Partial(p.index, p.node.args[0]) for p in partials]
+    if visits:
+        assert visits[0].selection is not None
+        steps.append(Visit(visits[0].selection, Loop(_entry_nodes(visits), tuple(visits))))
     return tuple(steps)
+
+
+def _fold_body(fold: Node) -> tuple[Step, ...]:
+    """What is done with the payload of one peer."""
+    selection = fold.args[2] if len(fold.args) > 2 else None
+    return order_steps([Sink("accumulate", fold.args[1], fold=fold, selection=selection)], [])
 
 
 def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
@@ -202,7 +380,8 @@ def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
         nodes: list[Node] = []
         for n in _needed_here(sinks, home):
             nodes.append(n)
-            home.setdefault(n, number)
+            if all(sink.kind != "stage" for sink in sinks):  # it does not run for every element
+                home.setdefault(n, number)
         for n in _operands(nodes, sinks):
             if n in home and n not in nodes and n not in kept.setdefault(home[n], []):
                 kept[home[n]].append(n)
@@ -229,26 +408,23 @@ def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
         nodes.append(n)
 
     for sink in sinks:
-        visit(_element(sink))
+        for n in sink.reads:
+            visit(n)
     return nodes
 
 
-def _operands(nodes: list[Node], sinks: list[Sink]) -> list[Node]:
-    return [a for n in nodes for a in n.args] + [_element(sink) for sink in sinks]
-
-
-def _element(sink: Sink) -> Node:
-    return sink.node.args[0] if sink.kind == "reduce" else sink.node
+def _operands(nodes: Iterable[Node], sinks: Iterable[Sink]) -> list[Node]:
+    return [a for n in nodes for a in n.args] + [n for sink in sinks for n in sink.reads]
 
 
 def in_array(n: Node) -> bool:
     """Whether the element lies in an array before any loop asks for it."""
-    return n.op == "fold" or is_packed(n)
+    return n.op in ("fold", "rotate") or is_packed(n)
 
 
 def is_packed(n: Node) -> bool:
     """Whether it is a field of codes that lie in planes."""
-    return n.op == "field" and n.scope is Scope.ELEMENT and n.dtype.startswith("uint")
+    return n.op == "field" and n.scope is Scope.ELEMENT and n.dtype in ir.CODES
 
 
 def cost(n: Node) -> int:

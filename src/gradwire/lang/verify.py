@@ -51,8 +51,11 @@ def _tails(result: Payload, at: str) -> None:
     nodes = [value.node for _, value in result.fields]
     selections = [n for n in nodes if n.op == "select"]
     kept = [n for n in nodes if n.op == "keep"]
-    if len(selections) > 1 or len({n.args[1] for n in kept}) > 1 or (selections and kept):
-        raise LanguageError(at, "a payload holds one selection, or codes kept by one flag")
+    if len(selections) + len(kept) > 1:
+        raise LanguageError(at, "a payload holds one selection, or one field of kept codes")
+    sorts = {n for n in ir.walk(nodes) if isinstance(n.attr, ir.Rank)}
+    if len(sorts) > 1:
+        raise LanguageError(at, "a codec picks one value from one sort")
     for number, n in enumerate(nodes):
         if n.op == "keep" and n.args[1] not in nodes[:number]:
             raise LanguageError(n.location or at, "keep: its flag must be a field before it")

@@ -1,19 +1,22 @@
 """The C around the blocks: where a row's fields lie, how rows are walked, the entry point.
 
-Place         a row's field offsets, random streams and workspace, made once a row
-FORM_sweepN   divides the blocks of all rows among threads, and takes GROUP at a time
+Place           a row's field offsets, random streams and workspace, made once a row
+FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time
+FORM_selectN    the same row by row, since a selection is complete when its row is
 FORM_completeN  ends a sweep whose partial results make tensor reductions
-FORM          the entry point, with the signature that lang/kernels.py calls
+FORM            the entry point, with the signature that lang/native.py calls
 """
 
 from __future__ import annotations
 
 from gradwire.lang import ir, passes
+from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
-from gradwire.lang.layout import Layout, element_nbytes, planes
+from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
 
 GROUP_VALUES = 4096  # values of a group: 8 KiB in fp32, so that a group and its arrays stay in L1
 MAX_GROUP = 32  # blocks whose scalars make one vector
+ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
 
 
 def group(layout: Layout) -> int:
@@ -22,17 +25,21 @@ def group(layout: Layout) -> int:
 
 
 def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
-    """The struct Place and the function that fills it."""
+    """The struct Place, the function that fills it, and where variable parts of fields begin."""
     sizes = {"BLOCK": layout.block, "GROUP": group(layout), "PARTIALS": layout.partials}
+    if layout.staged:
+        sizes["STAGED"] = layout.staged
     lines = [
         "enum { " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) + " };",
         "",
         "/* Where a row's fields begin, its random streams, its part of the workspace. */",
         "typedef struct {",
         "  const Row *row;",
-        f"  int64_t blocks, at[{len(layout.fields)}];",
+        f"  int64_t blocks, at[{len(layout.fields) + 1}];",
         f"  Stream streams[{max(1, len(streams))}];",
         "  float *partials;",
+        *(["  uint32_t *samples;"] if layout.samples else []),
+        *(["  Staging *staging;", "  Cursor *cursors;"] if layout.variable else []),
         "} Place;",
         "",
         "INLINE Place place_of(const Row *row, float *partials) {",
@@ -41,34 +48,147 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
         "  int64_t at = 0;",
     ]
     for number, f in enumerate(layout.fields):
-        if f.scope is Scope.TENSOR:
-            size = str(f.item_nbytes)
-        elif f.scope is Scope.BLOCK:
-            size = f"p.blocks * {f.item_nbytes}"
-        else:
-            size = f"full * {element_nbytes(f.dtype, layout.block)} + {_rest_nbytes(f.dtype)}"
-        lines.append(f"  p.at[{number}] = at, at += {size};  /* {f.name} */")
+        lines.append(f"  p.at[{number}] = at, at += {_known(f, layout)};  /* {f.name} */")
+    lines.append(f"  p.at[{len(layout.fields)}] = at;")
     for number, s in enumerate(streams):
         key = "shared" if s.shared else "key"
         lines.append(f"  p.streams[{number}] = stream(row->{key}, {s.number});")
-    return "\n".join([*lines, "  return p;", "}", ""])
+    if layout.samples:
+        lines.append("  p.samples = (uint32_t *)partials + (p.blocks + 1) * PARTIALS;")
+    lines += ["  return p;", "}", ""]
+    samples = f" + blocks_of(numel, {layout.samples})" if layout.samples else ""
+    lines += [
+        "/* The part of the workspace that belongs to a row. */",
+        "INLINE int64_t floats_of(int64_t numel) {",
+        f"  return (blocks_of(numel, BLOCK) + 1) * PARTIALS{samples};",
+        "}",
+        "",
+    ]
+    if layout.variable:
+        lines += _tails(layout)
+    return "\n".join(lines)
 
 
-def _rest_nbytes(dtype: str) -> str:
+def _known(f: Field, layout: Layout) -> str:
+    """Bytes of a field's part of known length."""
+    if f.capacity is not None:
+        return f"p.blocks * {COUNT_NBYTES}"
+    if f.flag is not None or f.scope is Scope.SELECTION:
+        return "0"
+    if f.scope is Scope.TENSOR:
+        return str(f.item_nbytes)
+    if f.scope is Scope.BLOCK:
+        return f"p.blocks * {f.item_nbytes}"
+    return f"full * {element_nbytes(f.dtype, layout.block)} + {_rest(f.dtype)}"
+
+
+def _rest(dtype: str, m: str = "rest") -> str:
+    """Bytes of fewer values than a block or run."""
+    if dtype == "trit":
+        return f"({m} + 4) / 5"
     if not dtype.startswith("uint"):
-        return f"rest * {ir.BITS[dtype] // 8}"
-    return " + ".join(f"(rest * {width} + 7) / 8" for width, _ in planes(ir.BITS[dtype]))
+        return f"{m} * {ir.BITS[dtype] // 8}"
+    return " + ".join(f"({m} * {width} + 7) / 8" for width, _ in planes(ir.BITS[dtype]))
 
 
-def sweep(form: str, number: int) -> str:
-    """The walk over rows of one sweep; full groups see their trip counts as constants."""
-    name = f"{form}_group{number}"
+def _tails(layout: Layout) -> list[str]:
+    """Functions of a row: where parts begin whose length depends on data, and how long they get."""
+    lines, before = [], f"p->at[{len(layout.fields)}]"
+    for number, f in enumerate(layout.fields):
+        lines += [
+            f"/* {f.name} */",
+            f"INLINE int64_t tail_{number}(const Place *p, int64_t entries) {{",
+            f"  return {before};",
+            "}",
+        ]
+        dtype = layout.position if f.capacity is not None else f.dtype
+        if f.capacity is not None or f.scope is Scope.SELECTION:
+            size = f"entries / RUN * {element_nbytes(dtype, RUN)}"
+            rest = _rest(dtype, "(entries % RUN)")
+            before = f"tail_{number}(p, entries) + {size} + {rest}"
+    selection = next((f for f in layout.fields if f.capacity is not None), None)
+    lines.append("INLINE int64_t capacity_of(int64_t numel) {")
+    if selection is not None:
+        assert selection.capacity is not None
+        size = f"{selection.capacity.fraction.hex()}, {selection.capacity.least}"
+        lines.append(f"  return size_of(numel, {size});")
+    else:
+        lines.append("  return numel;")
+    lines += ["}", "", "/* Bytes that a payload may take beyond its parts of known length. */"]
+    lines.append("INLINE int64_t tails_of(const Place *p) {")
+    kept = next((f for f in layout.fields if f.flag is not None), None)
+    if kept is not None:
+        full = element_nbytes(kept.dtype, layout.block)
+        lines += [
+            "  const int64_t rest = p->row->numel % BLOCK;",
+            f"  return p->row->numel / BLOCK * {full} + {_rest(kept.dtype)};",
+        ]
+    else:
+        end = before.replace("entries", "k")
+        lines += [
+            "  const int64_t k = capacity_of(p->row->numel);",
+            f"  return {end} - p->at[{len(layout.fields)}];",
+        ]
+    names = [f.name for f in layout.fields]
+    if selection is not None:
+        number = names.index(selection.name)
+        cursor = f"entries_from(call, p->row, payload + p->at[{number}], p->blocks, b,\n"
+        cursor += "                      capacity_of(p->row->numel))"
+    else:
+        assert kept is not None
+        assert kept.flag is not None
+        cursor = f"blocks_from(payload + p->at[{names.index(kept.flag)}], b)"
+    return [
+        *lines,
+        "}",
+        "INLINE Cursor cursor_at(",
+        "    const Call *call, const Place *p, const uint8_t *payload, int64_t b) {",
+        f"  return {cursor};",
+        "}",
+        "",
+    ]
+
+
+def cursors(own: bool, sources: bool) -> str:
+    """Cursors at block `b` of the payloads that a sweep reads entries or kept blocks from."""
+    lines = [
+        "      Cursor cursors[call->ranks + 1];  /* of the own payload, then of the peers' */",
+        "      place.cursors = cursors;",
+    ]
+    if own:
+        lines.append("      cursors[0] = cursor_at(call, &place, row->payload, b);")
+    if sources:
+        lines += [
+            "      for (int k = 0; k < call->ranks - (call->rank >= 0); k++)",
+            "        cursors[k + 1] = cursor_at(call, &place, row->source + k * call->stride, b);",
+        ]
+    return "\n".join([*lines, ""]) if own or sources else ""
+
+
+def _walk(name: str, form: str, number: int, cursors: str) -> str:
+    """Blocks [b, end) of a row in groups; full groups see their trip counts as constants."""
+    return f"""\
+      const int64_t stop = end < full ? end : full;
+{cursors}\
+      for (; b + GROUP <= stop; b += GROUP) {name}(call, &place, b, GROUP, BLOCK);
+      if (b < stop) {form}_rest{number}(call, &place, b, (int)(stop - b), BLOCK), b = stop;
+      if (b < end) {form}_rest{number}(call, &place, b, 1, (int)(row->numel - full * BLOCK));
+"""
+
+
+def rest(form: str, number: int) -> str:
+    """A copy of the group function for groups that are not full."""
     return f"""\
 static __attribute__((noinline)) void {form}_rest{number}(
     const Call *call, const Place *place, int64_t b, int count, int m) {{
-  {name}(call, place, b, count, m);
+  {form}_group{number}(call, place, b, count, m);
 }}
+"""
 
+
+def sweep(form: str, number: int, cursors: str = "") -> str:
+    """The walk over rows of one sweep."""
+    return f"""\
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
@@ -80,14 +200,69 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
     int64_t b = first > seen ? first - seen : 0;
     const int64_t end = last - seen < blocks ? last - seen : blocks;
     if (b < end) {{
-      const Place place = place_of(row, partials);
-      const int64_t stop = end < full ? end : full;
-      for (; b + GROUP <= stop; b += GROUP) {name}(call, &place, b, GROUP, BLOCK);
-      if (b < stop) {form}_rest{number}(call, &place, b, (int)(stop - b), BLOCK), b = stop;
-      if (b < end) {form}_rest{number}(call, &place, b, 1, (int)(row->numel - full * BLOCK));
+      Place place = place_of(row, partials);
+{_walk(f"{form}_group{number}", form, number, cursors)}\
     }}
     seen += blocks;
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
+  }}
+}}
+"""
+
+
+def select(
+    form: str, number: int, layout: Layout, ranked: bool, gathered: int, cursors: str
+) -> str:
+    """The walk over rows that stages a selection, and the end of each row that stores it."""
+    known = len(layout.fields)
+    selection = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
+    return f"""\
+static void {form}_finish(const Call *call, const Place *place, Staging *staged, int n) {{
+  Run run;
+  uint8_t *payload = place->row->payload;
+  u16 *counts = (u16 *)(payload + place->at[{selection}]);
+  memset(counts, 0, place->blocks * {COUNT_NBYTES});
+  memset(payload + place->at[{known}], 0, tails_of(place));
+  Pick pick = pick_of(staged, n, {int(ranked)});
+  const int64_t entries = pick.entries;
+  int64_t done = 0;
+  int m = 0;
+  for (int t = 0; t < n; t++)
+    for (int64_t e = 0; e < staged[t].count; e++) {{
+      if (!picked(&pick, column(&staged[t], 1)[e])) continue;
+      run.index[m] = column(&staged[t], 0)[e];
+      counts[run.index[m] / BLOCK]++;
+      for (int c = 0; c < {gathered}; c++)
+        run.gathered[c][m] = float_of(column(&staged[t], 2 + c)[e]);
+      if (++m == RUN) {form}_run(call, place, &run, done, RUN, entries), done += RUN, m = 0;
+    }}
+  if (m) {form}_run(call, place, &run, done, m, entries);
+}}
+
+static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
+  float *partials = call->workspace;
+  for (int64_t r = 0; r < call->n; r++) {{
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
+    const int alone = row->numel <= {ALONE}, mine = r % threads == thread;
+    if (blocks && (mine || !alone)) {{
+      Place place = place_of(row, partials);
+      Staging *staging = place.staging = &call->staging[thread];
+      begin(staging, capacity_of(row->numel));
+      int64_t b = alone ? 0 : blocks * thread / threads;
+      const int64_t end = alone ? blocks : blocks * (thread + 1) / threads;
+{_walk(f"{form}_group{number}", form, number, cursors)}\
+      if (alone) {form}_finish(call, &place, staging, 1);
+    }}
+    if (blocks && !alone) {{
+#pragma omp barrier
+      if (mine) {{
+        const Place place = place_of(row, partials);
+        {form}_finish(call, &place, call->staging, threads);
+      }}
+#pragma omp barrier
+    }}
+    partials += floats_of(row->numel);
   }}
 }}
 """
@@ -105,32 +280,75 @@ def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> 
 static void {form}_complete{number}(const Call *call, int thread, int threads) {{
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {{
-    const int64_t blocks = blocks_of(call->rows[r].numel, BLOCK);
+    const Row *row = &call->rows[r];
+    const int64_t blocks = blocks_of(row->numel, BLOCK);
     if (r % threads == thread && blocks) {{
 {results}
     }}
-    partials += (blocks + 1) * PARTIALS;
+    partials += floats_of(row->numel);
   }}
 }}
 """
 
 
-def entry(form: str, sweeps: tuple[passes.Sweep, ...]) -> str:
-    """The function that lang/kernels.py calls."""
+def clear(form: str, layout: Layout) -> str:
+    """Zero the part of a payload whose length depends on data, before it is filled."""
+    return f"""\
+static void {form}_clear(const Call *call, int thread, int threads) {{
+  for (int64_t r = 0; r < call->n; r++) {{
+    const Row *row = &call->rows[r];
+    if (r % threads != thread || row->numel == 0) continue;
+    const Place place = place_of(row, 0);
+    memset(row->payload + place.at[{len(layout.fields)}], 0, tails_of(&place));
+  }}
+}}
+"""
+
+
+def entry(form: str, sweeps: tuple[passes.Sweep, ...], layout: Layout) -> str:
+    """The function that lang/native.py calls."""
     lines = [
         f"int {form}(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,",
-        "    float factor, int32_t threads, void *workspace) {",
-        "  const Call call = {rows, n, stride, ranks, rank, factor, workspace};",
+        "    float factor, int32_t threads, void *workspace, const float *table) {",
+        "  int failed = 0;",
+        "  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};",
+    ]
+    if layout.staged:
+        lines += [
+            "  Staging staging[threads];",
+            "  divide(&call, staging, threads);",
+        ]
+    lines += [
         "#pragma omp parallel num_threads(threads) if (threads > 1)",
         "  {",
         "    const int thread = omp_get_thread_num(), of = omp_get_num_threads();",
     ]
+    calls = []
     for number, s in enumerate(sweeps):
-        lines.append(f"    {form}_sweep{number}(&call, thread, of);")
-        if s.completes:
-            lines += [
-                "#pragma omp barrier",
-                f"    {form}_complete{number}(&call, thread, of);",
-                "#pragma omp barrier",
-            ]
-    return "\n".join([*lines, "  }", "  return 0;", "}", ""])
+        calls += [[f"{form}_sweep{number}"]] if s.steps else []
+        calls += [[f"{form}_rank{i}" for i, _ in s.ranks]] if s.ranks else []
+        calls += [[f"{form}_clear"]] if s.clears else []
+        calls += [[f"{form}_complete{number}"]] if s.completes else []
+    for at, functions in enumerate(calls):
+        lines += ["#pragma omp barrier"] if at else []
+        lines += [f"    {name}(&call, thread, of);" for name in functions]
+    return "\n".join([*lines, "  }", "  return failed;", "}", ""])
+
+
+def divide() -> str:
+    """The function that gives every thread its part of the workspace, as layout.py counts it."""
+    return """\
+static void divide(Call *call, Staging *staging, int threads) {
+  int64_t floats = 0, largest = 0;
+  for (int64_t r = 0; r < call->n; r++) {
+    const int64_t numel = call->rows[r].numel;
+    floats += floats_of(numel);
+    largest = numel > largest ? numel : largest;
+  }
+  uint32_t *at = (uint32_t *)call->workspace + floats;
+  const int64_t room = 2 * capacity_of(largest) + BLOCK + RUN;
+  for (int t = 0; t < threads; t++)
+    staging[t] = (Staging){.room = room, .numbers = at + t * STAGED * room};
+  call->staging = staging;
+}
+"""

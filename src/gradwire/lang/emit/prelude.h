@@ -17,12 +17,17 @@ typedef struct {
   uint64_t key, shared;
 } Row;
 
+typedef struct Staging Staging; /* of codecs that select: see selection.h */
+typedef struct Cursor Cursor;
 typedef struct {
   const Row *rows;
   int64_t n, stride;
   int32_t ranks, rank;
   float factor;
   float *workspace;
+  const float *table;
+  int *failed; /* 1 + the number of a row whose payload cannot be decoded */
+  Staging *staging;
 } Call;
 
 /* Payloads have no alignment. */
@@ -165,6 +170,43 @@ INLINE const uint8_t *unpack(const uint8_t *in, uint8_t *codes, int m, int width
   return in + length;
 }
 
+/* Five trits in a byte: byte j holds trits j, j + length, ... `codes` is zero past m. */
+INLINE void pack_trits(uint8_t *out, const uint8_t *codes, int m) {
+  const int length = (m + 4) / 5;
+#pragma omp simd
+  for (int j = 0; j < length; j++) {
+    unsigned byte = 0;
+    for (int k = 4; k >= 0; k--) byte = byte * 3 + codes[j + k * length];
+    out[j] = (uint8_t)byte;
+  }
+}
+INLINE void unpack_trits(const uint8_t *in, uint8_t *codes, int m) {
+  const int length = (m + 4) / 5;
+#pragma omp simd
+  for (int j = 0; j < length; j++) {
+    unsigned byte = in[j];
+#pragma GCC unroll 5
+    for (int k = 0; k < 5; k++) codes[j + k * length] = (uint8_t)(byte % 3), byte /= 3;
+  }
+}
+
+/* Normalised Hadamard transforms of the powers of two that make up m, the largest first. */
+INLINE void hadamard(float *x, int m) {
+  for (int begin = 0, size; begin < m; begin += size) {
+    for (size = 1; size * 2 <= m - begin; size *= 2) {}
+    float *part = x + begin;
+    for (int distance = 1; distance < size; distance *= 2)
+      for (int low = 0; low < size; low += 2 * distance)
+#pragma omp simd
+        for (int i = low; i < low + distance; i++) {
+          const float a = part[i], b = part[i + distance];
+          part[i] = a + b, part[i + distance] = a - b;
+        }
+    const float scale = (float)(1.0 / sqrt((double)size));
+    for (int i = 0; i < size; i++) part[i] *= scale;
+  }
+}
+
 /* The counter-based RNG of lang/rng.py. */
 typedef struct { uint32_t low, high; } Stream;
 INLINE Stream stream(uint64_t key, uint64_t number) {
@@ -183,4 +225,10 @@ INLINE float uniform(Stream s, uint32_t weyl) {
   x ^= x >> 15;
   x *= 0x846CA68Bu;
   return (float)(int32_t)(x >> 8) * 0x1p-24f;
+}
+/* Flip the signs of a block's elements, the first of which stands at index `first`. */
+INLINE void flip(float *x, int m, Stream s, uint32_t first) {
+#pragma omp simd
+  for (int i = 0; i < m; i++)
+    x[i] *= uniform(s, (first + (uint32_t)i + s.low) * WEYL) < 0.5f ? 1.0f : -1.0f;
 }

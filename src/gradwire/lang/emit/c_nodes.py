@@ -1,0 +1,230 @@
+"""C expressions: a rule for every operation of the IR, and the text they are written into.
+
+Names in the generated code: nI is node I; aI its elements in an array, sI its blocks' numbers,
+cI codes to be packed, kI keys of a selection; a trailing underscore marks the storage of the whole
+group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from gradwire.lang import ir, passes
+from gradwire.lang.ir import Node, Scope
+from gradwire.lang.layout import Layout, element_nbytes
+
+REGISTER = {
+    "fp32": "float", "bool": "int", "uint32": "uint32_t", "bf16": "uint32_t", "fp16": "uint32_t",
+}  # fmt: skip
+MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16"}
+VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
+
+ALU = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "max": "{0} > {1} ? {0} : {1}",
+    "min": "{0} < {1} ? {0} : {1}",
+    "neg": "-{}",
+    "abs": "fabsf({})",
+    "floor": "floorf({})",
+    "sqrt": "sqrtf({})",
+    "isfinite": "is_finite({})",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "eq": "{} == {}",
+    "ne": "{} != {}",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "not": "!{}",
+    "where": "{} ? {} : {}",
+}
+
+CASTS = {
+    ("fp32", "stored"): "to_fp32({})",
+    ("bf16", "nearest"): "to_bf16_nearest({})",
+    ("bf16", "down"): "to_bf16_down({})",
+    ("bf16", "up"): "to_bf16_up({})",
+    ("fp16", "nearest"): "to_fp16_nearest({})",
+    ("code", "zero"): "to_uint({}, {top}.0f)",
+}
+WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
+
+
+def streams(programs: Iterable[ir.Program]) -> tuple[ir.Stream, ...]:
+    """The streams of random numbers that programs draw from; a kernel knows them by position."""
+    nodes = {n for p in programs for n in ir.walk(p.roots)}
+    drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
+    drawn |= {n.attr.stream for n in nodes if isinstance(n.attr, (ir.Rotation, ir.Rank))}
+    return tuple(sorted(drawn, key=lambda s: (s.shared, s.number)))
+
+
+def literal(value: float) -> str:
+    """A constant, exactly: decimal where that is short, else hexadecimal."""
+    if math.isnan(value):
+        return "float_of(0x7fc00000)"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "(-INFINITY)"
+    text = repr(value) if value * 1024 == int(value * 1024) and abs(value) < 1e6 else value.hex()
+    return f"({text}f)" if text.startswith("-") else f"{text}f"
+
+
+def stream_name(stream: ir.Stream) -> str:
+    return f"{'shared' if stream.shared else 'stream'}{stream.number}"
+
+
+def register(n: Node) -> str:
+    return REGISTER.get(n.dtype, "int32_t")
+
+
+def cell(n: Node) -> str:
+    """The type of an element kept in an array."""
+    return "uint8_t" if passes.is_packed(n) else register(n)
+
+
+class Writer:
+    """The text of one function, and how nodes are read in it."""
+
+    def __init__(
+        self, program: ir.Program, layout: Layout, native: str, streams: tuple[ir.Stream, ...]
+    ) -> None:
+        self.program, self.layout, self.native, self.streams = program, layout, native, streams
+        self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
+        self.reductions = passes.tensor_reductions(program)
+        self.gathered = passes.gathered(program)
+        self.lines: list[str] = []
+        self.indent = 0
+        self.loop: passes.Loop | None = None
+        self.sparse = False  # the loop visits some elements only
+        self.folding = False  # inside a fold, one block at a time
+
+    def put(self, text: str) -> None:
+        self.lines.append("  " * self.indent + text)
+
+    def open(self, text: str) -> None:
+        self.put(f"{text} {{")
+        self.indent += 1
+
+    def close(self, tail: str = "}") -> None:
+        self.indent -= 1
+        self.put(tail)
+
+    def arguments(self) -> None:
+        """Locals that every function over a row begins with."""
+        self.put("uint8_t *restrict payload = place->row->payload;")
+        self.put("const float factor = call->factor;")
+        for s in streams([self.program]):
+            self.put(f"const Stream {stream_name(s)} = place->streams[{self.streams.index(s)}];")
+
+    def memory(self, offset: str) -> None:
+        """Pointers to the row's values and residual, `offset` values in."""
+        values = VALUES[self.native]
+        self.put(f"{values} *restrict values = ({values} *)place->row->values{offset};")
+        self.put(f"float *restrict residual = place->row->residual{offset};")
+
+    def define(self, n: Node) -> None:
+        self.put(f"const {register(n)} {self.name(n)} = {NODES[n.op](self, n)};")
+
+    def name(self, n: Node) -> str:
+        """How a computed node is read here: a literal, an argument, a local or an array's cell."""
+        if n.op == "const":
+            assert isinstance(n.attr, float)
+            return literal(n.attr)
+        if n.op == "param":
+            return f"call->table[{n.attr}]" if isinstance(n.attr, int) else str(n.attr)
+        in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.nodes)
+        return f"a{self.number[n]}[i]" if in_array else f"n{self.number[n]}"
+
+    def node_alu(self, n: Node) -> str:
+        return ALU[str(n.attr)].format(*(self.name(a) for a in n.args))
+
+    def node_cast(self, n: Node) -> str:
+        x = n.args[0]
+        if n.dtype == "fp32" and n.attr != "stored":
+            return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
+        kind = "code" if n.dtype in ir.CODES else n.dtype
+        return CASTS[kind, str(n.attr)].format(self.name(x), top=ir.TOP.get(n.dtype))
+
+    def node_load(self, n: Node) -> str:
+        return f"{n.attr}[i]"
+
+    def node_field(self, n: Node) -> str:
+        if n.scope is Scope.SELECTION:
+            return self.entry(n)
+        at = {Scope.ELEMENT: "i", Scope.BLOCK: "b", Scope.TENSOR: "0"}[n.scope]
+        return f"((const {MEMORY.get(n.dtype, 'uint8_t')} *)({self.address(n)}))[{at}]"
+
+    def entry(self, n: Node) -> str:
+        """A received field's value for entry `e`."""
+        assert isinstance(n.attr, ir.FieldRef)
+        tail = f"tail{self.field(n.attr.name)}"
+        if n.dtype in MEMORY:
+            return f"((const {MEMORY[n.dtype]} *){tail})[e]"
+        if n.dtype == "trit":
+            return f"trit_at({tail}, e, cursor->entries)"
+        return f"code_at({tail}, e, cursor->entries, {ir.BITS[n.dtype]})"
+
+    def node_random(self, n: Node) -> str:
+        assert isinstance(n.attr, ir.Stream)
+        stream = stream_name(n.attr)
+        weyl = f"(first + {stream}.low) * WEYL"
+        if n.scope is Scope.ELEMENT:
+            weyl = (
+                f"(first + (uint32_t)i + {stream}.low) * WEYL" if self.sparse else f"{stream}_weyl"
+            )
+        return f"uniform({stream}, {weyl})"
+
+    def node_index(self, n: Node) -> str:
+        return "first + (uint32_t)i"
+
+    def node_reduce(self, n: Node) -> str:
+        if n.scope is Scope.TENSOR:
+            return f"place->partials[PARTIALS * place->blocks + {self.reductions.index(n)}]"
+        if n.attr in ("sum", "count"):
+            return f"sum{self.number[n]}_[g]"
+        x = self.number[n.args[0]]
+        return f"extreme({'low' if n.attr == 'min' else 'high'}{x}_[g], low{x}_[g], high{x}_[g])"
+
+    def node_keep(self, n: Node) -> str:
+        return "{1} ? {0} : 0".format(*(self.name(a) for a in n.args))
+
+    def node_gather(self, n: Node) -> str:
+        if n in self.gathered:
+            return f"run->gathered[{self.gathered.index(n)}][e]"
+        return self.name(n.args[0])
+
+    # addresses -----------------------------------------------------------------------------------
+
+    def address(self, n: Node) -> str:
+        """Where a received field begins: this block's elements, else the whole field."""
+        assert isinstance(n.attr, ir.FieldRef)
+        base = "source" if n.attr.source else "payload"
+        size = element_nbytes(n.dtype, self.layout.block) if n.scope is Scope.ELEMENT else 0
+        return self.within(base, n.attr.name, size)
+
+    def target(self, sink: passes.Sink) -> str:
+        """Where a block's elements of a field are written."""
+        return self.within("payload", sink.name, element_nbytes(sink.node.dtype, self.layout.block))
+
+    def within(self, base: str, name: str, block_nbytes: int) -> str:
+        return f"{base} + place->at[{self.field(name)}]" + (
+            f" + b * {block_nbytes}" if block_nbytes else ""
+        )
+
+    def field(self, name: str) -> int:
+        return [f.name for f in self.layout.fields].index(name)
+
+
+NODES: dict[str, Callable[..., str]] = {
+    "alu": Writer.node_alu,
+    "cast": Writer.node_cast,
+    "load": Writer.node_load,
+    "field": Writer.node_field,
+    "random": Writer.node_random,
+    "index": Writer.node_index,
+    "reduce": Writer.node_reduce,
+    "keep": Writer.node_keep,
+    "gather": Writer.node_gather,
+}

@@ -1,0 +1,214 @@
+"""Selections, samples, rotations, kept codes and tables: small codecs that use each in odd ways."""
+
+from __future__ import annotations
+
+import builtins
+from itertools import pairwise
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from codec_calls import call, gradient, same
+from gradwire.codecs import TopK
+from gradwire.errors import CodecError
+from gradwire.lang import ROW, Codec, Payload, Value, decode, kernels, layout
+from gradwire.lang.forms import FORMS
+from gradwire.lang.native import source
+from gradwire.lang.ops import (
+    abs,
+    bf16,
+    clamp,
+    concat,
+    count,
+    filter,
+    fp16,
+    fp32,
+    gather,
+    inverse,
+    keep,
+    lookup,
+    map,
+    reduce,
+    rotate,
+    scatter,
+    share,
+    sort,
+    table,
+    topk,
+    trit,
+    uint,
+    where,
+)
+
+LEVELS = (-1.0, -0.3, 0.0, 0.2, 0.9)
+
+
+@dataclass(frozen=True)
+class Rotated(Codec):
+    """Two transforms within a fold, and a block that is no power of two."""
+
+    block: int = 100
+
+    def encode(self, g: Value) -> Payload:
+        x = rotate(g.blocks(self.block))
+        low = fp32(reduce(min, x))
+        step = fp32((reduce(max, x) - low) / 15)
+        code = map(lambda v: (v - low) * inverse(step) + 0.5, x)
+        return concat(low=low, step=step, code=uint(4, code))
+
+    def decode(self, low: Value, step: Value, code: Value) -> Value:
+        return rotate(low + step * code, inverse=True)
+
+
+@dataclass(frozen=True)
+class Kept(Codec):
+    """Trits that most blocks lack."""
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(32)
+        scale = fp32(reduce(max, abs(g)))
+        code = trit(x * inverse(scale) + 1.5)
+        kept = uint(1, where(count(code != 1) > 0, 1, 0))
+        return concat(scale=scale, kept=kept, code=keep(code, kept))
+
+    def decode(self, scale: Value, kept: Value, code: Value) -> Value:
+        return where(kept > 0, scale * (code - 1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class Sampled(Codec):
+    """A threshold from a sample: of memory in encode, of a running sum in reduce_encode."""
+
+    def encode(self, g: Value) -> Payload:
+        size = abs(g)
+        threshold = sort(size, every=10)[share(0.02, 2)]
+        chosen = topk(size, share(0.01), among=size >= threshold)
+        return concat(chosen=chosen, value=fp16(gather(g, chosen)))
+
+    def decode(self, chosen: Value, value: Value) -> Value:
+        return scatter(value, chosen)
+
+
+@dataclass(frozen=True)
+class Mixed(Codec):
+    """Entries as codes on a scale of their block, and a block that is no power of two."""
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(300)
+        top = bf16(reduce(max, abs(x)))
+        chosen = filter(abs(x) >= top * 0.5, share(0.3))
+        code = clamp((g * inverse(top) + 1.0) * 4.0, 0, 7)
+        return concat(top=top, chosen=chosen, code=uint(3, gather(code, chosen)))
+
+    def decode(self, top: Value, chosen: Value, code: Value) -> Value:
+        return scatter((code / 4.0 - 1.0) * top, chosen)
+
+
+@dataclass(frozen=True)
+class Tabled(Codec):
+    """Levels that kernels are called with."""
+
+    levels: tuple[float, ...] = LEVELS
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(64)
+        levels = table(self.levels)
+        scale = fp32(reduce(max, abs(x)))
+        unit = x * inverse(scale)
+        middles = [(a + b) * 0.5 for a, b in pairwise(levels)]
+        above = [where(unit > middle, 1, 0) for middle in middles]
+        return concat(scale=scale, code=uint(3, builtins.sum(above[1:], start=above[0])))
+
+    def decode(self, scale: Value, code: Value) -> Value:
+        return scale * lookup(table(self.levels), code)
+
+
+CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled()]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_c_equals_eager(codec: Codec) -> None:
+    # the largest is divided among threads row by row, see emit/c_rows.py
+    for dtype, n, threads in [
+        (torch.float32, 1, 1), (torch.float32, 1025, 2), (torch.bfloat16, 5000, 3),
+        (torch.float32, 70000, 3), (torch.float16, 70000, 2),
+    ]:  # fmt: skip
+        values, residual = gradient(n, dtype), gradient(n, seed=4)
+        payload = call(codec, "encode", gradient(n, dtype, 1), target="eager", key=1).payload
+        peers = [
+            call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
+            for s in (5, 6)
+        ]
+        for form in FORMS:
+            many = peers if form.startswith("reduce") or form == "decode_sum" else None
+            a, b = (
+                call(
+                    codec, form, values, target=target, threads=threads, payload=payload,
+                    residual=residual, peers=many, rank=1 if many else 0, factor=1 / 3,
+                )
+                for target in ("eager", "c")
+            )  # fmt: skip
+            assert torch.equal(a.payload, b.payload), (form, n)
+            assert same(a.values, b.values), (form, n)
+            assert same(a.residual, b.residual), (form, n)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
+def test_topk_is_what_a_sort_says(density: float) -> None:
+    generator = torch.Generator().manual_seed(torch.seed() % 2**32)
+    values = torch.randn(100_000, generator=generator)
+    values[::7] = values[3]  # ties
+    k = max(1, int(density * values.numel()))
+    order = torch.argsort(values.abs(), descending=True, stable=True)[:k]
+    codec = TopK(density, values="fp32")
+    for threads in (1, 2):
+        got = call(codec, "encode", values, threads=threads).payload
+        decoded = decode(codec, got, values.numel())
+        assert torch.equal(decoded.nonzero().flatten(), order.sort().values)
+        assert torch.equal(decoded[order], values[order])
+
+
+@pytest.mark.parametrize("values", [torch.arange(90_000.0), -torch.arange(90_000.0).flip(0)])
+def test_topk_of_sorted_values_drops_and_drops(values: torch.Tensor) -> None:
+    got = call(TopK(0.01, "fp32"), "encode", values).payload
+    kept = decode(TopK(0.01, "fp32"), got, values.numel()).nonzero().flatten()
+    assert torch.equal(kept, values.abs().argsort(stable=True)[-900:].sort().values)
+
+
+def test_many_small_rows_select_each_its_own() -> None:
+    made = kernels(TopK(0.1), torch.float32, "c")
+    rows = [gradient(n, seed=n) for n in (1, 9, 10, 999, 0, 3000)]
+    alone = [call(TopK(0.1), "encode", row).payload for row in rows]
+    payloads = [torch.zeros_like(p) for p in alone]
+    arguments = np.zeros(len(rows), ROW)
+    arguments["values"] = [row.data_ptr() for row in rows]
+    arguments["payload"] = [p.data_ptr() for p in payloads]
+    arguments["numel"] = [row.numel() for row in rows]
+    arguments["key"] = 7
+    made.run("encode", arguments, threads=2)
+    for a, b in zip(payloads, alone, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("target", ["c", "eager"])
+def test_a_payload_that_no_encode_makes_is_refused(target: str) -> None:
+    codec, n = TopK(0.01), 5000
+    lay = layout(codec)
+    good = call(codec, "encode", gradient(n)).payload
+    for at, byte in ((0, 255), (lay.offsets(n)[1], 255)):  # too many entries; not in order
+        bad = good.clone()
+        bad[at] = byte
+        bad[at + 1] = byte
+        with pytest.raises(CodecError):
+            decode(codec, bad, n, target=target)
+
+
+def test_new_levels_compile_nothing() -> None:
+    other = Tabled((-0.9, -0.2, 0.1, 0.3, 1.0))
+    assert source(other) == source(Tabled())
+    values = gradient(1000)
+    codes = call(other, "encode", values).payload
+    assert torch.equal(codes, call(other, "encode", values, target="eager").payload)
+    assert not torch.equal(codes, call(Tabled(), "encode", values).payload)
