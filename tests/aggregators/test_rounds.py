@@ -56,7 +56,7 @@ def average(
 ) -> list[Outcome]:
     """One bucket's rounds, awaited."""
     members = [
-        Member(f"p{i}", a, rng.parameter_key(0, f"p{i}", comm.rank), rotation=i)
+        Member(f"p{i}", a, rng.parameter_keys(0, f"p{i}", comm.rank), rotation=i)
         for i, a in enumerate(aggregators)
     ]
     ended = threading.Event()

@@ -13,9 +13,12 @@ import torch
 from gradwire import ConfigError, Identity, TransportError, all_reduce
 from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
+from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
 from ranks import as_threads, caught
+
+KEYS = rng.Keys(0, 0)
 
 
 def test_a_closed_executor_refuses_at_once() -> None:
@@ -32,7 +35,7 @@ def test_closing_ends_jobs_under_way() -> None:
         collective = prepare(comm, [Spec("w", 10, torch.float32, Identity())])
         if comm.rank == 1:
             return None  # never joins in
-        future = collective.start([Item(torch.ones(10), 0, 0)], average=True)
+        future = collective.start([Item(torch.ones(10), KEYS, 0)], average=True)
         time.sleep(0.1)
         begun = time.monotonic()
         comm.close()
@@ -69,12 +72,12 @@ def test_memory_that_is_not_what_the_spec_says_never_reaches_a_kernel() -> None:
         collective = prepare(comm, [spec])
         good, residual = torch.zeros(100), torch.zeros(100)
         for item in (
-            Item(good[:50], 0, 0, residual),
-            Item(good.double(), 0, 0, residual),
-            Item(torch.zeros(200)[::2], 0, 0, residual),
-            Item(good, 0, 0, None),
-            Item(good, 0, 0, residual[:5]),
-            Item(good, 0, -1, residual),
+            Item(good[:50], KEYS, 0, residual),
+            Item(good.double(), KEYS, 0, residual),
+            Item(torch.zeros(200)[::2], KEYS, 0, residual),
+            Item(good, KEYS, 0, None),
+            Item(good, KEYS, 0, residual[:5]),
+            Item(good, KEYS, -1, residual),
         ):
             error = caught(partial(collective.start, [item], average=True))
             assert isinstance(error, ConfigError)

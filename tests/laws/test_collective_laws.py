@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradwire import QSGD, Cast, Codec, CodecError, Identity, TernGrad, TransportError
+from gradwire.codecs import RandomK, Rotated, ThreeLC, TopK
 from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
@@ -27,6 +28,10 @@ CODECS: list[Codec] = [
     QSGD(bits=2, scale="l2"),
     TernGrad(),
     TernGrad(form="ternary"),
+    TopK(density=0.05),
+    RandomK(density=0.1),
+    ThreeLC(),
+    Rotated(),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -56,7 +61,12 @@ def reduce_all(
     ]
     collective = prepare(comm, specs, options)
     items = [
-        Item(t, rng.parameter_key(0, f"p{i}", comm.rank), step, residuals[i] if residuals else None)
+        Item(
+            t,
+            rng.parameter_keys(0, f"p{i}", comm.rank),
+            step,
+            residuals[i] if residuals else None,
+        )
         for i, t in enumerate(tensors)
     ]
     outcome = collective.start(items, average).result()
@@ -188,7 +198,7 @@ def test_law_8_company_changes_nothing(codec: Codec, world_size: int) -> None:
                 specs = [
                     Spec(f"p{i}", mine[i].numel(), mine[i].dtype, codec, rotation=i) for i in group
                 ]
-                items = [Item(mine[i], rng.parameter_key(0, f"p{i}", comm.rank), 5) for i in group]
+                items = [Item(mine[i], rng.parameter_keys(0, f"p{i}", comm.rank), 5) for i in group]
                 prepare(comm, specs, Options(segments=segments)).start(items, True).result()
             return mine
 

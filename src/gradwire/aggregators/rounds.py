@@ -16,6 +16,7 @@ import torch
 from gradwire.aggregators.protocol import Aggregator, CompressedAllReduce, Steps
 from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator, Outcome
+from gradwire.lang import rng
 from gradwire.partition import Spec
 
 
@@ -26,14 +27,14 @@ class Member:
     Attributes:
         name: in the module.
         aggregator: makes its average.
-        key: from `rng.parameter_key`.
+        keys: from `rng.parameter_keys`.
         rotation: see gradwire.partition.
         step: how many averages were begun; enters the random numbers.
     """
 
     name: str
     aggregator: Aggregator
-    key: int
+    keys: rng.Keys
     rotation: int
     step: int = 0
 
@@ -109,7 +110,7 @@ class Rounds:
             )
             # A round of its own draws random numbers of its own.
             step = self.steps[index] | number << 48
-            items.append(Item(values, member.key, step, request.residual))
+            items.append(Item(values, member.keys, step, request.residual))
         running = prepare(self.comm, specs, self.options).start(items, average=True)
         running.add_done_callback(lambda outcome: self._finish_round(number, outcome))
 

@@ -39,12 +39,13 @@ class Step:
 
     Attributes:
         values, residuals: addresses; 0 for no residual.
-        keys, steps: what RNG keys are made of.
+        keys, shared, steps: what RNG keys are made of.
     """
 
     values: np.ndarray
     residuals: np.ndarray
     keys: np.ndarray
+    shared: np.ndarray
     steps: np.ndarray
 
 
@@ -115,7 +116,8 @@ class Calls:
     def table(self, step: Step, arena: int) -> np.ndarray:
         """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
 
-        An encoded sum draws other random numbers than the contributions to it.
+        An encoded sum draws other random numbers than the contributions to it, but the same of
+        those that all ranks share: what was picked from every contribution is picked again.
         """
         item = self._item
         contributed, merged = (rng.step_keys(step.keys, step.steps, phase) for phase in (0, 1))
@@ -125,6 +127,7 @@ class Calls:
         rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
         rows["payload"] = self._payload + np.uint64(arena)
         rows["source"] = self._source + np.uint64(arena)
+        rows["shared"] = rng.step_keys(step.shared, step.steps, 0)[item]
         rows["key"] = np.where(self._merges, merged[item], contributed[item])
         return rows
 

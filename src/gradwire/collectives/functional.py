@@ -81,8 +81,8 @@ def all_reduce(
     collective = prepare(comm, [spec], options)
     values = tensor.detach().contiguous().view(-1)
     flat_residual = None if residual is None else residual.view(-1)
-    key = rng.parameter_key(seed, name, comm.rank)
-    running = collective.start([Item(values, key, step, flat_residual)], average=op == "avg")
+    keys = rng.parameter_keys(seed, name, comm.rank)
+    running = collective.start([Item(values, keys, step, flat_residual)], average=op == "avg")
 
     def finish(outcome: Future[Outcome]) -> torch.Tensor:
         outcome.result()

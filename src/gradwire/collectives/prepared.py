@@ -20,7 +20,7 @@ from gradwire.collectives.options import Options
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Kind, Outcome, Task
 from gradwire.engine.message import Envelope, align, check, seal
 from gradwire.errors import ConfigError
-from gradwire.lang import kernels
+from gradwire.lang import kernels, rng
 from gradwire.partition import Spec, partition
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,12 +34,12 @@ class Item:
     Attributes:
         values: 1-D, contiguous, on the CPU; replaced by the result.
         residual: fp32, as long as `values`, or None.
-        key: from `rng.parameter_key`.
+        keys: from `rng.parameter_keys`.
         step: enters the RNG key, so that no two steps draw the same numbers.
     """
 
     values: torch.Tensor
-    key: int
+    keys: rng.Keys
     step: int
     residual: torch.Tensor | None = None
 
@@ -92,11 +92,12 @@ class AllReduce:
             end += align(self.message_bytes(buffer))
         index = {kind: i for i, kind in enumerate(kinds)}
         self.calls = Calls(self.graph, cut.rows, self.specs, index, self.offsets)
+        self.threads = options.threads or torch.get_num_threads()
         self.workspace_offset = end
         self.arena_bytes = end + max(
             (
                 self.kernels[call.kernel].layout.workspace_nbytes(
-                    self.calls.numel[call.first : call.last]
+                    self.calls.numel[call.first : call.last], self.threads
                 )
                 for calls in self.calls.of.values()
                 for call in calls
@@ -169,11 +170,11 @@ class _Job:
         self.items = items  # kept alive until the kernels are done with their memory
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
         self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
-        self.threads = collective.options.threads or torch.get_num_threads()
         self.step = Step(
             values=_column([item.values.data_ptr() for item in items]),
             residuals=_column([_address(item.residual) for item in items]),
-            keys=_column([item.key for item in items]),
+            keys=_column([item.keys.own for item in items]),
+            shared=_column([item.keys.shared for item in items]),
             steps=_column([item.step for item in items]),
         )
 
@@ -202,7 +203,7 @@ class _Job:
                 rank=comm.rank if merge else 0,
                 stride=stride,
                 factor=self.factor if merge else 1.0,
-                threads=self.threads,
+                threads=c.threads,
                 workspace=self.arena[c.workspace_offset :],
             )
         for buffer in task.writes:

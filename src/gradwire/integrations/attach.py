@@ -113,7 +113,7 @@ class Handle(Plug):
         self._socket: Any = None
         self._members = {
             p.name: Member(
-                p.name, p.aggregator(), rng.parameter_key(seed, p.name, comm.rank), p.rotation
+                p.name, p.aggregator(), rng.parameter_keys(seed, p.name, comm.rank), p.rotation
             )
             for p in plan.parameters
         }
@@ -254,7 +254,7 @@ class Handle(Plug):
         merged = merge_states(states, self._comm.rank, self._comm.world_size, self.plan)
         for name, member in self._members.items():
             member.step = merged["steps"][name]
-            member.key = rng.parameter_key(merged["seed"], name, self._comm.rank)
+            member.keys = rng.parameter_keys(merged["seed"], name, self._comm.rank)
             member.aggregator.load_state_dict(merged["aggregators"].get(name, {}))
         self._seed = merged["seed"]
 

@@ -1,7 +1,8 @@
 """Counter-based random numbers: a hash of (key, index, stream), the same on every target.
 
 Vocabulary
-    parameter key  64 bits from (user seed, parameter name, rank); made once
+    parameter key  64 bits from (user seed, parameter name, rank); made once. Shared keys are made
+                   with rank -1: all ranks have them
     step key       64 bits from (parameter key, step, phase); what a kernel's row carries
     stream         which `random()` call of a codec; each has two 32-bit words from the step key
 
@@ -13,6 +14,7 @@ Everything wraps modulo 2^32 or 2^64; torch computes it in int64, masked.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,9 +33,22 @@ def mix64(x: int) -> int:
 
 
 def parameter_key(seed: int, name: str, rank: int) -> int:
-    """The 64-bit key of a parameter on a rank. Shared randomness: pass the same rank everywhere."""
+    """The 64-bit key of a parameter on a rank."""
     text = f"{seed}/{rank}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A parameter's keys on a rank: for what the rank draws alone, and what all draw alike."""
+
+    own: int
+    shared: int
+
+
+def parameter_keys(seed: int, name: str, rank: int) -> Keys:
+    """Both keys of a parameter on a rank."""
+    return Keys(parameter_key(seed, name, rank), parameter_key(seed, name, -1))
 
 
 def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int) -> np.ndarray:
