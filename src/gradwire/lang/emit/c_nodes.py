@@ -177,6 +177,8 @@ class Writer:
         return f"uniform({stream}, {weyl})"
 
     def node_index(self, n: Node) -> str:
+        if n.attr == "block":  # a sparse loop counts in the row
+            return "(uint32_t)(i % BLOCK)" if self.sparse else "(uint32_t)i"
         return "first + (uint32_t)i"
 
     def node_reduce(self, n: Node) -> str:
