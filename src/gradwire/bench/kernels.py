@@ -4,6 +4,9 @@ A kernel and a plain copy of the same number of floats take turns (A B A B) on t
 Both are given as medians, and the copy's bytes (read and written) over its time is the bandwidth
 of the limit: a kernel at of_limit 1 costs what reading and writing its own bytes costs.
 
+Codecs that keep a share of the values get a row of target "torch-topk" beside their own: the same
+selection by torch.topk and a gather.
+
 A row: codec, options, target, device, threads, numel, op, seconds (median), gbps (uncompressed
 bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_limit
 (limit_seconds / seconds), copy_gbps (that bandwidth, so that machines can be compared).
@@ -23,12 +26,13 @@ from gradwire import codecs as codec_table
 from gradwire.bench import methods
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, kernels
+from gradwire.lang import ROW, Layout, kernels
 
 NUMEL = 2**24
 EAGER_NUMEL_QUICK = 2**20  # eager takes seconds for NUMEL
 TARGETS = ("c", "eager")
-OPS = ("encode", "encode_ef", "decode", "decode_add")
+OPS = ("encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode")
+PEERS = 3  # whose payloads decode_sum and reduce_encode add
 SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a row's turns
 TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
 FLOAT = 4  # bytes
@@ -83,43 +87,102 @@ def _rows(
     values = torch.randn(numel, generator=generator)
     result, residual = torch.zeros(numel), torch.zeros(numel)
     payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
-    workspace = torch.empty(made.layout.workspace_nbytes(np.array([numel])), dtype=torch.uint8)
-    moved = {
-        "encode": FLOAT * numel + payload.numel(),
-        "encode_ef": 3 * FLOAT * numel + payload.numel(),
-        "decode": FLOAT * numel + payload.numel(),
-        "decode_add": 2 * FLOAT * numel + payload.numel(),
-    }
+    workspace = torch.empty(
+        made.layout.workspace_nbytes(np.array([numel]), threads), dtype=torch.uint8
+    )
+    peers = torch.zeros(0, dtype=torch.uint8)
     for op in OPS:
-        # decoding writes elsewhere, so that every op sees the same input
+        # what decodes writes elsewhere, so that every op sees the same input
         rows = np.zeros(1, ROW)
-        rows["values"] = (result if op.startswith("decode") else values).data_ptr()
+        rows["values"] = (values if op.startswith("encode") else result).data_ptr()
         rows["residual"], rows["payload"] = residual.data_ptr(), payload.data_ptr()
         rows["numel"], rows["key"] = numel, 1
+        summed = op in ("decode_sum", "reduce_encode")
+        if summed and not peers.numel():
+            peers = payload.repeat(PEERS)
+        rows["source"] = peers.data_ptr()
+        ranks = 1 + PEERS if summed else 1
 
-        def kernel(op: str = op, rows: np.ndarray = rows) -> None:
-            made.run(op, rows, threads=threads, workspace=workspace)
+        def kernel(op: str = op, rows: np.ndarray = rows, ranks: int = ranks) -> None:
+            made.run(
+                op, rows, threads=threads, workspace=workspace, ranks=ranks,
+                stride=payload.numel(), factor=1.0 / ranks,
+            )  # fmt: skip
 
         def copy() -> None:
             result.copy_(values)
 
         seconds, copy_seconds = _alternate(kernel, copy, threads, target, quick)
         bandwidth = 2 * FLOAT * numel / copy_seconds
-        limit = moved[op] / bandwidth
-        yield {
-            "codec": codec_table.name_of(codec),
-            "options": codec_table.options(codec),
-            "target": target,
-            "device": "cpu",
-            "threads": threads,
-            "numel": numel,
-            "op": op,
-            "seconds": seconds,
-            "gbps": FLOAT * numel / seconds / 1e9,
-            "limit_seconds": limit,
-            "of_limit": limit / seconds,
-            "copy_gbps": bandwidth / 1e9,
-        }
+        limit = _moved(op, made.layout, numel) / bandwidth
+        yield _row(codec, target, threads, numel, op, seconds, limit, bandwidth)
+    if target == "c":
+        yield from _torch_topk(codec, numel, threads, quick)
+
+
+def _moved(op: str, layout: Layout, numel: int) -> int:
+    """Bytes that an op must read and write."""
+    values, payload = FLOAT * numel, layout.nbytes(numel)
+    selects = any(f.capacity is not None for f in layout.fields)
+    # where a codec selects, adding touches what was selected, and nothing else
+    touched = 2 * FLOAT * layout.capacity(numel) if selects else 2 * values
+    return {
+        "encode": values + payload,
+        "encode_ef": 3 * values + payload,
+        "decode": values + payload,
+        "decode_add": touched + payload,
+        "decode_sum": 2 * values + PEERS * payload,
+        "reduce_encode": 2 * values + (PEERS + 1) * payload,
+    }[op]
+
+
+def _torch_topk(codec: Codec, numel: int, threads: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """The alternative to a codec that keeps a share of the values: torch.topk, and a gather."""
+    density = getattr(codec, "density", None)
+    if density is None:
+        return
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    result = torch.zeros(numel)
+    k = max(1, int(density * numel))
+
+    def encode() -> None:
+        places = torch.topk(values.abs(), k, sorted=False).indices
+        places.to(torch.int32)
+        values[places].half()
+
+    def copy() -> None:
+        result.copy_(values)
+
+    seconds, copy_seconds = _alternate(encode, copy, threads, "eager", quick)
+    bandwidth = 2 * FLOAT * numel / copy_seconds
+    limit = (FLOAT * numel + 6 * k) / bandwidth
+    yield _row(codec, "torch-topk", threads, numel, "encode", seconds, limit, bandwidth)
+
+
+def _row(
+    codec: Codec,
+    target: str,
+    threads: int,
+    numel: int,
+    op: str,
+    seconds: float,
+    limit: float,
+    bandwidth: float,
+) -> dict[str, Any]:
+    return {
+        "codec": codec_table.name_of(codec),
+        "options": codec_table.options(codec),
+        "target": target,
+        "device": "cpu",
+        "threads": threads,
+        "numel": numel,
+        "op": op,
+        "seconds": seconds,
+        "gbps": FLOAT * numel / seconds / 1e9,
+        "limit_seconds": limit,
+        "of_limit": limit / seconds,
+        "copy_gbps": bandwidth / 1e9,
+    }
 
 
 def _alternate(

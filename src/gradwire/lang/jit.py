@@ -26,11 +26,11 @@ from pathlib import Path
 from gradwire.lang import isa
 
 # What every kernel is compiled with, here and ahead of time. No contraction and no -ffast-math:
-# targets must agree on every bit. No partial redundancy elimination: gcc 12 uses it to branch on a
-# clamp's constants, and then the loop stays scalar.
+# targets must agree on every bit. No partial redundancy elimination, no threading of jumps: gcc 12
+# uses them to branch on a clamp's or a choice's constants, and then the loop stays scalar.
 FLAGS = (
     "-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-    "-fno-tree-pre", "-fopenmp", "-fPIC", "-w",
+    "-fno-tree-pre", "-fno-thread-jumps", "-fopenmp", "-fPIC", "-w",
 )  # fmt: skip
 LOCK_SECONDS = 60.0  # a compilation takes one or two; after this, compile without waiting
 

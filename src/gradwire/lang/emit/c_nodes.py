@@ -81,7 +81,7 @@ def register(n: Node) -> str:
 
 def cell(n: Node) -> str:
     """The type of an element kept in an array."""
-    return "uint8_t" if passes.is_packed(n) else register(n)
+    return "uint8_t" if n.dtype in ir.CODES else register(n)
 
 
 class Writer:
@@ -115,6 +115,8 @@ class Writer:
         """Locals that every function over a row begins with."""
         self.put("uint8_t *restrict payload = place->row->payload;")
         self.put("const float factor = call->factor;")
+        for at in sorted(n.attr for n in self.number if isinstance(n.attr, int)):
+            self.put(f"const float table{at} = call->table[{at}];")
         for s in streams([self.program]):
             self.put(f"const Stream {stream_name(s)} = place->streams[{self.streams.index(s)}];")
 
@@ -133,7 +135,7 @@ class Writer:
             assert isinstance(n.attr, float)
             return literal(n.attr)
         if n.op == "param":
-            return f"call->table[{n.attr}]" if isinstance(n.attr, int) else str(n.attr)
+            return f"table{n.attr}" if isinstance(n.attr, int) else str(n.attr)
         in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.nodes)
         return f"a{self.number[n]}[i]" if in_array else f"n{self.number[n]}"
 

@@ -14,7 +14,7 @@ from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
 
-GROUP_VALUES = 4096  # values of a group: 8 KiB in fp32, so that a group and its arrays stay in L1
+GROUP_VALUES = 4096  # values of a group: 16 KiB in fp32, so that a group and its arrays stay in L1
 MAX_GROUP = 32  # blocks whose scalars make one vector
 ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
 

@@ -190,18 +190,40 @@ INLINE void unpack_trits(const uint8_t *in, uint8_t *codes, int m) {
   }
 }
 
+/* Sums and differences of values at a distance. Short distances are constants to the compiler,
+   which then shuffles within vectors. */
+INLINE void butterflies(float *x, int size, int distance) {
+  for (int low = 0; low < size; low += 2 * distance)
+#pragma omp simd
+    for (int i = low; i < low + distance; i++) {
+      const float a = x[i], b = x[i + distance];
+      x[i] = a + b, x[i + distance] = a - b;
+    }
+}
+INLINE void short_butterflies(float *x, int size, const int distance) {
+  for (int low = 0; low < size; low += 16) {
+    float y[16];
+    for (int i = 0; i < 16; i++) {
+      const float own = x[low + i], other = x[low + (i ^ distance)];
+      y[i] = i & distance ? other - own : own + other;
+    }
+    for (int i = 0; i < 16; i++) x[low + i] = y[i];
+  }
+}
+
 /* Normalised Hadamard transforms of the powers of two that make up m, the largest first. */
 INLINE void hadamard(float *x, int m) {
   for (int begin = 0, size; begin < m; begin += size) {
     for (size = 1; size * 2 <= m - begin; size *= 2) {}
     float *part = x + begin;
-    for (int distance = 1; distance < size; distance *= 2)
-      for (int low = 0; low < size; low += 2 * distance)
-#pragma omp simd
-        for (int i = low; i < low + distance; i++) {
-          const float a = part[i], b = part[i + distance];
-          part[i] = a + b, part[i + distance] = a - b;
-        }
+    if (size >= 16) {
+      short_butterflies(part, size, 1);
+      short_butterflies(part, size, 2);
+      short_butterflies(part, size, 4);
+      short_butterflies(part, size, 8);
+    }
+    for (int distance = size < 16 ? 1 : 16; distance < size; distance *= 2)
+      butterflies(part, size, distance);
     const float scale = (float)(1.0 / sqrt((double)size));
     for (int i = 0; i < size; i++) part[i] *= scale;
   }

@@ -122,20 +122,23 @@ INLINE Cursor blocks_from(const uint8_t *flags, int64_t b) {
   return (Cursor){0, before, 1};
 }
 
-/* Entry `e` of `entries` codes of `bits` bits, packed in runs. */
-INLINE uint32_t code_at(const uint8_t *field, int64_t e, int64_t entries, int bits) {
-  const int64_t run = e / RUN, left = entries - run * RUN;
-  const int m = left < RUN ? (int)left : RUN, j = (int)(e % RUN);
-  const uint8_t *plane = field + run * RUN * bits / 8;
+/* Entry `e` of `entries` codes of `bits` bits, packed in runs. Full runs divide by constants. */
+INLINE uint32_t code_in(const uint8_t *plane, uint32_t j, uint32_t m, int bits) {
   uint32_t code = 0;
 #pragma GCC unroll 4
   for (int width = 8, at = 0; width; width /= 2) {
     if (!(bits & width)) continue;
-    const int length = (m * width + 7) / 8;
+    const uint32_t length = (m * width + 7) / 8;
     code |= (plane[j % length] >> (j / length * width) & ((1u << width) - 1)) << at;
     plane += length, at += width;
   }
   return code;
+}
+INLINE uint32_t code_at(const uint8_t *field, uint64_t e, uint64_t entries, int bits) {
+  const uint64_t run = e / RUN, left = entries - run * RUN;
+  const uint8_t *plane = field + run * (RUN * bits / 8);
+  if (left >= RUN) return code_in(plane, e % RUN, RUN, bits);
+  return code_in(plane, e % RUN, (uint32_t)left, bits);
 }
 INLINE uint32_t trit_at(const uint8_t *field, int64_t e, int64_t entries) {
   const int64_t run = e / RUN, left = entries - run * RUN;
