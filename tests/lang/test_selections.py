@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -212,3 +213,23 @@ def test_new_levels_compile_nothing() -> None:
     codes = call(other, "encode", values).payload
     assert torch.equal(codes, call(other, "encode", values, target="eager").payload)
     assert not torch.equal(codes, call(Tabled(), "encode", values).payload)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_kernels_allocate_nothing_and_keep_to_their_workspace(codec: Codec) -> None:
+    text = source(codec)
+    assert not {"malloc", "calloc", "realloc", "alloca"} & set(re.findall(r"\w+", text))
+    made = kernels(codec, torch.float32, "c")
+    values, residual = gradient(90_000), torch.zeros(90_000)
+    rows = np.zeros(2, ROW)
+    payload = torch.zeros(made.layout.nbytes(90_000), dtype=torch.uint8)
+    rows["values"], rows["residual"] = values.data_ptr(), residual.data_ptr()
+    rows["payload"], rows["source"] = payload.data_ptr(), payload.data_ptr()
+    rows["numel"] = [90_000, 0]
+    for threads in (1, 3):
+        needed = made.layout.workspace_nbytes(rows["numel"], threads)
+        workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
+        for form in FORMS:
+            ranks = 2 if form.startswith("reduce") or form == "decode_sum" else 1
+            made.run(form, rows, threads=threads, workspace=workspace, ranks=ranks)
+            assert bool((workspace[needed:] == 0xA5).all()), form

@@ -70,7 +70,7 @@ def _sweep(
                 c_rows.select(form, number, layout, ranked, gathered, cursors),
             ]
         else:
-            parts.append(c_rows.sweep(form, number, cursors))
+            parts.append(c_rows.sweep(form, number, cursors, final=not sweep.completes))
     if sweep.clears:
         parts.append(c_rows.clear(form, layout))
     if sweep.completes:
