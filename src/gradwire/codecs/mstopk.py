@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gradwire.codecs import checks
 from gradwire.codecs.topk import STORED
 from gradwire.lang import Codec, Payload, Value
+from gradwire.lang.ir import Size
 from gradwire.lang.ops import (
     abs,
     clamp,
@@ -19,11 +20,12 @@ from gradwire.lang.ops import (
     reduce,
     scatter,
     share,
+    topk,
     where,
 )
 
-ROUNDS = 9  # passes over the gradient
-PARTS = 8  # into which each cuts the interval that holds the threshold
+ROUNDS = 13  # passes over the gradient
+PARTS = 4  # into which each cuts the interval that holds the threshold
 EXCESS = 1.01  # entries that a payload has room for, of each that is wanted
 INFINITY = float("inf")
 
@@ -36,8 +38,8 @@ class MSTopK(Codec):
         density: share of the values that is kept, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
-    The paper halves the interval from 0 to the largest magnitude 25 times. Here nine rounds cut it
-    into eight, 27 bits, since a round costs a pass over memory and counting seven thresholds no
+    The paper halves the interval from 0 to the largest magnitude 25 times. Here 13 rounds cut it
+    into four, 26 bits, since a round costs a pass over memory and counting three thresholds no
     more than that. Where more values than 1.01 k share the threshold, the first are sent; where a
     value is not finite, only such values are, so that none is left out.
     """
@@ -57,8 +59,17 @@ class MSTopK(Codec):
             reached = [count(size >= low + step * j) >= k for j in range(1, PARTS)]
             low, step = low + step * sum(where(r, 1.0, 0.0) for r in reached), step / PARTS
         threshold = where(isfinite(top), low, INFINITY)
-        chosen = filter(~(size < threshold), share(min(1.0, EXCESS * self.density)))
+        chosen = filter(~(size < threshold), self.room)
+        return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
+
+    def encode_sum(self, g: Value) -> Payload:
+        chosen = topk(abs(g), self.room)
         return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
 
     def decode(self, chosen: Value, value: Value) -> Value:
         return scatter(value, chosen)
+
+    @property
+    def room(self) -> Size:
+        """Entries that a payload has room for."""
+        return share(min(1.0, EXCESS * self.density))
