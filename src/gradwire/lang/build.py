@@ -49,10 +49,15 @@ class Unit:
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
-    """A unit for every codec, given with its label, and dtype; those of one source are one."""
+    """A unit for every codec, given with its label, and dtype; those of one source are one.
+
+    Codecs of matrices have none: they are interpreted, since torch's BLAS does their work.
+    """
     found: dict[str, Unit] = {}
     for label, codec in codecs:
         for dtype in dtypes:
+            if not forms.derive(codec, dtype).fused:
+                continue
             unit = Unit(f"{label} {dtype}", c.prelude() + source(codec, dtype))
             found.setdefault(unit.digest, unit)
     return list(found.values())

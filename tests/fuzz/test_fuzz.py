@@ -1,0 +1,218 @@
+"""Kernels of target c under sanitizers: no payload makes them read or write where they must not.
+
+For every registered codec a program is made of its generated C and harness.c; it decodes genuine
+payloads, then 10^5 mutated ones, in every form that reads payloads, in buffers of exact size.
+GRADWIRE_FUZZ multiplies the number, for long runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from codec_calls import gradient
+from gradwire import codecs
+from gradwire.codecs import Codec
+from gradwire.errors import CodecError
+from gradwire.lang import decode, encode, forms, jit, layout
+from gradwire.lang.emit import c
+from gradwire.lang.layout import native_name
+
+HARNESS = Path(__file__).with_name("harness.c").read_text("utf-8")
+# Not all of "undefined": checks of every pointer's arithmetic take gcc minutes for one codec. And
+# one beyond it: a cast that overflows gives another number on another machine.
+SANITIZERS = (
+    "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,vla-bound,"
+    "float-cast-overflow"
+)
+FLAGS = (
+    "-std=gnu11", "-O1", "-g", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-w",
+)  # fmt: skip
+MUTATIONS = 100_000 * int(os.environ.get("GRADWIRE_FUZZ", "1"))
+PAYLOADS = 4
+# Threads that spin at barriers would take most of the time.
+QUIETLY = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_WAIT_POLICY": "passive"}
+
+# Codecs that need other options to have several entries in payloads of few values.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.1},
+    "mstopk": {"density": 0.1, "values": "fp32"},
+    "dgc": {"density": 0.02},
+    "graddrop": {"density": 0.05},
+    "hardthreshold": {"threshold": 0.02, "density": 0.3},
+    "adacomp": {"block": 100, "density": 0.3},
+    "randomk": {"density": 0.2, "values": "fp32"},
+}
+CASES: dict[str, tuple[Codec, torch.dtype]] = {
+    **{
+        name: (codecs.get(name, **OPTIONS.get(name, {})), torch.float32) for name in codecs.REGISTRY
+    },
+    "qsgd of fp16": (codecs.get("qsgd", bits=7, block=50), torch.float16),
+    "identity of bf16": (codecs.get("identity"), torch.bfloat16),
+    "topk of bf16": (codecs.get("topk", density=0.05), torch.bfloat16),
+}
+# Codecs of matrices have no kernels: torch's BLAS does their work.
+FUSED = [name for name, (codec, _) in CASES.items() if forms.derive(codec, "fp32").fused]
+# Codecs that send how many entries follow: a wrong number is an error, not a shorter gradient.
+COUNTED = [name for name in FUSED if any(f.capacity for f in layout(*CASES[name]).fields)]
+
+
+def sizes(codec: Codec, dtype: torch.dtype) -> list[int]:
+    """A few values, a ragged block, and blocks with a ragged last one."""
+    block = layout(codec, dtype).block
+    return sorted({1, 37, min(block + 5, 300), 2 * block + 3 if block <= 1024 else block + 5})
+
+
+def kernels(codec: Codec, dtype: torch.dtype) -> str:
+    """The C of the forms that read payloads."""
+    native = native_name(dtype)
+    programs = forms.derive(codec, native).programs.values()
+    readers = [p for p in programs if p.form not in ("encode", "encode_ef")]
+    return c.prelude() + c.emit(readers, layout(codec, dtype), native)
+
+
+def corpus(codec: Codec, dtype: torch.dtype) -> bytes:
+    """What harness.c reads: genuine payloads of several sizes."""
+    table = forms.derive(codec, native_name(dtype)).table
+    parts = [struct.pack("<qq", dtype.itemsize, len(table)), np.array(table, "<f4").tobytes()]
+    numels = sizes(codec, dtype)
+    parts.append(struct.pack("<q", len(numels)))
+    lay = layout(codec, dtype)
+    for numel in numels:
+        room = [
+            lay.workspace_nbytes(np.full(rows, numel), threads)
+            for rows in (1, 2)
+            for threads in (1, 2)
+        ]
+        parts.append(struct.pack("<7q", numel, lay.nbytes(numel), *room, PAYLOADS))
+        for seed in range(PAYLOADS):
+            payload = encode(codec, gradient(numel, dtype, seed), key=seed, target="eager")
+            parts.append(payload.numpy().tobytes())
+    return b"".join(parts)
+
+
+def fuzz(text: str, data: bytes, folder: Path, mutations: int) -> subprocess.CompletedProcess[str]:
+    """Compile a kernel's source with the harness, and run it."""
+    (folder / "fuzz.c").write_text(text + HARNESS, "utf-8")
+    (folder / "corpus").write_bytes(data)
+    jit.run([jit.compiler(), *FLAGS, "fuzz.c", "-o", "fuzz", "-lm"], folder)
+    return start(folder, mutations)
+
+
+def start(folder: Path, mutations: int) -> subprocess.CompletedProcess[str]:
+    """Run the program that `fuzz` left in a folder."""
+    return subprocess.run(
+        [str(folder / "fuzz"), str(folder / "corpus"), str(mutations), "1"],
+        env={**os.environ, **QUIETLY}, capture_output=True, text=True,
+        timeout=280 * max(1, mutations // 100_000), check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_no_payload_breaks_a_kernel(name: str, tmp_path: Path) -> None:
+    codec, dtype = CASES[name]
+    done = fuzz(kernels(codec, dtype), corpus(codec, dtype), tmp_path, MUTATIONS)
+    assert done.returncode == 0, f"{name}: {done.stderr[:4000]}"
+    counted = re.fullmatch(r"(\d+) decoded, (\d+) refused\n", done.stdout)
+    assert counted is not None
+    decoded, refused = map(int, counted.groups())
+    assert decoded + refused == MUTATIONS
+    assert decoded > 0
+    assert (refused > 0) == (name in COUNTED)
+
+
+PLANTED = """
+char *getenv(const char *);
+static int planted(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
+                   float factor, int32_t threads, void *workspace, const float *table) {
+  const Row *row = rows + n - 1;
+  volatile float *values = row->values;
+  switch (getenv("PLANTED")[0]) {
+    case 'p': return ((volatile uint8_t *)row->payload)[stride] & 0;
+    case 'v': values[row->numel] = 0; return 0;
+    case 'i': return values[((volatile uint8_t *)row->payload)[0]] > 2;
+    case 's': return ((volatile uint8_t *)row->source)[stride * 2] & 0;
+    case 'w': ((volatile float *)workspace)[4] = 0; return 0;
+    case 'u': return (1 << (32 + (int)(values[0] * values[0]))) & 0;
+    case 'm': return -1;
+    case 'r': return 1;
+    default: return 0;
+  }
+}
+#define decode planted
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program whose `decode` has the fault that PLANTED names."""
+    folder = tmp_path_factory.mktemp("faulty")
+    codec, dtype = CASES["identity"]
+    fuzz(kernels(codec, dtype) + PLANTED, corpus(codec, dtype), folder, 0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("payload", "heap-buffer-overflow"),
+        ("values", "heap-buffer-overflow"),
+        ("index", "heap-buffer-overflow"),
+        ("source", "heap-buffer-overflow"),
+        ("workspace", "heap-buffer-overflow"),
+        ("undefined", "runtime error: shift exponent"),
+        ("minus one", "decode of 1 values returned -1"),
+        ("refused", "decode of 1 values returned 1 for row 1 of 1, genuine"),
+        ("none", ""),
+    ],
+)
+def test_the_harness_finds_planted_faults(
+    faulty: Path, fault: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED", fault)
+    done = start(faulty, 1000)
+    assert (done.returncode == 0) == (fault == "none"), done.stderr
+    assert said in done.stderr
+
+
+def refuse(codec: Codec, payload: torch.Tensor, numel: int, target: str, said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        decode(codec, payload, numel, target=target)
+
+
+@pytest.mark.parametrize("target", ["c", "eager"])
+@pytest.mark.parametrize("name", codecs.REGISTRY)
+def test_payloads_of_another_size_are_refused(name: str, target: str) -> None:
+    codec, numel = CASES[name][0], 300
+    payload = encode(codec, gradient(numel), target=target)
+    said = rf"a payload of 300 values is uint8\[{len(payload)}\], not uint8\[(\d+)\]"
+    for bad in (
+        payload[:-1],
+        payload[:0],
+        torch.cat([payload, payload[:1]]),
+        torch.cat([payload, payload]),
+        encode(codec, gradient(numel + 700), target=target),
+    ):
+        refuse(codec, bad, numel, target, said)
+    refuse(codec, payload.to(torch.int32), numel, target, "not int32")
+    refuse(codec, payload.view(torch.int8), numel, target, "not int8")
+
+
+@pytest.mark.parametrize("target", ["c", "eager"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_payloads_with_impossible_counts_are_refused(name: str, target: str) -> None:
+    codec, dtype = CASES[name]
+    numel = 2 * layout(codec, dtype).block + 3
+    payload = encode(codec, gradient(numel, dtype), target=target)
+    assert decode(codec, payload, numel, dtype, target=target).isfinite().all()
+    with pytest.raises(CodecError, match=r"row 0 of decode|entries of .* values, at most"):
+        decode(codec, torch.full_like(payload, 0xFF), numel, dtype, target=target)
