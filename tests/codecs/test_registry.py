@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 
@@ -86,7 +87,8 @@ def test_listing() -> None:
 @pytest.mark.parametrize("name", codecs.REGISTRY)
 def test_every_stage_can_be_shown(name: str) -> None:
     codec = codecs.get(name)
-    assert "store residual" in show(codec, "ir")
-    assert "int reduce_encode_ef(" in show(codec, "c")
+    assert re.search("(store|patch) residual", show(codec, "ir"))
+    shown = "every target interprets" if name == "lowrank" else "int reduce_encode_ef("
+    assert shown in show(codec, "c")
     with pytest.raises(ConfigError, match="ir, c"):
         show(codec, "triton")

@@ -6,10 +6,24 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.codecs.adacomp import AdaComp
 from gradwire.codecs.cast import Cast
+from gradwire.codecs.dgc import DGC
+from gradwire.codecs.graddrop import GradDrop
+from gradwire.codecs.hardthreshold import HardThreshold
 from gradwire.codecs.identity import Identity
+from gradwire.codecs.learnedlevels import LearnedLevels
+from gradwire.codecs.lowrank import LowRank
+from gradwire.codecs.mstopk import MSTopK
+from gradwire.codecs.onebit import OneBit
 from gradwire.codecs.qsgd import QSGD
+from gradwire.codecs.randomk import RandomK
+from gradwire.codecs.randomshift import RandomShift
+from gradwire.codecs.rotated import Rotated
+from gradwire.codecs.tbq import TBQ
 from gradwire.codecs.terngrad import TernGrad
+from gradwire.codecs.threelc import ThreeLC
+from gradwire.codecs.topk import TopK
 from gradwire.errors import ConfigError
 from gradwire.lang.codec import Codec, source_lines
 from gradwire.lang.forms import derive
@@ -21,15 +35,43 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "bf16": (Cast, {"dtype": "bf16"}),
     "qsgd": (QSGD, {}),
     "terngrad": (TernGrad, {}),
+    "onebit": (OneBit, {}),
+    "tbq": (TBQ, {}),
+    "threelc": (ThreeLC, {}),
+    "topk": (TopK, {}),
+    "mstopk": (MSTopK, {}),
+    "dgc": (DGC, {}),
+    "graddrop": (GradDrop, {}),
+    "hardthreshold": (HardThreshold, {}),
+    "adacomp": (AdaComp, {}),
+    "randomk": (RandomK, {}),
+    "randomshift": (RandomShift, {}),
+    "learnedlevels": (LearnedLevels, {}),
+    "rotated": (Rotated, {}),
+    "lowrank": (LowRank, {}),
 }
 
 __all__ = [
+    "DGC",
     "QSGD",
     "REGISTRY",
+    "TBQ",
+    "AdaComp",
     "Cast",
     "Codec",
+    "GradDrop",
+    "HardThreshold",
     "Identity",
+    "LearnedLevels",
+    "LowRank",
+    "MSTopK",
+    "OneBit",
+    "RandomK",
+    "RandomShift",
+    "Rotated",
     "TernGrad",
+    "ThreeLC",
+    "TopK",
     "get",
     "listing",
     "name_of",

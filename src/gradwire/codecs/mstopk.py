@@ -38,10 +38,11 @@ class MSTopK(Codec):
         density: share of the values that is kept, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
-    The paper halves the interval from 0 to the largest magnitude 25 times. Here 13 rounds cut it
-    into four, 26 bits, since a round costs a pass over memory and counting three thresholds no
-    more than that. Where more values than 1.01 k share the threshold, the first are sent; where a
-    value is not finite, only such values are, so that none is left out.
+    The paper halves the interval from 0 to the largest magnitude 25 times, a pass over memory each.
+    Here thirteen passes count for three thresholds at once and quarter it, 26 bits in all. Where
+    more values than 1.01 k share the threshold, the first are sent; where a value is not finite,
+    only such values are, so that none is left out. At a rank that reduces, every pass would decode
+    all payloads again, so there the 1.01 k largest are selected exactly.
     """
 
     density: float = 0.01

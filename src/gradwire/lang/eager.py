@@ -170,7 +170,7 @@ class _Row:
         if n.dtype in ir.CODES:
             memory.copy_(semantics.pack(result, n.dtype) if n.scope is Scope.ELEMENT else result)
         else:
-            memory.copy_(result.contiguous().view(torch.uint8).view(memory.shape))
+            memory.copy_(result.reshape(-1).view(torch.uint8).view(memory.shape))
 
     def put_tails(self) -> None:
         """All that has a length which depends on data, and zeros up to the greatest length."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 STAGES = ("ir", "c")
+UNFUSED = "/* no C: torch's BLAS does the work, so every target interprets this codec */"
 
 
 def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
@@ -22,5 +23,6 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
         programs = forms.derive(codec, native_name(dtype)).programs
         return "\n\n".join(ir.show(program) for program in programs.values())
     if stage == "c":
-        return source(codec, dtype)
+        fused = forms.derive(codec, native_name(dtype)).fused
+        return source(codec, dtype) if fused else UNFUSED
     raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(STAGES)}")

@@ -1,0 +1,116 @@
+"""LearnedLevels: learnt levels never lose to even ones, and win clearly at few bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from codec_calls import call, gradient
+from gradwire.codecs import LearnedLevels
+from gradwire.errors import ConfigError
+from gradwire.lang import kernels
+
+SIZE = 30_000
+
+
+def sample(kind: str, size: int = SIZE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(8)
+    if kind == "gaussian":
+        return torch.randn(size, generator=generator) * 1e-3
+    if kind == "laplacian":
+        uniform = torch.rand(size, generator=generator) - 0.5
+        return -torch.sign(uniform) * torch.log1p(-2 * uniform.abs() + 1e-7)
+    return torch.rand(size, generator=generator)
+
+
+def error(codec: LearnedLevels, values: torch.Tensor) -> float:
+    payload = call(codec, "encode", values).payload
+    decoded = call(codec, "decode", values, payload=payload).values
+    return float((decoded.double() - values.double()).square().sum())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["gaussian", "laplacian"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_error_is_clearly_below_even_levels(kind: str, bits: int, rounding: str) -> None:
+    values = sample(kind)
+    learned = LearnedLevels.learn(values, bits, rounding=rounding)
+    ratio = error(learned, values) / error(LearnedLevels(bits, rounding=rounding), values)
+    assert ratio < (0.9 if rounding == "nearest" else 0.95)
+
+
+@pytest.mark.parametrize("values", [sample("uniform", 5000), gradient(5000), torch.zeros(5000)])
+@pytest.mark.parametrize("bits", [2, 6])
+def test_error_is_never_above(values: torch.Tensor, bits: int) -> None:
+    learned = LearnedLevels.learn(values, bits, block=500, steps=200)
+    assert error(learned, values) <= error(LearnedLevels(bits, 500), values) * (1 + 1e-6)
+
+
+def test_one_gaussian_block_gets_the_levels_of_lloyd_and_max() -> None:
+    """The best two levels of a unit Gaussian stand at +-0.798; of four at +-0.453 and +-1.510."""
+    values = torch.randn(65_536, generator=torch.Generator().manual_seed(9))
+    learned = LearnedLevels.learn(values, 2, block=65_536, steps=3000)
+    low, high = float(values.min()), float(values.max())
+    at = [low + (high - low) * level for level in learned.grid]
+    assert at == pytest.approx([-1.510, -0.453, 0.453, 1.510], abs=0.04)
+
+
+def test_blocks_that_cannot_be_learned_from_are_left_out() -> None:
+    values = sample("gaussian", 4096)
+    clean = LearnedLevels.learn(values, 3, steps=50)
+    bad = torch.cat([values, torch.full((1024,), 5.0)])
+    bad[5000] = math.nan
+    assert LearnedLevels.learn(bad, 3, steps=50) == clean
+    assert LearnedLevels.learn(torch.empty(0), 3) == LearnedLevels(3)
+    assert LearnedLevels.learn(bad[4096:], 3) == LearnedLevels(3)
+    half = values.to(torch.bfloat16).view(64, 64)
+    assert len(LearnedLevels.learn(half, 3, steps=50).grid) == 8
+
+
+def test_learning_repeats_itself() -> None:
+    values = sample("gaussian")
+    a, b, c = (LearnedLevels.learn(values, 3, steps=50, seed=s) for s in (1, 1, 2))
+    assert a == b
+    assert a != c
+
+
+def test_levels_reach_kernels_as_numbers() -> None:
+    """Codecs that differ in their levels alone share their code."""
+    values = sample("gaussian", 3000)
+    levels = [(0.0, 0.3, 0.6, 1.0), (0.1, 0.3, 0.6, 0.9)]
+    a, b = (LearnedLevels(2, 100, levels=x) for x in levels)
+    decoded = [
+        call(codec, "decode", values, payload=call(codec, "encode", values).payload).values
+        for codec in (a, b)
+    ]
+    assert not torch.equal(*decoded)
+    for codec, table, values_of in zip((a, b), levels, decoded, strict=True):
+        low = values.split(100)[0].min()
+        span = values.split(100)[0].max() - low
+        unit = ((values_of[:100] - low) / span).double()
+        nearest = (unit.view(-1, 1) - torch.tensor(table).double()).abs().amin(1)
+        assert nearest.max() < 1e-5
+        assert kernels(codec).layout == kernels(LearnedLevels(2, 100)).layout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"levels": (0.0, 0.5, 1.0)}, "4 ascending numbers"),
+        ({"levels": (0.0, 0.5, 0.4, 1.0)}, "4 ascending numbers"),
+        ({"levels": (-0.1, 0.5, 0.6, 1.0)}, "4 ascending numbers"),
+        ({"levels": (0.0, 0.5, 0.6, math.nan)}, "4 ascending numbers"),
+        ({"levels": (0.0, 0.5, 0.6, "1")}, "4 ascending numbers"),
+        ({"levels": (0.0, 0.5, 0.6, 0.9), "rounding": "stochastic"}, "end with 1"),
+    ],
+)
+def test_levels_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearnedLevels(bits=2, **options)
+
+
+def test_a_list_of_levels_will_do() -> None:
+    assert LearnedLevels(2, levels=[0, 0.5, 0.6, 1]) == LearnedLevels(2, levels=(0, 0.5, 0.6, 1))
+    assert hash(LearnedLevels(2, levels=[0, 0.5, 0.6, 1])) is not None

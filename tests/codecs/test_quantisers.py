@@ -1,0 +1,171 @@
+"""Codecs that send every value in a few bits, against their definitions in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from codec_calls import call, gradient
+from gradwire.codecs import QSGD, TBQ, Codec, LowRank, OneBit, RandomShift, Rotated, ThreeLC
+from gradwire.lang import layout
+
+
+def sent(codec: Codec, values: torch.Tensor, key: int = 7) -> torch.Tensor:
+    payload = call(codec, "encode", values, key=key).payload
+    return call(codec, "decode", values, payload=payload, key=key).values
+
+
+# OneBit, TBQ ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 64, 1000, None])
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e30])
+def test_onebit_sends_the_means_of_each_sign(block: int | None, size: float) -> None:
+    values = gradient(3001) * size
+    decoded = sent(OneBit(block), values)
+    whole = block or len(values)
+    for x, y in zip(values.double().split(whole), decoded.double().split(whole), strict=True):
+        for sign in (x >= 0, x < 0):
+            if sign.any():
+                assert torch.allclose(y[sign], x[sign].mean(), rtol=1e-5, atol=0)
+
+
+def test_onebit_survives_the_largest_values() -> None:
+    values = torch.full((4096,), 3e38)
+    values[::2] *= -1
+    assert torch.allclose(sent(OneBit(), values), values, rtol=1e-6)
+
+
+def test_tbq_sends_plus_minus_or_nothing() -> None:
+    values = torch.tensor([0.5, 0.499, -0.5, -0.499, 0.0, 80.0, -80.0, math.nan, math.inf])
+    expected = torch.tensor([0.5, 0.0, -0.5, 0.0, 0.0, 0.5, -0.5, math.nan, math.nan])
+    assert torch.equal(sent(TBQ(0.5), values).nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+    assert layout(TBQ()).nbytes(4096) == 1024
+
+
+def test_tbq_rounds_an_average_to_nearest() -> None:
+    """Two of four ranks suffice; with the threshold itself all four would have to agree."""
+    codec = TBQ(1.0)
+    own, peer = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])
+    peers = [call(codec, "encode", p).payload for p in (peer, own * 0, own * 0)]
+    merged = call(codec, "reduce_encode", own, peers=peers, factor=0.25)
+    assert merged.values.tolist() == [1.0, 0.0, 0.0]
+
+
+# 3LC --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity", [1.0, 1.5, 1.9])
+def test_threelc_rounds_to_three_values(sparsity: float) -> None:
+    values = torch.randn(3003, generator=torch.Generator().manual_seed(3))
+    scale = float(values.double().abs().max()) * sparsity
+    expected = (values.double() / scale).round() * scale
+    assert torch.allclose(sent(ThreeLC(sparsity), values).double(), expected, rtol=1e-6)
+
+
+def used_bits(codec: ThreeLC, values: torch.Tensor) -> float:
+    """Bits a value of the payload's part that is in use."""
+    payload = call(codec, "encode", values).payload
+    lay, n = layout(codec), len(values)
+    flags = payload[lay.offsets(n)[1] : lay.offsets(n)[2]]
+    kept = int(flags.sum()) * codec.block  # n is a multiple of the block
+    return 8 * sum(lay.tails(n, kept)[-1]) / n
+
+
+def test_threelc_leaves_zeros_out() -> None:
+    """1.6 bits without elision. docs/wire-format.md has more of these numbers."""
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    blocks = (10, 40, 160)
+    spent = {(s, b): used_bits(ThreeLC(s, b), values) for s in (1.0, 1.75) for b in blocks}
+    assert spent[1.0, 40] < 1.2
+    assert spent[1.75, 40] < 0.25
+    both = [spent[1.0, b] + spent[1.75, b] for b in blocks]
+    assert min(both) == both[1]
+
+
+# RandomShift ------------------------------------------------------------------------------------
+
+
+def lattice(bits: int, block: int, draws: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block of `block` values, `draws` times: (values[block], decoded[draws, block])."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(block, generator=generator) * 255
+    values[0], values[1] = 0.0, 255.0  # the lattice has 2^bits points from here to there
+    values[2:8] = torch.tensor([51.0, 85.01, 17.0, 0.5, 254.5, 127.4])
+    decoded = sent(RandomShift(bits, block), values.repeat(draws), key=seed)
+    return values.double(), decoded.double().view(draws, block)
+
+
+def test_randomshift_rounds_to_nearest_on_one_lattice_a_block() -> None:
+    values, decoded = lattice(bits=4, block=64, draws=200, seed=1)
+    step = 17.0
+    assert (decoded - values).abs().max() <= step / 2 + 1e-4
+    shift = decoded[:, :1]
+    cells = (decoded - shift) / step
+    assert torch.allclose(cells, cells.round(), atol=1e-4)
+    assert (shift.abs() <= step / 2 + 1e-4).all()
+    assert shift.std() == pytest.approx(step / 12**0.5, rel=0.15)
+
+
+def test_randomshift_holds_lemma_4() -> None:
+    """E|Q_d(x) - x|^2 <= d / d* E|Q_d*(x) - x|^2 for d* a multiple of d, value by value.
+
+    The lattices of 4 and 2 bits have steps of 17 and 85, those of 8 bits steps of 1.
+    """
+    draws = 4000
+    error = {}
+    for bits in (2, 4, 8):
+        values, decoded = lattice(bits, 64, draws, seed=bits)
+        error[bits] = (decoded - values).square()
+    for fine, coarse, ratio in ((4, 2, 17 / 85), (8, 4, 1 / 17), (8, 2, 1 / 85)):
+        left, right = error[fine].mean(0), ratio * error[coarse].mean(0)
+        noise = (error[fine].var(0) + ratio**2 * error[coarse].var(0)).div(draws).sqrt()
+        assert (left <= right + 4.5 * noise + 1e-6).all()
+        assert left.sum() < right.sum()
+
+
+def test_randomshift_and_qsgd_spend_alike() -> None:
+    assert layout(RandomShift()).nbytes(1024) == 1024 + 8
+    assert layout(RandomShift(bits=3)).nbytes(2048) == 2 * (384 + 8)
+
+
+# Rotated, LowRank -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotation", ["block", "full"])
+@pytest.mark.parametrize("block", [64, 100])
+def test_a_rotation_spreads_what_stands_out(rotation: str, block: int) -> None:
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * 0.01
+    values[::50] = 3.0
+    rotated = sent(Rotated(rotation, 4, block), values) - values
+    plain = sent(QSGD(4, block), values) - values
+    assert rotated.norm() < 0.8 * plain.norm()
+
+
+@pytest.mark.parametrize("rotation", ["block", "full"])
+def test_rotation_is_undone(rotation: str) -> None:
+    values = gradient(3001)
+    decoded = sent(Rotated(rotation, 8, 256, "nearest", "fp32"), values)
+    assert (decoded - values).norm() < 0.02 * values.norm()
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_lowrank_is_exact_on_low_rank(rank: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    values = torch.randn(40, rank, generator=generator) @ torch.randn(rank, 30, generator=generator)
+    decoded = sent(LowRank(rank, 30, "fp32"), values.reshape(-1))
+    assert torch.allclose(decoded, values.reshape(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_lowrank_is_close_to_the_best() -> None:
+    generator = torch.Generator().manual_seed(7)
+    spectrum = torch.diag(0.7 ** torch.arange(50.0))
+    left, right = (torch.linalg.qr(torch.randn(60, 50, generator=generator)).Q for _ in range(2))
+    values = (left @ spectrum @ right.T).reshape(-1)
+    best = torch.linalg.svdvals(values.view(60, 60).double())[4:].norm()
+    error = (sent(LowRank(4, 60), values) - values).double().norm()
+    assert best <= error * 1.01
+    assert error < 2.5 * best
+    assert layout(LowRank(4, 60)).nbytes(3600) == (60 + 60) * 4 * 2

@@ -1,0 +1,70 @@
+"""RandomK: places that all ranks draw alike, sums that stand where the payloads do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from codec_calls import call, gradient
+from gradwire.codecs import RandomK
+from gradwire.lang import layout
+
+
+def sent(codec: RandomK, values: torch.Tensor, key: int, shared: int) -> torch.Tensor:
+    payload = call(codec, "encode", values, key=key, shared=shared).payload
+    return call(codec, "decode", values, payload=payload, key=-key % 99, shared=shared).values
+
+
+def test_one_value_of_every_block_travels_and_no_index() -> None:
+    codec, values = RandomK(1 / 8, "fp32"), gradient(4000) + 1.0
+    assert layout(codec).nbytes(4000) == 4000 / 8 * 4
+    assert layout(RandomK(0.01)).nbytes(4000) == 40 * 2
+    decoded = sent(codec, values, key=1, shared=5).view(-1, 8)
+    kept = decoded != 0
+    assert torch.equal(kept.sum(1), torch.ones(500, dtype=torch.int64))
+    assert torch.equal(decoded[kept], values.view(-1, 8)[kept])
+
+
+def test_places_follow_from_the_shared_key_alone() -> None:
+    codec, values = RandomK(1 / 8, "fp32"), torch.ones(4000)
+    a, b, c = (sent(codec, values, key, shared) for key, shared in ((1, 5), (2, 5), (1, 6)))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_places_are_uniform() -> None:
+    """Chi-squared over 10^5 blocks of 10: 9 degrees of freedom, below 33.7 but once in 10^4."""
+    decoded = sent(RandomK(0.1, "fp32"), torch.ones(1_000_000), key=1, shared=5)
+    seen = decoded.view(-1, 10).sum(0).double()
+    assert ((seen - 1e4).square() / 1e4).sum() < 33.7
+
+
+def test_places_are_right_far_into_a_parameter() -> None:
+    """Where fp32 cannot tell neighbouring positions apart."""
+    codec, values = RandomK(1 / 10, "fp32"), torch.ones(1000)
+    start = 2**31 // 10 * 10
+    payload = call(codec, "encode", values, start=start).payload
+    decoded = call(codec, "decode", values, payload=payload, start=start).values
+    assert torch.equal(decoded.view(-1, 10).sum(1), torch.ones(100))
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_sum_is_not_scaled_again(unbiased: bool) -> None:
+    codec = RandomK(1 / 8, "fp32", unbiased)
+    values = [gradient(1003, seed=s) for s in range(3)]
+    payloads = [call(codec, "encode", v, key=s).payload for s, v in enumerate(values)]
+    decoded = [
+        call(codec, "decode", v, payload=p).values for v, p in zip(values, payloads, strict=True)
+    ]
+    merged = call(codec, "reduce_encode", decoded[0], peers=payloads[1:], factor=1 / 3)
+    total = (-0.0 + decoded[0] + decoded[1] + decoded[2]) * torch.tensor(1 / 3)
+    assert torch.equal(merged.values, total)
+    factor = 8.0 if unbiased else 1.0
+    kept = decoded[0] != 0
+    assert torch.equal(decoded[0][kept], values[0][kept] * factor)
+
+
+def test_a_short_last_block_is_picked_from_in_its_share_of_cases() -> None:
+    codec = RandomK(1 / 100, "fp32")
+    picked = sum(int((sent(codec, torch.ones(30), 1, s) != 0).sum()) for s in range(400))
+    assert 80 <= picked <= 160  # 120 of 400 expected, standard deviation 9.2

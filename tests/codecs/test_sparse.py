@@ -1,0 +1,188 @@
+"""Codecs that select: what they keep, how many, and that it is what the definitions say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codec_calls import call, gradient
+from gradwire.codecs import DGC, AdaComp, Codec, GradDrop, HardThreshold, MSTopK, TopK
+from gradwire.lang import layout
+
+MILLION = 1_000_000
+SEEDS = st.integers(0, 2**31)
+DENSITIES = (0.001, 0.1, 1.0)  # few, since each is a compilation
+
+
+def sent(codec: Codec, values: torch.Tensor, key: int = 7) -> torch.Tensor:
+    """What a payload of `values` decodes to."""
+    payload = call(codec, "encode", values, key=key).payload
+    return call(codec, "decode", values, payload=payload, key=key).values
+
+
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """bool[n]: the k largest magnitudes in float64, of equal ones the first, NaN above all."""
+    size = values.double().abs().nan_to_num(nan=math.inf, posinf=1e300)
+    order = torch.argsort(size, descending=True, stable=True)
+    return torch.zeros(len(values), dtype=torch.bool).index_fill(0, order[:k], True)
+
+
+@given(
+    seed=SEEDS, n=st.integers(1, 3000), density=st.sampled_from(DENSITIES), ties=st.booleans(),
+    bad=st.integers(0, 3),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) -> None:
+    values = gradient(n, seed=seed)
+    if ties:
+        values = (values * 4).round()
+    values[torch.randint(n, (bad,), generator=torch.Generator().manual_seed(seed))] = math.nan
+    k = max(1, int(density * n))
+    chosen = largest(values, k)
+    expected = torch.where(chosen, values, 0.0)
+    decoded = sent(TopK(density, "fp32"), values)
+    assert torch.equal(decoded.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+
+
+@given(seed=SEEDS, n=st.integers(1, 3000), density=st.sampled_from(DENSITIES))
+@settings(max_examples=40, deadline=None)
+def test_topk_contracts(seed: int, n: int, density: float) -> None:
+    """error^2 <= (1 - k/n) norm^2, which the convergence of error feedback rests on."""
+    values = gradient(n, seed=seed)
+    error = values.double() - sent(TopK(density, "fp32"), values).double()
+    k = max(1, int(density * n))
+    assert error.square().sum() <= (1 - k / n) * values.double().square().sum() * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dgc_selects_the_largest_of_its_candidates(seed: int) -> None:
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
+    decoded = sent(DGC(density=0.005, values="fp32"), values, key=seed)
+    assert torch.equal(decoded, torch.where(largest(values, 100), values, 0.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("codec", [DGC(), DGC(0.01), GradDrop(), GradDrop(0.001)], ids=repr)
+def test_counts_are_within_a_fifth_of_k(codec: DGC | GradDrop, seed: int) -> None:
+    values = torch.randn(MILLION, generator=torch.Generator().manual_seed(seed))
+    count = int((sent(codec, values, key=seed) != 0).sum())
+    assert abs(count - codec.density * MILLION) <= 0.2 * codec.density * MILLION
+
+
+def test_graddrop_drops_what_is_below_a_threshold() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    decoded = sent(GradDrop(0.02, "fp32"), values)
+    kept = decoded != 0
+    assert torch.equal(decoded[kept], values[kept])
+    assert values[kept].abs().min() >= values[~kept].abs().max()
+
+
+def test_graddrop_has_room_for_a_quarter_more() -> None:
+    codec = GradDrop(0.01, "fp32")
+    values = torch.ones(50_000)  # all reach any threshold
+    values[40_000:] = 2.0
+    decoded = sent(codec, values)
+    assert int((decoded != 0).sum()) == 625
+    assert torch.equal(decoded, torch.where(largest(values, 625), values, 0.0))
+
+
+@given(seed=SEEDS, n=st.integers(200, 20_000), density=st.just(0.05))
+@settings(max_examples=25, deadline=None)
+def test_mstopk_is_within_a_hundredth_of_k(seed: int, n: int, density: float) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    count = int((sent(MSTopK(density, "fp32"), values) != 0).sum())
+    k = max(1, math.floor(torch.tensor(n) * torch.tensor(density, dtype=torch.float32)))
+    assert k - 1 <= count <= max(1, 1.01 * k) + 1
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_mstopk_finds_the_largest_at_any_scale(size: float) -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * size
+    decoded = sent(MSTopK(0.05, "fp32"), values)
+    chosen = decoded != 0
+    assert 500 <= int(chosen.sum()) <= 505
+    assert torch.equal(chosen, largest(values, int(chosen.sum())))
+
+
+def test_mstopk_sends_the_first_of_many_equal_values() -> None:
+    decoded = sent(MSTopK(0.1, "fp32"), torch.full((1000,), -3.0))
+    assert torch.equal(decoded, torch.where(torch.arange(1000) < 101, -3.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "codec", [TopK(), DGC(0.01), GradDrop(), MSTopK(), HardThreshold(1e-3, 0.01)], ids=repr
+)
+def test_no_value_that_is_not_finite_is_left_out(codec: Codec) -> None:
+    """Not even behind more equal values than there is room for."""
+    values = torch.ones(5000)
+    values[4999], values[4000] = math.nan, -math.inf
+    decoded = sent(codec, values)
+    assert torch.equal(~torch.isfinite(decoded), ~torch.isfinite(values))
+
+
+@given(seed=SEEDS, threshold=st.sampled_from((1e-5, 0.01, 5.0)))
+@settings(max_examples=25, deadline=None)
+def test_hardthreshold_sends_what_reaches_it(seed: int, threshold: float) -> None:
+    values = gradient(2000, seed=seed)
+    reached = values.abs() >= torch.tensor(threshold, dtype=torch.float32)
+    room = 100
+    chosen = reached & largest(values, room)
+    decoded = sent(HardThreshold(threshold, room / 2000, "fp32"), values)
+    assert torch.equal(decoded, torch.where(chosen, values, 0.0))
+
+
+def adacomp(x: torch.Tensor, latest: torch.Tensor, block: int) -> tuple[torch.Tensor, float]:
+    """(sign of every value that is sent, else 0; their magnitude) in float64."""
+    x, latest = x.double(), latest.double()
+    sign, tops = torch.zeros(len(x), dtype=torch.float64), []
+    for begin in range(0, len(x), block):
+        part = slice(begin, begin + block)
+        ahead, top = x[part] + latest[part], x[part].abs().max()
+        if top > 0:
+            tops.append(float(top))
+            sign[part] = torch.where(ahead.abs() >= top, torch.where(ahead >= 0, 1.0, -1.0), 0.0)
+    return sign, sum(tops) / max(1, len(tops))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_adacomp_is_what_the_paper_says(seed: int) -> None:
+    block, codec = 50, AdaComp(block=50, density=1.0)
+    # eighths add up exactly, so that float64 and fp32 compare alike
+    values, residual = ((gradient(1210, seed=s) * 8).round() / 8 for s in (seed, seed + 100))
+    values[100:200], residual[100:200] = 0.0, 0.0
+    result = call(codec, "encode_ef", values, residual=residual)
+    decoded = call(codec, "decode", values, payload=result.payload).values
+    sign, scale = adacomp(values + residual, values, block)
+    assert torch.equal(torch.sign(decoded).double(), sign)
+    assert not decoded[100:200].any()
+    assert int((sign != 0).sum()) >= 23  # of each other bin at least its largest
+    size = decoded.abs()[sign != 0].double()
+    assert torch.allclose(size, torch.full_like(size, scale), rtol=1e-5)
+
+
+def test_adacomp_adapts_to_the_residual() -> None:
+    """The longer values have waited, the fewer of them a new gradient lifts to the top."""
+    codec, residual, counts = AdaComp(density=1.0), torch.zeros(51_200), []
+    for step in range(12):
+        values = torch.randn(51_200, generator=torch.Generator().manual_seed(step))
+        result = call(codec, "encode_ef", values, residual=residual)
+        decoded = call(codec, "decode", values, payload=result.payload).values
+        counts.append(int((decoded != 0).sum()) / 51_200)
+        residual = result.residual
+    assert 0.08 < counts[0] < 0.14
+    assert 0.001 < counts[-1] < 0.03
+
+
+@pytest.mark.parametrize(("density", "bits"), [(0.01, 11.6), (0.001, 15.0)])
+@pytest.mark.parametrize("codec", [TopK, MSTopK, DGC])
+def test_an_index_costs_far_less_than_32_bits(
+    codec: type[TopK | MSTopK | DGC], density: float, bits: float
+) -> None:
+    """docs/wire-format.md states these."""
+    made = codec(density, "fp16")
+    room = max(f.capacity.of(MILLION) for f in layout(made).fields if f.capacity is not None)
+    assert 8 * (layout(made).nbytes(MILLION) - 2 * room) / room <= bits + 0.05
