@@ -15,7 +15,7 @@ from gradwire.errors import CodecError, ConfigError, GradwireError, TransportErr
 from gradwire.lang import Codec
 
 if TYPE_CHECKING:
-    from gradwire.collectives import Options, all_reduce
+    from gradwire.collectives import Options, all_gather, all_reduce, reduce_scatter
     from gradwire.integrations.attach import Handle, attach
 
 __version__ = "0.1.0"
@@ -32,14 +32,18 @@ __all__ = [
     "Options",
     "TernGrad",
     "TransportError",
+    "all_gather",
     "all_reduce",
     "attach",
+    "reduce_scatter",
 ]
 
 # What needs torch is imported when it is asked for: where wheels are built there is none.
 _LATER = {
     "Options": "gradwire.collectives",
+    "all_gather": "gradwire.collectives",
     "all_reduce": "gradwire.collectives",
+    "reduce_scatter": "gradwire.collectives",
     "Handle": "gradwire.integrations.attach",
     "attach": "gradwire.integrations.attach",
 }

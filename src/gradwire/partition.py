@@ -1,12 +1,15 @@
 """How tensors are cut for a collective: rows, chunks, segments, and where each lies in its message.
 
 A *row* is a contiguous piece of one tensor, the unit of a kernel's segment table. A tensor of n
-values in blocks of B is cut into `world_size` chunks of whole blocks; chunk k goes to rank (k +
-rotation) mod world_size, so that the remainders of many small tensors spread over the ranks.
+values in blocks of B is cut into as many chunks of whole blocks as the algorithm wants; the k-th
+piece goes to chunk (k + rotation) mod chunks, so that the remainders of many small tensors spread.
 Nothing else enters, above all not how DDP happens to bucket: so a tensor's result is the same in
-whatever company it travels (law 8).
+whatever company it travels (law 8). Where chunks are `shards`, they hold equally many values.
 
-Segments cut each rank's rows once more, at block boundaries, to pipeline. A tensor-scope codec's
+With `plain`, every chunk stands there a second time, uncompressed, as chunk k + chunks: an
+algorithm may then send it in either form.
+
+Segments cut each chunk's rows once more, at block boundaries, to pipeline. A tensor-scope codec's
 rows are never cut: their payload would change. Within a message rows stand in the order of their
 tensors, each at a multiple of 16 bytes, behind the header.
 """
@@ -15,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from gradwire.codecs import Identity
 from gradwire.engine.message import align
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
 
 # Of uncompressed values in a chunk: large enough to hide what a kernel call and a message cost.
@@ -38,7 +44,7 @@ class Spec:
         dtype: fp32, fp16 or bf16.
         codec: how its payloads are made.
         feedback: whether a residual travels with it.
-        rotation: chunk k belongs to rank (k + rotation) mod world_size.
+        rotation: its k-th piece belongs to chunk (k + rotation) mod chunks.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Row:
     segment: int
     chunk: int
     offset: int  # of its payload in the message, header not counted
+    codec: Codec  # that makes its payload
 
 
 @dataclass(frozen=True)
@@ -78,38 +85,68 @@ class Partition:
     sizes: tuple[tuple[int, ...], ...]
 
 
-def partition(specs: Sequence[Spec], world_size: int, segments: int | None = None) -> Partition:
+def partition(
+    specs: Sequence[Spec],
+    chunks: int,
+    segments: int | None = None,
+    plain: bool = False,
+    shards: bool = False,
+) -> Partition:
     """Cut the tensors of `specs`; the same on every rank.
 
     Args:
+        chunks: how many, of each segment.
         segments: pipeline units; None chooses by size.
+        plain: add every chunk uncompressed.
+        shards: cut every tensor into equally many values, and ignore its rotation.
+
+    Raises:
+        ConfigError: a tensor that cannot be cut into shards.
     """
-    shares: list[list[Piece]] = [[] for _ in range(world_size)]
+    shares: list[list[Piece]] = [[] for _ in range(chunks)]
     for item, spec in enumerate(specs):
-        block = layout(spec.codec, spec.dtype).block
-        for k in range(world_size):
-            first = k * spec.blocks // world_size * block
-            last = min((k + 1) * spec.blocks // world_size * block, spec.numel)
+        for k, (first, last) in enumerate(_shards(spec, chunks) if shards else _cut(spec, chunks)):
             if last > first:
-                shares[(k + spec.rotation) % world_size].append((item, first, last - first))
+                chunk = k if shards else (k + spec.rotation) % chunks
+                shares[chunk].append((item, first, last - first))
     if segments is None:
         raw = max(sum(n * specs[i].dtype.itemsize for i, _, n in share) for share in shares)
         segments = min(max(-(-raw // _SEGMENT_BYTES), 1), _MAX_SEGMENTS)
 
+    pieces = [
+        (chunk, segment, piece)
+        for chunk, share in enumerate(shares)
+        for segment, piece in _pipeline(specs, share, segments)
+    ]
     rows: list[Row] = []
-    sizes = [[0] * world_size for _ in range(segments)]
-    for chunk, share in enumerate(shares):
-        for segment, piece in _pipeline(specs, share, segments):
-            item, start, numel = piece
-            offset = sizes[segment][chunk]
-            rows.append(Row(item, start, numel, segment, chunk, offset))
-            nbytes = layout(specs[item].codec, specs[item].dtype).nbytes(numel)
-            sizes[segment][chunk] += align(nbytes)
+    sizes = [[0] * chunks * (1 + plain) for _ in range(segments)]
+    for uncompressed in (False, True) if plain else (False,):
+        for chunk, segment, (item, start, numel) in pieces:
+            codec = Identity() if uncompressed else specs[item].codec
+            column = chunk + chunks * uncompressed
+            rows.append(Row(item, start, numel, segment, column, sizes[segment][column], codec))
+            nbytes = layout(codec, specs[item].dtype).nbytes(numel)
+            sizes[segment][column] += align(nbytes)
     return Partition(tuple(rows), tuple(map(tuple, sizes)))
 
 
+def _cut(spec: Spec, chunks: int) -> list[tuple[int, int]]:
+    """(first value, end) of each chunk, in whole blocks."""
+    block = layout(spec.codec, spec.dtype).block
+    ends = [min(k * spec.blocks // chunks * block, spec.numel) for k in range(chunks + 1)]
+    return list(pairwise(ends))
+
+
+def _shards(spec: Spec, chunks: int) -> list[tuple[int, int]]:
+    """(first value, end) of each chunk, of equally many values."""
+    shard, rest = divmod(spec.numel, chunks)
+    if rest:
+        raise ConfigError(f"{spec.name}: {spec.numel} values cannot be cut into {chunks} shards")
+    return [(k * shard, (k + 1) * shard) for k in range(chunks)]
+
+
 def _pipeline(specs: Sequence[Spec], share: list[Piece], segments: int) -> list[tuple[int, Piece]]:
-    """Cut one rank's share into `segments` parts of about equal payload: (segment, row) pairs."""
+    """Cut one chunk's share into `segments` parts of about equal payload: (segment, row) pairs."""
     layouts = [layout(specs[item].codec, specs[item].dtype) for item, _, _ in share]
     total = sum(lay.nbytes(numel) for lay, (_, _, numel) in zip(layouts, share, strict=True))
     pieces: list[tuple[int, Piece]] = []

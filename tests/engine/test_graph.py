@@ -13,7 +13,7 @@ def test_a_task_waits_for_the_writer_of_what_it_reads() -> None:
     graph = Graph(
         [
             Task(Kind.RECV, 0, writes=(A,), peer=1),
-            Task(Kind.MERGE, 0, reads=(A,), writes=(B,)),
+            Task(Kind.MERGE, 0, reads=(A,), writes=(B,), own=0),
             Task(Kind.SEND, 0, reads=(B,), peer=1),
         ]
     )
@@ -32,3 +32,28 @@ def test_a_reader_stands_behind_its_writer() -> None:
     tasks = [Task(Kind.SEND, 0, reads=(A,), peer=1), Task(Kind.ENCODE, 0, writes=(A,))]
     with pytest.raises((AssertionError, KeyError)):
         Graph(tasks)
+
+
+def test_a_task_waits_for_those_that_change_its_values() -> None:
+    changed = Task(Kind.MERGE, 0, reads=(A,), own=0)
+    graph = Graph(
+        [
+            Task(Kind.RECV, 0, writes=(A,), peer=1),
+            changed,
+            Task(Kind.ENCODE, 0, writes=(B,), after=(changed,)),
+        ]
+    )
+    assert graph.dependents == ((1,), (2,), ())
+    assert graph.waits == (0, 1, 1)
+
+
+def test_a_sum_is_encoded_where_own_values_bring_a_residual() -> None:
+    with pytest.raises(AssertionError, match="without own values"):
+        Task(Kind.MERGE, 0, reads=(A,), writes=(B,))
+    Task(Kind.MERGE, 0, reads=(A,))  # payloads alone, into the values
+
+
+def test_a_task_is_listed_once() -> None:
+    task = Task(Kind.ENCODE, 0)
+    with pytest.raises(AssertionError, match="twice"):
+        Graph([task, task])

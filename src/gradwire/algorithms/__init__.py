@@ -1,20 +1,43 @@
 """Algorithms: pure functions from (rank, world_size, sizes) to a graph, each with its cost formula.
 
-`REGISTRY` is the table of them; a new algorithm is one file and one line here.
+`REGISTRY` is the table of those of an all-reduce; a new one is one file and one line here.
+`HALVES` are the two collectives that scatter-reduce-allgather is made of.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
-from gradwire.algorithms import scatter_reduce_allgather
+from gradwire.algorithms import (
+    all_gather,
+    parameter_server,
+    ring,
+    scatter_reduce_allgather,
+    sra_all_gather,
+    sra_reduce_scatter,
+    tree,
+)
+from gradwire.algorithms.hierarchical import Hierarchical
+from gradwire.algorithms.protocol import Algorithm, Sizes
 from gradwire.errors import ConfigError
 
-REGISTRY: dict[str, ModuleType] = {"sra": scatter_reduce_allgather}
+__all__ = ["HALVES", "REGISTRY", "Algorithm", "Hierarchical", "Sizes", "get"]
+
+REGISTRY: dict[str, Algorithm] = {
+    "sra": scatter_reduce_allgather,
+    "ring": ring,
+    "tree": tree,
+    "parameter_server": parameter_server,
+    "all_gather": all_gather,
+    "hierarchical": Hierarchical(),  # whose machines are filled in when a collective is prepared
+}
+
+HALVES: dict[str, Algorithm] = {
+    "reduce_scatter": sra_reduce_scatter,
+    "all_gather": sra_all_gather,
+}
 
 
-def get(name: str) -> ModuleType:
-    """The algorithm called `name`.
+def get(name: str) -> Algorithm:
+    """The all-reduce algorithm called `name`.
 
     Raises:
         ConfigError: unknown name; the message lists the known ones.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.algorithms import scatter_reduce_allgather
+from gradwire import algorithms
 from gradwire.bench import methods as method_table
 from gradwire.bench.collectives import Config
 
@@ -99,16 +99,16 @@ class _Contestant:
         weight = self.model.module.weight
         found = weight.grad.view(-1)[: expected.numel()].double()
         ours = self.method.kind == "gradwire"
-        ring_rounds = 2 * (dist.get_world_size() - 1)
+        algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
         reductions = 2 if self.method.kind == "torch_powersgd" else 1
         return {
             "method": self.name,
-            "algorithm": "sra" if ours else "ring",
+            "algorithm": algorithm,
             "transport": "torch_p2p" if ours else "gloo",
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
-            "rounds": scatter_reduce_allgather.ROUNDS if ours else reductions * ring_rounds,
+            "rounds": reductions * algorithms.get(algorithm).rounds(dist.get_world_size()),
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
         }
 

@@ -1,7 +1,20 @@
 """Collectives on compressed tensors: choose an algorithm, build its graph, run it."""
 
+from gradwire.collectives.defined import check_defined
 from gradwire.collectives.functional import all_reduce
+from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
-from gradwire.collectives.prepared import DTYPES, AllReduce, Item, prepare
+from gradwire.collectives.prepared import DTYPES, Collective, prepare
+from gradwire.collectives.shards import all_gather, reduce_scatter
 
-__all__ = ["DTYPES", "AllReduce", "Item", "Options", "all_reduce", "prepare"]
+__all__ = [
+    "DTYPES",
+    "Collective",
+    "Item",
+    "Options",
+    "all_gather",
+    "all_reduce",
+    "check_defined",
+    "prepare",
+    "reduce_scatter",
+]

@@ -17,6 +17,8 @@ from gradwire.engine import HEADER_BYTES, Buffer, Graph, Kind, Task
 from gradwire.lang import ROW, Codec, rng
 from gradwire.partition import Row, Spec
 
+_PHASES = (0, 1, 2)  # own values alone; the sum of all ranks; a sum of some
+
 
 @dataclass(frozen=True)
 class Call:
@@ -39,11 +41,13 @@ class Step:
 
     Attributes:
         values, residuals: addresses; 0 for no residual.
+        homes: addresses like `values`, from which the chunk that this rank owns is counted.
         keys, shared, steps: what RNG keys are made of.
     """
 
     values: np.ndarray
     residuals: np.ndarray
+    homes: np.ndarray
     keys: np.ndarray
     shared: np.ndarray
     steps: np.ndarray
@@ -57,7 +61,9 @@ class Calls:
         rows: of the partition.
         specs: of the tensors.
         kernel_of: (codec, dtype) -> index of the kernels.
-        offsets: where each message starts in the arena, in bytes.
+        offsets: where each message starts in the arena, in bytes; what a merge reads stands there
+            in its order, at equal distances.
+        rank: whose calls these are.
 
     Attributes:
         of: task -> its calls.
@@ -71,22 +77,24 @@ class Calls:
         specs: Sequence[Spec],
         kernel_of: Mapping[tuple[Codec, torch.dtype], int],
         offsets: Mapping[Buffer, int],
+        rank: int,
     ) -> None:
         by_message: dict[tuple[int, int], list[Row]] = {}
         for row in rows:
             by_message.setdefault((row.segment, row.chunk), []).append(row)
-        kernel = [kernel_of[spec.codec, spec.dtype] for spec in specs]
         self.of: dict[Task, list[Call]] = {}
-        placed: list[tuple[Row, int, int, bool]] = []  # row, payload, source, whether it merges
+        placed: list[tuple[Row, int, int, int]] = []  # row, payload, source, phase
         for task in graph.tasks:
             if task.kind in (Kind.SEND, Kind.RECV):
                 continue
             merges = task.kind is Kind.MERGE
-            messages = task.reads if task.kind is Kind.DECODE else task.writes
-            source = offsets[task.reads[0]] if merges else 0
+            messages = task.writes or (task.reads[:1] if merges else task.reads)
+            source = offsets[task.reads[0]] if merges and task.reads else 0
+            phase = 0 if not merges else 1 if task.final else 2
             covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
             kinds = [
-                (kernel[row.item], _form(task.kind, specs[row.item].feedback)) for row, _ in covered
+                (kernel_of[row.codec, specs[row.item].dtype], form(task, specs[row.item].feedback))
+                for row, _ in covered
             ]
             calls = self.of[task] = []
             # Stable: within a call, rows keep the order of their messages.
@@ -97,7 +105,7 @@ class Calls:
                     calls[-1] = Call(*kinds[i], calls[-1].first, at + 1)
                 else:
                     calls.append(Call(*kinds[i], at, at + 1))
-                placed.append((row, offsets[message] + inside, source + inside, merges))
+                placed.append((row, offsets[message] + inside, source + inside, phase))
 
         def column(values: list[int], dtype: str = "u8") -> np.ndarray:
             return np.array(values, dtype=dtype)
@@ -108,7 +116,8 @@ class Calls:
         self._residual = column([row.start * 4 for row, *_ in placed])
         self._payload = column([payload for _, payload, _, _ in placed])
         self._source = column([source for _, _, source, _ in placed])
-        self._merges = np.array([merges for *_, merges in placed], dtype=bool)
+        self._phase = column([phase for *_, phase in placed], "i8")
+        self._home = np.array([row.chunk == rank for row, *_ in placed], dtype=bool)
         self._table = np.zeros(len(placed), dtype=ROW)
         self._table["numel"] = self.numel = column([row.numel for row, *_ in placed], "i8")
         self._table["start"] = [row.start for row, *_ in placed]
@@ -116,23 +125,28 @@ class Calls:
     def table(self, step: Step, arena: int) -> np.ndarray:
         """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
 
-        An encoded sum draws other random numbers than the contributions to it, but the same of
-        those that all ranks share: what was picked from every contribution is picked again.
+        A rank that encodes values more than once, in sums of more and more ranks, draws other
+        random numbers each time, but the same of those that all ranks share: what was picked from
+        every contribution is picked again.
         """
         item = self._item
-        contributed, merged = (rng.step_keys(step.keys, step.steps, phase) for phase in (0, 1))
+        keys = np.stack([rng.step_keys(step.keys, step.steps, phase) for phase in _PHASES])
         rows = self._table.copy()
-        rows["values"] = step.values[item] + self._values
+        values = np.where(self._home, step.homes[item], step.values[item])
+        rows["values"] = values + self._values
         residuals = step.residuals[item]
         rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
         rows["payload"] = self._payload + np.uint64(arena)
         rows["source"] = self._source + np.uint64(arena)
         rows["shared"] = rng.step_keys(step.shared, step.steps, 0)[item]
-        rows["key"] = np.where(self._merges, merged[item], contributed[item])
+        rows["key"] = keys[self._phase, item]
         return rows
 
 
-def _form(kind: Kind, feedback: bool) -> str:
-    if kind is Kind.DECODE:
+def form(task: Task, feedback: bool) -> str:
+    """The form that a task runs on rows with, or without, a residual."""
+    if task.kind is Kind.DECODE:
         return "decode"
-    return {Kind.ENCODE: "encode", Kind.MERGE: "reduce_encode"}[kind] + ("_ef" if feedback else "")
+    if not task.writes:
+        return "decode_sum"
+    return ("encode" if task.kind is Kind.ENCODE else "reduce_encode") + ("_ef" if feedback else "")

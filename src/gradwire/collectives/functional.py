@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch
 import torch.distributed as dist
 
 from gradwire import codecs
+from gradwire.collectives.calling import (
+    Async,
+    check_op,
+    check_residual,
+    check_step,
+    check_tensor,
+    communicator_of,
+    deliver,
+)
+from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
-from gradwire.collectives.prepared import Item, prepare
-from gradwire.engine import Communicator, Outcome
-from gradwire.errors import ConfigError
-from gradwire.groups import communicator
+from gradwire.collectives.prepared import prepare
+from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
 
@@ -30,7 +36,7 @@ def all_reduce(
     name: str = "tensor",
     options: Options | None = None,
     **codec_options: object,
-) -> torch.futures.Future[torch.Tensor] | None:
+) -> Async | None:
     """Sum or average `tensor` over all ranks through a codec, in place (CGX 4.1).
 
     Every rank ends with bit-identical values. With one rank nothing is sent and nothing changes.
@@ -48,35 +54,17 @@ def all_reduce(
         options: algorithm, segments, checksum.
 
     Raises:
-        ConfigError: unknown codec, op or dtype; ranks that disagree.
+        ConfigError: unknown codec, op or dtype; a codec that is not defined in the algorithm; ranks
+            that disagree.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
-    if op not in ("sum", "avg"):
-        raise ConfigError(f"op {op!r}: gradwire.all_reduce knows 'sum' and 'avg'")
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        kind = getattr(tensor, "layout", type(tensor).__name__)
-        raise ConfigError(f"tensor: a dense torch.Tensor is needed, not {kind}")
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"tensor is on {tensor.device}: this version compresses CPU tensors")
-    if not isinstance(step, int) or not 0 <= step < 1 << 63:
-        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more")
-    if residual is not None and (
-        residual.numel() != tensor.numel()
-        or residual.dtype != torch.float32
-        or not residual.is_contiguous()
-    ):
-        raise ConfigError(
-            f"residual: {residual.numel()} x {residual.dtype}; it must hold "
-            f"{tensor.numel()} x torch.float32, contiguous"
-        )
+    check_op("all_reduce", op)
+    check_tensor("tensor", tensor)
+    check_step(step)
+    check_residual(residual, tensor.numel())
     chosen = codecs.get(codec, **codec_options)
-    comm = group if isinstance(group, Communicator) else communicator(group)
-    if not async_op and comm.executor.is_own_thread():
-        raise ConfigError(
-            "all_reduce was called in a callback that runs on gradwire's own thread, where "
-            "waiting would never end: use async_op=True"
-        )
+    comm = communicator_of("all_reduce", group, async_op)
     spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
     collective = prepare(comm, [spec], options)
     values = tensor.detach().contiguous().view(-1)
@@ -84,23 +72,9 @@ def all_reduce(
     keys = rng.parameter_keys(seed, name, comm.rank)
     running = collective.start([Item(values, keys, step, flat_residual)], average=op == "avg")
 
-    def finish(outcome: Future[Outcome]) -> torch.Tensor:
-        outcome.result()
+    def finish() -> torch.Tensor:
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values.view(tensor.shape))
         return tensor
 
-    if not async_op:
-        finish(running)
-        return None
-    result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-    def deliver(outcome: Future[Outcome]) -> None:
-        error = outcome.exception()
-        if error is None:
-            result.set_result(finish(outcome))
-        else:
-            result.set_exception(error)  # type: ignore[arg-type]
-
-    running.add_done_callback(deliver)
-    return result
+    return deliver(running, finish, async_op)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire import algorithms
+from gradwire.algorithms.hierarchical import INSIDE
 from gradwire.errors import ConfigError
 from gradwire.lang.kernels import TARGETS
 
@@ -19,9 +20,15 @@ class Options:
         checksum: whether messages carry one.
         target: which kernels ("auto", "c", "eager"); all make the same bytes.
         threads: of a kernel; None takes torch's number.
+        partitions: of the algorithm parameter_server; None: as many as there are ranks.
+        nodes: of the algorithm hierarchical: the machine of each rank, any numbers; None finds out
+            by host names and LOCAL_WORLD_SIZE.
+        inside: of the algorithm hierarchical: how values travel inside a machine, "full" (in their
+            own precision) or "codec".
 
     Raises:
-        ConfigError: an unknown algorithm or target, a number below one.
+        ConfigError: an unknown algorithm or target, a number below one, an option of another
+            algorithm.
     """
 
     algorithm: str = "sra"
@@ -29,16 +36,43 @@ class Options:
     checksum: bool = True
     target: str = "auto"
     threads: int | None = None
+    partitions: int | None = None
+    nodes: tuple[int, ...] | None = None
+    inside: str = "full"
 
     def __post_init__(self) -> None:
         algorithms.get(self.algorithm)
         if self.target not in TARGETS:
             raise ConfigError(f"target {self.target!r}; known: {', '.join(TARGETS)}")
-        for name, value in (("segments", self.segments), ("threads", self.threads)):
+        for name in ("segments", "threads", "partitions"):
+            value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
                     f"{name}={value!r}: a whole number, at least 1, or None to let gradwire choose"
                 )
+        nodes = self.nodes
+        if nodes is not None and not (
+            isinstance(nodes, tuple) and all(isinstance(node, int) for node in nodes)
+        ):
+            raise ConfigError(f"nodes={nodes!r}: a tuple of the machine of each rank, as numbers")
+        if self.inside not in INSIDE:
+            raise ConfigError(f"inside={self.inside!r}: use one of {', '.join(INSIDE)}")
+        for name, default, owner in _OWNED:
+            if getattr(self, name) != default and self.algorithm != owner:
+                raise ConfigError(
+                    f"{name} is an option of the algorithm {owner}, not of {self.algorithm}"
+                )
 
     def __str__(self) -> str:
-        return f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
+        """What all ranks must share."""
+        text = f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
+        given = [f", {n} {getattr(self, n)}" for n, _, owner in _OWNED if owner == self.algorithm]
+        return text + "".join(given)
+
+
+# option, its default, the algorithm whose it is
+_OWNED = (
+    ("partitions", None, "parameter_server"),
+    ("nodes", None, "hierarchical"),
+    ("inside", "full", "hierarchical"),
+)

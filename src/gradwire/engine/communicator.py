@@ -95,14 +95,14 @@ class Communicator:
         body = "\n".join(lines).encode()
         digest = hashlib.blake2b(body, digest_size=32).digest()
         record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
-        records = self._exchange(record, [_CHECK_BYTES] * self.world_size)
+        records = self.exchange(record, [_CHECK_BYTES] * self.world_size)
         if any(other[:32] != digest for other in records):
             sizes = [int.from_bytes(other[32:], "little") for other in records]
-            bodies = self._exchange(body, sizes)
+            bodies = self.exchange(body, sizes)
             raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
         return int.from_bytes(digest[:8], "little")
 
-    def _exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
+    def exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
         """Every rank's bytes, in rank order; `sizes` are their lengths."""
         tag = _AGREE_TAG + self._agreements % _COUNTED
         self._agreements += 1

@@ -10,9 +10,11 @@ from gradwire.engine.task import Buffer, Kind, Task
 class Graph:
     """The tasks of one collective on one rank.
 
-    A task depends on the tasks that write what it reads; algorithms state dataflow, nothing else.
-    The order of the list is the order in which ready tasks start and in which receives are awaited,
-    so an algorithm lists its tasks in the order it expects them to become ready.
+    A task depends on the tasks that write what it reads, and on those that it names in `after`;
+    algorithms state dataflow, nothing else. The order of the list is the order in which ready tasks
+    start and in which receives are awaited, so an algorithm lists its tasks in the order it expects
+    them to become ready. That order must be one for all ranks: a message that is listed later on
+    one rank must not be needed for one that is listed earlier on another.
 
     Attributes:
         tasks: the vertices.
@@ -28,10 +30,14 @@ class Graph:
             for buffer in task.writes:
                 assert buffer not in writer, f"{buffer} is written by two tasks"
                 writer[buffer] = index
+        index_of = {task: index for index, task in enumerate(self.tasks)}
+        assert len(index_of) == len(self.tasks), "a task is listed twice"
         dependents: list[list[int]] = [[] for _ in self.tasks]
         waits = [0] * len(self.tasks)
         for index, task in enumerate(self.tasks):
-            for source in sorted({writer[buffer] for buffer in task.reads}):
+            sources = {writer[buffer] for buffer in task.reads}
+            sources.update(index_of[earlier] for earlier in task.after)
+            for source in sorted(sources):
                 assert source < index, f"{task} is listed before the task whose result it reads"
                 dependents[source].append(index)
                 waits[index] += 1

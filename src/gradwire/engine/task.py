@@ -3,18 +3,19 @@
 A collective is a graph of five kinds of task (HiPress 3.1, CaSync's primitives):
 
     encode   values of some chunks -> their payloads
-    merge    own values + the payloads of all peers -> the payload of their sum, and the result
+    merge    payloads, with or without own values -> their sum: as values, or as a payload and what
+             that decodes to
     decode   payload -> values
     send     payload -> a peer
     recv     a peer -> payload
 
-`decode` and `merge` are one kernel where that saves a pass over memory: `merge` decodes, sums in
-the order of ranks, and encodes again, block by block.
+A merge is one kernel: it decodes, sums in the order in which it names its payloads, and encodes
+again, block by block. It replaces the values by the sum, or by what the sum's payload decodes to.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -33,7 +34,7 @@ class Buffer:
     Attributes:
         role: what the payload holds, in the algorithm's own words ("contribution", "result").
         segment: the pipeline unit.
-        chunk: the rank whose share of the values this is.
+        chunk: the share of the values that it holds.
         source: the rank that encoded it.
     """
 
@@ -50,9 +51,13 @@ class Task:
     Attributes:
         kind: what is done.
         segment: the pipeline unit it belongs to.
-        reads: buffers it needs; their writers come first.
-        writes: buffers it fills.
+        reads: buffers it needs; their writers come first. A merge sums them in this order; they
+            are payloads of one chunk.
+        writes: buffers it fills. A merge that writes none leaves the sum in the values.
         peer: the other rank of a send or recv, else None.
+        own: of a merge: the position of the own values in the sum; None sums payloads alone.
+        final: of a merge: whether it makes the result, so that an average is divided here.
+        after: tasks that must end first though no buffer says so, since they change the values.
     """
 
     kind: Kind
@@ -60,6 +65,14 @@ class Task:
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
     peer: int | None = None
+    own: int | None = None
+    final: bool = False
+    after: tuple[Task, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        encodes = self.kind is Kind.MERGE and self.writes
+        # Its error would have no residual to go to: own values bring theirs.
+        assert not encodes or self.own is not None, f"{self} encodes a sum without own values"
 
     def __str__(self) -> str:
         direction = {Kind.SEND: " to rank", Kind.RECV: " from rank"}.get(self.kind, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Member, Rounds
 from gradwire.codecs import Identity
-from gradwire.collectives import Options
+from gradwire.collectives import Options, check_defined
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
@@ -34,6 +35,7 @@ def attach(
     codecs: Mapping[str, str | Codec | None] | None = None,
     error_feedback: bool = False,
     seed: int = 0,
+    algorithm: str | None = None,
     options: Options | None = None,
     **codec_options: object,
 ) -> Handle:
@@ -55,6 +57,7 @@ def attach(
         error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add
             it to the next step's gradient.
         seed: of the codecs' random numbers; not negative.
+        algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
         options: algorithm, segments, checksum, kernels.
 
     Returns:
@@ -62,11 +65,14 @@ def attach(
 
     Raises:
         ConfigError: not a DDP module, attached already, nothing to synchronise, sparse gradients,
-            unknown codec, option or pattern, or ranks that disagree (the first parameter that
-            differs is named).
+            unknown codec, algorithm, option or pattern, a codec that is not defined in the
+            algorithm, or ranks that disagree (the first parameter that differs is named).
     """
     if not (options is None or isinstance(options, Options)):
         raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
+    options = options or Options()
+    if algorithm is not None:
+        options = replace(options, algorithm=algorithm)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
     socket = socket_of(model)
@@ -84,8 +90,11 @@ def attach(
     plan = make_plan(
         named, codec, codec_options, comm.world_size, include, exclude, codecs, error_feedback
     )
-    comm.agree("what is attached", [f"seed {seed}", str(options or Options()), *plan.describe()])
-    handle = Handle(dict(named), plan, comm, seed, options or Options())
+    for parameter in plan.parameters:
+        if parameter.codec is not None:
+            check_defined(options.algorithm, parameter.codec)
+    comm.agree("what is attached", [f"seed {seed}", str(options), *plan.describe()])
+    handle = Handle(dict(named), plan, comm, seed, options)
     socket.handle = handle
     handle._socket = socket
     return handle

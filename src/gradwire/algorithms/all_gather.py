@@ -1,0 +1,57 @@
+"""All-gather of payloads: everyone's to everyone; made for sparse ones, and rounded only once.
+
+N ranks, one chunk: whole payloads travel, and nothing is summed on the way.
+
+Steps, for each segment, on rank r:
+  1. encode the values; send the payload to every peer.
+  2. receive every peer's payload; merge: sum what all N payloads decode to, the own one included,
+     in the order of ranks. So replicas agree, though nobody owns the sum.
+
+Each value is encoded once. Sums are never encoded, so a codec that scales what it picks is right
+here, and one whose payload is a selection keeps what each rank has selected.
+
+Bytes sent by rank r: (N-1) * m(s, 0), summed over the segments s. Rounds: 1. Time, for P payload
+bytes of a rank: alpha + (N-1) * P * beta, so P must be small: less than 2/N of what SRA would send.
+"""
+
+from __future__ import annotations
+
+from gradwire.algorithms.halves import onward
+from gradwire.algorithms.protocol import Sizes, message
+from gradwire.engine import Buffer, Graph, Kind, Task
+
+ROLES = ("payload",)
+
+
+def chunks(world_size: int) -> int:
+    return 1
+
+
+def rounds(world_size: int) -> int:
+    return 1 if world_size > 1 else 0
+
+
+def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
+    """The graph of `rank`."""
+    peers = onward(rank, range(world_size))
+    live = [s for s, segment in enumerate(sizes) if peers and segment[0]]
+    tasks: list[Task] = []
+    for s in live:
+        own = Buffer("payload", s, 0, rank)
+        tasks.append(Task(Kind.ENCODE, s, writes=(own,)))
+        tasks += [Task(Kind.SEND, s, reads=(own,), peer=p) for p in peers]
+    for s in live:
+        payloads = tuple(Buffer("payload", s, 0, r) for r in range(world_size))
+        tasks += [Task(Kind.RECV, s, writes=(payloads[p],), peer=p) for p in peers]
+        tasks.append(Task(Kind.MERGE, s, reads=payloads, final=True))
+    return Graph(tasks)
+
+
+def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
+    """Bytes that `rank` sends, headers included."""
+    return (world_size - 1) * sum(message(segment[0]) for segment in sizes)
+
+
+def seconds(world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
+    """Expected time; see gradwire.algorithms.protocol."""
+    return rounds(world_size) * alpha + (world_size - 1) * payload_bytes * beta

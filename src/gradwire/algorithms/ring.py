@@ -1,0 +1,85 @@
+"""Ring (CGX 4.1.2): every rank talks to two neighbours only; the same bytes as SRA, more roundings.
+
+N ranks, N chunks; rank c owns chunk c. A *partial* is the encoded sum of some ranks' values, a
+*result* that of all.
+
+Steps, for each segment, on rank r, with neighbours r - 1 and r + 1 modulo N:
+  1. encode chunk r - 1; send it to r + 1.
+  2. for h = 1 .. N-1: receive chunk r - 1 - h from r - 1; merge: add the own values to it and
+     encode the sum; send it to r + 1. The last is chunk r, whose sum is the result.
+  3. N-1 times: receive a result from r - 1, decode it, and send the payload on unchanged, unless
+     r + 1 owns it.
+
+A value is encoded N times, each time in a larger sum, by another rank. With error feedback each
+keeps the error of the encoding that it made.
+
+Bytes sent by rank r: sum over segments s of 2 * [sum over c of m(s, c)] - m(s, r) - m(s, r + 1).
+Rounds: 2 (N-1). Time, for P payload bytes in all: 2 (N-1) * (alpha + P/N * beta).
+"""
+
+from __future__ import annotations
+
+from gradwire.algorithms.protocol import Sizes, message
+from gradwire.engine import Buffer, Graph, Kind, Task
+
+ROLES = ("partial", "result")
+
+
+def chunks(world_size: int) -> int:
+    return world_size
+
+
+def rounds(world_size: int) -> int:
+    return 2 * (world_size - 1)
+
+
+def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
+    """The graph of `rank`."""
+    if world_size == 1:
+        return Graph(())
+    before, behind = (rank - 1) % world_size, (rank + 1) % world_size
+    tasks: list[Task] = []
+
+    def each(chunk: int) -> list[int]:
+        return [s for s, segment in enumerate(sizes) if segment[chunk]]
+
+    for s in each(before):
+        first = Buffer("partial", s, before, rank)
+        tasks.append(Task(Kind.ENCODE, s, writes=(first,)))
+        tasks.append(Task(Kind.SEND, s, reads=(first,), peer=behind))
+
+    for hop in range(1, world_size):
+        c = (rank - 1 - hop) % world_size
+        last = c == rank
+        for s in each(c):
+            came = Buffer("partial", s, c, before)
+            made = Buffer("result" if last else "partial", s, c, rank)
+            tasks.append(Task(Kind.RECV, s, writes=(came,), peer=before))
+            tasks.append(Task(Kind.MERGE, s, reads=(came,), writes=(made,), own=1, final=last))
+            tasks.append(Task(Kind.SEND, s, reads=(made,), peer=behind))
+
+    for hop in range(1, world_size):
+        c = (rank - hop) % world_size
+        for s in each(c):
+            result = Buffer("result", s, c, c)
+            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=before))
+            if c != behind:
+                tasks.append(Task(Kind.SEND, s, reads=(result,), peer=behind))
+            tasks.append(Task(Kind.DECODE, s, reads=(result,)))
+    return Graph(tasks)
+
+
+def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
+    """Bytes that `rank` sends, headers included."""
+    if world_size == 1:
+        return 0
+    behind = (rank + 1) % world_size
+    return sum(
+        2 * sum(map(message, segment)) - message(segment[rank]) - message(segment[behind])
+        for segment in sizes
+    )
+
+
+def seconds(world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
+    """Expected time; see gradwire.algorithms.protocol."""
+    return rounds(world_size) * (alpha + payload_bytes / world_size * beta)

@@ -1,0 +1,85 @@
+"""Tree (CGX 4.1.2): up to a root and down again, in 2 * ceil(log2 N) rounds; for small payloads.
+
+N ranks, one chunk: whole payloads travel. The tree is binomial: the parent of rank r > 0 is r
+without its lowest bit, so below r stand the ranks from r up to the next multiple of that bit. A
+*partial* is the encoded sum of the ranks at and below one, the *result* that of all.
+
+Steps, for each segment, on rank r:
+  1. receive the partial of every child; merge: own values, then the children's in rank order, and
+     encode the sum (a leaf encodes its values); send it to the parent. At rank 0 it is the result.
+  2. receive the result from the parent; send the payload unchanged to every child, the one with
+     most ranks below it first; decode it.
+
+A value is encoded once for each level that it climbs, at most ceil(log2 N) times, then once in the
+result. With error feedback each rank keeps the error of the encoding that it made.
+
+Bytes sent by rank r: (children of r + (1 if r > 0)) * m(s, 0), summed over the segments s.
+Rounds: 2 * ceil(log2 N). Time, for P payload bytes: 2 * ceil(log2 N) * (alpha + P * beta), since
+rank 0 receives, and sends, as many payloads one after another.
+"""
+
+from __future__ import annotations
+
+from gradwire.algorithms.protocol import Sizes, message
+from gradwire.engine import Buffer, Graph, Kind, Task
+
+ROLES = ("partial", "result")
+
+
+def chunks(world_size: int) -> int:
+    return 1
+
+
+def rounds(world_size: int) -> int:
+    return 2 * (world_size - 1).bit_length()
+
+
+def parent(rank: int) -> int:
+    """Of any rank but 0."""
+    return rank & (rank - 1)
+
+
+def children(rank: int, world_size: int) -> list[int]:
+    """In rank order."""
+    reach = rank & -rank if rank else world_size
+    bits = range((world_size - 1).bit_length())
+    return [rank + 2**b for b in bits if 2**b < reach and rank + 2**b < world_size]
+
+
+def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
+    """The graph of `rank`."""
+    if world_size == 1:
+        return Graph(())
+    below = children(rank, world_size)
+    live = [s for s, segment in enumerate(sizes) if segment[0]]
+    tasks: list[Task] = []
+    for s in live:
+        came = tuple(Buffer("partial", s, 0, child) for child in below)
+        made = Buffer("partial" if rank else "result", s, 0, rank)
+        tasks += [Task(Kind.RECV, s, writes=(b,), peer=b.source) for b in came]
+        if came:
+            tasks.append(Task(Kind.MERGE, s, reads=came, writes=(made,), own=0, final=not rank))
+        else:
+            tasks.append(Task(Kind.ENCODE, s, writes=(made,)))
+        if rank:
+            tasks.append(Task(Kind.SEND, s, reads=(made,), peer=parent(rank)))
+
+    for s in live:
+        result = Buffer("result", s, 0, 0)
+        if rank:
+            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=parent(rank)))
+        tasks += [Task(Kind.SEND, s, reads=(result,), peer=c) for c in reversed(below)]
+        if rank:
+            tasks.append(Task(Kind.DECODE, s, reads=(result,)))
+    return Graph(tasks)
+
+
+def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
+    """Bytes that `rank` sends, headers included."""
+    sent = len(children(rank, world_size)) + (rank > 0)
+    return sent * sum(message(segment[0]) for segment in sizes)
+
+
+def seconds(world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
+    """Expected time; see gradwire.algorithms.protocol."""
+    return rounds(world_size) * (alpha + payload_bytes * beta)

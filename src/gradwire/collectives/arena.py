@@ -1,0 +1,31 @@
+"""Where the messages of a graph lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from gradwire.engine import Buffer, Graph, Kind
+from gradwire.engine.message import align
+
+
+def place(graph: Graph, message_bytes: Callable[[Buffer], int]) -> tuple[dict[Buffer, int], int]:
+    """(where each message begins, where all end), in bytes, aligned.
+
+    What a merge sums stands side by side, in its order: kernels take one address and a distance.
+    """
+    offsets: dict[Buffer, int] = {}
+    end = 0
+    merged = [b for task in graph.tasks if task.kind is Kind.MERGE for b in task.reads]
+    for buffer in (*merged, *graph.buffers):
+        if buffer not in offsets:
+            offsets[buffer] = end
+            end += align(message_bytes(buffer))
+    return offsets, end
+
+
+def stride(offsets: list[int]) -> int:
+    """The distance between messages that stand at equal ones; 0 of fewer than two."""
+    strides = {b - a for a, b in pairwise(offsets)}
+    assert len(strides) <= 1, "the payloads that a merge sums stand at equal distances"
+    return strides.pop() if strides else 0

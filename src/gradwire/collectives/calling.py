@@ -1,0 +1,85 @@
+"""What the functions in torch's manner share: checks of arguments, and the way of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+
+from gradwire.engine import Communicator, Outcome
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+
+Async = torch.futures.Future[torch.Tensor]
+
+
+def check_op(function: str, op: str) -> None:
+    """Raises ConfigError unless `op` is "sum" or "avg"."""
+    if op not in ("sum", "avg"):
+        raise ConfigError(f"op {op!r}: gradwire.{function} knows 'sum' and 'avg'")
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raises ConfigError unless `tensor` is dense and on the CPU."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise ConfigError(f"{name}: a dense torch.Tensor is needed, not {kind}")
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{name} is on {tensor.device}: this version compresses CPU tensors")
+
+
+def check_step(step: int) -> None:
+    """Raises ConfigError unless `step` is a whole number that fits."""
+    if not isinstance(step, int) or not 0 <= step < 1 << 63:
+        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more")
+
+
+def check_residual(residual: torch.Tensor | None, numel: int) -> None:
+    """Raises ConfigError unless there is none, or it is fp32, contiguous, of `numel` values."""
+    if residual is not None and (
+        residual.numel() != numel or residual.dtype != torch.float32 or not residual.is_contiguous()
+    ):
+        raise ConfigError(
+            f"residual: {residual.numel()} x {residual.dtype}; it must hold "
+            f"{numel} x torch.float32, contiguous"
+        )
+
+
+def communicator_of(
+    function: str, group: dist.ProcessGroup | Communicator | None, async_op: bool
+) -> Communicator:
+    """The group's communicator.
+
+    Raises:
+        ConfigError: no such group, or the call would wait on the thread that must do the work.
+    """
+    comm = group if isinstance(group, Communicator) else communicator(group)
+    if not async_op and comm.executor.is_own_thread():
+        raise ConfigError(
+            f"{function} was called in a callback that runs on gradwire's own thread, where "
+            "waiting would never end: use async_op=True"
+        )
+    return comm
+
+
+def deliver(
+    running: Future[Outcome], finish: Callable[[], torch.Tensor], async_op: bool
+) -> Async | None:
+    """Wait for `running` and finish; or, if `async_op`, return a future of what `finish` gives."""
+    if not async_op:
+        running.result()
+        finish()
+        return None
+    result: Async = torch.futures.Future()
+
+    def ended(outcome: Future[Outcome]) -> None:
+        error = outcome.exception()
+        if error is None:
+            result.set_result(finish())
+        else:
+            result.set_exception(error)  # type: ignore[arg-type]
+
+    running.add_done_callback(ended)
+    return result

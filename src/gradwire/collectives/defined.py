@@ -1,0 +1,62 @@
+"""Which codecs are defined in which algorithms: all in all, but for those named here.
+
+Every algorithm but all_gather encodes sums, and adds own values to decoded payloads. Two codecs do
+not stand that, whatever error feedback does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradwire import algorithms
+from gradwire.codecs import TBQ, RandomK
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+
+
+@dataclass(frozen=True)
+class _Exception:
+    applies: Callable[[Codec], bool]
+    algorithms: tuple[str, ...]
+    reason: str
+
+
+_EXCEPTIONS = (
+    _Exception(
+        lambda codec: isinstance(codec, RandomK) and codec.unbiased,
+        ("all_gather",),
+        "it scales what it sends, but a rank that adds its own values to received ones does not "
+        "scale them, so the average would be biased; or give it unbiased=False and error feedback",
+    ),
+    _Exception(
+        lambda codec: isinstance(codec, TBQ),
+        ("sra", "parameter_server", "all_gather"),
+        "a payload holds at most one threshold a value, and would have to carry the sum of several "
+        "ranks",
+    ),
+)
+
+
+def check_defined(algorithm: str, codec: Codec) -> None:
+    """Whether an all-reduce through `algorithm` gives the average, or sum, that `codec` promises.
+
+    Raises:
+        ConfigError: if not; the message says why, and which algorithms do.
+    """
+    for exception in _EXCEPTIONS:
+        if exception.applies(codec) and algorithm not in exception.algorithms:
+            allowed = " or ".join(repr(name) for name in exception.algorithms)
+            raise ConfigError(
+                f"{codec} is not defined in the algorithm {algorithm!r}: {exception.reason}. "
+                f"Use algorithm {allowed}"
+            )
+
+
+def usable(codec: Codec) -> list[str]:
+    """The algorithms in which `codec` is defined."""
+    names = set(algorithms.REGISTRY)
+    for exception in _EXCEPTIONS:
+        if exception.applies(codec):
+            names &= set(exception.algorithms)
+    return [name for name in algorithms.REGISTRY if name in names]

@@ -1,0 +1,143 @@
+"""One run of a prepared collective: what the executor asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gradwire.collectives.arena import stride
+from gradwire.collectives.calls import Step
+from gradwire.engine import Buffer, Kind, Task
+from gradwire.engine.message import Envelope, check, seal
+from gradwire.errors import ConfigError
+from gradwire.lang import rng
+from gradwire.partition import Spec
+
+if TYPE_CHECKING:
+    from gradwire.collectives.prepared import Collective
+
+
+@dataclass
+class Item:
+    """One tensor of one call.
+
+    Attributes:
+        values: 1-D, contiguous, on the CPU; replaced by the result, unless there is a `home`.
+        residual: fp32, as long as `values`, or None.
+        keys: from `rng.parameter_keys`.
+        step: enters the RNG key, so that no two steps draw the same numbers.
+        home: of a reduce-scatter: this rank's shard of the values, replaced by the result in place
+            of what `values` hold of it; `values` are then only read.
+    """
+
+    values: torch.Tensor
+    keys: rng.Keys
+    step: int
+    residual: torch.Tensor | None = None
+    home: torch.Tensor | None = None
+
+
+class Job:
+    """Fulfils gradwire.engine.Job."""
+
+    def __init__(self, collective: Collective, items: Sequence[Item], average: bool) -> None:
+        self.collective = collective
+        self.graph = collective.graph
+        self.items = items  # kept alive until the kernels are done with their memory
+        self.factor = 1.0 / collective.comm.world_size if average else 1.0
+        self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
+        self.step = Step(
+            values=_column([item.values.data_ptr() for item in items]),
+            residuals=_column([_address(item.residual) for item in items]),
+            homes=_column([self._home(item) for item in items]),
+            keys=_column([item.keys.own for item in items]),
+            shared=_column([item.keys.shared for item in items]),
+            steps=_column([item.step for item in items]),
+        )
+
+    def _home(self, item: Item) -> int:
+        """Where `values` would begin if `home` stood at its place among them."""
+        if item.home is None:
+            return item.values.data_ptr()
+        before = self.collective.comm.rank * item.home.numel() * item.home.itemsize
+        return (item.home.data_ptr() - before) % (1 << 64)
+
+    def start(self) -> None:
+        c = self.collective
+        self.arena = c.comm.take(c.arena_bytes)
+        self.rows = c.calls.table(self.step, self.arena.data_ptr())
+
+    def memory(self, buffer: Buffer) -> torch.Tensor:
+        offset = self.collective.offsets[buffer]
+        return self.arena[offset : offset + self.collective.message_bytes(buffer)]
+
+    def tag(self, buffer: Buffer) -> int:
+        return self.first_tag + self.collective.tag(buffer)
+
+    def compute(self, task: Task) -> None:
+        c = self.collective
+        merge = task.kind is Kind.MERGE
+        for call in c.calls.of[task]:
+            c.kernels[call.kernel].run(
+                call.form,
+                self.rows[call.first : call.last],
+                ranks=len(task.reads) + (task.own is not None) if merge else 1,
+                rank=(-1 if task.own is None else task.own) if merge else 0,
+                stride=stride([c.offsets[b] for b in task.reads]) if merge else 0,
+                factor=self.factor if task.final else 1.0,
+                threads=c.threads,
+                workspace=self.arena[c.workspace_offset :],
+            )
+        for buffer in task.writes:
+            seal(self.memory(buffer), self._envelope(buffer))
+
+    def received(self, task: Task) -> None:
+        buffer = task.writes[0]
+        assert task.peer is not None
+        check(self.memory(buffer), self._envelope(buffer), task.peer)
+
+    def _envelope(self, buffer: Buffer) -> Envelope:
+        c = self.collective
+        checksum = c.options.checksum
+        return Envelope(c.plan, self.sequence, buffer.segment, buffer.chunk, checksum)
+
+    def finish(self) -> None:
+        self.collective.comm.give(self.arena)
+        self.items = ()
+
+
+def check_item(spec: Spec, item: Item, world_size: int) -> None:
+    """Kernels get addresses, so this is where wrong memory must be stopped; raises ConfigError."""
+    _check_memory(spec, "values", item.values, spec.numel, spec.dtype)
+    if spec.feedback:
+        _check_memory(spec, "residual", item.residual, spec.numel, torch.float32)
+    if item.home is not None:
+        _check_memory(spec, "shard", item.home, spec.numel // world_size, spec.dtype)
+    if not 0 <= item.step < 1 << 63:
+        raise ConfigError(f"{spec.name}: step is {item.step}, must be 0 or more")
+
+
+def _check_memory(
+    spec: Spec, what: str, tensor: torch.Tensor | None, numel: int, dtype: torch.dtype
+) -> None:
+    if tensor is None:
+        raise ConfigError(f"{spec.name}: its {what} is missing")
+    found = (tensor.numel(), tensor.dtype, tensor.device.type, tensor.is_contiguous())
+    if found != (numel, dtype, "cpu", True):
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        raise ConfigError(
+            f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
+            f"{layout}; it must hold {numel} x {dtype}, contiguous on the CPU"
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _column(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype="u8")

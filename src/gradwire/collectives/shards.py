@@ -1,0 +1,161 @@
+"""`gw.reduce_scatter` and `gw.all_gather`: the halves of SRA, in torch's manner.
+
+They stand where torch has reduce_scatter_tensor and all_gather_into_tensor: what every rank has a
+part of is one tensor, whose n-th of world_size equal parts, the *shard* of rank n, is of any size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gradwire import codecs
+from gradwire.collectives.calling import (
+    Async,
+    check_op,
+    check_residual,
+    check_step,
+    check_tensor,
+    communicator_of,
+    deliver,
+)
+from gradwire.collectives.job import Item
+from gradwire.collectives.options import Options
+from gradwire.collectives.prepared import prepare
+from gradwire.engine import Communicator
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, rng
+from gradwire.partition import Spec
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    codec: str | Codec = "qsgd",
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | Communicator | None = None,
+    async_op: bool = False,
+    residual: torch.Tensor | None = None,
+    seed: int = 0,
+    step: int = 0,
+    name: str = "tensor",
+    options: Options | None = None,
+    **codec_options: object,
+) -> Async | None:
+    """Sum or average `input` over all ranks through a codec; rank n gets shard n.
+
+    What a rank contributes to its own shard is not encoded, and neither is the sum.
+
+    Args:
+        output: this rank's shard of the result; `input`'s dtype, any shape. It may be this rank's
+            shard of `input` itself; else `input` is left as it is.
+        input: fp32, fp16 or bf16 on the CPU; world_size * output.numel() values, the shards in rank
+            order.
+        residual: error feedback: fp32, `input.numel()` values, zeros at first. What it holds of the
+            own shard is neither used nor changed.
+        codec, op, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
+            `output`. `options.algorithm` is "sra", of which this is a half.
+
+    Raises:
+        ConfigError: as `all_reduce`, or sizes that do not match.
+        TransportError: a peer or link failed.
+        CodecError: a payload arrived corrupted.
+    """
+    check_op("reduce_scatter", op)
+    check_step(step)
+    chosen = codecs.get(codec, **codec_options)
+    comm = communicator_of("reduce_scatter", group, async_op)
+    _check_shards(comm, whole=("input", input), shard=("output", output))
+    check_residual(residual, input.numel())
+    spec = Spec(name, input.numel(), input.dtype, chosen, residual is not None)
+    collective = prepare(comm, [spec], options, "reduce_scatter")
+    values = input.detach().contiguous().view(-1)
+    home = _flat_home(output)
+    home.copy_(values[comm.rank * home.numel() :][: home.numel()])
+    flat_residual = None if residual is None else residual.view(-1)
+    keys = rng.parameter_keys(seed, name, comm.rank)
+    item = Item(values, keys, step, flat_residual, home)
+    running = collective.start([item], average=op == "avg")
+
+    def finish() -> torch.Tensor:
+        if home.data_ptr() != output.data_ptr():
+            output.detach().copy_(home.view(output.shape))
+        return output
+
+    return deliver(running, finish, async_op)
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    codec: str | Codec = "qsgd",
+    *,
+    group: dist.ProcessGroup | Communicator | None = None,
+    async_op: bool = False,
+    seed: int = 0,
+    step: int = 0,
+    name: str = "tensor",
+    options: Options | None = None,
+    **codec_options: object,
+) -> Async | None:
+    """Every rank's `input`, through a codec, in `output` on every rank, in rank order.
+
+    Every rank ends with bit-identical values: its own shard, too, is what the payload says.
+
+    Args:
+        output: `input`'s dtype, world_size * input.numel() values, any shape.
+        input: fp32, fp16 or bf16 on the CPU, any shape; left as it is, unless it is this rank's
+            shard of `output`.
+        codec, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
+            `output`. `options.algorithm` is "sra", of which this is a half.
+
+    Raises:
+        ConfigError: as `all_reduce`, or sizes that do not match.
+        TransportError: a peer or link failed.
+        CodecError: a payload arrived corrupted.
+    """
+    check_step(step)
+    chosen = codecs.get(codec, **codec_options)
+    comm = communicator_of("all_gather", group, async_op)
+    _check_shards(comm, whole=("output", output), shard=("input", input))
+    spec = Spec(name, output.numel(), output.dtype, chosen)
+    collective = prepare(comm, [spec], options, "all_gather")
+    values = _flat_home(output)
+    own = values[comm.rank * input.numel() :][: input.numel()]
+    own.copy_(input.detach().reshape(-1))
+    keys = rng.parameter_keys(seed, name, comm.rank)
+    running = collective.start([Item(values, keys, step)], average=False)
+
+    def finish() -> torch.Tensor:
+        if values.data_ptr() != output.data_ptr():
+            output.detach().copy_(values.view(output.shape))
+        return output
+
+    return deliver(running, finish, async_op)
+
+
+def _flat_home(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a result: the tensor's own if it is contiguous."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _check_shards(
+    comm: Communicator, whole: tuple[str, torch.Tensor], shard: tuple[str, torch.Tensor]
+) -> None:
+    """Raises ConfigError unless `whole` holds a shard like `shard` for every rank."""
+    for name, tensor in (whole, shard):
+        check_tensor(name, tensor)
+    (whole_name, all_values), (shard_name, own) = whole, shard
+    if all_values.numel() != comm.world_size * own.numel():
+        raise ConfigError(
+            f"{whole_name} holds {all_values.numel()} values; with {comm.world_size} ranks it must "
+            f"hold {comm.world_size * own.numel()}, that many times those of {shard_name}"
+        )
+    if all_values.dtype != own.dtype:
+        raise ConfigError(
+            f"{whole_name} is {all_values.dtype} and {shard_name} {own.dtype}; give both one dtype"
+        )
