@@ -7,7 +7,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
+from gradwire.codecs import (
+    DGC,
+    QSGD,
+    TBQ,
+    AdaComp,
+    Cast,
+    Codec,
+    GradDrop,
+    HardThreshold,
+    Identity,
+    LearnedLevels,
+    LowRank,
+    MSTopK,
+    OneBit,
+    RandomK,
+    RandomShift,
+    Rotated,
+    TernGrad,
+    ThreeLC,
+    TopK,
+)
 from gradwire.lang import ROW, kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -22,9 +42,28 @@ CODECS: list[Codec] = [
     QSGD(bits=5, scale="l2", rounding="nearest", block=100),
     TernGrad(),
     TernGrad("ternary"),
+    OneBit(block=100),
+    OneBit(block=None),
+    TBQ(threshold=0.01),
+    ThreeLC(),
+    TopK(density=0.05),
+    DGC(density=0.02),
+    GradDrop(density=0.05),
+    HardThreshold(threshold=0.02, density=0.1),
+    AdaComp(block=100, density=0.1),
+    RandomK(density=0.1, values="fp32", unbiased=True),
+    RandomShift(bits=5, block=100),
+    LearnedLevels(bits=3, block=64, levels=(0.0, 0.2, 0.35, 0.45, 0.5, 0.6, 0.75, 0.99)),
+    LearnedLevels(bits=2, rounding="stochastic", levels=(0.0, 0.4, 0.6, 1.0)),
+    Rotated(bits=6, block=96),
 ]
-# every width of code; one dtype of values is enough for these
-WIDTHS: list[Codec] = [QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)]
+# what every target interprets
+UNFUSED: list[Codec] = [Rotated("full", block=100), LowRank(rank=2, columns=50)]
+# every width of code, and what takes long to compile: one dtype of values is enough for these
+WIDTHS: list[Codec] = [
+    *(QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)),
+    MSTopK(density=0.1, values="fp32"),
+]
 
 
 def ragged_sizes(block: int) -> list[int]:
@@ -55,6 +94,7 @@ def call(
     factor: float = 1.0,
     threads: int = 1,
     key: int = 7,
+    shared: int = 11,
     start: int = 0,
 ) -> Result:
     """Run a form on copies of the given tensors."""
@@ -74,7 +114,8 @@ def call(
     rows["values"], rows["residual"] = result.values.data_ptr(), result.residual.data_ptr()
     # one byte off: payloads have no alignment
     rows["payload"], rows["source"] = result.payload.data_ptr() + 1, sources.data_ptr()
-    rows["numel"], rows["start"], rows["key"] = values.numel(), start, key
+    rows["numel"], rows["start"] = values.numel(), start
+    rows["key"], rows["shared"] = key, shared
     made.run(
         form, rows, ranks=len(peers) + 1, rank=rank, stride=size, factor=factor, threads=threads
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec_calls import CODECS, DTYPES, WIDTHS, Result, call, gradient, ragged_sizes, same
-from gradwire.codecs import QSGD, Codec, Identity
+from gradwire.codecs import QSGD, Codec, Identity, TopK
 from gradwire.lang import ROW, kernels, layout
 from gradwire.lang.forms import FORMS
 
@@ -100,8 +100,9 @@ def test_a_cut_at_a_block_boundary_changes_no_decoded_value(codec: Codec) -> Non
             assert torch.equal(part.residual, whole.residual[begin:end])
 
 
-def test_tensor_scope_is_not_splittable() -> None:
-    assert [layout(c).splittable for c in CODECS] == [True] * 6 + [False] * 2
+def test_tensor_scope_and_selections_are_not_splittable() -> None:
+    assert [layout(c).splittable for c in CODECS[:8]] == [True] * 6 + [False] * 2
+    assert not layout(TopK()).splittable
 
 
 @pytest.mark.parametrize("target", ["c", "eager"])
@@ -117,7 +118,8 @@ def test_a_table_of_rows_equals_its_rows(codec: Codec, target: str) -> None:
         row["key"] = v.numel()
     made.run("encode", rows, threads=2)
     for v, p in zip(values, payloads, strict=True):
-        assert torch.equal(p, call(codec, "encode", v, key=v.numel(), target="eager").payload)
+        own = call(codec, "encode", v, key=v.numel(), shared=0, target="eager").payload
+        assert torch.equal(p, own)
 
 
 def test_a_payload_of_one_target_decodes_on_another() -> None:
