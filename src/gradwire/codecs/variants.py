@@ -16,9 +16,10 @@ from gradwire.errors import ConfigError
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [
         *({"bits": bits} for bits in (1, 2, 3, 5, 6, 7, 8)),
-        *({"bits": bits, "block": 1024} for bits in (2, 4, 8)),
-        *({"bits": bits, "scale": scale} for bits in (2, 4, 8) for scale in ("max", "l2")),
+        *({"bits": bits, "block": 1024} for bits in (4, 8)),
+        *({"bits": bits, "scale": scale} for bits in (4, 8) for scale in ("max", "l2")),
     ],
+    "topk": [{"density": 0.001}, {"density": 0.1}],
     "terngrad": [{"form": "ternary"}],
 }
 
