@@ -88,7 +88,7 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
     if (b < end) {
       Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
-      for (; b + GROUP <= stop; b += GROUP) encode_group0(call, &place, b, GROUP, BLOCK);
+      for (; b + GROUP <= stop; b += GROUP) encode_rest0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
@@ -262,7 +262,7 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
     if (b < end) {
       Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
-      for (; b + GROUP <= stop; b += GROUP) encode_ef_group0(call, &place, b, GROUP, BLOCK);
+      for (; b + GROUP <= stop; b += GROUP) encode_ef_rest0(call, &place, b, GROUP, BLOCK);
       if (b < stop) encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
@@ -713,7 +713,7 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
     if (b < end) {
       Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
-      for (; b + GROUP <= stop; b += GROUP) reduce_encode_group0(call, &place, b, GROUP, BLOCK);
+      for (; b + GROUP <= stop; b += GROUP) reduce_encode_rest0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
@@ -966,7 +966,7 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
     if (b < end) {
       Place place = place_of(row, partials);
       const int64_t stop = end < full ? end : full;
-      for (; b + GROUP <= stop; b += GROUP) reduce_encode_ef_group0(call, &place, b, GROUP, BLOCK);
+      for (; b + GROUP <= stop; b += GROUP) reduce_encode_ef_rest0(call, &place, b, GROUP, BLOCK);
       if (b < stop) reduce_encode_ef_rest0(call, &place, b, (int)(stop - b), BLOCK), b = stop;
       if (b < end) reduce_encode_ef_rest0(call, &place, b, 1, (int)(row->numel - full * BLOCK));
     }
