@@ -31,10 +31,11 @@ MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # what gcc define
 
 @dataclass(frozen=True)
 class Unit:
-    """A kernel to build: its line in the library's listing, and its whole C source."""
+    """What to build: its line in the library's listing, its whole C source, its functions."""
 
     label: str
     text: str
+    names: tuple[str, ...] = forms.FORMS
 
     @property
     def digest(self) -> str:
@@ -42,10 +43,9 @@ class Unit:
 
     @property
     def renamed(self) -> str:
-        """The source with the entry points' names in a library of many kernels."""
-        names = [f"#define {form} {prebuilt.symbol(self.digest, form)}" for form in forms.FORMS]
-        head, body = self.text[: len(c.prelude())], self.text[len(c.prelude()) :]
-        return "\n".join([head, *names, body])
+        """The source with its functions named as in a library of many units."""
+        names = [f"#define {name} {prebuilt.symbol(self.digest, name)}" for name in self.names]
+        return "\n".join([*names, self.text])
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:

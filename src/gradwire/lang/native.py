@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from gradwire.errors import CodecError
-from gradwire.lang import forms, jit, prebuilt
+from gradwire.lang import forms, prebuilt
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
@@ -29,15 +29,6 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     return c.emit(programs.values(), layout(codec, native), native)
 
 
-def _compiled(text: str) -> ctypes.CDLL:
-    try:
-        return jit.load(text)
-    except jit.CompileError as error:
-        library, said = prebuilt.loaded()
-        reason = said if library is None else "this codec, options and dtype are not among them"
-        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from error
-
-
 class Library:
     """A codec's compiled forms: prebuilt ones, else compiled here. Raises `jit.CompileError`.
 
@@ -47,15 +38,10 @@ class Library:
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
         text = c.prelude() + source(codec, dtype)
-        functions = prebuilt.find(text, forms.FORMS)
-        self.prebuilt = functions is not None
-        if functions is None:
-            library = _compiled(text)
-            functions = {form: library[form] for form in forms.FORMS}
-        for function in functions.values():
+        self._functions, self.prebuilt = prebuilt.functions(text, forms.FORMS)
+        for function in self._functions.values():
             function.argtypes = _ARGUMENTS
             function.restype = ctypes.c_int
-        self._functions = functions
         numbers = forms.derive(codec, native_name(dtype)).table
         self._table = (ctypes.c_float * max(1, len(numbers)))(*numbers)
 

@@ -2,7 +2,7 @@
 
 A library holds every prebuilt kernel for one level of instruction sets (see isa.py). The name of
 a kernel's entry points contains the digest of the C source that it was compiled from and of the
-flags, so asking for `symbol(digest, form)` is the whole lookup: a library that was built from
+flags, so asking for `symbol(digest, name)` is the whole lookup: a library that was built from
 another version's code has no such symbol, and the kernel is compiled on first use as if there were
 no library. GRADWIRE_KERNELS names another folder of libraries; it is for tests.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -37,23 +38,28 @@ def digest(text: str) -> str:
     return jit.digest(text, " ".join(jit.FLAGS))
 
 
-def symbol(digest: str, form: str) -> str:
-    return f"gradwire_{digest}_{form}"
+def symbol(digest: str, name: str) -> str:
+    return f"gradwire_{digest}_{name}"
 
 
-def find(text: str, forms: tuple[str, ...]) -> dict[str, ctypes._NamedFuncPointer] | None:
-    """The entry points of the kernel with this C source, by form; None if it was not built ahead.
+def functions(text: str, names: Sequence[str]) -> tuple[dict[str, ctypes._NamedFuncPointer], bool]:
+    """The named functions of a C source, and whether they came prebuilt; else compiled here.
 
-    Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not run.
+    Raises `jit.CompileError` if they did not and cannot be, `ConfigError` for a GRADWIRE_ISA that
+    this CPU does not run.
     """
-    library = loaded()[0]
-    if library is None:
-        return None
-    name = digest(text)
+    library, said = loaded()
+    if library is not None:
+        name = digest(text)
+        try:
+            return {one: library[symbol(name, one)] for one in names}, True
+        except AttributeError:
+            said = "this codec, options and dtype are not among them"
     try:
-        return {form: library[symbol(name, form)] for form in forms}
-    except AttributeError:
-        return None
+        library = jit.load(text)
+    except jit.CompileError as error:
+        raise jit.CompileError(f"{error}; prebuilt kernels: {said}") from error
+    return {one: library[one] for one in names}, False
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str]:
