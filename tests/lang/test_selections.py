@@ -27,6 +27,7 @@ from gradwire.lang.ops import (
     fp16,
     fp32,
     gather,
+    int32,
     inverse,
     keep,
     lookup,
@@ -126,7 +127,26 @@ class Tabled(Codec):
         return scale * lookup(table(self.levels), code)
 
 
-CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled()]
+@dataclass(frozen=True)
+class Whole(Codec):
+    """32-bit integers in every scope."""
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(50)
+        chosen = filter(abs(g) >= 0.5, share(0.5))
+        return concat(
+            total=int32(reduce(sum, abs(g)) * 1e6),
+            top=int32(reduce(max, x) * 1e9),
+            each=int32(x * 1e3),
+            chosen=chosen,
+            value=int32(gather(g * 1e5, chosen)),
+        )
+
+    def decode(self, chosen: Value, value: Value, **fields: Value) -> Value:
+        return scatter(value * 1e-5 + fields["total"] * 0.0, chosen)
+
+
+CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled(), Whole()]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -58,13 +58,14 @@ BITS = {
     "fp32": 32,
     "fp16": 16,
     "bf16": 16,
+    "int32": 32,
     "uint32": 32,
     "bool": 1,
     **{f"uint{b}": b for b in range(1, 16)},  # more than 8 only as positions of a selection
 }
 FLOATS = ("fp32", "fp16", "bf16")
 CODES = ("trit", *(f"uint{b}" for b in range(1, 9)))  # small integers, packed
-STORABLE = (*FLOATS, *CODES, "selection")
+STORABLE = (*FLOATS, "int32", *CODES, "selection")
 TOP = {"trit": 2, **{f"uint{b}": 2**b - 1 for b in range(1, 9)}}  # the largest code
 
 # alu function -> (number of operands, kind of operands, kind of result)

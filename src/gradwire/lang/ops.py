@@ -13,7 +13,8 @@
 | rotate(x) | randomised Hadamard transform of every block (or of the whole tensor) |
 | decomp(m, rank), matmul(a, b) | low-rank factors of matrix(x, columns), and their product |
 | concat(name=value, ...) | the payload: its fields in wire order |
-| uint(bits, v), trit(v), bf16(v), fp16(v), fp32(v), native(v) | v as it will be stored |
+| uint(bits, v), trit(v), int32(v) | v as it will be stored, as whole numbers |
+| bf16(v), fp16(v), fp32(v), native(v) | v as it will be stored |
 | keep(codes, flag) | codes that are stored only for blocks whose flag is set |
 | table(numbers), lookup(table, code) | numbers that may change without compiling again |
 | where, clamp, floor, sqrt, inverse, isfinite, abs, share | arithmetic on symbols; a size |
@@ -158,6 +159,11 @@ def uint(bits: int, value: object) -> Value:
     if isinstance(value, Value) and value.node.dtype == "bool":
         value = where(value, 1, 0)
     return _cast(value, f"uint{bits}", "zero")
+
+
+def int32(value: object) -> Value:
+    """A whole number of 32 bits: rounded toward zero, clamped; NaN gives 0."""
+    return _cast(value, "int32", "zero")
 
 
 def trit(value: object) -> Value:

@@ -14,7 +14,10 @@ import torch
 from gradwire.lang import ir
 from gradwire.lang.layout import planes
 
-TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TORCH = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int32": torch.int32,
+}  # fmt: skip
+LARGEST_INT32 = 2147483520.0  # of the fp32 numbers that int32 can hold
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 NAN = {"fp16": 0x7E00, "bf16": 0x7FC0}
 
@@ -28,6 +31,9 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
     if dtype in ir.TOP:
         top = float(ir.TOP[dtype])
         return _minimum(_maximum(x, torch.tensor(0.0)), torch.tensor(top)).to(torch.int64)
+    if dtype == "int32":
+        x = torch.where(torch.isnan(x), 0.0, x).clamp(-LARGEST_INT32, LARGEST_INT32)
+        return x.to(torch.int32)
     if dtype == "fp32":
         return torch.where(torch.isnan(x), torch.tensor(math.nan), x)
     largest = LARGEST[dtype]

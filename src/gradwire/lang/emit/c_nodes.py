@@ -17,7 +17,7 @@ from gradwire.lang.layout import Layout, element_nbytes
 REGISTER = {
     "fp32": "float", "bool": "int", "uint32": "uint32_t", "bf16": "uint32_t", "fp16": "uint32_t",
 }  # fmt: skip
-MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16"}
+MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "int32": "i32"}
 VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
 
 ALU = {
@@ -48,6 +48,7 @@ CASTS = {
     ("bf16", "down"): "to_bf16_down({})",
     ("bf16", "up"): "to_bf16_up({})",
     ("fp16", "nearest"): "to_fp16_nearest({})",
+    ("int32", "zero"): "to_int32({})",
     ("code", "zero"): "to_uint({}, {top}.0f)",
 }
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}

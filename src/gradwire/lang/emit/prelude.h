@@ -34,6 +34,7 @@ typedef struct {
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
 typedef uint32_t u32 __attribute__((aligned(1), may_alias));
 typedef float f32 __attribute__((aligned(1), may_alias));
+typedef int32_t i32 __attribute__((aligned(1), may_alias));
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
@@ -79,6 +80,12 @@ INLINE int32_t to_uint(float x, float top) {
   x = x > 0.0f ? x : 0.0f;
   x = x < top ? x : top;
   return (int32_t)x;
+}
+
+INLINE int32_t to_int32(float x) {
+  x = is_nan(x) ? 0.0f : x;
+  x = x < 2147483520.0f ? x : 2147483520.0f;
+  return (int32_t)(x > -2147483520.0f ? x : -2147483520.0f);
 }
 
 INLINE float from_bf16(uint32_t h) { return float_of(h << 16); }
