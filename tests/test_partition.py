@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import QSGD, Codec, Identity, TernGrad
+from gradwire import QSGD, Codec, ConfigError, Identity, TernGrad
 from gradwire.engine.message import ALIGNMENT
 from gradwire.lang import layout
 from gradwire.partition import Partition, Spec, partition
@@ -89,3 +90,36 @@ def test_many_small_tensors_spread_over_the_ranks() -> None:
     specs = [Spec("b", 700, torch.float32, Identity(), rotation=i % 4) for i in range(100)]
     (sizes,) = partition(specs, 4, 1).sizes
     assert max(sizes) < 1.2 * min(sizes)
+
+
+@given(specs_of, worlds, st.sampled_from([None, 1, 3]))
+def test_every_chunk_stands_there_uncompressed_too(
+    specs: list[Spec], n: int, segments: int | None
+) -> None:
+    cut, both = partition(specs, n, segments), partition(specs, n, segments, plain=True)
+    assert both.rows[: len(cut.rows)] == cut.rows
+    for row, plain in zip(cut.rows, both.rows[len(cut.rows) :], strict=True):
+        assert plain.codec == Identity()
+        assert (plain.item, plain.start, plain.numel) == (row.item, row.start, row.numel)
+        assert (plain.segment, plain.chunk) == (row.segment, row.chunk + n)
+        assert plain.offset % ALIGNMENT == 0
+        assert plain.offset + 4 * plain.numel <= both.sizes[plain.segment][plain.chunk]
+    for compressed, segment in zip(cut.sizes, both.sizes, strict=True):
+        assert segment[:n] == compressed
+        assert [size > 0 for size in segment[n:]] == [size > 0 for size in compressed]
+
+
+@given(st.integers(0, 3000), worlds, st.sampled_from(CODECS), st.sampled_from([None, 1, 4]))
+def test_shards_are_of_equal_size(shard: int, n: int, codec: Codec, segments: int | None) -> None:
+    spec = Spec("w", n * shard, torch.float32, codec, rotation=1)
+    found = [0] * n
+    for row in partition([spec], n, segments, shards=True).rows:
+        assert shard * row.chunk <= row.start
+        assert row.start + row.numel <= shard * (row.chunk + 1)
+        found[row.chunk] += row.numel
+    assert found == [shard] * n
+
+
+def test_what_cannot_be_cut_into_shards_is_named() -> None:
+    with pytest.raises(ConfigError, match="w: 10 values cannot be cut into 3 shards"):
+        partition([Spec("w", 10, torch.float32, QSGD())], 3, shards=True)

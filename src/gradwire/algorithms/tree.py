@@ -1,4 +1,4 @@
-"""Tree (CGX 4.1.2): up to a root and down again, in 2 * ceil(log2 N) rounds; for small payloads.
+"""Tree (CGX 4.1.2): up to a root and down again, in 2 * floor(log2 N) rounds; for small payloads.
 
 N ranks, one chunk: whole payloads travel. The tree is binomial: the parent of rank r > 0 is r
 without its lowest bit, so below r stand the ranks from r up to the next multiple of that bit. A
@@ -10,12 +10,12 @@ Steps, for each segment, on rank r:
   2. receive the result from the parent; send the payload unchanged to every child, the one with
      most ranks below it first; decode it.
 
-A value is encoded once for each level that it climbs, at most ceil(log2 N) times, then once in the
+A value is encoded once for each level that it climbs, at most floor(log2 N) times, then once in the
 result. With error feedback each rank keeps the error of the encoding that it made.
 
 Bytes sent by rank r: (children of r + (1 if r > 0)) * m(s, 0), summed over the segments s.
-Rounds: 2 * ceil(log2 N). Time, for P payload bytes: 2 * ceil(log2 N) * (alpha + P * beta), since
-rank 0 receives, and sends, as many payloads one after another.
+Rounds: 2 * floor(log2 N). Time, for P payload bytes: 2 * floor(log2 N) * alpha + 2 * ceil(log2 N) *
+P * beta, since rank 0 has ceil(log2 N) children, whose payloads share its link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def chunks(world_size: int) -> int:
 
 
 def rounds(world_size: int) -> int:
-    return 2 * (world_size - 1).bit_length()
+    return 2 * (world_size.bit_length() - 1)
 
 
 def parent(rank: int) -> int:
@@ -82,4 +82,5 @@ def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
 
 def seconds(world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
     """Expected time; see gradwire.algorithms.protocol."""
-    return rounds(world_size) * (alpha + payload_bytes * beta)
+    payloads = 2 * len(children(0, world_size))
+    return rounds(world_size) * alpha + payloads * payload_bytes * beta

@@ -1,0 +1,85 @@
+"""A complete algorithm to copy: a star, in which rank 0 sums for all.
+
+    python examples/skeleton_algorithm.py
+
+To write your own: copy this file, rename the class, and change `build`. It lists what one rank
+does, in the order in which the rank expects it to become possible; what waits for what follows from
+the buffers. Then state the same in `wire_bytes`, `rounds` and `seconds`. A line in the registry
+makes it known by its name, wherever options are taken. tests/examples/test_skeleton_algorithm.py
+shows the tests an algorithm should pass; docs/algorithms.md says what holds for all.
+"""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import torch
+
+from gradwire import Options, all_reduce
+from gradwire.algorithms import REGISTRY, Sizes
+from gradwire.algorithms.protocol import message
+from gradwire.engine import Buffer, Communicator, Graph, Kind, Task
+from gradwire.transport import Hub
+
+
+class Star:
+    """Everyone sends its payload to rank 0, which sums, and sends the encoded sum to everyone."""
+
+    ROLES = ("contribution", "result")
+
+    def chunks(self, world_size: int) -> int:
+        return 1
+
+    def rounds(self, world_size: int) -> int:
+        return 2 if world_size > 1 else 0
+
+    def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
+        tasks: list[Task] = []
+        for s in [s for s, (size,) in enumerate(sizes) if size and world_size > 1]:
+            result = Buffer("result", s, 0, 0)
+            gathered = tuple(Buffer("contribution", s, 0, r) for r in range(1, world_size))
+            if rank == 0:
+                tasks += [Task(Kind.RECV, s, writes=(b,), peer=b.source) for b in gathered]
+                tasks.append(
+                    Task(Kind.MERGE, s, reads=gathered, writes=(result,), own=0, final=True)
+                )
+                tasks += [Task(Kind.SEND, s, reads=(result,), peer=b.source) for b in gathered]
+            else:
+                tasks.append(Task(Kind.ENCODE, s, writes=(gathered[rank - 1],)))
+                tasks.append(Task(Kind.SEND, s, reads=(gathered[rank - 1],), peer=0))
+                tasks.append(Task(Kind.RECV, s, writes=(result,), peer=0))
+                tasks.append(Task(Kind.DECODE, s, reads=(result,)))
+        return Graph(tasks)
+
+    def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
+        sent = world_size - 1 if rank == 0 else 1
+        return sent * sum(message(size) for (size,) in sizes)
+
+    def seconds(self, world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
+        return self.rounds(world_size) * alpha + 2 * (world_size - 1) * payload_bytes * beta
+
+
+REGISTRY["star"] = Star()
+
+
+def main() -> None:
+    """Four ranks, as threads of this process, average through a star."""
+    hub = Hub(4)
+    gradients = [torch.full((1000,), float(rank)) for rank in range(4)]
+
+    def work(rank: int) -> None:
+        comm = Communicator(hub.transport(rank))
+        options = Options(algorithm="star")
+        all_reduce(gradients[rank], "qsgd", bits=4, op="avg", group=comm, options=options)
+        comm.close()
+
+    threads = [Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("averages by rank:", *(round(float(g.mean()), 3) for g in gradients))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Every algorithm's graphs over all ranks: nobody waits for ever, sums are whole, bytes counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from symbolic import run
+
+from gradwire.algorithms import (
+    HALVES,
+    REGISTRY,
+    Algorithm,
+    Hierarchical,
+    parameter_server,
+    ring,
+    tree,
+)
+from gradwire.engine import HEADER_BYTES, Kind
+from ranks import WORLD_SIZES
+
+PLAIN = {name: a for name, a in REGISTRY.items() if name != "hierarchical"}
+every = pytest.mark.parametrize("algorithm", PLAIN.values(), ids=PLAIN)
+quickly = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+payloads = st.sampled_from([0, 16, 160])
+worlds = st.integers(1, 9)
+
+
+def draw_sizes(data: st.DataObject, chunks: int) -> list[list[int]]:
+    row = st.lists(payloads, min_size=chunks, max_size=chunks)
+    return data.draw(st.lists(row, min_size=1, max_size=3))
+
+
+def check(algorithm: Algorithm, n: int, sizes: list[list[int]], whole: bool = True) -> None:
+    """The laws that a graph answers for alone."""
+    ranks = run(algorithm, sizes, n)
+    for rank in ranks:
+        sent = algorithm.build(rank.number, n, sizes).sent()
+        counted = sum(sizes[b.segment][b.chunk] + HEADER_BYTES for b in sent)
+        assert algorithm.wire_bytes(rank.number, n, sizes) == counted
+        assert {b.role for b in sent} <= set(algorithm.ROLES)
+        if not whole or n == 1:
+            continue
+        # Each rank's values once, decoded from the same payloads everywhere.
+        assert all(total == dict.fromkeys(range(n), 1) for total in rank.values.values())
+        assert rank.maker == ranks[0].maker
+        for task in rank.tasks:
+            if task.kind is Kind.MERGE:
+                assert task.final == (set(task.writes or task.reads) <= makers(rank.maker))
+
+
+def makers(maker: dict[tuple[int, int], tuple[Any, ...]]) -> set[Any]:
+    return {b for buffers in maker.values() for b in buffers}
+
+
+@every
+@quickly
+@given(n=worlds, data=st.data())
+def test_graphs(algorithm: Algorithm, n: int, data: st.DataObject) -> None:
+    check(algorithm, n, draw_sizes(data, algorithm.chunks(n)))
+
+
+@quickly
+@given(n=worlds, partitions=st.integers(1, 12), data=st.data())
+def test_a_parameter_server_of_any_number_of_partitions(
+    n: int, partitions: int, data: st.DataObject
+) -> None:
+    class Served:
+        """The module, with another number of chunks."""
+
+        ROLES = parameter_server.ROLES
+        build = staticmethod(parameter_server.build)
+        wire_bytes = staticmethod(parameter_server.wire_bytes)
+        rounds = staticmethod(parameter_server.rounds)
+        seconds = staticmethod(parameter_server.seconds)
+        chunks = staticmethod(lambda world_size: partitions)
+
+    check(Served(), n, draw_sizes(data, partitions))
+
+
+@quickly
+@given(nodes=st.lists(st.integers(0, 3), min_size=1, max_size=9), data=st.data())
+def test_hierarchical_on_any_machines(nodes: list[int], data: st.DataObject) -> None:
+    inside = data.draw(st.sampled_from(["full", "codec"]))
+    algorithm = Hierarchical(tuple(nodes), inside)
+    n = len(nodes)
+    sizes = draw_sizes(data, algorithm.chunks(n))
+    if inside == "full":
+        sizes = [segment + [4 * size for size in segment] for segment in sizes]
+    check(algorithm, n, sizes)
+    links = {
+        (r, t.peer)
+        for r in range(n)
+        for t in algorithm.build(r, n, sizes).tasks
+        if t.kind is Kind.SEND and t.peer is not None and nodes[r] != nodes[t.peer]
+    }
+    leaders = set(algorithm.leaders(n))
+    assert all(a in leaders and b in leaders for a, b in links)
+
+
+@quickly
+@given(n=worlds, data=st.data())
+def test_the_halves(n: int, data: st.DataObject) -> None:
+    for name, algorithm in HALVES.items():
+        sizes = draw_sizes(data, n)
+        check(algorithm, n, sizes, whole=False)
+        for rank in run(algorithm, sizes, n):
+            everyone = dict.fromkeys(range(n), 1)
+            for (_, chunk), total in rank.values.items():
+                if name == "all_gather":
+                    assert total == {chunk: 1}
+                elif chunk == rank.number:
+                    assert total == everyone
+
+
+@every
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_rounds_are_the_longest_way(algorithm: Algorithm, n: int) -> None:
+    """The most sends and receives that follow one another, over all ranks."""
+    sizes = [[16] * algorithm.chunks(n)]
+    graphs = [algorithm.build(r, n, sizes) for r in range(n)]
+    arrived: dict[tuple[Any, ...], int] = {}
+    depth: dict[tuple[int, int], int] = {}
+    total = sum(len(g.tasks) for g in graphs)
+    while len(depth) < total:
+        for r, graph in enumerate(graphs):
+            sources: list[list[int]] = [[] for _ in graph.tasks]
+            for i, dependents in enumerate(graph.dependents):
+                for d in dependents:
+                    sources[d].append(i)
+            for i, task in enumerate(graph.tasks):
+                if (r, i) in depth or any((r, j) not in depth for j in sources[i]):
+                    continue
+                here = max((depth[r, j] for j in sources[i]), default=0)
+                if task.kind is Kind.RECV:
+                    b = task.writes[0]
+                    if (task.peer, r, b) not in arrived:
+                        continue
+                    here = arrived[task.peer, r, b]
+                if task.kind is Kind.SEND:
+                    arrived[r, task.peer, task.reads[0]] = here + 1
+                depth[r, i] = here
+    assert max(arrived.values(), default=0) == algorithm.rounds(n)
+
+
+@every
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_expected_time_is_rounds_and_bytes(algorithm: Algorithm, n: int) -> None:
+    assert algorithm.seconds(n, 0.0, alpha=1.0, beta=1.0) == algorithm.rounds(n)
+    payload = 1 << 20
+    sizes = [[payload // algorithm.chunks(n)] * algorithm.chunks(n)]
+    sent = max(algorithm.wire_bytes(r, n, sizes) for r in range(n))
+    # The busiest link's bytes, but for a tree, whose rank 0 receives first and sends afterwards.
+    expected = 2 * sent if algorithm is tree else sent
+    assert algorithm.seconds(n, payload, 0.0, 1.0) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_tree_has_a_root_and_every_rank_once() -> None:
+    for n in range(1, 70):
+        found = [c for r in range(n) for c in tree.children(r, n)]
+        assert sorted(found) == list(range(1, n))
+        assert all(r in tree.children(tree.parent(r), n) for r in range(1, n))
+
+
+def test_a_ring_talks_to_neighbours_alone() -> None:
+    for rank in range(5):
+        for task in ring.build(rank, 5, [[16] * 5]).tasks:
+            if task.kind is Kind.SEND:
+                assert task.peer == (rank + 1) % 5
+            if task.kind is Kind.RECV:
+                assert task.peer == (rank - 1) % 5
+
+
+def test_servers_spread_over_the_ranks() -> None:
+    assert parameter_server.servers(4, 2) == [0, 2]
+    assert parameter_server.servers(4, 4) == [0, 1, 2, 3]
+    assert parameter_server.servers(4, 8) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert parameter_server.seconds(4, 1e6, 0.0, 1.0, partitions=1) == pytest.approx(3e6)

@@ -1,0 +1,191 @@
+"""Choosing an algorithm: its options, the machines, and codecs that are not defined in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import QSGD, ConfigError, Options, all_reduce
+from gradwire.algorithms import REGISTRY
+from gradwire.codecs import REGISTRY as CODECS
+from gradwire.codecs import TBQ, Codec, RandomK
+from gradwire.codecs import get as get_codec
+from gradwire.collectives import check_defined
+from gradwire.collectives.topology import machines, numbered
+from gradwire.engine import Communicator
+from ranks import as_processes, as_threads, caught
+
+A, B, C = b"a", b"b", b"c"
+
+
+def test_machines_are_host_names() -> None:
+    assert numbered([(A, 0), (B, 0), (A, 0), (C, 0)]) == (0, 1, 0, 2)
+    assert numbered([(B, 2), (B, 2), (A, 4), (A, 4), (A, 4), (A, 4)]) == (0, 0, 1, 1, 1, 1)
+    # a process group of some of a machine's ranks
+    assert numbered([(A, 8), (A, 8), (B, 8)]) == (0, 0, 1)
+
+
+def test_machines_of_one_name_are_told_apart_by_their_size() -> None:
+    assert numbered([(A, 2)] * 5) == (0, 0, 1, 1, 2)
+    assert numbered([(A, 1)] * 3) == (0, 1, 2)
+
+
+def test_machines_are_found_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert as_threads(5, machines) == [(0, 0, 1, 1, 2)] * 5
+    for nothing in ("", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", nothing)
+        assert as_threads(3, machines) == [(0, 0, 0)] * 3
+
+
+def test_hierarchical_finds_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two machines of two: rank 1 sends to its leader alone, in full precision."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def body(comm: Communicator) -> int:
+        x = torch.randn(4096)
+        future = all_reduce(
+            x, QSGD(), group=comm, async_op=True, options=Options(algorithm="hierarchical")
+        )
+        assert future is not None
+        future.wait()
+        (collective,) = (c for key, c in comm.kept.items() if key[0] == "all_reduce")  # type: ignore[index]
+        return int(collective.wire_bytes)  # type: ignore[attr-defined]
+
+    sent = as_threads(4, body)
+    assert sent[1] == sent[3] == 4096 * 4 + 2 * 48
+    chunk = 2048 // 128 * 68 + 48
+    # half to the other leader, the other half's sum back, and both sums to the member
+    assert sent[0] == sent[2] == 4 * chunk
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"algorithm": "rings"}, "unknown algorithm 'rings'; known: all_gather, hierarchical"),
+        ({"partitions": 2}, "an option of the algorithm parameter_server, not of sra"),
+        ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
+        ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),
+        ({"algorithm": "hierarchical", "nodes": [0, 0]}, "a tuple of the machine of each rank"),
+        ({"algorithm": "hierarchical", "inside": "half"}, "use one of full, codec"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=r".*") as caught_error:
+        Options(**options)  # type: ignore[arg-type]
+    assert says in str(caught_error.value)
+
+
+def test_a_machine_is_given_for_each_rank() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        options = Options(algorithm="hierarchical", nodes=(0, 0))
+        return caught(lambda: all_reduce(torch.ones(9), group=comm, options=options))
+
+    for error in as_threads(3, body):
+        assert isinstance(error, ConfigError)
+        assert "a machine for each of 3 ranks" in str(error)
+
+
+def test_ranks_must_choose_alike() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        name = "ring" if comm.rank else "hierarchical"
+        options = Options(algorithm=name)
+        return caught(lambda: all_reduce(torch.ones(9), group=comm, options=options))
+
+    for error in as_threads(2, body):
+        assert isinstance(error, ConfigError)
+        assert "algorithm ring" in str(error)
+        assert "algorithm hierarchical" in str(error)
+
+
+EXCEPTIONS: dict[str, tuple[Codec, set[str]]] = {
+    "randomk, unbiased": (RandomK(density=0.1, unbiased=True), {"all_gather"}),
+    "tbq": (TBQ(), {"sra", "parameter_server", "all_gather"}),
+}
+
+
+@pytest.mark.parametrize(("codec", "allowed"), EXCEPTIONS.values(), ids=EXCEPTIONS)
+def test_what_is_not_defined_says_what_to_use(codec: Codec, allowed: set[str]) -> None:
+    for name in REGISTRY:
+        if name in allowed:
+            check_defined(name, codec)
+            continue
+        with pytest.raises(ConfigError) as error:
+            check_defined(name, codec)
+        assert str(codec) in str(error.value)
+        assert all(repr(other) in str(error.value) for other in allowed)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("algorithm", REGISTRY)
+def test_every_other_codec_runs_in_every_algorithm(algorithm: str, name: str) -> None:
+    codec = get_codec(name)
+    try:
+        check_defined(algorithm, codec)
+    except ConfigError:
+        assert name == "tbq"
+        return
+    made = torch.Generator().manual_seed(0)
+    data = [torch.randn(3000, generator=made) for _ in range(3)]
+
+    def body(comm: Communicator) -> torch.Tensor:
+        x, residual = data[comm.rank].clone(), torch.zeros(3000)
+        options = Options(algorithm=algorithm, target="eager")
+        all_reduce(x, codec, op="avg", group=comm, residual=residual, options=options)
+        return x
+
+    found = as_threads(3, body)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.isfinite(found[0]).all()
+    assert float(found[0].abs().sum()) > 0
+
+
+def test_unbiased_randomk_is_unbiased_in_all_gather_and_refused_in_sra() -> None:
+    codec = RandomK(density=0.25, values="fp32", unbiased=True)
+
+    def body(comm: Communicator) -> float:
+        error = caught(lambda: all_reduce(torch.ones(8), codec, group=comm))
+        assert isinstance(error, ConfigError)
+        mean = 0.0
+        for step in range(20):
+            x = torch.ones(4000)
+            options = Options(algorithm="all_gather")
+            all_reduce(x, codec, op="avg", group=comm, step=step, options=options)
+            mean += float(x.mean()) / 20
+        return mean
+
+    # every block of four holds one 4, wherever it is
+    assert as_threads(2, body) == [pytest.approx(1.0)] * 2
+
+
+def train(rank: int, algorithm: str, **options: object) -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(64, 32))
+    handle = gradwire.attach(model, bits=8, algorithm=algorithm, **options)
+    model(torch.full((4, 64), float(rank + 1))).square().mean().backward()
+    assert handle.stats()["wire_bytes"] > 0
+    return [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
+
+
+def train_with_all(rank: int) -> dict[str, list[float]]:
+    wrong = caught(lambda: train(rank, "rings"))
+    assert isinstance(wrong, ConfigError)
+    refused = caught(lambda: gradwire.attach(_ddp(), "tbq", algorithm="ring", error_feedback=True))
+    assert isinstance(refused, ConfigError)
+    assert "not defined in the algorithm 'ring'" in str(refused)
+    return {name: train(rank, name) for name in REGISTRY}
+
+
+def _ddp() -> torch.nn.parallel.DistributedDataParallel:
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+
+
+def test_attach_takes_every_algorithm() -> None:
+    first, second = as_processes(2, train_with_all)
+    assert first == second
+    for sums in first.values():
+        assert sums == pytest.approx(first["all_gather"], rel=0.02)

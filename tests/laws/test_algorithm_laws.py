@@ -1,0 +1,253 @@
+"""The laws of DESIGN.md for every algorithm: over algorithm x codec x world size x ragged sizes.
+
+test_collective_laws.py has more codecs and dtypes, with the default algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+
+from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
+from gradwire.codecs import RandomK, TopK
+from gradwire.collectives import Item, Options, prepare
+from gradwire.engine import Communicator
+from gradwire.lang import rng
+from gradwire.partition import Spec
+from gradwire.transport import Hub
+from ranks import WORLD_SIZES, as_threads, caught
+
+SIZES = [1, 17, 0, 128, 129, 1000, 1025]
+CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05), RandomK(density=0.1)]
+NAMES = ["identity", "qsgd", "terngrad", "topk", "randomk"]
+
+# What stands for world size n: the options with which an algorithm runs.
+WAYS = {
+    "sra": lambda n: Options(),
+    "ring": lambda n: Options(algorithm="ring"),
+    "tree": lambda n: Options(algorithm="tree"),
+    "parameter_server": lambda n: Options(algorithm="parameter_server"),
+    "three_servers": lambda n: Options(algorithm="parameter_server", partitions=3),
+    "all_gather": lambda n: Options(algorithm="all_gather"),
+    "machines_of_2": lambda n: Options(
+        algorithm="hierarchical", nodes=tuple(r // 2 for r in range(n))
+    ),
+    "3_machines_in_turn": lambda n: Options(
+        algorithm="hierarchical", nodes=tuple(r % 3 for r in range(n)), inside="codec"
+    ),
+    "one_machine": lambda n: Options(algorithm="hierarchical", nodes=(7,) * n),
+}
+
+every_way = pytest.mark.parametrize("way", WAYS)
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=NAMES)
+every_world = pytest.mark.parametrize("n", WORLD_SIZES)
+
+
+@dataclass
+class Run:
+    """What one all-reduce of random values found and left; by rank, then by tensor."""
+
+    data: list[list[torch.Tensor]]
+    before: list[list[torch.Tensor]]
+    results: list[list[torch.Tensor]]
+    residuals: list[list[torch.Tensor]]
+    formula: list[int]
+    counted: list[int]
+
+
+def reduce_all(
+    comm: Communicator,
+    tensors: list[torch.Tensor],
+    codec: Codec,
+    options: Options,
+    residuals: list[torch.Tensor] | None = None,
+    average: bool = True,
+) -> tuple[int, int]:
+    """One fused all-reduce of all tensors: its bytes by the formula, and as sent."""
+    specs = [
+        Spec(f"p{i}", t.numel(), t.dtype, codec, residuals is not None, rotation=i)
+        for i, t in enumerate(tensors)
+    ]
+    items = [
+        Item(t, rng.parameter_keys(0, f"p{i}", comm.rank), 3, residuals[i] if residuals else None)
+        for i, t in enumerate(tensors)
+    ]
+    collective = prepare(comm, specs, options)
+    return collective.wire_bytes, collective.start(items, average).result().wire_bytes
+
+
+@cache
+def run(way: str, codec: Codec, n: int, dtype: torch.dtype, average: bool = True) -> Run:
+    """With error feedback, and residuals from the steps before."""
+    made = torch.Generator().manual_seed(n)
+    data = [[torch.randn(m, generator=made).to(dtype) for m in SIZES] for _ in range(n)]
+    before = [[torch.randn(m, generator=made) * 0.1 for m in SIZES] for _ in range(n)]
+    results = [[t.clone() for t in rank] for rank in data]
+    residuals = [[t.clone() for t in rank] for rank in before]
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        r = comm.rank
+        return reduce_all(comm, results[r], codec, WAYS[way](n), residuals[r], average)
+
+    sent = as_threads(n, body)
+    formula, counted = ([both[i] for both in sent] for i in (0, 1))
+    return Run(data, before, results, residuals, formula, counted)
+
+
+@every_way
+@every_codec
+@every_world
+def test_law_1_replicas_agree(way: str, codec: Codec, n: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16) if n == 5 else (torch.float32,):
+        found = run(way, codec, n, dtype).results
+        for rank in found[1:]:
+            for expected, mine in zip(found[0], rank, strict=True):
+                assert torch.equal(expected, mine)
+
+
+@every_way
+@every_codec
+@every_world
+def test_law_2_nothing_is_lost(way: str, codec: Codec, n: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16) if n == 5 else (torch.float32,):
+        for average in (True, False) if n == 3 else (True,):
+            check_nothing_is_lost(run(way, codec, n, dtype, average), n, dtype, average)
+
+
+def check_nothing_is_lost(found: Run, n: int, dtype: torch.dtype, average: bool) -> None:
+    if n == 1:
+        assert all(
+            torch.equal(a, b) for a, b in zip(found.before[0], found.residuals[0], strict=True)
+        )
+        return  # nothing is sent, so nothing can be lost; the residual waits
+    for i in range(len(SIZES)):
+        brought = sum(found.data[r][i].double() + found.before[r][i].double() for r in range(n))
+        kept = sum(found.residuals[r][i].double() for r in range(n))
+        sent = found.results[0][i].double() * (n if average else 1)
+        # Results, and sums inside a machine, are rounded to the gradient's dtype.
+        slack = torch.finfo(dtype).eps * 4 * n if dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(sent + kept, brought, rtol=slack, atol=slack)
+
+
+@every_way
+@every_codec
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_law_4_non_finite_travels(way: str, codec: Codec, value: float) -> None:
+    n, size, at = 5, 2000, 700
+    data = [torch.randn(size) for _ in range(n)]
+    data[3][at] = value
+
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        mine, residual = data[comm.rank].clone(), torch.full((size,), 0.5)
+        reduce_all(comm, [mine], codec, WAYS[way](n), [residual])
+        return mine, residual
+
+    for found, residual in as_threads(n, body):
+        assert not torch.isfinite(found[at])
+        assert torch.isfinite(residual).all()
+
+
+@every_way
+@every_codec
+@every_world
+def test_law_5_bytes_are_accounted(way: str, codec: Codec, n: int) -> None:
+    found = run(way, codec, n, torch.float32)
+    assert found.formula == found.counted
+    assert n == 1 or sum(found.counted) > 0
+
+
+@every_way
+@every_codec
+def test_law_6_targets_agree(way: str, codec: Codec) -> None:
+    data = [[torch.randn(m) for m in SIZES] for _ in range(3)]
+
+    def variant(target: str) -> list[torch.Tensor]:
+        def body(comm: Communicator) -> list[torch.Tensor]:
+            mine = [t.clone() for t in data[comm.rank]]
+            chosen = "eager" if comm.rank == 0 else target  # targets may differ within a group
+            options = WAYS[way](3)
+            reduce_all(comm, mine, codec, Options(**{**vars(options), "target": chosen}))
+            return mine
+
+        result: list[torch.Tensor] = as_threads(3, body)[1]
+        return result
+
+    for eager, compiled in zip(variant("eager"), variant("auto"), strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@every_way
+@every_codec
+def test_law_8_company_changes_nothing(way: str, codec: Codec) -> None:
+    """All tensors in one collective, pipelined; or one by one: the same bits."""
+    data = [[torch.randn(m) for m in SIZES] for _ in range(3)]
+
+    def variant(together: bool) -> list[torch.Tensor]:
+        def body(comm: Communicator) -> list[torch.Tensor]:
+            mine = [t.clone() for t in data[comm.rank]]
+            order = list(range(len(mine)))
+            options = Options(**{**vars(WAYS[way](3)), "segments": 4 if together else 1})
+            for group in [order[::-1]] if together else [[i] for i in order]:
+                specs = [Spec(f"p{i}", SIZES[i], torch.float32, codec, rotation=i) for i in group]
+                items = [Item(mine[i], rng.parameter_keys(0, f"p{i}", comm.rank), 5) for i in group]
+                prepare(comm, specs, options).start(items, True).result()
+            return mine
+
+        result: list[torch.Tensor] = as_threads(3, body)[0]
+        return result
+
+    for alone, fused in zip(variant(False), variant(True), strict=True):
+        assert torch.equal(alone, fused)
+
+
+@every_way
+def test_law_10_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
+    hub = Hub(4, timeout=20)
+
+    def body(comm: Communicator) -> BaseException | None:
+        if comm.rank == 2:
+            hub.kill(2)
+            return None
+        return caught(lambda: reduce_all(comm, [torch.randn(5000)], QSGD(), WAYS[way](4)))
+
+    errors = as_threads(4, body, hub)
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], TransportError)
+        assert errors[rank].peer == 2
+
+
+def errors_of(data: list[torch.Tensor], codec: Codec) -> dict[str, float]:
+    """NMSE of the average through each of the plain algorithms."""
+    mean = torch.stack(data).double().mean(0)
+    found = {}
+    for way in ("all_gather", "sra", "tree", "ring"):
+
+        def body(comm: Communicator, way: str = way) -> torch.Tensor:
+            mine = data[comm.rank].clone()
+            reduce_all(comm, [mine], codec, WAYS[way](len(data)))
+            return mine
+
+        error = as_threads(len(data), body)[0].double() - mean
+        found[way] = float(error.square().sum() / mean.square().sum())
+    return found
+
+
+@pytest.mark.parametrize("common", [0.0, 1.0], ids=["independent", "alike"])
+def test_error_grows_with_the_ranks_in_an_encoded_sum(common: float) -> None:
+    """QSGD 4/128 at 8 ranks, Gaussian values: all_gather <= SRA <= tree <= ring.
+
+    An encoding errs by a share of the variance of what it encodes. With independent values, a sum
+    of k ranks has variance k, so in units of one rank's error the average's are: all_gather 8 x 1;
+    SRA 7 x 1 + 8; tree 4 x 1 + 2 x 2 + 4 + 8; ring 1 + 2 + ... + 8.
+    """
+    made = torch.Generator().manual_seed(0)
+    shared = torch.randn(200_000, generator=made) * common
+    data = [shared + torch.randn(200_000, generator=made) for _ in range(8)]
+    found = errors_of(data, QSGD(bits=4, block=128))
+    assert found["all_gather"] < found["sra"] < found["tree"] < found["ring"]
+    if not common:
+        for way, units in {"all_gather": 8, "tree": 20, "ring": 36}.items():
+            assert found[way] / found["sra"] == pytest.approx(units / 15, rel=0.06)
