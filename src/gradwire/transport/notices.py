@@ -68,6 +68,11 @@ class Notices:
                     except RuntimeError:
                         break  # the connection is broken: nothing more will come from this peer
 
+    def heard(self, peer: int, blamed: int) -> None:
+        """`peer` holds `blamed` responsible, as it said in another way."""
+        with self._lock:
+            self._said[peer] = blamed
+
     def first_to_fail(self, peer: int) -> int:
         """Follow the notices from `peer` to the rank that blames nobody, or itself, or us."""
         self.collect()

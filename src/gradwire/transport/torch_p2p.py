@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class TorchP2P:
         self.world_size = self.group.size()
         self.timeout = _timeout_of(self.group)
         self.error: TransportError | None = None
-        self._waiting: dict[_Work, float] = {}
+        self.waiting: dict[Any, float] = {}  # what has a peer -> when the wait for it began
         self._closed = threading.Event()
         self.notices = Notices(self.group, _NOTICE_TAG)
         watch = threading.Thread(
@@ -101,7 +102,7 @@ class TorchP2P:
 
     def longest_wait(self) -> tuple[float, int] | None:
         """Seconds and peer of the longest wait under way, or None."""
-        waits = list(self._waiting.items())
+        waits = list(self.waiting.items())
         if not waits:
             return None
         work, begun = min(waits, key=lambda wait: wait[1])
@@ -139,13 +140,13 @@ class _Work:
 
     def wait(self) -> None:
         owner = self.owner
-        owner._waiting[self] = time.monotonic()
+        owner.waiting[self] = time.monotonic()
         try:
             self.work.wait(timedelta(seconds=owner.timeout))
         except RuntimeError as error:
             raise owner.explain(self.peer, self.what, error) from error
         finally:
-            del owner._waiting[self]
+            del owner.waiting[self]
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -1,0 +1,88 @@
+"""The transport of a process group: shared memory where it reaches, the group's own messages else.
+
+Which it is, is decided for each peer when the transport is made, together with that peer.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import TransportError
+from gradwire.transport import shm_handshake
+from gradwire.transport.protocol import Pending
+from gradwire.transport.torch_p2p import TorchP2P
+
+
+class Mixed:
+    """Messages within a process group; all of its ranks make theirs at once.
+
+    Args:
+        group: a process group of CPU tensors (gloo); None is the default group.
+        machine: the name of this machine, for tests that play several on one.
+
+    Attributes:
+        reached: the peers with which memory is shared.
+        shared_bytes: of this rank's segment of shared memory.
+
+    Raises:
+        TransportError: the group cannot carry CPU tensors between ranks, or a peer did not answer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, machine: str | None = None) -> None:
+        self._p2p = TorchP2P(group)
+        self.rank = self._p2p.rank
+        self.world_size = self._p2p.world_size
+        self.timeout = self._p2p.timeout
+        try:
+            self._shm, self.reached = shm_handshake.share(self._p2p, machine)
+        except BaseException:
+            self._p2p.close()
+            raise
+        self.shared_bytes = 0
+        if self._shm is not None:
+            self.shared_bytes = self._shm.nbytes
+            # One rank has one failure, and one account of whom it waits for.
+            self._shm.explain = self._explain
+            self._shm.waiting = self._p2p.waiting
+            if len(self.reached) < self.world_size - 1:
+                # While our threads wait for gloo nobody would move our peers' bytes.
+                threading.Thread(target=self._shm.drive, name="gradwire-shm", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """shm, torch_p2p, or shm+torch_p2p: what carries this rank's messages."""
+        names = ["shm"] * bool(self.reached)
+        names += ["torch_p2p"] * (len(self.reached) < self.world_size - 1 or not self.reached)
+        return "+".join(names)
+
+    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+        if self._shm is not None and peer in self.reached:
+            return self._shm.isend(data, peer, tag)
+        return self._p2p.isend(data, peer, tag)
+
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+        if self._shm is not None and peer in self.reached:
+            return self._shm.irecv(data, peer, tag)
+        return self._p2p.irecv(data, peer, tag)
+
+    def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
+        if blamed is not None:
+            self._p2p.notices.heard(peer, blamed)
+        error = self._p2p.explain(peer, what, RuntimeError(reason))
+        if self._shm is not None:
+            self._shm.error = error
+        return error
+
+    def fail(self, peer: int) -> None:
+        self._p2p.fail(peer)
+        if self._shm is not None:
+            self._shm.error = self._p2p.error
+            self._shm.fail(peer)
+
+    def close(self) -> None:
+        if self._shm is not None:
+            self._shm.close()
+        self._p2p.close()

@@ -1,0 +1,240 @@
+"""Shared memory between ranks of one machine: one copy into a ring, one copy out of it.
+
+Each rank owns one segment, which nothing in the file system names (memfd): a page, and a ring for
+each peer. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves once its
+receive is posted, so nothing is ever stored for later, and a message larger than a ring streams
+through it. So whatever is sent, a rank takes 4096 + peers x (4096 + ring) bytes, where a ring has
+512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up
+to 16 peers.
+
+The peers' segments come from `shm_handshake`; here they are descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.errors import TransportError
+from gradwire.transport import shm_library
+from gradwire.transport.shm_library import Result
+
+# A rank's rings together, as long as each has at least the least: small enough to stay in cache,
+# large enough to hide the waking of a thread.
+_RINGS_BYTES, _RING_LEAST, _RING_MOST = 1 << 21, 1 << 17, 1 << 19
+_SPIN_S = 20e-6  # before a waiter sleeps: about what going to sleep and waking cost
+_SPIN_CROWDED_S = (
+    2e-6  # where ranks outnumber cores, and a spinning rank keeps another from working
+)
+_LINGER_S = 2.0  # for the last sends, on closing
+_SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, which only Linux has: the size stays
+
+_REASONS = {
+    Result.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
+    Result.DEAD: "its process has ended",
+    Result.FAILED: "it has failed, and holds rank {blamed} responsible",
+    Result.GONE: "it has destroyed its process group",
+    Result.CORRUPT: "its ring holds what no peer writes",
+}
+
+# (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
+Explain = Callable[[int, str, str, "int | None"], TransportError]
+
+
+def ring_bytes_for(peers: int) -> int:
+    """Bytes of each ring of a rank with so many peers: a power of two."""
+    share = _RINGS_BYTES // max(1, peers)
+    return max(_RING_LEAST, min(_RING_MOST, 1 << share.bit_length() - 1))
+
+
+class _Done:
+    """A send that has ended when it starts."""
+
+    def wait(self) -> None:
+        return
+
+
+_DONE = _Done()
+
+
+class _Operation:
+    """A send or receive under way."""
+
+    __slots__ = ("data", "handle", "peer", "receives", "shm")
+
+    def __init__(
+        self, shm: Shm, handle: int, data: torch.Tensor, peer: int, receives: bool
+    ) -> None:
+        self.shm = shm
+        self.handle = handle
+        self.data = data  # read and written by any of the rank's threads until the wait returns
+        self.peer = peer
+        self.receives = receives
+
+    def wait(self) -> None:
+        self.shm._wait(self)
+
+
+class Shm:
+    """One rank's end of the shared memory of its machine.
+
+    Args:
+        rank, world_size: as in torch, within the group.
+        peers: the ranks to share memory with; each of them names the same set, with us in it.
+        timeout: seconds that a wait may last.
+        ring_bytes: of each ring, a power of two, the same on all; see `ring_bytes_for`.
+
+    Attributes:
+        fd: descriptor of our segment, for the peers; closed by `passed`.
+        nbytes: size of our segment.
+        waiting: when each wait under way began (time.monotonic).
+        explain: makes the error to raise; it also keeps it in `error`.
+
+    Raises:
+        OSError: no memory, or no descriptors, for the segment.
+        CompileError: see `shm_library.load`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        peers: Sequence[int],
+        timeout: float,
+        ring_bytes: int | None = None,
+    ) -> None:
+        library = shm_library.load()
+        ring_bytes = ring_bytes or ring_bytes_for(len(peers))
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.error: TransportError | None = None
+        self.explain: Explain = self._explain
+        self.waiting: dict[Any, float] = {}
+        self.nbytes: int = library.shm_size(len(peers), ring_bytes)
+        self._slots = {peer: slot for slot, peer in enumerate(sorted(peers))}
+        self._library = library
+        self._pid = os.getpid()
+        self._under_way: set[_Operation] = set()  # their buffers stay, whoever forgets to wait
+        self.fd = os.memfd_create(f"gradwire-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            crowded = len(peers) + 1 > len(os.sched_getaffinity(0))
+            spin = int(1e9 * (_SPIN_CROWDED_S if crowded else _SPIN_S))
+            self._handle = library.shm_begin(self.fd, len(peers), ring_bytes, spin)
+            if not self._handle:
+                raise OSError(f"cannot map {self.nbytes} bytes")
+        except OSError:
+            os.close(self.fd)
+            raise
+        weakref.finalize(self, _let_go, library, self._handle, self._pid).atexit = False
+
+    def connect(self, peer: int, fd: int, alive_fd: int) -> None:
+        """Use `peer`'s segment, `fd` (still the caller's). `alive_fd` becomes ours: it is readable
+        once the peer's process has ended.
+
+        Raises:
+            OSError: it is no segment like ours, or cannot be mapped.
+        """
+        if os.fstat(fd).st_size != self.nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
+            raise OSError("the peer's segment has another size, or could change its size")
+        near = self._slots[peer]
+        far = sum(other < self.rank for other in self._slots) - (peer < self.rank)
+        failed = self._library.shm_connect(self._handle, near, fd, far, alive_fd)
+        if failed:
+            raise OSError(failed, f"cannot map the peer's segment: {os.strerror(failed)}")
+
+    def passed(self) -> None:
+        """Every peer has our segment: close its descriptor."""
+        os.close(self.fd)
+        self.fd = -1
+
+    def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Operation | _Done:
+        if self.error is not None:
+            raise self.error
+        handle = self._library.shm_send(
+            self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+        )
+        return _DONE if handle is None else self._started(handle, data, peer, False)
+
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Operation:
+        if self.error is not None:
+            raise self.error
+        handle = self._library.shm_receive(
+            self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+        )
+        return self._started(handle, data, peer, True)
+
+    def _started(self, handle: int, data: torch.Tensor, peer: int, receives: bool) -> _Operation:
+        if handle == shm_library.REFUSED:
+            raise self.error or self._stopped()
+        operation = _Operation(self, handle, data, peer, receives)
+        self._under_way.add(operation)
+        return operation
+
+    def _wait(self, operation: _Operation) -> None:
+        if not operation.handle:
+            return
+        begun = left = time.monotonic()
+        self.waiting[operation] = begun
+        try:
+            result = Result.INTERRUPTED
+            while result == Result.INTERRUPTED:  # by a signal; Python has now handled it
+                left = max(0.0, begun + self.timeout - time.monotonic())
+                answer = self._library.shm_wait(self._handle, operation.handle, int(left * 1e9))
+                result, detail = Result(answer & 255), answer >> 8
+        finally:
+            del self.waiting[operation]
+        peer, expected = operation.peer, operation.data.numel()
+        what = "receive from" if operation.receives else "send to"
+        if result == Result.OK:
+            operation.handle = 0
+            self._under_way.discard(operation)
+            if operation.receives and detail != expected:
+                reason = f"rank {peer} sent {detail} bytes where {expected} were expected"
+                raise self.explain(peer, what, reason, None)
+        elif result == Result.STOPPED:
+            raise self.error or self._stopped()
+        else:
+            blamed = detail if result == Result.FAILED else None
+            reason = _REASONS[result].format(timeout=self.timeout, blamed=blamed)
+            raise self.explain(peer, what, reason, blamed)
+
+    def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
+        if self.error is None:
+            culprit = peer if blamed in (None, self.rank) else blamed
+            text = f"rank {self.rank}: {what} rank {peer} failed ({reason})"
+            self.error = TransportError(text, peer=culprit)
+        return self.error
+
+    def _stopped(self) -> TransportError:
+        return TransportError(f"rank {self.rank}: this process group was destroyed, or has failed")
+
+    def drive(self) -> None:
+        """Move bytes until we are closed: for a thread of its own, where all others may wait for
+        something else."""
+        self._library.shm_drive(self._handle)
+
+    def fail(self, peer: int) -> None:
+        self._library.shm_fail(self._handle, peer)
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the memory
+        linger = 0.0 if self.error is not None else min(_LINGER_S, self.timeout)
+        self._library.shm_stop(self._handle, int(linger * 1e9))
+        if self.fd >= 0:
+            self.passed()
+
+
+def _let_go(library: Any, handle: int, pid: int) -> None:
+    if os.getpid() == pid:
+        library.shm_stop(handle, 0)
+        library.shm_free(handle)

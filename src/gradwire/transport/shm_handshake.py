@@ -1,0 +1,233 @@
+"""How ranks find out with whom they can share memory, and get each other's segments.
+
+A rank's segment has no name: it is an anonymous file (memfd) whose descriptor is handed over
+through an abstract unix socket (SCM_RIGHTS). Neither leaves a trace in any file system, so nothing
+is left behind when ranks are killed, whenever that is; and neither is bounded by the size of
+/dev/shm, which is 64 MB in many containers. Abstract sockets belong to a network namespace, so
+containers and the lab's nodes, which have one each, do not reach each other by mistake.
+
+The steps, each an exchange over gloo that all ranks take part in (2 and 3: those of one machine):
+
+1. Everyone tells everyone its machine, a random token, and whether it can share memory.
+2. Of each pair on one machine the higher rank connects to the socket named by the other's token
+   and hands over its descriptor; then the pair tell each other whether that went well.
+3. The lower rank accepts and answers with its own descriptor. Both map what they got, and tell
+   each other whether they could. Only if both could does the pair use shared memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradwire.transport import shm_library
+from gradwire.transport.protocol import Transport
+from gradwire.transport.shm import Shm
+
+log = logging.getLogger("gradwire")
+
+# Beyond all tags of collectives and agreements, below the notices'.
+_HELLO_TAG, _CONNECTED_TAG, _MAPPED_TAG = ((1 << 30) - n for n in (4, 3, 2))
+_ANSWER_S = 10.0  # within one machine, and after a message that says it is on its way
+_HELLO = struct.Struct("<8s16s16s?")
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a rank tells all others: the version of its rings, its machine, a token, can it."""
+
+    version: bytes
+    machine: bytes
+    token: bytes
+    able: bool
+
+
+def machine_name() -> str:
+    """What ranks of one machine have in common: host name, and the kernel's boot."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()} {boot}"
+
+
+def share(carrier: Transport, machine: str | None = None) -> tuple[Shm | None, frozenset[int]]:
+    """Share memory with the ranks of this machine; every rank of `carrier` calls it at once.
+
+    Args:
+        carrier: takes the messages of the handshake.
+        machine: the name of this machine; by default `machine_name`.
+
+    Returns:
+        This rank's end, and the peers that it reaches. None, and nobody, if there are none. Peers
+        of this machine that it does not reach are named in one warning, with the reason.
+
+    Raises:
+        TransportError: a peer did not answer.
+    """
+    rank = carrier.rank
+    others = [p for p in range(carrier.world_size) if p != rank]
+    if not others:
+        return None, frozenset()
+    with ExitStack() as stack:
+        token = secrets.token_bytes(16)
+        reason = shm_library.unavailable()
+        listener = None
+        if reason is None:
+            try:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(_address(token))
+                listener.listen(carrier.world_size)
+            except OSError as error:
+                listener, reason = None, f"no unix socket: {error}"
+        digest = hashlib.blake2b((machine or machine_name()).encode(), digest_size=16).digest()
+        hello = _Hello(shm_library.version(), digest, token, listener is not None)
+        hellos = _hellos(carrier, others, hello)
+        here = [p for p in others if hellos[p].machine == digest]
+        able = [p for p in here if hellos[p].able and hellos[p].version == hello.version]
+        shm, reached = None, frozenset[int]()
+        if listener is not None and able:
+            shm, reached, reason = _pair_up(carrier, able, hellos, token, listener)
+    lost = sorted(set(here) - reached)
+    if lost:
+        log.warning(
+            "rank %d: gloo carries messages to ranks %s of this machine, not shared memory: %s",
+            rank, lost, reason or "see what they say",
+        )  # fmt: skip
+    return shm, reached
+
+
+def _pair_up(
+    carrier: Transport,
+    peers: list[int],
+    hellos: Mapping[int, _Hello],
+    token: bytes,
+    listener: socket.socket,
+) -> tuple[Shm | None, frozenset[int], str | None]:
+    """Steps 2 and 3: our end, the peers it reaches, and why it does not reach one of the others."""
+    rank, shm, reason = carrier.rank, None, None
+    sockets: dict[int, socket.socket] = {}
+    mapped: set[int] = set()
+    with ExitStack() as stack:
+        try:
+            shm = Shm(rank, carrier.world_size, peers, carrier.timeout)
+        except OSError as error:
+            reason = str(error)
+        for peer in [p for p in peers if p < rank]:
+            if shm is None:
+                break
+            end = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                end.settimeout(_ANSWER_S)
+                end.connect(_address(hellos[peer].token))
+                socket.send_fds(end, [token], [shm.fd])
+                sockets[peer] = end
+            except OSError as error:
+                reason = f"rank {peer}: {error}"
+        mine = {p: shm is not None and (p > rank or p in sockets) for p in peers}
+        theirs = _verdicts(carrier, mine, _CONNECTED_TAG)
+        if shm is not None:
+            coming = {hellos[p].token: p for p in peers if p > rank and theirs[p]}
+            answers = {p: end for p, end in sockets.items() if theirs[p]}
+            try:
+                _accept(listener, shm, coming, mapped)
+                for peer, end in answers.items():
+                    _take(end, shm, peer, mapped, len(token))
+            except OSError as error:
+                reason = f"{type(error).__name__}: {error}"
+        listener.close()  # who still waits for an answer hears that none will come
+    theirs = _verdicts(carrier, {p: p in mapped for p in peers}, _MAPPED_TAG)
+    reached = frozenset(p for p in mapped if theirs[p])
+    if shm is not None:
+        shm.passed()
+        if not reached:
+            shm.close()
+            shm = None
+    return shm, reached, reason
+
+
+def _accept(listener: socket.socket, shm: Shm, coming: dict[bytes, int], mapped: set[int]) -> None:
+    """Answer the peers `coming`, by their tokens; strangers who found our socket are sent away."""
+    listener.settimeout(_ANSWER_S)
+    while coming:
+        end, _ = listener.accept()
+        with end:
+            end.settimeout(_ANSWER_S)
+            said, fds = _receive(end, 16)
+            peer = coming.pop(said, None)
+            try:
+                if peer is not None and len(fds) == 1:
+                    socket.send_fds(end, [said], [shm.fd])
+                    shm.connect(peer, fds[0], _alive(end))
+                    mapped.add(peer)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+
+def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int], size: int) -> None:
+    """Take the peer's answer."""
+    _, fds = _receive(end, size)
+    try:
+        if len(fds) == 1:
+            shm.connect(peer, fds[0], _alive(end))
+            mapped.add(peer)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _receive(end: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    said, fds, _, _ = socket.recv_fds(end, size, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL)
+    return said, fds
+
+
+def _alive(end: socket.socket) -> int:
+    """A descriptor that is readable once the process at the other end has ended.
+
+    A process descriptor where the kernel gives one, for a child that the peer forks (a data
+    loader's, say) inherits the socket and would keep it open.
+    """
+    pid = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # an old kernel, a filter of system calls, or another pid namespace (pid 0)
+        return os.dup(end.fileno())
+
+
+def _address(token: bytes) -> str:
+    return f"\0gradwire-{token.hex()}"
+
+
+def _hellos(carrier: Transport, others: list[int], hello: _Hello) -> dict[int, _Hello]:
+    mine = _HELLO.pack(hello.version, hello.machine, hello.token, hello.able)
+    heard = _exchange(carrier, dict.fromkeys(others, mine), _HELLO_TAG)
+    return {p: _Hello(*_HELLO.unpack(said)) for p, said in heard.items()}
+
+
+def _verdicts(carrier: Transport, mine: Mapping[int, bool], tag: int) -> dict[int, bool]:
+    heard = _exchange(carrier, {p: bytes([verdict]) for p, verdict in mine.items()}, tag)
+    return {p: said == b"\1" for p, said in heard.items()}
+
+
+def _exchange(carrier: Transport, mine: Mapping[int, bytes], tag: int) -> dict[int, bytes]:
+    """Send each peer its bytes; as many from each of them."""
+    inbox = {p: torch.empty(len(said), dtype=torch.uint8) for p, said in mine.items()}
+    receives = [carrier.irecv(data, p, tag) for p, data in inbox.items()]
+    sends = [
+        carrier.isend(torch.frombuffer(bytearray(said), dtype=torch.uint8), p, tag)
+        for p, said in mine.items()
+    ]
+    for pending in (*receives, *sends):
+        pending.wait()
+    return {p: data.numpy().tobytes() for p, data in inbox.items()}

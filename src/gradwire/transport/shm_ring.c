@@ -1,0 +1,300 @@
+/* Rings: how bytes get from one process to another on one machine. Compiled together with
+ * shm_wait.c, which says who moves them and how threads sleep.
+ *
+ * Each rank owns one segment of memory, mapped by it and by its peers of the same machine:
+ *
+ *   a page       the bell on which the rank's threads sleep, and what it tells its peers
+ *   for each peer a ring of what that peer sends to the rank:
+ *     a page     four counters, three flags, and announcements
+ *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
+ *
+ * A message moves once its receive is posted: the receiver announces (tag, size) in the ring, and
+ * the sender writes only what was announced. So whatever lies in a ring has a place to go, no
+ * message stands in another's way, nothing unexpected is ever stored, and ranks cannot block each
+ * other by the order in which they send or receive. Announcements, too, need no storage of their
+ * own beyond the ring's: those that do not fit wait in the receiver's list of posted receives.
+ *
+ * Each counter and each end of a ring has one writer at a time: the thread that holds the link's
+ * lock for that direction. A flag is raised by the side that is about to wait, which then looks
+ * again; the other side looks at the flag after it has moved a counter. Both put a full fence
+ * between, so one of the two sees the other.
+ */
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef uint64_t u64;
+typedef uint32_t u32;
+
+enum {
+    PAGE = 4096,
+    UNIT = 16,       /* frames begin at multiples of it, and so do all pieces but a message's last */
+    POSTS = 128,     /* announcements that the sender has not read yet */
+    PIECE = 1 << 15, /* the other side is told after so many bytes, and can work beside us */
+};
+
+struct frame { u64 tag, size; };
+
+struct segment {
+    _Alignas(64) _Atomic u32 rings; /* the bell: how often it rang; the futex */
+    _Atomic u32 asleep;             /* whether a thread waits for it, or is about to */
+    _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner holds responsible */
+    _Atomic u32 closed;
+};
+
+struct ring {
+    _Alignas(64) _Atomic u64 head;   /* bytes written, by the sender */
+    _Alignas(64) _Atomic u64 tail;   /* bytes read, by the receiver */
+    _Alignas(64) _Atomic u64 posted; /* announcements written, by the receiver */
+    _Alignas(64) _Atomic u64 taken;  /* announcements read, by the sender */
+    _Alignas(64) _Atomic u32 full;   /* the sender waits for room */
+    _Atomic u32 starved;             /* the sender waits for an announcement */
+    _Atomic u32 behind;              /* the receiver waits for room for announcements */
+    _Alignas(64) struct frame posts[POSTS];
+    _Alignas(PAGE) char bytes[];
+};
+
+struct op { /* a send or a receive under way */
+    struct op *next;
+    struct link *link;
+    char *data;
+    u64 tag, size, at;
+    u64 other; /* the size that the other end has named */
+    _Atomic int done;
+};
+
+struct queue { struct op *first, **last; };
+
+struct link { /* to one peer; the first half belongs to who holds `tx`, the second to `rx` */
+    pthread_mutex_t tx;
+    struct ring *out;
+    struct queue waiting, ready, announced; /* sends without announcement, with; the reverse */
+    _Atomic(struct op *) leaving;           /* the send whose bytes are being written */
+    _Atomic int sends;                      /* whether `leaving` or `ready` has any */
+
+    pthread_mutex_t rx;
+    struct ring *in;
+    struct queue posted;
+    struct op *arriving;
+    _Atomic(struct op *) unannounced; /* the first of `posted` that the sender was not told of */
+
+    struct segment *far;
+    size_t far_bytes;
+    int alive_fd; /* readable when the peer's process has ended */
+    _Atomic int dead, corrupt;
+};
+
+struct shm {
+    struct segment *near;
+    size_t near_bytes;
+    u64 ring_bytes;
+    int64_t spin_ns;
+    int links;
+    struct link *link;
+    _Atomic int users, sleepers, stopped, checking, tired;
+    _Atomic int64_t checked; /* when the peers were last seen alive */
+};
+
+static void append(struct queue *q, struct op *op) {
+    if (!q->first) q->last = &q->first;
+    op->next = 0;
+    *q->last = op;
+    q->last = &op->next;
+}
+
+/* The first operation with this tag, taken out; 0 if there is none. */
+static struct op *take(struct queue *q, u64 tag) {
+    for (struct op **at = &q->first; *at; at = &(*at)->next)
+        if ((*at)->tag == tag) {
+            struct op *op = *at;
+            if (q->last == &op->next) q->last = at;
+            *at = op->next;
+            return op;
+        }
+    return 0;
+}
+
+static u64 round_up(u64 bytes) { return (bytes + UNIT - 1) & ~(u64)(UNIT - 1); }
+
+static u64 least(u64 a, u64 b) { return a < b ? a : b; }
+
+static u64 look(_Atomic u64 *counter) {
+    return atomic_load_explicit(counter, memory_order_acquire);
+}
+
+static void publish(_Atomic u64 *counter, u64 value) {
+    atomic_store_explicit(counter, value, memory_order_release);
+}
+
+/* Wake the threads of the rank whose bell it is, if any sleep. */
+static void ring_bell(struct segment *s) {
+    atomic_thread_fence(memory_order_seq_cst);
+    /* Once is enough until they have slept again: the call costs more than a piece's copy. */
+    if (atomic_load_explicit(&s->asleep, memory_order_relaxed) && atomic_exchange(&s->asleep, 0)) {
+        atomic_fetch_add(&s->rings, 1);
+        syscall(SYS_futex, &s->rings, FUTEX_WAKE, INT_MAX, 0, 0, 0);
+    }
+}
+
+/* Wake the far side if it has raised this flag. */
+static void answer(_Atomic u32 *flag, struct segment *far) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(flag, memory_order_relaxed) && atomic_exchange(flag, 0))
+        ring_bell(far);
+}
+
+/* End an operation; whether a thread other than the caller, who waits for `mine`, may wait for it. */
+static int finish(struct op *op, struct op *mine) {
+    atomic_store_explicit(&op->done, 1, memory_order_release);
+    return op != mine;
+}
+
+/* ---- the sending side; the caller holds `tx` ------------------------------------------------- */
+
+static void take_announcements(struct link *l) {
+    struct ring *r = l->out;
+    u64 taken = r->taken, posted = look(&r->posted);
+    if (taken == posted) return;
+    for (; taken != posted; taken++) {
+        struct frame post = r->posts[taken % POSTS];
+        struct op *op = take(&l->waiting, post.tag);
+        if (op) {
+            op->other = post.size;
+            append(&l->ready, op);
+        } else if ((op = calloc(1, sizeof *op))) {
+            *op = (struct op){.tag = post.tag, .size = post.size};
+            append(&l->announced, op);
+        } else {
+            l->corrupt = 1;
+        }
+    }
+    publish(&r->taken, taken);
+    answer(&r->behind, l->far);
+}
+
+/* A send that begins: it waits for its announcement, unless that is there. */
+static void start_send(struct link *l, struct op *op) {
+    struct op *announced = take(&l->announced, op->tag);
+    if (announced) op->other = announced->size;
+    append(announced ? &l->ready : &l->waiting, op);
+    free(announced);
+}
+
+/* Write what is ready while there is room, at most a ring's bytes; how many sends of others, so
+ * not `mine`, have ended. */
+static int write_ready(struct shm *s, struct link *l, struct op *mine) {
+    struct ring *r = l->out;
+    const u64 size = s->ring_bytes;
+    u64 head = r->head, end = head + size;
+    int ended = 0;
+    while (l->leaving || l->ready.first) {
+        u64 room = size - (head - look(&r->tail));
+        if (room < UNIT) {
+            atomic_store(&r->full, 1);
+            atomic_thread_fence(memory_order_seq_cst);
+            if (size - (head - look(&r->tail)) < UNIT) break;
+            continue;
+        }
+        if (head >= end) break; /* after the flag: who leaves a full ring has raised it */
+        struct op *op = l->leaving;
+        if (!op) {
+            l->leaving = op = take(&l->ready, l->ready.first->tag);
+            *(struct frame *)(r->bytes + head % size) = (struct frame){op->tag, op->size};
+            head += UNIT, room -= UNIT;
+            /* Where the sizes differ the receiver gets the frame alone, and fails. */
+            op->at = op->size == op->other ? 0 : op->size;
+        }
+        u64 n = least(least(op->size - op->at, room), least(PIECE, size - head % size));
+        memcpy(r->bytes + head % size, op->data + op->at, n);
+        op->at += n;
+        head += round_up(n);
+        publish(&r->head, head);
+        ring_bell(l->far);
+        if (op->at == op->size) {
+            l->leaving = 0;
+            ended += finish(op, mine);
+        }
+    }
+    l->sends = l->leaving || l->ready.first;
+    return ended;
+}
+
+static int transmit(struct shm *s, struct link *l, struct op *mine) {
+    int ended = 0;
+    do {
+        take_announcements(l);
+        ended += write_ready(s, l, mine);
+        if (!l->waiting.first) break;
+        atomic_store(&l->out->starved, 1);
+        atomic_thread_fence(memory_order_seq_cst);
+    } while (look(&l->out->posted) != l->out->taken && !l->corrupt);
+    return ended;
+}
+
+/* ---- the receiving side; the caller holds `rx` ----------------------------------------------- */
+
+static void announce(struct link *l) {
+    struct ring *r = l->in;
+    struct op *op = l->unannounced;
+    const u64 before = r->posted;
+    u64 posted = before;
+    while (op) {
+        if (posted - look(&r->taken) >= POSTS) {
+            atomic_store(&r->behind, 1);
+            atomic_thread_fence(memory_order_seq_cst);
+            if (posted - look(&r->taken) >= POSTS) break;
+        }
+        r->posts[posted % POSTS] = (struct frame){op->tag, op->size};
+        publish(&r->posted, ++posted);
+        op = op->next;
+    }
+    l->unannounced = op;
+    if (posted != before) answer(&r->starved, l->far);
+}
+
+/* Read what has come, at most a ring's bytes; how many receives but `mine` have ended. */
+static int receive(struct shm *s, struct link *l, struct op *mine) {
+    struct ring *r = l->in;
+    const u64 size = s->ring_bytes;
+    u64 tail = r->tail, end = tail + size;
+    int ended = 0;
+    announce(l);
+    while (tail < end) {
+        u64 there = look(&r->head) - tail;
+        struct op *op = l->arriving;
+        if (!there) break;
+        if (!op) {
+            struct frame f = *(struct frame *)(r->bytes + tail % size);
+            l->arriving = op = there <= size ? take(&l->posted, f.tag) : 0;
+            if (!op) { /* no such receive was announced: this is not our peer's writing */
+                l->corrupt = 1;
+                break;
+            }
+            tail += UNIT, there -= UNIT;
+            op->other = f.size;
+            op->at = op->size == f.size ? 0 : op->size;
+        }
+        u64 n = least(least(op->size - op->at, there), least(PIECE, size - tail % size));
+        memcpy(op->data + op->at, r->bytes + tail % size, n);
+        op->at += n;
+        tail += round_up(n);
+        publish(&r->tail, tail);
+        if (op->at == op->size) {
+            l->arriving = 0;
+            ended += finish(op, mine);
+        }
+        /* Half a ring of room is worth waking a sender for. */
+        if (size - (look(&r->head) - tail) >= size / 2) answer(&r->full, l->far);
+    }
+    return ended;
+}

@@ -1,0 +1,323 @@
+/* Who moves the bytes of shm_ring.c, and how threads wait: the functions that Python calls.
+ *
+ * There is no thread of our own. Whoever sends, receives or waits moves whatever can be moved, on
+ * all links; a waiter whose operation has not ended spins for some microseconds and then sleeps on
+ * its rank's bell, which peers ring after every change that its threads may wait for, and which its
+ * own threads ring when they have ended another's operation. So a rank moves bytes as long as one
+ * of its threads waits; `shm_drive` lends a thread for when they may all wait for something else.
+ *
+ * Where spinning was in vain, because the peer is busy or wants our core, the next waits go to sleep
+ * at once. A sleep lasts at most SLICE_NS; then the waiter looks whether its peers still live.
+ */
+
+enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what a wait returns */
+
+enum {
+    SLICE_NS = 100000000,
+    TIRED = 8, /* waits without spinning, after one that has spun in vain */
+};
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined __x86_64__
+    for (int i = 0; i < 8; i++) __builtin_ia32_pause();
+#elif defined __aarch64__
+    for (int i = 0; i < 8; i++) __asm__ volatile("yield");
+#endif
+}
+
+static int enter(struct shm *s) {
+    atomic_fetch_add(&s->users, 1);
+    if (!s->stopped) return 1;
+    atomic_fetch_sub(&s->users, 1);
+    return 0;
+}
+
+static void leave(struct shm *s) { atomic_fetch_sub(&s->users, 1); }
+
+/* Tell our own threads that operations have ended, if any sleeps but the `counted` caller. */
+static void tell_own(struct shm *s, int counted) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load(&s->sleepers) > counted) ring_bell(s->near);
+}
+
+static int can_receive(struct link *l) {
+    if (!l->in || l->corrupt) return 0;
+    if (look(&l->in->head) != look(&l->in->tail)) return 1;
+    return l->unannounced && look(&l->in->posted) - look(&l->in->taken) < POSTS;
+}
+
+static int can_transmit(struct shm *s, struct link *l) {
+    if (!l->out || l->corrupt) return 0;
+    if (look(&l->out->posted) != look(&l->out->taken)) return 1;
+    return l->sends && s->ring_bytes - (look(&l->out->head) - look(&l->out->tail)) >= UNIT;
+}
+
+/* Move all that can be moved, or until `mine` has ended. */
+static void progress(struct shm *s, struct op *mine, int counted) {
+    int moved, ended = 0;
+    do {
+        moved = 0;
+        for (struct link *l = s->link; l < s->link + s->links; l++) {
+            if (can_receive(l)) {
+                pthread_mutex_lock(&l->rx);
+                ended += receive(s, l, mine);
+                pthread_mutex_unlock(&l->rx);
+                moved = 1;
+            }
+            if (can_transmit(s, l)) {
+                pthread_mutex_lock(&l->tx);
+                ended += transmit(s, l, mine);
+                pthread_mutex_unlock(&l->tx);
+                moved = 1;
+            }
+        }
+    } while (moved && !(mine && mine->done));
+    if (ended) tell_own(s, counted);
+}
+
+/* Mark the peers whose processes have ended; one thread at a time, and not too often. */
+static void check_alive(struct shm *s, int64_t now) {
+    if (now - s->checked < SLICE_NS || atomic_exchange(&s->checking, 1)) return;
+    s->checked = now;
+    for (struct link *l = s->link; l < s->link + s->links; l++) {
+        struct pollfd p = {l->alive_fd, POLLIN, 0};
+        if (l->out && !l->dead && poll(&p, 1, 0) > 0) l->dead = 1;
+    }
+    s->checking = 0;
+}
+
+static int trouble(struct link *l) {
+    if (l->corrupt) return CORRUPT;
+    if (l->far->blamed) return FAILED;
+    if (l->far->closed) return GONE;
+    return l->dead ? DEAD : OK;
+}
+
+/* Until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
+static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadline) {
+    int64_t now = begun;
+    const int64_t spin_ns = !op || s->tired > 0 ? 0 : s->spin_ns;
+    if (op && s->tired > 0) s->tired--;
+    for (;;) {
+        const int sleeps = now - begun >= spin_ns; /* this time, unless it has ended */
+        u32 rings = s->near->rings;
+        if (sleeps) {
+            atomic_fetch_add(&s->sleepers, 1);
+            atomic_store(&s->near->asleep, 1);
+            atomic_thread_fence(memory_order_seq_cst);
+        }
+        /* First the state of the link, then the bytes: what came before a death still arrives. */
+        int result = op ? trouble(op->link) : OK;
+        progress(s, op, sleeps);
+        now = now_ns();
+        int over = 1;
+        if (op && op->done)
+            result = OK;
+        else if (s->stopped || (op && s->near->blamed))
+            result = STOPPED;
+        else if (!result && now >= deadline)
+            result = TIMEOUT;
+        else
+            over = result != OK;
+        if (!sleeps) {
+            if (!over) pause_briefly();
+        } else {
+            if (!over) {
+                if (spin_ns) s->tired = TIRED;
+                int64_t ns = least(SLICE_NS, deadline - now);
+                struct timespec t = {0, ns};
+                long woken = syscall(SYS_futex, &s->near->rings, FUTEX_WAIT, rings, &t, 0, 0);
+                if (woken < 0 && errno == EINTR) over = 1, result = INTERRUPTED;
+                now = now_ns();
+                check_alive(s, now);
+            }
+            atomic_fetch_sub(&s->sleepers, 1);
+        }
+        if (over) return result;
+    }
+}
+
+static struct op *new_op(struct link *l, char *data, u64 size, u64 tag) {
+    struct op *op = calloc(1, sizeof *op);
+    if (op) *op = (struct op){.link = l, .data = data, .size = size, .tag = tag};
+    return op;
+}
+
+/* ---- what Python calls ----------------------------------------------------------------------- */
+
+u64 shm_size(int links, u64 ring_bytes) { return PAGE + links * (sizeof(struct ring) + ring_bytes); }
+
+static void *map(int fd, size_t bytes) {
+    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return 0;
+    madvise(at, bytes, MADV_DONTFORK); /* or a child that outlives us would keep the memory */
+    return at;
+}
+
+static struct ring *ring_at(struct segment *s, int slot, u64 ring_bytes) {
+    return (void *)((char *)s + PAGE + slot * (sizeof(struct ring) + ring_bytes));
+}
+
+/* A rank's end: its segment is `fd`, of shm_size(links, ring_bytes). 0: no memory. */
+struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
+    struct shm *s = calloc(1, sizeof *s);
+    if (!s) return 0;
+    *s = (struct shm){.ring_bytes = ring_bytes, .spin_ns = spin_ns, .links = links};
+    s->near_bytes = shm_size(links, ring_bytes);
+    s->link = calloc(links, sizeof *s->link);
+    s->near = s->link ? map(fd, s->near_bytes) : 0;
+    if (!s->near) {
+        free(s->link);
+        free(s);
+        return 0;
+    }
+    for (int i = 0; i < links; i++) {
+        pthread_mutex_init(&s->link[i].tx, 0);
+        pthread_mutex_init(&s->link[i].rx, 0);
+        s->link[i].alive_fd = -1;
+    }
+    return s;
+}
+
+/* Connect link `near_slot` to a peer in whose segment, `fd`, ours is `far_slot`; 0, or errno.
+ * `alive_fd` is ours from now on, `fd` stays the caller's. */
+int shm_connect(struct shm *s, int near_slot, int fd, int far_slot, int alive_fd) {
+    struct link *l = &s->link[near_slot];
+    l->far_bytes = s->near_bytes;
+    l->far = map(fd, l->far_bytes);
+    if (!l->far) return errno;
+    l->alive_fd = alive_fd;
+    l->in = ring_at(s->near, near_slot, s->ring_bytes);
+    l->out = ring_at(l->far, far_slot, s->ring_bytes);
+    return 0;
+}
+
+/* Begin a send, moving what can be moved at once. 0: it has ended already. -1: stopped, or no
+ * memory. Else what shm_wait takes. */
+struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
+    struct link *l = &s->link[slot];
+    struct op *op = enter(s) ? new_op(l, data, size, tag) : (struct op *)-1;
+    if (op == (struct op *)-1) return op;
+    if (op) {
+        pthread_mutex_lock(&l->tx);
+        take_announcements(l); /* those of earlier sends of this tag first */
+        start_send(l, op);
+        int ended = transmit(s, l, op), own = op->done;
+        pthread_mutex_unlock(&l->tx);
+        if (ended) tell_own(s, 0);
+        if (own) {
+            free(op);
+            op = 0;
+        }
+    } else {
+        op = (struct op *)-1;
+    }
+    leave(s);
+    return op;
+}
+
+/* Begin a receive. -1: stopped, or no memory. Else what shm_wait takes. */
+struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag) {
+    struct link *l = &s->link[slot];
+    if (!enter(s)) return (struct op *)-1;
+    struct op *op = new_op(l, data, size, tag);
+    if (op) {
+        pthread_mutex_lock(&l->rx);
+        append(&l->posted, op);
+        if (!l->unannounced) l->unannounced = op;
+        announce(l);
+        pthread_mutex_unlock(&l->rx);
+    }
+    leave(s);
+    return op ? op : (struct op *)-1;
+}
+
+/* Wait for an operation, once; on OK it is freed. The result is in the lowest 8 bits; above them is
+ * the size that the other end named (OK), or the rank that it blames (FAILED). */
+int64_t shm_wait(struct shm *s, struct op *op, int64_t timeout_ns) {
+    if (!enter(s)) return STOPPED;
+    int64_t begun = now_ns(), detail = 0;
+    int result = op->done ? OK : wait_for(s, op, begun, begun + timeout_ns);
+    if (result == OK) {
+        detail = op->other;
+        free(op);
+    } else if (result == FAILED) {
+        detail = (int64_t)op->link->far->blamed - 1;
+    }
+    leave(s);
+    return detail << 8 | result;
+}
+
+/* Move bytes until we are stopped. */
+void shm_drive(struct shm *s) {
+    if (!enter(s)) return;
+    while (wait_for(s, 0, 0, INT64_MAX) != STOPPED) continue;
+    leave(s);
+}
+
+static void tell_all(struct shm *s) {
+    for (int i = 0; i < s->links; i++)
+        if (s->link[i].far) ring_bell(s->link[i].far);
+    ring_bell(s->near);
+}
+
+/* Tell the peers whom we hold responsible for a failure: their waits for us end. */
+void shm_fail(struct shm *s, u32 blamed) {
+    if (!enter(s)) return;
+    s->near->blamed = blamed + 1;
+    tell_all(s);
+    leave(s);
+}
+
+/* End our waits, and let go of all memory. Sends that the peers are ready for are first given
+ * `linger_ns` to get into their rings. */
+void shm_stop(struct shm *s, int64_t linger_ns) {
+    if (!enter(s)) return;
+    int64_t end = now_ns() + linger_ns;
+    for (int left = 1; left && !s->near->blamed && now_ns() < end;) {
+        progress(s, 0, 0);
+        check_alive(s, now_ns());
+        left = 0;
+        for (struct link *l = s->link; l < s->link + s->links; l++)
+            left |= l->sends && !trouble(l);
+        if (left) usleep(200);
+    }
+    s->near->closed = 1;
+    int first = !atomic_exchange(&s->stopped, 1);
+    leave(s);
+    if (!first) return;
+    for (tell_all(s); s->users; usleep(200)) ring_bell(s->near);
+    for (struct link *l = s->link; l < s->link + s->links; l++) {
+        if (l->far) munmap(l->far, l->far_bytes);
+        if (l->alive_fd >= 0) close(l->alive_fd);
+    }
+    munmap(s->near, s->near_bytes);
+}
+
+static void free_all(struct op *op) {
+    while (op) {
+        struct op *next = op->next;
+        free(op);
+        op = next;
+    }
+}
+
+/* Free what is left after shm_stop; no other call may follow. */
+void shm_free(struct shm *s) {
+    for (struct link *l = s->link; l < s->link + s->links; l++) {
+        free_all(l->waiting.first);
+        free_all(l->ready.first);
+        free_all(l->announced.first);
+        free_all(l->posted.first);
+        free(l->leaving);
+        free(l->arriving);
+    }
+    free(s->link);
+    free(s);
+}

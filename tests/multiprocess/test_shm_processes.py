@@ -1,0 +1,244 @@
+"""Processes of one machine share memory, in their collectives as in their failures."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import time
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
+from gradwire.codecs import TopK
+from gradwire.collectives import Item, Options, prepare
+from gradwire.engine import Communicator
+from gradwire.lang import rng
+from gradwire.partition import Spec
+from gradwire.transport import Mixed, TorchP2P, Transport, shm_handshake, shm_library
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+SIZES = [0, 1, 127, 129, 1024, 5000, 300_003]  # the last: payloads of many rings
+CODECS: list[Codec] = [Identity(), QSGD(), QSGD(bits=8, block=16), TernGrad(), TopK(density=0.05)]
+
+
+def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
+    """Results and residuals of every codec, two steps in flight; whether bytes were as reckoned."""
+    comm = Communicator(transport)
+    found: list[torch.Tensor] = []
+    accounted = True
+    for number, codec in enumerate(CODECS):
+        generator = torch.Generator().manual_seed(100 * number + comm.rank)
+        specs = [
+            Spec(f"p{i}", n, torch.float32, codec, rotation=i, feedback=True)
+            for i, n in enumerate(SIZES)
+        ]
+        keys = [rng.parameter_keys(0, f"p{i}", comm.rank) for i in range(len(SIZES))]
+        collective = prepare(comm, specs, Options(segments=3))
+        futures = []
+        for step in range(2):
+            tensors = [torch.randn(n, generator=generator) for n in SIZES]
+            residuals = [torch.zeros(n) for n in SIZES]
+            items = [Item(t, k, step, r) for t, k, r in zip(tensors, keys, residuals, strict=True)]
+            futures.append(collective.start(items, True))
+            found += tensors + residuals
+        accounted &= all(f.result().wire_bytes == collective.wire_bytes for f in futures)
+    comm.close()
+    return [t.numpy().tobytes() for t in found], accounted
+
+
+Report = tuple[bool, bool, str, set[int]]
+
+
+def compare(rank: int, layouts: list[str]) -> list[Report]:
+    """For each layout: whether results are gloo's, and bytes as reckoned; how ranks are reached."""
+    expected, _ = reduce_everything(TorchP2P(dist.new_group()))
+    reports = []
+    for machines in layouts:
+        transport = Mixed(dist.new_group(), machine=machines[rank])
+        found, accounted = reduce_everything(transport)
+        reports.append((found == expected, accounted, transport.name, set(transport.reached)))
+    return reports
+
+
+@pytest.mark.parametrize("layouts", [["aa", "ab"], ["aaa", "aab"], ["aaaa", "abab"]])
+def test_collectives_are_those_over_gloo(layouts: list[str]) -> None:
+    """Laws 1 and 5, and that not a bit depends on what carries the messages: shared memory on one
+    machine, and both transports where a letter is a machine."""
+    reports = as_processes(len(layouts[0]), compare, layouts)
+    for rank, by_layout in enumerate(reports):
+        for machines, (same, accounted, name, reached) in zip(layouts, by_layout, strict=True):
+            here = {p for p, m in enumerate(machines) if m == machines[rank] and p != rank}
+            assert same
+            assert accounted
+            assert reached == here
+            if len(here) == len(machines) - 1:
+                assert name == "shm"
+            else:
+                assert name == ("shm+torch_p2p" if here else "torch_p2p")
+
+
+def wait_for_the_dead(rank: int, dying: int) -> tuple[int | None, str, float]:
+    transport = Mixed()
+    dist.barrier()
+    if rank == dying:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending = transport.irecv(torch.zeros(1, dtype=torch.uint8), dying, 0)
+    begun = time.monotonic()
+    try:
+        pending.wait()
+    except TransportError as error:
+        return error.peer, str(error), time.monotonic() - begun
+    return None, "", 0.0
+
+
+def test_a_killed_peer_is_named_at_once() -> None:
+    reports = as_processes(3, wait_for_the_dead, 1, timeout=30, expect_death=(1,))
+    for rank in (0, 2):
+        peer, text, seconds = reports[rank]
+        assert peer == 1, text
+        assert "its process has ended" in text
+        assert seconds < 5
+
+
+def wait_for_the_hung(rank: int) -> tuple[int | None, str, float]:
+    """Rank 2 stops; rank 1 waits for it, and rank 0 for rank 1, a little longer."""
+    transport = Mixed()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3 * (1 - rank))
+    pending = transport.irecv(torch.zeros(1, dtype=torch.uint8), rank + 1, 0)
+    begun = time.monotonic()
+    try:
+        pending.wait()
+    except TransportError as error:
+        transport.fail(error.peer)
+        return error.peer, str(error), time.monotonic() - begun
+    return None, "", 0.0
+
+
+def test_who_waits_for_a_hung_peer_is_not_blamed() -> None:
+    reports = as_processes(3, wait_for_the_hung, timeout=4, expect_death=(2,), deadline=60)
+    for rank in (0, 1):
+        peer, text, seconds = reports[rank]
+        assert peer == 2, text
+        assert seconds < 4 + 5
+
+
+def held() -> tuple[list[str], list[str]]:
+    """What this process holds of shared memory: mapped, and open."""
+    with open("/proc/self/maps") as file:
+        maps = [line for line in file if "memfd:gradwire" in line]
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return maps, [link for link in links if "gradwire" in link or "pidfd" in link]
+
+
+def is_named() -> bool:
+    """Whether a socket stays; another process on this machine may just be shaking hands."""
+    for _ in range(50):
+        with open("/proc/net/unix") as file:
+            if "@gradwire-" not in file.read():
+                return False
+        time.sleep(0.1)
+    return True
+
+
+def end_and_crash(rank: int) -> Any:
+    """What is held in use, in a forked child, after an orderly end; then both ranks crash."""
+    transport = Mixed()
+    dist.barrier()
+    in_use, named = held(), is_named()
+    dist.barrier()
+    child = mp.get_context("fork").Process(target=_look, args=(queue := mp.SimpleQueue(),))
+    child.start()
+    in_child = queue.get()
+    child.join()
+    transport.close()
+    dist.barrier()
+    after = held()
+    again = Mixed()
+    pending = again.irecv(torch.zeros(100, dtype=torch.uint8), 1 - rank, 0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        pending.wait()
+    return in_use, named, in_child, after, held()[0]  # and ends without closing
+
+
+def _look(queue: Any) -> None:
+    queue.put(held()[0])
+
+
+def test_nothing_is_left_after_an_end_or_a_crash() -> None:
+    """Nor does anything but the process itself hold the memory, or give it a name."""
+    before = set(os.listdir("/dev/shm"))
+    report = as_processes(2, end_and_crash, expect_death=(1,))[0]
+    (maps, open_ones), named, in_child, after, at_the_crash = report
+    assert len(maps) == 2  # ours and the peer's
+    assert open_ones == ["anon_inode:[pidfd]"]
+    assert not named
+    assert in_child == []
+    assert after == ([], [])
+    assert len(at_the_crash) == 2
+    assert not [n for n in set(os.listdir("/dev/shm")) - before if "gradwire" in n]
+    assert not is_named()
+
+
+OBSTACLES = {
+    "off": "switched off by GRADWIRE_SHM=0",
+    "unreachable": "Connection refused",
+    "no memory": "Cannot allocate memory",
+}
+
+
+def fall_back(rank: int) -> list[tuple[str, bool, list[str]]]:
+    """For each obstacle that rank 1 meets: what carries messages, that it does, what is said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    reports = []
+    for obstacle in OBSTACLES:
+        group = dist.new_group()
+        with pytest.MonkeyPatch.context() as patch:
+            shm_library.load.cache_clear()
+            if rank == 1 and obstacle == "off":
+                patch.setenv("GRADWIRE_SHM", "0")
+            if rank == 1 and obstacle == "unreachable":
+                patch.setattr(shm_handshake, "_address", lambda _: f"\0elsewhere-{uuid.uuid4()}")
+            if rank == 1 and obstacle == "no memory":
+                patch.setattr(os, "memfd_create", _no_memory)
+            transport = Mixed(group)
+        _, accounted = reduce_everything(transport)
+        reports.append((transport.name, accounted, [*said]))
+        said.clear()
+    return reports
+
+
+def _no_memory(*_: object) -> int:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def test_who_cannot_share_falls_back_and_says_so_once() -> None:
+    expected = ["shm+torch_p2p", "torch_p2p", "shm+torch_p2p"]
+    for rank, reports in enumerate(as_processes(3, fall_back)):
+        for reason, (name, accounted, said) in zip(OBSTACLES.values(), reports, strict=True):
+            assert accounted
+            assert name == expected[rank]
+            told = [text for text in said if "not shared memory" in text]
+            assert len(told) == 1, said
+            assert rank != 1 or reason in told[0]

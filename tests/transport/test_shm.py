@@ -1,0 +1,161 @@
+"""Shared memory moves messages as the loopback does: by peer and tag, in any number and order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.transport import Hub, Pending, Transport
+from gradwire.transport.shm import Shm, ring_bytes_for
+from transport.shm_ends import at_once, ends
+
+RING = 1 << 12  # so that most messages are larger
+Key = tuple[int, int, int]  # source, destination, tag
+
+
+def content(key: Key, place: int, size: int) -> torch.Tensor:
+    seed = hash((*key, place)) % (1 << 31)
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+def play(transport: Transport, messages: dict[Key, list[int]], seed: int) -> dict[object, bytes]:
+    """A rank's part: starts its sends and receives in an order of its own, waits in another.
+
+    Of one tag it waits in the order of starting, by which shared memory matches: the loopback
+    matches in the order of waiting.
+    """
+    rank, mixed = transport.rank, random.Random(seed * 10 + transport.rank)
+    steps = [
+        (key, key[0] == rank) for key, sizes in messages.items() if rank in key[:2] for _ in sizes
+    ]
+    mixed.shuffle(steps)
+    begun: defaultdict[Key, int] = defaultdict(int)
+    pending: defaultdict[Key, list[Pending]] = defaultdict(list)
+    inbox = {}
+    for key, sends in steps:
+        place = begun[key]
+        begun[key] += 1
+        size = messages[key][place]
+        if sends:
+            pending[key].append(transport.isend(content(key, place, size), key[1], key[2]))
+        else:
+            inbox[key, place] = torch.zeros(size, dtype=torch.uint8)
+            pending[key].append(transport.irecv(inbox[key, place], key[0], key[2]))
+    mixed.shuffle(steps)
+    for key, _ in steps:
+        pending[key].pop(0).wait()
+    return {which: data.numpy().tobytes() for which, data in inbox.items()}
+
+
+sizes = st.lists(
+    st.one_of(st.integers(0, 100), st.integers(0, 5 * RING), st.sampled_from([RING, RING - 16])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, dict[Key, list[int]], int]:
+    """World size, sizes of the messages of each source, destination and tag, a seed."""
+    world_size = draw(st.integers(2, 3))
+    ranks = st.integers(0, world_size - 1)
+    keys = st.tuples(ranks, ranks, st.integers(0, 2)).filter(lambda key: key[0] != key[1])
+    return world_size, draw(st.dictionaries(keys, sizes, max_size=8)), draw(st.integers(0, 1 << 20))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_any_messages_in_any_order_arrive_as_over_loopback(
+    plan: tuple[int, dict[Key, list[int]], int],
+) -> None:
+    world_size, messages, seed = plan
+    hub = Hub(world_size)
+    expected = at_once(
+        *(partial(play, hub.transport(rank), messages, seed) for rank in range(world_size))
+    )
+    with ends(world_size, ring_bytes=RING) as shms:
+        found = at_once(*(partial(play, shm, messages, seed) for shm in shms))
+    assert found == expected
+
+
+def test_receives_may_be_posted_long_after_and_in_reverse() -> None:
+    """More of them than a ring holds announcements, and more bytes than a ring."""
+    with ends(2, ring_bytes=RING) as (a, b):
+        count = 500
+        sent = [content((0, 1, tag), 0, 100) for tag in range(count)]
+        sends = [a.isend(data, 1, tag) for tag, data in enumerate(sent)]
+        got = [torch.zeros(100, dtype=torch.uint8) for _ in range(count)]
+        receives = [b.irecv(got[tag], 0, tag) for tag in reversed(range(count))]
+        at_once(lambda: [each.wait() for each in sends], lambda: [each.wait() for each in receives])
+        assert all(torch.equal(x, y) for x, y in zip(sent, got, strict=True))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_message_of_many_rings_each_way_at_once(early: bool) -> None:
+    """With receives posted before or after the sends, and both directions waited for by threads."""
+    with ends(2) as shms:
+        data = [content((r, 1 - r, 0), 0, 7_000_001) for r in range(2)]
+
+        def swap(shm: Shm) -> torch.Tensor:
+            inbox = torch.zeros_like(data[0])
+            coming = shm.irecv(inbox, 1 - shm.rank, 3) if early else None
+            sent = shm.isend(data[shm.rank], 1 - shm.rank, 3)
+            coming = coming or shm.irecv(inbox, 1 - shm.rank, 3)
+            at_once(sent.wait, coming.wait)
+            return inbox
+
+        got = at_once(*(partial(swap, shm) for shm in shms))
+        assert torch.equal(got[0], data[1])
+        assert torch.equal(got[1], data[0])
+
+
+def test_no_wake_is_lost() -> None:
+    """Threads that end each other's waits do so at once: a lost wake costs a tenth of a second."""
+    rounds, threads = 150, 3
+    with ends(3, ring_bytes=RING) as shms:
+
+        def talk(shm: Shm, lane: int) -> None:
+            peers = [p for p in range(3) if p != shm.rank]
+            for step in range(rounds):
+                tag, size = lane * rounds + step, (lane + 1) * 3000
+                inboxes = [torch.zeros(size, dtype=torch.uint8) for _ in peers]
+                coming = [shm.irecv(i, p, tag) for i, p in zip(inboxes, peers, strict=True)]
+                for p in peers:
+                    shm.isend(content((shm.rank, p, lane), 0, size), p, tag).wait()
+                for each, inbox, p in zip(coming, inboxes, peers, strict=True):
+                    each.wait()
+                    assert torch.equal(inbox, content((p, shm.rank, lane), 0, size))
+
+        begun = time.monotonic()
+        at_once(*(partial(talk, shm, lane) for shm in shms for lane in range(threads)))
+        assert time.monotonic() - begun < rounds * 0.1 / 2
+
+
+def test_a_driven_end_moves_bytes_while_its_threads_do_something_else() -> None:
+    with ends(2, ring_bytes=RING) as (a, b):
+        inbox = torch.zeros(20 * RING, dtype=torch.uint8)
+        sent = content((0, 1, 0), 0, 20 * RING)
+
+        def busy() -> None:
+            coming = b.irecv(inbox, 0, 0)
+            a.isend(sent, 1, 0).wait()  # nobody waits in b
+            coming.wait()
+            b.close()
+
+        at_once(b.drive, busy)
+        assert torch.equal(inbox, sent)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 5, 7, 8, 15, 16, 31])
+def test_a_rank_s_memory_is_bounded(peers: int) -> None:
+    ring = ring_bytes_for(peers)
+    assert ring.bit_count() == 1
+    assert ring * peers <= max(1 << 21, peers << 17)
+    assert ring >= 1 << 17

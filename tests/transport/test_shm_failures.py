@@ -1,0 +1,162 @@
+"""Shared memory ends every wait: in delivery, or in an error that names the peer."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gradwire.errors import TransportError
+from gradwire.transport.shm import Shm
+from transport.shm_ends import at_once, ends
+
+
+def nothing(size: int = 1) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def failing(body: Callable[[], object], within: float) -> TransportError:
+    """The error that `body` raises, in time."""
+    begun = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        body()
+    assert time.monotonic() - begun < within
+    return caught.value
+
+
+def test_silence_ends_in_an_error_that_names_the_peer() -> None:
+    with ends(2, timeout=0.3) as (a, _):
+        error = failing(a.irecv(nothing(), 1, 0).wait, 5)
+        assert error.peer == 1
+        assert "timeout of 0.3 s" in str(error)
+        assert failing(lambda: a.isend(nothing(), 1, 0), 1) is error  # broken from now on
+
+
+def test_a_send_that_nobody_receives_ends_too() -> None:
+    with ends(2, timeout=0.3) as (a, _):
+        assert failing(a.isend(nothing(), 1, 0).wait, 5).peer == 1
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(3, 4), (100_000, 4), (4, 100_000), (0, 1)])
+def test_another_size_is_an_error(sent: int, expected: int) -> None:
+    with ends(2, ring_bytes=1 << 12) as (a, b):
+        coming = b.irecv(nothing(expected), 0, 0)
+        a.isend(nothing(sent), 1, 0).wait()
+        error = failing(coming.wait, 5)
+        assert f"rank 0 sent {sent} bytes where {expected} were expected" in str(error)
+        assert error.peer == 0
+
+
+def test_closing_ends_our_waits() -> None:
+    with ends(2) as (a, _):
+        coming = a.irecv(nothing(), 1, 0)
+        threading.Timer(0.3, a.close).start()
+        assert "destroyed" in str(failing(coming.wait, 5))
+        assert "destroyed" in str(failing(lambda: a.irecv(nothing(), 1, 0), 1))
+        assert "destroyed" in str(failing(coming.wait, 1))
+
+
+def test_a_peer_that_closes_ends_our_waits_for_it() -> None:
+    with ends(3) as (a, b, c):
+        coming, other = a.irecv(nothing(), 1, 0), a.irecv(nothing(), 2, 0)
+        threading.Timer(0.3, b.close).start()
+        error = failing(coming.wait, 5)
+        assert error.peer == 1
+        assert "destroyed its process group" in str(error)
+        c.isend(nothing(), 0, 0)
+        other.wait()  # what another peer has sent still arrives
+
+
+def test_closing_lets_the_last_sends_out() -> None:
+    with ends(2, ring_bytes=1 << 12) as (a, b):
+        inbox = nothing(1_000_000)
+        coming = b.irecv(inbox, 0, 0)
+        a.isend(torch.ones(1_000_000, dtype=torch.uint8), 1, 0)
+        at_once(a.close, coming.wait)
+        assert bool(inbox.all())
+
+
+def test_a_peer_that_failed_ends_our_waits_and_says_who_is_to_blame() -> None:
+    with ends(3) as (a, b, _):
+        early, late = nothing(), nothing()
+        coming = [a.irecv(early, 1, 0), a.irecv(late, 1, 1)]
+        b.isend(torch.ones(1, dtype=torch.uint8), 0, 0).wait()
+        threading.Timer(0.3, b.fail, (2,)).start()
+        time.sleep(0.6)
+        coming[0].wait()  # it came before
+        assert early.item() == 1
+        assert failing(coming[1].wait, 5).peer == 2
+
+
+def test_failing_ends_our_own_waits() -> None:
+    with ends(2) as (a, _):
+        coming = a.irecv(nothing(), 1, 0)
+        threading.Timer(0.3, a.fail, (1,)).start()
+        failing(coming.wait, 5)
+
+
+def test_what_is_not_a_frame_is_noticed() -> None:
+    first = Shm(0, 2, [1], 5.0, 1 << 12)
+    second = Shm(1, 2, [0], 5.0, 1 << 12)
+    first.connect(1, second.fd, os.pidfd_open(os.getpid()))
+    segment = mmap.mmap(first.fd, first.nbytes)
+    coming = first.irecv(nothing(), 1, 0)
+    segment[8192:8200] = (77).to_bytes(8, "little")  # a tag that nobody announced
+    segment[4096:4104] = (64).to_bytes(8, "little")  # bytes written
+    error = failing(coming.wait, 5)
+    assert error.peer == 1
+    assert "no peer writes" in str(error)
+    first.close()
+    second.close()
+
+
+def test_a_segment_of_another_size_is_refused() -> None:
+    first, second = Shm(0, 2, [1], 5.0, 1 << 12), Shm(1, 2, [0], 5.0, 1 << 13)
+    alive = os.pidfd_open(os.getpid())
+    with pytest.raises(OSError, match="another size"):
+        first.connect(1, second.fd, alive)
+    os.close(alive)
+    first.close()
+    second.close()
+
+
+def test_a_peer_whose_process_ends_is_noticed_soon() -> None:
+    """And what it has sent before still arrives."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first, second = Shm(0, 2, [1], 60.0), Shm(1, 2, [0], 60.0)
+    first.connect(1, second.fd, os.pidfd_open(process.pid))
+    second.connect(0, first.fd, os.pidfd_open(os.getpid()))
+    coming = [first.irecv(nothing(), 1, tag) for tag in range(2)]
+    second.isend(nothing(), 0, 0).wait()
+    process.kill()
+    process.wait()
+    coming[0].wait()
+    error = failing(coming[1].wait, 1)
+    assert error.peer == 1
+    assert "its process has ended" in str(error)
+    first.close()
+    second.close()
+
+
+def test_nothing_is_left_of_an_end() -> None:
+    def held() -> tuple[set[str], str]:
+        with open("/proc/self/maps") as file:
+            maps = "".join(line for line in file if "memfd:gradwire" in line)
+        return set(os.listdir("/proc/self/fd")), maps
+
+    with ends(2):  # whatever is opened once
+        pass
+    before = held()
+    assert before[1] == ""
+    with ends(3) as (a, *_):
+        assert "memfd:gradwire" in held()[1]
+        coming = a.irecv(nothing(1000), 1, 0)
+    assert held() == before
+    failing(coming.wait, 1)
