@@ -179,3 +179,36 @@ def test_servers_spread_over_the_ranks() -> None:
     assert parameter_server.servers(4, 4) == [0, 1, 2, 3]
     assert parameter_server.servers(4, 8) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert parameter_server.seconds(4, 1e6, 0.0, 1.0, partitions=1) == pytest.approx(3e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "payloads"),
+    [
+        ("sra", 8, 22 / 8),
+        ("ring", 8, 22 / 8),
+        ("tree", 8, 4),
+        ("parameter_server", 8, 22 / 8),
+        ("all_gather", 8, 8),
+        ("sra", 2, 4 / 2),
+        ("ring", 3, 7 / 3),
+        ("tree", 5, 4),
+        ("all_gather", 3, 3),
+    ],
+)
+def test_memory_is_as_documented(name: str, n: int, payloads: float) -> None:
+    """docs/algorithms.md: messages that the rank with the most of them holds, in payloads."""
+    algorithm = REGISTRY[name]
+    chunks = algorithm.chunks(n)
+    sizes = [[1600] * chunks]
+    held = max(len(algorithm.build(r, n, sizes).buffers) for r in range(n))
+    assert held / chunks == pytest.approx(payloads)
+
+
+def test_memory_of_leaders_and_members_is_as_documented() -> None:
+    """Three machines of two, full precision inside."""
+    algorithm = Hierarchical((0, 0, 1, 1, 2, 2))
+    sizes = [[160] * 3 + [640] * 3]
+    for rank, locals_, encoded in ((0, 3, 7), (1, 3, 3)):
+        buffers = algorithm.build(rank, 6, sizes).buffers
+        assert sum(b.role == "local" for b in buffers) == locals_
+        assert sum(b.role != "local" for b in buffers) == encoded

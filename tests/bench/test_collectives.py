@@ -33,6 +33,21 @@ def test_every_default_method_has_a_row() -> None:
     assert by_method["torch-powersgd"]["wire_bytes"] == 4 * 4 * (200 + 200)
 
 
+@pytest.mark.multiprocess
+def test_a_method_names_its_algorithm() -> None:
+    names = ["sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical"]
+    methods = [f"gradwire:qsgd:algorithm={name}" for name in names]
+    rows = list(collectives.run(3, "none", methods, numel=38_400, quick=True))
+    assert [row["algorithm"] for row in rows] == names
+    sent = {row["algorithm"]: row["wire_bytes"] for row in rows}
+    payload = 38_400 // 128 * 68
+    # nodes count as machines, so hierarchical is SRA between all of them
+    for name in names:
+        share = 2 if name in ("all_gather", "tree") else 4 / 3
+        assert sent[name] == pytest.approx(share * payload, rel=0.02)
+    assert all(1e-3 < row["nmse"] < 0.1 for row in rows)
+
+
 @pytest.mark.lab
 @pytest.mark.multiprocess
 def test_on_a_network_the_limit_is_bytes_and_latency() -> None:

@@ -189,3 +189,21 @@ def test_attach_takes_every_algorithm() -> None:
     assert first == second
     for sums in first.values():
         assert sums == pytest.approx(first["all_gather"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "average"),
+    [("sra", 40000.0), ("parameter_server", 40000.0), ("all_gather", 40000.0), ("ring", 26368.0)],
+)
+def test_where_partial_sums_of_fp16_saturate(algorithm: str, average: float) -> None:
+    """docs/algorithms.md: finite everywhere, right where no partial sum travels in fp16."""
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)
+        options = Options(algorithm=algorithm)
+        all_reduce(x, "identity", op="avg", group=comm, residual=residual, options=options)
+        return float(x[0]), float(residual[0])
+
+    results = as_threads(4, body)
+    assert all(found == average for found, _ in results)
+    assert average + sum(residual for _, residual in results) / 4 == 40000.0

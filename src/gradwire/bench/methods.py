@@ -74,7 +74,7 @@ class Method:
         """Whether `apply` can succeed, told before anything is launched.
 
         Raises:
-            ConfigError: gradwire does not know the codec or an option.
+            ConfigError: gradwire does not know the codec, an option or the algorithm.
         """
         if self.kind != "gradwire":
             return
@@ -82,6 +82,7 @@ class Method:
         codec_options = {k: v for k, v in self.options.items() if k not in attach_options}
         try:
             gradwire.codecs.get(str(self.options["codec"]), **codec_options)
+            gradwire.Options(algorithm=str(self.options.get("algorithm", "sra")))
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 
