@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire import algorithms
 from gradwire.codecs import TBQ, RandomK
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -51,12 +50,3 @@ def check_defined(algorithm: str, codec: Codec) -> None:
                 f"{codec} is not defined in the algorithm {algorithm!r}: {exception.reason}. "
                 f"Use algorithm {allowed}"
             )
-
-
-def usable(codec: Codec) -> list[str]:
-    """The algorithms in which `codec` is defined."""
-    names = set(algorithms.REGISTRY)
-    for exception in _EXCEPTIONS:
-        if exception.applies(codec):
-            names &= set(exception.algorithms)
-    return [name for name in algorithms.REGISTRY if name in names]
