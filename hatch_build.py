@@ -4,7 +4,7 @@ The kernels are those of `gradwire codec build` (docs/kernels.md), made in a fol
 when the wheel is done. Without a gcc the wheel has none and fits every platform; an editable
 install never has any. Two variables narrow what is built, for tests and for small images:
 
-    GRADWIRE_BUILD      codecs, such as "identity qsgd:bits=3"; "none" for a wheel without kernels
+    GRADWIRE_BUILD      what, such as "identity qsgd:bits=3 shm"; "none" for a wheel without kernels
     GRADWIRE_BUILD_ISA  levels of instruction sets, such as "x86-64-v2 x86-64-v4"
 """
 
@@ -31,11 +31,11 @@ class Kernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the wheel is packed."""
-        codecs = os.environ.get("GRADWIRE_BUILD", "").split()
-        if self.target_name != "wheel" or version == "editable" or codecs == ["none"]:
+        chosen = os.environ.get("GRADWIRE_BUILD", "").split()
+        if self.target_name != "wheel" or version == "editable" or chosen == ["none"]:
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from gradwire.codecs import variants
+        from gradwire import wheel
         from gradwire.lang import build, isa, jit
 
         try:
@@ -45,7 +45,7 @@ class Kernels(BuildHookInterface[Any]):
             return
         if any(level.machine != isa.machine() for level in levels):
             raise SystemExit("GRADWIRE_CC builds for another machine: wheels are made natively")
-        units = build.units(variants.prebuilt(codecs or None))
+        units = wheel.units(chosen or None)
         self.made = tempfile.TemporaryDirectory(prefix="gradwire-")
         files = []
         for row in build.build(units, levels, Path(self.made.name)):

@@ -27,7 +27,8 @@ ORDER = [
 BESIDE = {
     "lab": {"errors", "lang", "lab"},
     "bench": {*ORDER, "lab", "bench", "__init__"},
-    "cli": {*ORDER, "lab", "bench", "cli", "doctor", "__init__"},
+    "wheel": {"errors", "lang", "codecs", "transport", "wheel"},
+    "cli": {*ORDER, "lab", "bench", "cli", "doctor", "wheel", "__init__"},
     "doctor": {*ORDER, "lab", "bench", "doctor", "__init__"},
     "__init__": set(ORDER),
     "__main__": {"cli"},

@@ -24,7 +24,7 @@ from gradwire.lang import isa
 
 ROOT = Path(__file__).parents[2]
 LEVELS = list(dict.fromkeys([isa.supported()[0].name, isa.supported()[-1].name]))
-KERNELS = {"GRADWIRE_BUILD": "identity qsgd:bits=4", "GRADWIRE_BUILD_ISA": " ".join(LEVELS)}
+KERNELS = {"GRADWIRE_BUILD": "identity qsgd:bits=4 shm", "GRADWIRE_BUILD_ISA": " ".join(LEVELS)}
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -37,6 +37,7 @@ TRAINING = """
 
     import gradwire as gw
     from gradwire.lang import kernels, prebuilt
+    from gradwire.transport import shm_library
 
     warnings.simplefilter("error", RuntimeWarning)  # the fallback to eager is one
     dist.init_process_group("gloo")
@@ -56,6 +57,7 @@ TRAINING = """
         if dist.get_rank() == 0:
             print("loss", loss.item())
     assert kernels(gw.QSGD(bits=4), torch.float32).target == "c"
+    assert shm_library.unavailable() is None, shm_library.unavailable()
     print("kernels from", prebuilt.loaded()[1])
     dist.destroy_process_group()
 """

@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_stop": ((_POINTER, _NUMBER), None),
     "shm_free": ((_POINTER,), None),
 }
+NAMES = tuple(_SIGNATURES)
 
 
 class Result(IntEnum):
@@ -70,7 +71,7 @@ def load() -> SimpleNamespace:
         raise jit.CompileError("switched off by GRADWIRE_SHM=0")
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED"):
         raise jit.CompileError("only Linux has memfd_create, SO_PEERCRED and futexes")
-    functions, _ = prebuilt.functions(source(), tuple(_SIGNATURES))
+    functions, _ = prebuilt.functions(source(), NAMES)
     for name, (arguments, result) in _SIGNATURES.items():
         functions[name].argtypes = arguments
         functions[name].restype = result
