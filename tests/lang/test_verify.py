@@ -9,9 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
-from gradwire.lang import Codec, LanguageError, layout, ops
-from gradwire.lang.ops import concat, map, random, reduce, uint, where
+from gradwire.codecs import TopK
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, LanguageError, decode, encode, layout, ops
+from gradwire.lang.ops import (
+    concat,
+    fp16,
+    fp32,
+    gather,
+    map,
+    random,
+    reduce,
+    scatter,
+    share,
+    sort,
+    table,
+    topk,
+    uint,
+    where,
+)
 
 
 def make(encode: Callable[..., Any], decode: Callable[..., Any] | None = None) -> Codec:
@@ -31,6 +49,14 @@ def make(encode: Callable[..., Any], decode: Callable[..., Any] | None = None) -
 
 def one(g: Any) -> Any:
     return concat(code=uint(1, where(g > 0.0, 1, 0)))
+
+
+def twice(code: Any) -> Any:
+    return concat(a=code, b=code)
+
+
+def largest(g: Any) -> Any:
+    return topk(g, share(0.1))
 
 
 # name -> (encode, decode, what the message says)
@@ -61,6 +87,44 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
         lambda self, code: code - reduce(min, code * 1.0),
         "cannot reduce",
     ),
+    "decoder draws alone": (
+        lambda self, g: one(g),
+        lambda self, code: code + random(),
+        "shared=NAME",
+    ),
+    "scatter in encode": (
+        lambda self, g: one(g - scatter(gather(g, largest(g)), largest(g))),
+        None,
+        "belongs into decode",
+    ),
+    "scatter before the end": (
+        lambda self, g: concat(chosen=largest(g)),
+        lambda self, chosen: scatter(1.0, chosen) * 2.0,
+        "must come last",
+    ),
+    "gathered codes": (
+        lambda self, g: concat(code=uint(4, g), chosen=largest(g)),
+        lambda self, code, chosen: scatter(gather(code, chosen), chosen),
+        "send the rest as entries",
+    ),
+    "entries first": (
+        lambda self, g: concat(value=fp16(gather(g, largest(g))), chosen=largest(g)),
+        lambda self, value, chosen: scatter(value, chosen),
+        "before its entries",
+    ),
+    "a selection as a number": (lambda self, g: one(uint(4, largest(g))), None, "gather(x"),
+    "elements and entries": (lambda self, g: one(g + gather(g, largest(g))), None, "do not mix"),
+    "no size": (lambda self, g: concat(c=topk(g, 5)), None, "size is share"),
+    "no rank": (lambda self, g: one(g - sort(g)[share(0.1, 0)]), None, "at least 1"),
+    "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "under two names"),
+    "a matrix": (
+        lambda self, g: concat(code=fp32(ops.matrix(g, 8))),
+        None,
+        "factors of decomp",
+    ),
+    "no flag": (lambda self, g: concat(code=ops.keep(uint(2, g), g)), None, "uint(1) of blocks"),
+    "fraction": (lambda self, g: concat(c=topk(g, share(2.0))), None, "0 to 1"),
+    "long table": (lambda self, g: one(ops.table([0.0] * 257)[0] + g), None, "1 to 256 numbers"),
 }
 
 
@@ -94,3 +158,76 @@ def test_map_takes_constants_and_several_values() -> None:
             return map(lambda x: x * 0.5, a)
 
     assert layout(Twice()).nbytes(10) == 40
+
+
+def test_encode_sum_must_agree_with_encode() -> None:
+    @dataclass(frozen=True)
+    class Blocks(Codec):
+        def encode(self, g: Any) -> Any:
+            return concat(low=reduce(min, g.blocks(64)), code=uint(1, g))
+
+        def encode_sum(self, g: Any) -> Any:
+            return concat(low=reduce(min, g.blocks(128)), code=uint(1, g))
+
+        def decode(self, low: Any, code: Any) -> Any:
+            return low + code
+
+    with pytest.raises(LanguageError, match="blocks of the same size"):
+        layout(Blocks())
+
+
+def test_a_table_serves_all_traces() -> None:
+    @dataclass(frozen=True)
+    class Once(Codec):
+        def encode(self, g: Any) -> Any:
+            return concat(value=fp32(g * table([1.0, 2.0, 3.0])[2]))
+
+        def encode_sum(self, g: Any) -> Any:
+            return concat(value=fp32(g))
+
+        def decode(self, value: Any) -> Any:
+            return map(lambda v: v, value)
+
+    for target in ("eager", "c"):
+        assert (
+            encode(Once(), torch.ones(3), target=target).view(torch.float32).tolist() == [3.0] * 3
+        )
+
+
+def test_equal_nodes_of_another_codec_are_not_blamed() -> None:
+    layout(TopK())
+
+    @dataclass(frozen=True)
+    class Swapped(Codec):
+        def encode(self, g: Any) -> Any:
+            chosen = topk(ops.abs(g), share(0.01))
+            return concat(value=fp16(gather(g, chosen)), chosen=chosen)
+
+        def decode(self, value: Any, chosen: Any) -> Any:
+            return scatter(value, chosen)
+
+    with pytest.raises(LanguageError) as caught:
+        layout(Swapped())
+    assert caught.value.location.startswith(__file__)
+
+
+def test_a_condition_of_a_block_serves_entries() -> None:
+    @dataclass(frozen=True)
+    class Signed(Codec):
+        def encode(self, g: Any) -> Any:
+            chosen = topk(ops.abs(g), share(0.1))
+            scale = fp32(reduce(max, g.blocks(64)))
+            return concat(scale=scale, chosen=chosen, sign=uint(1, gather(g > 0.0, chosen)))
+
+        def decode(self, scale: Any, chosen: Any, sign: Any) -> Any:
+            return scatter(where((scale > 0.0) & (sign > 0.0), scale, -scale), chosen)
+
+    values = torch.randn(500)
+    payloads = [encode(Signed(), values, target=t) for t in ("eager", "c")]
+    assert torch.equal(*payloads)
+    assert torch.equal(*(decode(Signed(), payloads[0], 500, target=t) for t in ("eager", "c")))
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="meta"):
+        encode(TopK(), torch.ones(4, device="meta"), target="c")

@@ -114,19 +114,23 @@ class _Tracer:
     def encode(self, x: Node, latest: Node, again: bool = False) -> tuple[tuple[str, Node], ...]:
         """The stored fields of `x`; `again` where x is a sum of decoded payloads."""
         with tracing(Trace(self.native)) as trace:
-            encode = self.codec.encode_sum if again else self.codec.encode
+            # the base's encode_sum is encode, which may take a second parameter
+            own = type(self.codec).encode_sum is not Codec.encode_sum
+            encode = self.codec.encode_sum if again and own else self.codec.encode
             given = (Value(x), Value(latest)) if verify.takes_latest(encode) else (Value(x),)
             payload = encode(*given)
         verify.payload(self.codec, payload)
         assert isinstance(payload, Payload)
         stored = tuple((name, value.node) for name, value in payload.fields)
         fields = tuple(_field(name, n, dict(stored)) for name, n in stored)
-        verify.stored(self.codec, fields, self.fields)
+        block = trace.block or _block(fields)
+        if self.fields:
+            verify.same(self.codec, (fields, block), (self.fields, self.block))
         self.fields = fields
-        self.block = trace.block or _block(fields)
+        self.block = block
         verify.block(self.codec, self.block, fields)
         self.streams = trace.streams
-        self.table = trace.table
+        self.take_table(trace.table)
         self.operators = self.operators or trace.operators
         return stored
 
@@ -136,9 +140,14 @@ class _Tracer:
             trace.uses("extract")
             elements = self.codec.decode(**{name: Value(n) for name, n in fields})
         verify.elements(self.codec, elements, allowed={n for _, n in fields})
-        self.table = trace.table
+        self.take_table(trace.table)
         self.operators += [op for op in trace.operators if op not in self.operators]
         return as_number(elements.node)
+
+    def take_table(self, table: tuple[float, ...]) -> None:
+        """All traces of a codec share one table; some may not use it."""
+        verify.table(self.codec, table, self.table)
+        self.table = self.table or table
 
     def received(self, source: bool) -> Node:
         """What a payload decodes to; `source`: the payload that a fold visits."""

@@ -137,6 +137,7 @@ def _announce(reason: str) -> None:
 
 def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:
     """The payload of a CPU tensor of any shape, as uint8[nbytes]."""
+    _check_device(tensor)
     values = tensor.detach().contiguous()
     k = kernels(codec, values.dtype, target)
     payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8)
@@ -153,6 +154,7 @@ def decode(
     target: str = "auto",
 ) -> torch.Tensor:
     """The values of a payload, as dtype[numel]. `CodecError` if its size cannot be right."""
+    _check_device(payload)
     k = kernels(codec, dtype, target)
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
@@ -163,6 +165,11 @@ def decode(
     values = torch.empty(numel, dtype=dtype)
     k.run("decode", _row(values, payload.contiguous(), key))
     return values
+
+
+def _check_device(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"a tensor on {tensor.device}: kernels here read memory of the CPU")
 
 
 def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:

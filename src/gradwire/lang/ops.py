@@ -94,6 +94,8 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     trace = active()
     if scope not in _SCOPES:
         raise LanguageError(here(), f"random: scope is 'element' or 'block', not {scope!r}")
+    if shared is not None and not isinstance(shared, str):
+        raise LanguageError(here(), f"random: shared is a name, not {shared!r}")
     trace.uses("random")
     node = ir.node("random", attr=_stream(shared), scope=_SCOPES[scope], location=here())
     return Value(node)
@@ -154,7 +156,7 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
 
 def uint(bits: int, value: object) -> Value:
     """An unsigned integer of 1 to 8 bits: rounded toward zero, clamped; NaN gives 0."""
-    if not isinstance(bits, int) or not 1 <= bits <= 8:
+    if type(bits) is not int or not 1 <= bits <= 8:
         raise LanguageError(here(), f"uint: takes 1 to 8 bits, not {bits!r}")
     if isinstance(value, Value) and value.node.dtype == "bool":
         value = where(value, 1, 0)
@@ -234,8 +236,11 @@ def inverse(value: object) -> Value:
 
 def share(fraction: float, least: int = 1) -> ir.Size:
     """A size: floor(fraction * n) of n values, but at least `least` and at most n."""
-    if not 0.0 <= fraction <= 1.0 or least < 0:
-        raise LanguageError(here(), f"share({fraction}, {least}): a fraction of 0 to 1")
+    known = isinstance(fraction, (int, float)) and type(least) is int
+    if not known or not 0.0 <= fraction <= 1.0 or least < 0:
+        raise LanguageError(
+            here(), f"share({fraction!r}, {least!r}): a fraction of 0 to 1, and a whole number"
+        )
     return ir.Size(float(fraction), least)
 
 
@@ -282,9 +287,8 @@ def _conditions(condition: Value | None, location: str) -> tuple[ir.Node, ...]:
 def _elements(value: Value, operator: str, location: str) -> ir.Node:
     node = as_number(lift(value).node)
     if node.scope is not ir.Scope.ELEMENT or node.dtype == "bool":
-        raise LanguageError(
-            location, f"{operator}: takes elements, not a {node.scope.name.lower()}"
-        )
+        found = "conditions" if node.dtype == "bool" else f"{node.scope.name.lower()} scope"
+        raise LanguageError(location, f"{operator}: takes numbers of elements, not {found}")
     return node
 
 
@@ -345,6 +349,8 @@ class Sorted:
     def __getitem__(self, size: ir.Size) -> Value:
         if not isinstance(size, ir.Size):
             raise LanguageError(self.location, f"sort(x)[k]: k is share(...), not {size!r}")
+        if size.least < 1:
+            raise LanguageError(self.location, "sort(x)[k]: k must be at least 1")
         rank = ir.Rank(self.every, size, _stream())
         return Value(
             ir.node("reduce", (self.node,), rank, scope=ir.Scope.TENSOR, location=self.location)
@@ -403,6 +409,8 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
     node = value.node
     if node.op != "matrix":
         raise LanguageError(location, "decomp: takes matrix(x, columns)")
+    if type(rank) is not int or rank < 1:
+        raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
     stream = _stream("decomp")
     left, right = (
         ir.node("decompose", (node,), ir.Factor(rank, side, stream), location=location)

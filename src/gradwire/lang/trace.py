@@ -201,12 +201,15 @@ def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
     if len(chosen) > 1:
         raise LanguageError(location, "entries of two selections do not mix")
     (selection,) = chosen
-    return [
-        ir.node("gather", (n, selection), scope=ir.Scope.SELECTION, location=location)
-        if n.scope is ir.Scope.BLOCK
-        else n
-        for n in nodes
-    ]
+    return [_of_entries(n, selection, location) if n.scope is ir.Scope.BLOCK else n for n in nodes]
+
+
+def _of_entries(n: ir.Node, selection: ir.Node, location: str) -> ir.Node:
+    """A number or condition of a block, for every entry of the block."""
+    if n.dtype == "bool":
+        number = ir.alu("where", n, ir.const(1.0), ir.const(0.0), location=location)
+        return ir.alu("ne", _of_entries(number, selection, location), ir.const(0.0))
+    return ir.node("gather", (n, selection), scope=ir.Scope.SELECTION, location=location)
 
 
 def selection_of(n: ir.Node) -> ir.Node:

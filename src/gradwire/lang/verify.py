@@ -42,11 +42,26 @@ def payload(codec: Codec, result: object) -> None:
     for name, value in result.fields:
         n = value.node
         if n.dtype not in ir.STORABLE or n.scope is Scope.CONSTANT:
-            raise LanguageError(n.location or at, f"field {name}: a {n.dtype} cannot be stored")
-    _tails(result, at)
+            problem = f"field {name}: a {n.dtype} cannot be stored"
+            raise LanguageError(_at(codec, "encode", n), problem)
+        if n.scope is Scope.MATRIX and not _is_factor(n):
+            problem = f"field {name}: of matrices, the factors of decomp can be stored, as floats"
+            raise LanguageError(_at(codec, "encode", n), problem)
+    nodes = [value.node for _, value in result.fields]
+    if len(set(nodes)) < len(nodes):
+        raise LanguageError(at, "concat: one value stands under two names: store it once")
+    for n in ir.walk(nodes):
+        if n.op == "scatter":
+            raise LanguageError(_at(codec, "encode", n), "scatter belongs into decode")
+    _tails(codec, result, at)
 
 
-def _tails(result: Payload, at: str) -> None:
+def _is_factor(n: ir.Node) -> bool:
+    made = n.args[0] if n.op == "cast" else n
+    return n.dtype in ir.FLOATS and made.op == "decompose"
+
+
+def _tails(codec: Codec, result: Payload, at: str) -> None:
     """Fields whose length depends on data stand after what says how long they are."""
     nodes = [value.node for _, value in result.fields]
     selections = [n for n in nodes if n.op == "select"]
@@ -58,20 +73,31 @@ def _tails(result: Payload, at: str) -> None:
         raise LanguageError(at, "a codec picks one value from one sort")
     for number, n in enumerate(nodes):
         if n.op == "keep" and n.args[1] not in nodes[:number]:
-            raise LanguageError(n.location or at, "keep: its flag must be a field before it")
+            problem = "keep: its flag must be a field before it"
+            raise LanguageError(_at(codec, "encode", n), problem)
         entries = n.scope is Scope.SELECTION and n.op != "select"
         if entries and selection_of(n) not in nodes[:number]:
-            raise LanguageError(
-                n.location or at, "the selection must be a field before its entries"
-            )
+            problem = "the selection must be a field before its entries"
+            raise LanguageError(_at(codec, "encode", n), problem)
 
 
-def stored(codec: Codec, fields: tuple[Field, ...], before: tuple[Field, ...]) -> None:
-    """Every trace of encode and encode_sum stores the same fields; blocks suit a selection."""
-    if before and fields != before:
+def same(
+    codec: Codec,
+    found: tuple[tuple[Field, ...], int],
+    before: tuple[tuple[Field, ...], int],
+) -> None:
+    """Every trace of encode and encode_sum stores the same fields, in the same blocks."""
+    if found != before:
         raise LanguageError(
-            _definition(codec, "encode_sum"), "encode_sum must store the same fields as encode"
+            _definition(codec, "encode_sum"),
+            "encode_sum must store the same fields as encode, in blocks of the same size",
         )
+
+
+def table(codec: Codec, found: tuple[float, ...], before: tuple[float, ...]) -> None:
+    """A codec has one table."""
+    if found and before and found != before:
+        raise LanguageError(_definition(codec, "encode"), "a codec has one table of numbers")
 
 
 def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
@@ -100,18 +126,35 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
         n = stack.pop()
         if n in below:
             continue
-        if n.op == "scatter" and n is not result.node:
-            raise LanguageError(
-                n.location or at, "scatter must come last in decode: compute before it"
-            )
-        if n.op == "load":
-            raise LanguageError(n.location or at, "decode sees the payload only, not the gradient")
-        if n.op == "reduce":
-            # a decoder that reduces would need sweeps of its own in every derived form
-            raise LanguageError(
-                n.location or at, "decode cannot reduce: send the result as a field"
-            )
+        problem = _misplaced(n, result.node)
+        if problem is not None:
+            raise LanguageError(_at(codec, "decode", n), problem)
         stack.extend(n.args)
+
+
+def _misplaced(n: ir.Node, root: ir.Node) -> str | None:
+    """Why a node cannot stand in decode, or None."""
+    if n.op == "scatter" and n is not root:
+        return "scatter must come last in decode: compute before it"
+    if n.op == "load":
+        return "decode sees the payload only, not the gradient"
+    if n.op == "reduce":  # it would need sweeps of its own in every derived form
+        return "decode cannot reduce: send the result as a field"
+    if n.op == "random" and isinstance(n.attr, ir.Stream) and not n.attr.shared:
+        return "in decode every rank would draw other numbers: random(shared=NAME)"
+    if n.op == "gather" and n.args[0].scope is Scope.ELEMENT:
+        computed = ("alu", "cast", "const", "param", "index", "random")
+        below = (a for a in ir.walk([n.args[0]]) if a.scope is Scope.ELEMENT)
+        if any(a.op not in computed for a in below):
+            return "decode can gather what follows from positions: send the rest as entries"
+    return None
+
+
+def _at(codec: Codec, method: str, n: ir.Node) -> str:
+    """The line of the codec that made a node; equal nodes of another codec may have come first."""
+    definition = _definition(codec, method)
+    file = definition.rpartition(":")[0]
+    return n.location if n.location.rpartition(":")[0] == file else definition
 
 
 def _definition(codec: Codec, method: str) -> str:

@@ -68,7 +68,8 @@ def literal(value: float) -> str:
         return "float_of(0x7fc00000)"
     if math.isinf(value):
         return "INFINITY" if value > 0 else "(-INFINITY)"
-    text = repr(value) if value * 1024 == int(value * 1024) and abs(value) < 1e6 else value.hex()
+    short = abs(value) < 1e6 and value * 1024 == int(value * 1024)
+    text = repr(value) if short else value.hex()
     return f"({text}f)" if text.startswith("-") else f"{text}f"
 
 
