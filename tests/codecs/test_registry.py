@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
+import statistics
 
 import pytest
 
@@ -11,6 +13,7 @@ from gradwire import codecs
 from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
 from gradwire.errors import ConfigError
 from gradwire.lang import show
+from gradwire.lang.codec import _code_lines
 
 
 def test_names() -> None:
@@ -58,6 +61,30 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
         ("terngrad", {"bits": 9}, "bits=9.*1 to 8"),
         ("terngrad", {"form": "ternary", "bits": 3}, "bits=3.*2 for form='ternary'"),
         ("terngrad", {"form": "binary"}, "form='binary'.*'minmax' or 'ternary'"),
+        ("onebit", {"block": 0}, "OneBit: block=0.*1 to 65536"),
+        ("onebit", {"block": "all"}, "block='all'"),
+        ("tbq", {"threshold": 0}, "threshold=0.*above 0"),
+        ("tbq", {"threshold": float("nan")}, "threshold=nan"),
+        ("threelc", {"sparsity": 2.0}, "sparsity=2.0.*at least 1 and below 2"),
+        ("threelc", {"sparsity": 0.9}, "sparsity=0.9"),
+        ("topk", {"density": 0.0}, "density=0.0.*above 0 and at most 1"),
+        ("topk", {"density": True}, "density=True"),
+        ("topk", {"values": "bf16"}, "values='bf16'.*'fp16' or 'fp32'"),
+        ("mstopk", {"density": 1.5}, "MSTopK: density=1.5"),
+        ("dgc", {"density": "1%"}, "DGC: density='1%'"),
+        ("graddrop", {"values": "fp64"}, "GradDrop: values='fp64'"),
+        ("hardthreshold", {"threshold": -1.0}, "HardThreshold: threshold=-1.0"),
+        ("hardthreshold", {"density": 0}, "HardThreshold: density=0"),
+        ("adacomp", {"block": 40_000}, "AdaComp: block=40000.*1 to 32768"),
+        ("randomk", {"density": 1e-6}, "RandomK: density=1e-06.*at least 1.5"),
+        ("randomk", {"density": 0.0}, "RandomK: density=0.0"),
+        ("randomk", {"unbiased": 1}, "RandomK: unbiased=1.*False or True"),
+        ("randomshift", {"bits": 0}, "RandomShift: bits=0.*1 to 8"),
+        ("learnedlevels", {"bits": 7}, "LearnedLevels: bits=7.*2 to 6"),
+        ("rotated", {"rotation": "half"}, "rotation='half'.*'block' or 'full'"),
+        ("rotated", {"block": 2.0}, "Rotated: block=2.0"),
+        ("lowrank", {"rank": 0}, "LowRank: rank=0.*1 to 256"),
+        ("lowrank", {"values": "fp16"}, "values='fp16'.*'bf16' or 'fp32'"),
     ],
 )
 def test_errors_name_what_is_allowed(name: str, options: dict[str, object], message: str) -> None:
@@ -78,10 +105,35 @@ def test_listing() -> None:
     assert rows["qsgd"]["operators"] == ["random", "reduce", "map", "concat", "extract"]
     assert rows["qsgd"]["options"]["bits"] == 4
     assert rows["fp16"]["options"] == {}
-    # HiPress Table 5: a codec takes 3 to 6 operators and about 20 lines
-    for row in rows.values():
+
+
+# a cast is concat and extract, and nothing else
+TRIVIAL = ("identity", "fp16", "bf16")
+
+
+def test_a_codec_takes_3_to_6_operators_and_20_lines() -> None:
+    """HiPress Table 5, over encode and decode as `gradwire codec list` has them."""
+    rows = codecs.listing()
+    assert statistics.median(row["lines"] for row in rows) <= 20
+    for row in rows:
         assert row["lines"] <= 25
-        assert len(row["operators"]) <= 6
+        least = 2 if row["codec"] in TRIVIAL else 3
+        assert least <= len(row["operators"]) <= 6, row["codec"]
+
+
+def test_a_codec_has_20_lines_with_what_it_calls() -> None:
+    """The same, counting every method and property but for the checks of options."""
+    lines = {}
+    for name, (made, _) in codecs.REGISTRY.items():
+        parts = [getattr(part, "fget", part) for part in vars(made).values()]
+        traced = [
+            part for part in parts
+            if inspect.isfunction(part) and not part.__name__.startswith("_")
+            and inspect.getsourcefile(part) == inspect.getsourcefile(made)
+        ]  # fmt: skip
+        lines[name] = sum(_code_lines(part) for part in traced)
+    assert statistics.median(lines.values()) <= 20
+    assert max(lines.values()) <= 40, lines
 
 
 @pytest.mark.parametrize("name", codecs.REGISTRY)

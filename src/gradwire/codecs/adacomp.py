@@ -43,7 +43,7 @@ class AdaComp(Codec):
 
     def __post_init__(self) -> None:
         checks.whole(self, "block", 1, MAX_BIN)
-        checks.number(self, "density", 0.0, 1.0)
+        checks.number(self, "density", above=0, most=1)
 
     def encode(self, g: Value, latest: Value | None = None) -> Payload:
         top = reduce(max, abs(g.blocks(self.block)))

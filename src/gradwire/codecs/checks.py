@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from gradwire.errors import ConfigError
@@ -22,11 +23,31 @@ def whole(codec: Codec, option: str, least: int, most: int, given: str = "") -> 
         raise _wrong(codec, option, allowed + because)
 
 
-def number(codec: Codec, option: str, above: float, most: float) -> None:
-    """The option is a number above `above` and at most `most`; `ConfigError` if not."""
+def number(
+    codec: Codec,
+    option: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+) -> None:
+    """The option is a number within the bounds that are given; `ConfigError` if not."""
     value = getattr(codec, option)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
-        raise _wrong(codec, option, f"above {above:g} and at most {most:g}")
+    bounds = [
+        (words, bound, holds)
+        for words, bound, holds in (
+            ("above", above, operator.gt),
+            ("at least", least, operator.ge),
+            ("below", below, operator.lt),
+            ("at most", most, operator.le),
+        )
+        if bound is not None
+    ]
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not all(holds(value, bound) for _, bound, holds in bounds):
+        allowed = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds)
+        raise _wrong(codec, option, allowed)
 
 
 def one_of(codec: Codec, option: str, allowed: Iterable[object]) -> None:

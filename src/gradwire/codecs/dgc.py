@@ -33,7 +33,7 @@ class DGC(Codec):
     values: str = "fp16"
 
     def __post_init__(self) -> None:
-        checks.number(self, "density", 0.0, 1.0)
+        checks.number(self, "density", above=0, most=1)
         checks.one_of(self, "values", STORED)
 
     def encode(self, g: Value) -> Payload:

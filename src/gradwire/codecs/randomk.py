@@ -32,8 +32,7 @@ class RandomK(Codec):
     unbiased: bool = False
 
     def __post_init__(self) -> None:
-        checks.number(self, "density", 0.0, 1.0)
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.number(self, "density", least=1 / checks.MAX_BLOCK, most=1)
         checks.one_of(self, "values", STORED)
         checks.one_of(self, "unbiased", (False, True))
 

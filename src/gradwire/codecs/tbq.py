@@ -25,7 +25,7 @@ class TBQ(Codec):
     threshold: float = 1e-3
 
     def __post_init__(self) -> None:
-        checks.number(self, "threshold", 0.0, 1e38)
+        checks.number(self, "threshold", above=0, most=1e38)
 
     def encode(self, g: Value) -> Payload:
         return self.coded(g, self.threshold)

@@ -28,7 +28,7 @@ class ThreeLC(Codec):
     block: int = 40
 
     def __post_init__(self) -> None:
-        checks.number(self, "sparsity", 0.999999, 1.999999)
+        checks.number(self, "sparsity", least=1, below=2)
         checks.whole(self, "block", 1, checks.MAX_BLOCK)
 
     def encode(self, g: Value) -> Payload:
