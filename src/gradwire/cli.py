@@ -133,7 +133,7 @@ def codec_show(
 @codec.command("build")
 def codec_build(
     codec_name: Annotated[
-        str | None, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., comma-separated.")
+        str | None, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., or shm; commas.")
     ] = None,
     isa: Annotated[
         str | None, typer.Option("--isa", help="Such as x86-64-v2,x86-64-v3; all unless given.")
@@ -148,13 +148,13 @@ def codec_build(
 
     Wheels carry what this makes. The compiler is gcc, or GRADWIRE_CC.
     """
-    from gradwire.codecs import variants
+    from gradwire import wheel
     from gradwire.lang import build, jit, prebuilt
 
     with output(json_file) as out:
         try:
             levels = build.levels(_list(isa))
-            units = build.units(variants.prebuilt(_list(codec_name)))
+            units = wheel.units(_list(codec_name))
             rows = build.build(units, levels, folder or prebuilt.folder(), jobs)
             out.rows(rows, ["isa", "kernels", "seconds", "bytes", "file"])
         except (jit.CompileError, OSError) as error:
