@@ -1,0 +1,68 @@
+"""docs/writing-a-codec.md: its files are written, its commands run, its outputs compared."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "writing-a-codec.md"
+# what the page calls by name runs with this Python
+PROGRAMS = {
+    "python": [sys.executable],
+    "gradwire": [sys.executable, "-m", "gradwire.cli"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d",
+                 "--rdzv-endpoint", "localhost:0"],
+}  # fmt: skip
+LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def fences() -> Iterator[tuple[str, str]]:
+    """(info string, text) of every fenced block, in order."""
+    for match in re.finditer(r"^```(\S.*?)\n(.*?)^```$", TUTORIAL.read_text("utf-8"), re.M | re.S):
+        yield match[1], match[2]
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """(command, expected output) of a console block."""
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        command, _, output = part.partition("\n")
+        yield command, output
+
+
+def outcome(command: str, folder: Path) -> str:
+    program, *arguments = shlex.split(command)
+    source = str(ROOT / "src")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    done = subprocess.run(
+        [*PROGRAMS[program], *arguments], cwd=folder, env=environment, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    return done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)  # a dozen programs, some of which compile kernels
+def test_the_page_is_exact(tmp_path: Path) -> None:
+    run = 0
+    for info, text in fences():
+        kind, _, name = info.partition(" ")
+        if kind == "python":
+            (tmp_path / name).write_text(text, "utf-8")
+            continue
+        assert kind == "console", info
+        for command, expected in commands(text):
+            said = outcome(command, tmp_path)
+            assert doctest.OutputChecker().check_output(expected, said, LIKE), (
+                f"$ {command}\n{said}\n--- but the page says\n{expected}"
+            )
+            run += 1
+    assert run >= 8
