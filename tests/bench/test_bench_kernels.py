@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradwire.bench import kernels
+from gradwire.codecs import TopK
 from gradwire.errors import ConfigError
+from gradwire.lang import layout
 
 KEYS = {
     "codec", "options", "target", "device", "threads", "numel", "op", "seconds", "gbps",
@@ -15,13 +17,15 @@ KEYS = {
 
 def test_rows() -> None:
     rows = list(kernels.run(["qsgd:bits=2", "fp16"], None, 5000, [1, 2], quick=True))
-    assert len(rows) == 2 * 2 * 2 * 4
+    assert len(rows) == 2 * 2 * 2 * len(kernels.OPS)
     for row in rows:
         assert set(row) == KEYS
         assert row["seconds"] > 0
         assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
         assert row["gbps"] == pytest.approx(4 * 5000 / row["seconds"] / 1e9)
-    assert [r["op"] for r in rows[:4]] == ["encode", "encode_ef", "decode", "decode_add"]
+    assert [r["op"] for r in rows[:6]] == [
+        "encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode",
+    ]  # fmt: skip
     assert rows[0]["options"]["bits"] == 2
     assert rows[0]["codec"] == "qsgd"
 
@@ -34,6 +38,15 @@ def test_limits_count_bytes_read_and_written() -> None:
     assert moved["encode_ef"] == pytest.approx(4 * n)
     assert moved["decode"] == pytest.approx(2 * n)
     assert moved["decode_add"] == pytest.approx(3 * n)
+
+
+def test_sparse_codecs_stand_beside_torch_topk() -> None:
+    rows = list(kernels.run(["topk:density=0.01"], ["c"], 20_000, [1], quick=True))
+    assert [r["target"] for r in rows] == ["c"] * len(kernels.OPS) + ["torch-topk"]
+    assert rows[-1]["op"] == "encode"
+    add = next(r for r in rows if r["op"] == "decode_add")
+    moved = add["limit_seconds"] * add["copy_gbps"] * 1e9  # what was selected, not all values
+    assert moved == pytest.approx(8 * 200 + layout(TopK(0.01)).nbytes(20_000))
 
 
 @pytest.mark.parametrize(
