@@ -20,9 +20,9 @@ class ThreeLC(Codec):
     A value becomes 0 below s/2 of the largest magnitude. Five ternary digits make a byte (quartic
     encoding, 1.6 bits a value). Where the paper encodes runs of bytes that stand for zeros, here a
     block of zeros costs its flag only, a byte: that needs no scan over what came before. The
-    default block suits Gaussian values with s = 1 (half of it saves a quarter of the bytes and takes
-    twice the time) and s = 1.75 alike; docs/wire-format.md has the measurements. One non-finite
-    value makes the whole row decode to non-finite values.
+    default block is a compromise: half of it saves a quarter of the bytes of Gaussian values with
+    s = 1 and takes twice the time; docs/wire-format.md has the measurements. One non-finite value
+    makes the whole row decode to non-finite values.
     """
 
     sparsity: float = 1.0
