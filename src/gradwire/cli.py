@@ -117,16 +117,17 @@ def codec_show(
     name: Annotated[str, typer.Argument(help="NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=2")],
     ir: Annotated[bool, typer.Option("--ir", help="The intermediate representation.")] = False,
     c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
+    triton: Annotated[bool, typer.Option("--triton", help="The generated Triton.")] = False,
 ) -> None:
-    """Print the stages of one codec (all, unless some are chosen)."""
+    """Print the stages of one codec (IR and C, unless some are chosen)."""
     from gradwire import codecs
     from gradwire.bench import methods
     from gradwire.lang import show
 
     options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
     chosen = codecs.get(**options)
-    stages = [stage for stage, wanted in (("ir", ir), ("c", c)) if wanted] or ["ir", "c"]
-    for stage in stages:
+    wanted = {"ir": ir, "c": c, "triton": triton}
+    for stage in [stage for stage, given in wanted.items() if given] or ["ir", "c"]:
         typer.echo(show(chosen, stage))
 
 

@@ -34,7 +34,7 @@ def examine() -> Iterator[dict[str, Any]]:
     count = f"{len(prebuilt.listing())} in " if library is not None else ""
     yield _row("prebuilt kernels", library is not None, count + said)
     yield _tried("target c", _load_a_codec)
-    yield _row("target triton", False, "not in this version")
+    yield _triton()
     yield _row("transport loopback", True, "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()
     yield _row("transport torch_p2p", gloo, "gloo" if gloo else "this torch has no gloo")
@@ -42,6 +42,15 @@ def examine() -> Iterator[dict[str, Any]]:
     for part, modules in _EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         yield _row(part, not missing, ", ".join(modules) if not missing else f"no {missing[0]}")
+
+
+def _triton() -> dict[str, Any]:
+    from gradwire.lang import gpu
+
+    reason = gpu.missing()
+    if reason is not None:
+        return _row("target triton", False, reason)
+    return _row("target triton", True, "interpreted" if gpu.interpreting() else "compiled")
 
 
 def _row(part: str, available: bool, detail: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ on target c, take no locks, and may run at the same time on different rows.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -29,9 +30,16 @@ class Backend(Protocol):
         """Run one form on every row. `CodecError` for a payload that cannot be decoded."""
 
 
+def _gpu(codec: Codec, dtype: torch.dtype) -> Backend:
+    from gradwire.lang import gpu  # triton is imported where it is asked for, and nowhere before
+
+    return gpu.Device(codec, dtype)
+
+
 BACKENDS: dict[str, Callable[[Codec, torch.dtype], Backend]] = {
     "c": native.Library,
     "eager": eager.Interpreter,
+    "triton": _gpu,
 }
 TARGETS = ("auto", *BACKENDS)
 
@@ -43,6 +51,7 @@ class Kernels:
         target: a key of `BACKENDS`. Codecs with matrices are interpreted on all: their time is
             spent in torch's BLAS.
         layout: of the payloads.
+        device: where the memory that rows point to lies.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
@@ -52,6 +61,7 @@ class Kernels:
         self.layout: Layout = layout(codec, dtype)
         fused = forms.derive(codec, native_name(dtype)).fused
         self._backend = BACKENDS[target if fused else "eager"](codec, dtype)
+        self.device = getattr(self._backend, "device", torch.device("cpu"))
 
     def run(
         self,
@@ -83,7 +93,7 @@ class Kernels:
         assert threads >= 1, threads
         needed = self.layout.workspace_nbytes(rows["numel"], threads)
         if needed and workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8)
+            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
         self._backend.run(form, rows, Call(ranks, rank, stride, factor, threads, workspace))
 
@@ -93,10 +103,12 @@ def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "aut
 
     Args:
         dtype: of the values: float32, float16 or bfloat16.
-        target: "c", "eager", or "auto": c, or with one warning that says why, eager.
+        target: "c", "eager", "triton" (on a GPU), or "auto": c, or with one warning that says
+            why, eager.
 
     Raises:
-        ConfigError: unknown target or dtype, an ill-formed codec, or target "c" without a compiler.
+        ConfigError: unknown target or dtype, an ill-formed codec, target "c" without a compiler, or
+            target "triton" without Triton or a GPU.
     """
     if target not in TARGETS:
         raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
@@ -136,12 +148,14 @@ def _announce(reason: str) -> None:
 
 
 def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:
-    """The payload of a CPU tensor of any shape, as uint8[nbytes]."""
-    _check_device(tensor)
+    """The payload of a tensor of any shape, as uint8[nbytes] on its device.
+
+    Target auto is triton for tensors on a GPU. `ConfigError` if the target is not for the device.
+    """
     values = tensor.detach().contiguous()
-    k = kernels(codec, values.dtype, target)
-    payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8)
-    k.run("encode", _row(values, payload, key))
+    k = _for_device(codec, values.dtype, values.device, target)
+    payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    _run(k, "encode", values, payload, key)
     return payload
 
 
@@ -153,23 +167,37 @@ def decode(
     key: int = 0,
     target: str = "auto",
 ) -> torch.Tensor:
-    """The values of a payload, as dtype[numel]. `CodecError` if its size cannot be right."""
-    _check_device(payload)
-    k = kernels(codec, dtype, target)
+    """The values of a payload, as dtype[numel] on its device. `CodecError` if its size cannot be
+    right."""
+    k = _for_device(codec, dtype, payload.device, target)
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise CodecError(
             f"a payload of {numel} values is uint8[{expected}], not "
             f"{str(payload.dtype).removeprefix('torch.')}[{payload.numel()}]"
         )
-    values = torch.empty(numel, dtype=dtype)
-    k.run("decode", _row(values, payload.contiguous(), key))
+    values = torch.empty(numel, dtype=dtype, device=payload.device)
+    _run(k, "decode", values, payload.contiguous(), key)
     return values
 
 
-def _check_device(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"a tensor on {tensor.device}: kernels here read memory of the CPU")
+def _for_device(codec: Codec, dtype: torch.dtype, device: torch.device, target: str) -> Kernels:
+    """The kernels that can work on a tensor of this device. `ConfigError` if there are none."""
+    if target == "auto" and device.type == "cuda":
+        target = "triton"
+    k = kernels(codec, dtype, target)
+    if k.device.type != device.type:
+        raise ConfigError(
+            f"{codec!r} runs on {k.device.type} with target {target!r}, but the tensor is on "
+            f"{device}: move it, or use another target"
+        )
+    return k
+
+
+def _run(k: Kernels, form: str, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
+    on_gpu = values.device.type == "cuda"
+    with torch.cuda.device(values.device) if on_gpu else contextlib.nullcontext():
+        k.run(form, _row(values, payload, key))
 
 
 def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:

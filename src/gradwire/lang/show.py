@@ -13,16 +13,21 @@ from gradwire.lang.native import source
 if TYPE_CHECKING:
     import torch
 
-STAGES = ("ir", "c")
-UNFUSED = "/* no C: torch's BLAS does the work, so every target interprets this codec */"
+STAGES = ("ir", "c", "triton")
+UNFUSED = "{}: torch's BLAS does the work, so every target interprets this codec {}"
 
 
 def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
-    """The IR of every form ("ir") or the generated C ("c")."""
+    """The IR of every form ("ir"), the generated C ("c") or the generated Triton ("triton")."""
     if stage == "ir":
         programs = forms.derive(codec, native_name(dtype)).programs
         return "\n\n".join(ir.show(program) for program in programs.values())
     if stage == "c":
         fused = forms.derive(codec, native_name(dtype)).fused
-        return source(codec, dtype) if fused else UNFUSED
+        return source(codec, dtype) if fused else UNFUSED.format("/* no C", "*/")
+    if stage == "triton":
+        from gradwire.lang import gpu  # needs torch, and sources are also shown where there is none
+
+        fused = forms.derive(codec, native_name(dtype)).fused
+        return gpu.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
     raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(STAGES)}")

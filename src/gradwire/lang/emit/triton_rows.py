@@ -1,0 +1,205 @@
+"""The Triton around the nodes: planes, views, where a row's fields lie, a kernel's first lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradwire.lang import ir
+from gradwire.lang.ir import Scope
+from gradwire.lang.layout import Layout, element_nbytes, planes
+
+TILE_VALUES = 4096  # values of a tile: 16 a thread with eight warps of 32
+PARTS = 4  # of a tile that is not full
+VARYING = ("n", "steps", "ranks", "rank", "stride")  # numbers that must not make a new kernel each
+CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace")
+POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Digits of codes, `cells` of them in a byte; `shift`: of the lowest bit in the code."""
+
+    cells: int
+    base: int
+    shift: int
+
+    def digit(self, code: str) -> str:
+        """This plane's part of a code."""
+        if self.base == 3 or self.cells == 1:
+            return code
+        shifted = f"{code} >> {self.shift}" if self.shift else code
+        return f"({shifted} & {self.base - 1})"
+
+    def placed(self, digit: str, k: str) -> str:
+        """A digit as it stands in cell k of a byte."""
+        if self.cells == 1:
+            return digit
+        return f"{digit} * power3({k})" if self.base == 3 else f"{digit} << {k} * {8 // self.cells}"
+
+    def taken(self, byte: str, k: str) -> str:
+        """The part of a code that stands in cell k of a byte."""
+        if self.cells == 1:
+            return byte
+        if self.base == 3:
+            return f"{byte} // power3({k}) % 3"
+        digit = f"({byte} >> {k} * {8 // self.cells} & {self.base - 1})"
+        return f"{digit} << {self.shift}" if self.shift else digit
+
+
+def planes_of(dtype: str) -> tuple[Plane, ...]:
+    """The planes of codes, in wire order."""
+    if dtype == "trit":
+        return (Plane(5, 3, 0),)
+    return tuple(Plane(8 // width, 2**width, at) for width, at in planes(ir.BITS[dtype]))
+
+
+def main_view(layout: Layout) -> int:
+    """The view of stores and block reductions: that of the first codes."""
+    for f in layout.fields:
+        if f.scope is Scope.ELEMENT and f.dtype in ir.CODES:
+            return planes_of(f.dtype)[0].cells
+    return 1
+
+
+def width(block: int, cells: int) -> int:
+    """J, the places of a view: the bytes of a block's plane, up to a power of two."""
+    return power2(-(-block // cells))
+
+
+def power2(n: int) -> int:
+    """The next power of two that is not less."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def group(layout: Layout) -> int:
+    """Blocks of a tile: a power of two."""
+    return max(1, TILE_VALUES // power2(layout.block))
+
+
+@dataclass
+class Used:
+    """What a kernel's first lines must bring in."""
+
+    views: set[int] = field(default_factory=set)
+    streams: set[ir.Stream] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)  # values, residual
+    fields: int = 0  # the first so many of the layout
+    blocks: bool = False
+    sources: bool = False
+    loads: bool = False
+
+
+def head(layout: Layout) -> str:
+    """The first lines of a generated file."""
+    return f"""\
+import triton
+import triton.language as tl
+
+from gradwire.lang.emit.triton_prelude import *
+
+BLOCK = tl.constexpr({layout.block})
+GROUP = tl.constexpr({group(layout)})  # blocks of a full tile
+FEW = tl.constexpr({max(1, group(layout) // PARTS)})  # taken at once in others, to compile faster
+
+"""
+
+
+def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) -> str:
+    """A kernel, twice over: for tiles of full blocks its sizes are constants and memory aligned."""
+    lines = [
+        "g = tl.arange(0, GROUP)[None, :, None]",
+        "here = g < held",
+    ]
+    if used.blocks or used.fields > 1:
+        lines.append("blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK")
+    if used.blocks:
+        lines.append("partials = workspace + tl.load(row + PARTIALS)")
+    for target in sorted(used.targets):
+        pointer = POINTER[native if target == "values" else "fp32"]
+        address = f"tl.load(row + {target.upper()})"
+        lines.append(f"{target} = memory({address}, {pointer}, FULL) + block * BLOCK")
+    if used.fields:
+        lines.append("payload = tl.load(row + PAYLOAD)")
+    if used.sources:
+        lines.append("sources = tl.load(row + SOURCE)")
+    lines += _places(layout, used.fields)
+    if used.streams or used.views:
+        lines.append("first = (tl.load(row + START) + (block + g) * BLOCK).to(tl.uint32)")
+    for s in sorted(used.streams, key=lambda s: (s.shared, s.number)):
+        key, words = "SHARED" if s.shared else "KEY", f"{stream(s)}_low, {stream(s)}_high"
+        lines += [
+            f"{words} = stream(tl.load(row + {key}), {s.number})",
+            f"{stream(s)}_weyl = weyl(first + {stream(s)}_low)",
+        ]
+    for cells in sorted(used.views):
+        lines += _view(cells, layout)
+    call = ", ".join(CALL)
+    return "\n".join(
+        [
+            "@triton.jit",
+            "def " + name + "_tile(",
+            "    row, block, held, m, GROUP: tl.constexpr, FULL: tl.constexpr,",
+            f"    {call},",
+            "):",
+            *("    " + line for line in lines),
+            *body,
+            "",
+            "",
+            f"@triton.jit(do_not_specialize={list(VARYING)})".replace("'", '"'),
+            f"def {name}(table, n, steps, {call}):",
+            "    row = find(table, n, steps)",
+            "    block, held, m, full = place(row, BLOCK, GROUP)",
+            "    if full:",
+            f"        {name}_tile(row, block, GROUP, BLOCK, GROUP, True, {call})",
+            "    else:",
+            "        for done in range(0, held, FEW):",
+            "            few = tl.minimum(held - done, FEW)",
+            f"            {name}_tile(row, block + done, few, m, FEW, False, {call})",
+            "",
+            "",
+        ]
+    )
+
+
+def stream(s: ir.Stream) -> str:
+    """A stream's name in the code."""
+    return f"{'shared' if s.shared else 'stream'}{s.number}"
+
+
+def _view(cells: int, layout: Layout) -> list[str]:
+    k = power2(cells)
+    lines = [f"j{cells} = tl.arange(0, {width(layout.block, cells)})[None, None, :]"]
+    if cells == 1:
+        lines += ["L1 = m", "i1 = j1", "in1 = here & (i1 < m)"]
+    else:
+        inside = f"in{cells} = here & (j{cells} < L{cells}) & (i{cells} < m)"
+        lines += [
+            f"k{cells} = tl.arange(0, {k})[:, None, None]",
+            f"L{cells} = (m + {cells - 1}) // {cells}",
+            f"i{cells} = k{cells} * L{cells} + j{cells}",
+            inside if k == cells else f"{inside} & (k{cells} < {cells})",
+        ]
+    return [*lines, f"o{cells} = g * BLOCK + i{cells}"]
+
+
+def _places(layout: Layout, fields: int) -> list[str]:
+    """Where the first so many fields begin in a payload."""
+    lines, size = [], "0"
+    for number, f in enumerate(layout.fields[:fields]):
+        lines.append(f"at{number} = {size}  # {f.name}")
+        if f.scope is Scope.TENSOR:
+            size = f"at{number} + {f.item_nbytes}"
+        elif f.scope is Scope.BLOCK:
+            size = f"at{number} + blocks * {f.item_nbytes}"
+        else:
+            size = f"at{number} + {_elements(f.dtype, layout.block)}"
+    return lines
+
+
+def _elements(dtype: str, block: int) -> str:
+    """Bytes of all elements of a row."""
+    numel = "tl.load(row + NUMEL)"
+    if dtype not in ir.CODES:
+        return f"{numel} * {ir.BITS[dtype] // 8}"
+    rest = [f"({numel} % BLOCK + {p.cells - 1}) // {p.cells}" for p in planes_of(dtype)]
+    return " + ".join([f"{numel} // BLOCK * {element_nbytes(dtype, block)}", *rest])

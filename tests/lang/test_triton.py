@@ -1,0 +1,139 @@
+"""Law 6 for target triton, interpreted on the CPU: the same bytes as the interpreter in torch.
+
+Kernels run in a process of their own (triton_checks.py). Tiles are as large as on a GPU: a row of
+a few thousand values has a tile of full blocks, one that is not full, and its ragged last block.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton_checks
+from test_programs import CODECS as PROGRAMS
+from test_targets import NON_FINITE, SPECIAL
+
+from codec_calls import CODECS, DTYPES, WIDTHS
+from gradwire.codecs import QSGD, Codec, LowRank
+from gradwire.errors import ConfigError
+from gradwire.lang import ROW, encode, forms, ir, kernels, layout, show
+from gradwire.lang.emit import triton
+from gradwire.lang.ops import abs, concat, map, reduce, uint
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed here"
+    ),
+    pytest.mark.xdist_group("triton"),  # one process for all
+]
+
+
+@dataclass(frozen=True)
+class ManyBlocks(Codec):
+    """Reductions over more blocks than one pass takes."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(2)
+        total, largest = reduce(sum, reduce(sum, x)), reduce(max, reduce(max, abs(x)))
+        code = map(lambda v: (v / largest + 1.0) * 7.0, x)
+        return concat(total=total, largest=largest, code=uint(4, code))
+
+    def decode(self, total: Any, largest: Any, code: Any) -> Any:
+        return map(lambda k: (k / 7.0 - 1.0) * largest + total * 0.0, code)
+
+
+def runnable(codecs: list[Codec]) -> list[Codec]:
+    """Without those that target triton has no rules for yet."""
+    return [c for c in codecs if not triton.lacking(forms.derive(c, "fp32").programs.values())]
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[ProcessPoolExecutor]:
+    """A process where Triton interprets."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, triton_checks.begin) as pool:
+        yield pool
+
+
+def sizes(codec: Codec) -> list[int]:
+    """Two tiles and a ragged block; none; one; around a block."""
+    block = layout(codec).block
+    return [4096 + block + 3, 0, 1, block - 1, block, block + 1]
+
+
+@pytest.mark.parametrize("codec", runnable(CODECS), ids=repr)
+def test_triton_equals_eager(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    given = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL]
+    asked = interpreting.submit(
+        triton_checks.differences, codec, torch.float32, sizes(codec), given
+    )
+    assert asked.result() == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("codec", runnable(CODECS), ids=repr)
+def test_narrow_values(interpreting: ProcessPoolExecutor, codec: Codec, dtype: torch.dtype) -> None:
+    block = layout(codec, dtype).block
+    asked = interpreting.submit(
+        triton_checks.differences, codec, dtype, [block + 1, 1], [SPECIAL + NON_FINITE]
+    )
+    assert asked.result() == ""
+
+
+@pytest.mark.parametrize("codec", runnable(WIDTHS), ids=repr)
+def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    asked = interpreting.submit(
+        triton_checks.differences, codec, torch.float32, sizes(codec)[1:], (),
+        ("encode", "decode_add"),
+    )  # fmt: skip
+    assert asked.result() == ""
+
+
+@pytest.mark.parametrize("codec", [*PROGRAMS, ManyBlocks()], ids=repr)
+def test_programs_that_no_codec_has(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    asked = interpreting.submit(
+        triton_checks.differences, codec, torch.float32, [5000, 1, 70, 0], (SPECIAL,)
+    )
+    assert asked.result() == ""
+
+
+def test_every_rule_is_there() -> None:
+    assert set(triton.ALU) == set(ir.ALU)
+    casts = {("code" if d in ir.CODES else d, r) for d, r in (("uint4", "zero"), ("trit", "zero"))}
+    assert casts <= set(triton.CASTS)
+    known = {*triton.NODES, "const"}
+    assert known <= set(ir.OPS)
+
+
+def test_a_missing_device_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"target 'triton': there is no CUDA or ROCm device"):
+        kernels(QSGD(bits=3), torch.float32, "triton")
+    with pytest.raises(ConfigError, match="target 'triton'"):
+        encode(QSGD(bits=3), torch.zeros(3), target="triton")
+
+
+def test_the_source_can_be_shown() -> None:
+    text = show(QSGD(), "triton")
+    assert "def reduce_encode_ef_0(" in text
+    compile(text, "shown", "exec")
+    assert show(LowRank(), "triton").startswith("# no Triton")
+
+
+def test_rows_are_divided_into_tiles() -> None:
+    from gradwire.lang import gpu
+
+    lay = layout(QSGD())  # blocks of 128, 32 of them a tile
+    rows = np.zeros(4, ROW)
+    rows["numel"] = [4096 * 2, 0, 4096 + 130, 1]
+    tiles = gpu.divide(rows, lay)
+    assert tiles.table[:, -2].tolist() == [0, 2, 2, 5]
+    assert (tiles.number, tiles.blocks) == (6, 65)
+    assert gpu.divide(rows[:0], lay).number == 0

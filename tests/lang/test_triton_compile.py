@@ -1,0 +1,101 @@
+"""Triton's kernels compile for GPUs that are not here, to instructions that give the same bits."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from codec_calls import CODECS
+from gradwire.codecs import QSGD, Codec, Identity
+from gradwire.lang import forms, gpu, layout
+from gradwire.lang.emit import triton as emitter
+from gradwire.lang.forms import FORMS
+
+compiler = pytest.importorskip("triton.compiler", reason="triton is not installed here")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("triton")
+
+SIGNATURE = {
+    "table": "*i64", "n": "i32", "steps": "i32", "ranks": "i32", "rank": "i32", "stride": "i64",
+    "factor": "fp32", "numbers": "*fp32", "workspace": "*fp32",
+}  # fmt: skip
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+OTHERS = [
+    codec for codec in CODECS
+    if codec != QSGD() and not emitter.lacking(forms.derive(codec, "fp32").programs.values())
+]  # fmt: skip
+# all forms of one codec; of the others one that encodes what it reads, and one that encodes a sum
+NVIDIA = [(QSGD(), form, target) for form in FORMS for target in ("sm_80", "sm_90")]
+NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OTHERS]
+NVIDIA += [(codec, "reduce_encode", "sm_80") for codec in OTHERS]
+AMD = [(QSGD(), form) for form in FORMS]
+AMD += [(codec, form) for codec in OTHERS for form in ("encode_ef", "reduce_encode")]
+
+
+@cache
+def compiled(codec: Codec, form: str, target: str) -> list[Any]:
+    """The kernels of a form's sweeps."""
+    gpu_target = TARGETS[target]
+    options = gpu.options(layout(codec), gpu_target.warp_size)
+    return [
+        compiler.compile(
+            compiler.ASTSource(fn=kernel, signature=SIGNATURE, constexprs={}),
+            target=gpu_target,
+            options=options,
+        )
+        for kernel, _ in gpu.load(gpu.source(codec)).SWEEPS[form]
+    ]
+
+
+@pytest.mark.parametrize(("codec", "form", "target"), NVIDIA, ids=repr)
+def test_nvidia(codec: Codec, form: str, target: str) -> None:
+    for kernel in compiled(codec, form, target):
+        ptx = kernel.asm["ptx"]
+        assert ".ftz" not in ptx, "subnormals would become zero"
+        assert "fma.rn.f32" not in ptx, "a product would not be rounded"
+        assert not re.search(r"\b(div|sqrt|rcp)\.(full|approx)", ptx)
+        # what is not marked .rn the assembler may contract, unless it is told not to
+        assert gpu.options(layout(codec), 32)["enable_fp_fusion"] is False
+        assert len(kernel.asm["cubin"]) > 0
+
+
+@pytest.mark.parametrize(("codec", "form"), AMD, ids=repr)
+def test_amd(codec: Codec, form: str) -> None:
+    for kernel in compiled(codec, form, "gfx942"):
+        text = kernel.asm["amdgcn"]
+        assert "denorm_mode_32 3" in text, "subnormals would become zero"
+        if "v_div_" not in text and "v_sqrt_" not in text:  # these are made of such instructions
+            assert not re.search(r"\bv_(pk_)?(fma|fmac|mad|mac)_f32", text)
+
+
+def test_only_what_is_aligned_is_stored_by_vectors() -> None:
+    """Triton marks pointers, and a mark that reached the other branch would be a fault there."""
+    (kernel,) = compiled(Identity(), "encode", "sm_90")
+    ptx = kernel.asm["ptx"]
+    for width in ("v4.b32", "b32", "b16", "b8"):
+        assert f"st.global.{width}" in ptx, width
+
+
+def test_reductions_over_rows() -> None:
+    from gradwire.lang.emit import triton_prelude
+
+    for target, kind in (("sm_80", "sum"), ("gfx942", "sum"), ("sm_90", "max")):
+        constants = {"BLOCK": 1024, "PARTIAL": 2, "KIND": kind, "R": gpu.REDUCED, "LOG": 10,
+                     "C": gpu.REDUCED_COLUMNS}  # fmt: skip
+        source = compiler.ASTSource(
+            fn=triton_prelude.complete,
+            signature={"table": "*i64", "workspace": "*fp32", "index": "i32", "done": "i32"}
+            | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+        )
+        compiler.compile(
+            source, target=TARGETS[target], options={"num_warps": 8, "enable_fp_fusion": False}
+        )

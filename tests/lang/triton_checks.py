@@ -1,0 +1,152 @@
+"""What the tests of target triton do in a process of their own, where Triton interprets kernels.
+
+TRITON_INTERPRET must be set before Triton is imported, and then Triton compiles nothing in that
+process; so neither the variable nor the module may reach other tests. A launch that is interpreted
+takes long, however little it does, so these calls have many rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from codec_calls import gradient, same
+from gradwire.codecs import Codec
+from gradwire.lang import ROW, Layout, kernels, layout
+from gradwire.lang.forms import FORMS
+
+GAP = 3  # bytes and values between rows: no row begins at a round address
+PEERS = 2
+
+
+def begin() -> None:
+    """Make this process one in which Triton interprets."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    # the interpreter's arithmetic is numpy's, which warns of what is meant to give infinity or NaN
+    np.seterr(all="ignore")
+    patch_once()
+
+
+def patch_once() -> None:
+    """Let Triton patch its language for interpretation once, not in every call of every function.
+
+    Each time takes two milliseconds, half of what these tests take; nothing else depends on it.
+    """
+    from triton.runtime import interpreter
+
+    from gradwire.lang.emit import triton_prelude
+
+    if hasattr(interpreter, "_patch_lang"):
+        interpreter._patch_lang(triton_prelude.find.fn)
+        interpreter._patch_lang = lambda function: Patched()
+
+
+class Patched:
+    """What patching returned, and undoes nothing."""
+
+    def restore(self) -> None:
+        """The language stays as it is."""
+
+
+@dataclass
+class Memory:
+    """The memory of a call's rows, with gaps that must stay as they are."""
+
+    values: torch.Tensor
+    residual: torch.Tensor
+    payload: torch.Tensor
+    sources: torch.Tensor
+    rows: np.ndarray
+    stride: int
+
+    def run(self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0) -> Memory:
+        """A form on a copy of this memory, which is returned."""
+        copy = Memory(*(t.clone() for t in self.tensors), self.rows.copy(), self.stride)
+        names = ("values", "residual", "payload", "source")
+        for name, old, new in zip(names, self.tensors, copy.tensors, strict=True):
+            copy.rows[name] += np.uint64(new.data_ptr()) - np.uint64(old.data_ptr())
+        kernels(codec, self.values.dtype, target).run(
+            form, copy.rows, ranks=ranks, rank=rank, stride=self.stride, factor=1 / 3
+        )
+        return copy
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.values, self.residual, self.payload, self.sources
+
+    def unequal(self, other: Memory) -> list[str]:
+        equal = {
+            "values": same(self.values, other.values),
+            "residual": same(self.residual, other.residual),
+            "payload": torch.equal(self.payload, other.payload),
+        }
+        return [name for name, is_equal in equal.items() if not is_equal]
+
+
+def memory(lay: Layout, values: list[torch.Tensor]) -> Memory:
+    """Memory for rows of these values."""
+    sizes = [v.numel() for v in values]
+    bytes_each = [lay.nbytes(n) for n in sizes]
+    starts = np.cumsum([0, *(n + GAP for n in sizes)])  # the first row is aligned, others are not
+    at = np.cumsum([1, *(b + GAP for b in bytes_each)])
+    stride = max(bytes_each) + 1
+    made = Memory(
+        torch.full((int(starts[-1]),), 7.0, dtype=values[0].dtype),
+        gradient(int(starts[-1]), seed=4),
+        torch.full((int(at[-1]),), 0xA5, dtype=torch.uint8),
+        torch.full((len(sizes) * PEERS * stride,), 0xA5, dtype=torch.uint8),
+        np.zeros(len(sizes), ROW),
+        stride,
+    )
+    for i, v in enumerate(values):
+        made.values[starts[i] : starts[i] + v.numel()] = v
+    made.rows["values"] = made.values.data_ptr() + starts[:-1] * made.values.element_size()
+    made.rows["residual"] = made.residual.data_ptr() + starts[:-1] * 4
+    made.rows["payload"] = made.payload.data_ptr() + at[:-1]
+    made.rows["source"] = made.sources.data_ptr() + np.arange(len(sizes)) * (PEERS * stride)
+    made.rows["numel"], made.rows["start"] = sizes, np.arange(len(sizes)) * 1000 + 2**32 - 1500
+    made.rows["key"], made.rows["shared"] = np.arange(len(sizes), dtype=np.uint64), 5
+    made.rows["key"] += np.uint64(2**63)
+    return made
+
+
+def with_payloads(codec: Codec, made: Memory) -> Memory:
+    """The same memory, with genuine payloads in it."""
+    values, rows = made.values.clone(), made.rows.copy()
+    rows["values"] += np.uint64(values.data_ptr()) - np.uint64(made.values.data_ptr())
+    eager = kernels(codec, values.dtype, "eager")
+    for peer in range(PEERS + 1):
+        values.copy_(gradient(values.numel(), values.dtype, seed=peer))
+        own = made.rows["source"] + np.uint64(peer * made.stride)
+        rows["payload"] = own if peer < PEERS else made.rows["payload"]
+        eager.run("encode", rows)
+    return made
+
+
+def differences(
+    codec: Codec,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    given: Sequence[Sequence[float]] = (),
+    forms: Sequence[str] = FORMS,
+) -> str:
+    """Where target triton and eager do not agree on every bit: empty if nowhere.
+
+    A row for each of `sizes`, and one for each of `given`, its values.
+    """
+    values = [gradient(n, dtype, seed=n) for n in sizes]
+    values += [torch.tensor(numbers, dtype=torch.float32).to(dtype) for numbers in given]
+    made = with_payloads(codec, memory(layout(codec, dtype), values))
+    wrong = []
+    for form in forms:
+        sums = form.startswith("reduce") or form == "decode_sum"
+        for rank in (1, -1) if form == "decode_sum" else (1 if sums else 0,):
+            ranks = PEERS + (rank >= 0) if sums else 1
+            a, b = (made.run(codec, form, target, ranks, rank) for target in ("triton", "eager"))
+            wrong += [f"{part} of {form} at rank {rank}" for part in a.unequal(b)]
+    return ", ".join(wrong)
