@@ -222,6 +222,22 @@ def bench_collectives(
         out.rows(rows, columns)
 
 
+@bench.command("transports")
+def bench_transports(
+    sizes: Annotated[
+        str | None, typer.Option("--bytes", help="Of a message, comma-separated.")
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Time messages between two ranks: shared memory, and gloo on loopback."""
+    from gradwire.bench import transports
+
+    rows = transports.run(_list(sizes), quick)
+    with output(json_file) as out:
+        out.rows(rows, ["transport", "bytes", "latency_us", "gbps"])
+
+
 @bench.command("train")
 def bench_train(
     task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",

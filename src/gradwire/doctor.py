@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradwire import __version__
 from gradwire.errors import ConfigError
 from gradwire.lang import jit, native, prebuilt
+from gradwire.transport import shm, shm_library
 
 # An optional part and the modules it needs.
 _EXTRAS = {
@@ -38,6 +39,9 @@ def examine() -> Iterator[dict[str, Any]]:
     yield _row("transport loopback", True, "threads of one process, for tests")
     gloo = dist.is_available() and dist.is_gloo_available()
     yield _row("transport torch_p2p", gloo, "gloo" if gloo else "this torch has no gloo")
+    reason = shm_library.unavailable()
+    rings = f"rings of up to {shm.ring_bytes_for(1) >> 10} KiB between ranks of one machine"
+    yield _row("transport shm", reason is None, reason or rings)
     yield from _lab()
     for part, modules in _EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]

@@ -126,7 +126,7 @@ class Shm:
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            crowded = len(peers) + 1 > len(os.sched_getaffinity(0))
+            crowded = len(peers) + 1 > (os.cpu_count() or 1)  # a rank may be bound to one
             spin = int(1e9 * (_SPIN_CROWDED_S if crowded else _SPIN_S))
             self._handle = library.shm_begin(self.fd, len(peers), ring_bytes, spin)
             if not self._handle:

@@ -1,0 +1,64 @@
+"""`gradwire bench transports`: shared memory against gloo on loopback, between two ranks.
+
+Both transports move the same messages between the same two processes, in turns (A B A B), as the
+executor uses them: receives are posted before their messages are sent. Each rank has a core of its
+own, where there are two.
+
+A row: transport (shm, gloo), bytes (of a message), latency_us (half the time there and back),
+gbps (1e9 bytes / s of several messages in flight one way, the last one's arrival included).
+Both are medians, over messages and over turns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import ConfigError
+from gradwire.lab import Network, launch
+from gradwire.transport import shm_library
+
+SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 24)  # bytes
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What both ranks are told; `output` is the file for the rows."""
+
+    sizes: tuple[int, ...]
+    turns: int
+    output: str
+
+
+def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield a row for each transport and size.
+
+    Args:
+        sizes: bytes of a message.
+        quick: fewer turns.
+
+    Raises:
+        ConfigError: a size that is no number, or below 1; no shared memory here, with the reason.
+    """
+    for size in sizes or ():
+        if not str(size).isdecimal() or int(size) < 1:
+            raise ConfigError(f"--bytes {size}: give the bytes of a message, 1 or more")
+    reason = shm_library.unavailable()
+    if reason is not None:
+        raise ConfigError(f"no shared memory here: {reason}")
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        output = str(Path(folder) / "rows.json")
+        config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21, output)
+        command = [sys.executable, "-m", "gradwire.bench.transports_worker"]
+        command.append(json.dumps(asdict(config)))
+        # The ranks' remarks are for people, so they go where remarks go.
+        codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
+        if any(codes):
+            raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")
+        yield from json.loads(Path(output).read_text())

@@ -1,0 +1,139 @@
+"""One of the two ranks of `gradwire bench transports`; started by it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.transports import Config
+from gradwire.transport import Mixed, TorchP2P, Transport
+
+_STREAM_BYTES = 1 << 25  # of a turn's messages in flight, at most _STREAM_MOST of them
+_STREAM_MOST = 64
+_TURN_S = 0.03  # of a turn's messages there and back, by what one takes over gloo
+_TAGS = 1 << 10  # of a measurement: each message in flight has its own, as in the executor
+
+
+def _meet(transport: Transport, tag: int) -> None:
+    """Wait for the other rank."""
+    peer = 1 - transport.rank
+    heard = transport.irecv(torch.empty(1, dtype=torch.uint8), peer, tag)
+    transport.isend(torch.zeros(1, dtype=torch.uint8), peer, tag).wait()
+    heard.wait()
+
+
+def there_and_back(transport: Transport, data: torch.Tensor, times: int, tag: int) -> list[float]:
+    """Seconds for a message to get there, and one of the same size back, `times` times.
+
+    Tags from `tag` on are used.
+    """
+    peer, inboxes = 1 - transport.rank, [torch.empty_like(data) for _ in range(2)]
+    coming = transport.irecv(inboxes[0], peer, tag)
+    _meet(transport, tag + times)
+    seconds = []
+    for turn in range(times):
+        begun = time.perf_counter()
+        if transport.rank == 0:
+            sent = transport.isend(data, peer, tag + turn)
+        arrived = coming
+        if turn + 1 < times:
+            coming = transport.irecv(inboxes[(turn + 1) % 2], peer, tag + turn + 1)
+        arrived.wait()
+        if transport.rank == 1:
+            sent = transport.isend(data, peer, tag + turn)
+        sent.wait()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def one_way(transport: Transport, messages: list[torch.Tensor], tag: int) -> float:
+    """Seconds for all `messages` to get from rank 0 to rank 1, and word of that back.
+
+    Tags from `tag` on are used.
+    """
+    peer = 1 - transport.rank
+    word, last = torch.zeros(1, dtype=torch.uint8), tag + len(messages)
+    numbered = list(enumerate(messages, tag))
+    if transport.rank == 0:
+        answer = transport.irecv(word, peer, last)
+        _meet(transport, last + 1)
+        begun = time.perf_counter()
+        pending = [transport.isend(m, peer, number) for number, m in numbered]
+        for each in (*pending, answer):
+            each.wait()
+    else:
+        coming = [transport.irecv(m, peer, number) for number, m in numbered]
+        _meet(transport, last + 1)
+        begun = time.perf_counter()
+        for each in coming:
+            each.wait()
+        transport.isend(word, peer, last).wait()
+    return time.perf_counter() - begun
+
+
+def _take_a_core(rank: int) -> None:
+    """Keep this rank, gloo's threads included, on a core of its own, where there are two.
+
+    Else a busy scheduler may put both ranks on one core for good, and what is measured is how long
+    they wait for each other to leave it.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 1:
+            os.sched_setaffinity(0, {cores[rank]})
+
+
+def main(config: Config) -> None:
+    """Measure both transports in turns, and on rank 0 write the rows."""
+    torch.set_num_threads(1)
+    _take_a_core(int(os.environ["RANK"]))
+    dist.init_process_group("gloo")
+    transports: dict[str, Transport] = {"shm": Mixed(), "gloo": TorchP2P(dist.new_group())}
+    assert transports["shm"].reached, "shared memory does not reach the other rank"  # type: ignore[attr-defined]
+    tags = itertools.count(step=_TAGS)
+    rows = []
+    for size in config.sizes:
+        data = torch.zeros(size, dtype=torch.uint8)
+        count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
+        messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
+        usual = statistics.median(there_and_back(transports["gloo"], data, 9, next(tags)))
+        share = torch.tensor(usual)
+        dist.broadcast(share, 0)
+        times = max(3, min(300, int(_TURN_S / float(share))))
+        latencies: dict[str, list[float]] = {name: [] for name in transports}
+        streams: dict[str, list[float]] = {name: [] for name in transports}
+        for turn in range(1 + config.turns):  # the first warms up
+            for name, transport in transports.items():
+                trips = there_and_back(transport, data, times, next(tags))
+                stream = one_way(transport, messages, next(tags))
+                if turn:
+                    latencies[name] += trips
+                    streams[name].append(stream)
+        for name in transports:
+            rows.append(
+                {
+                    "transport": name,
+                    "bytes": size,
+                    "latency_us": 1e6 * statistics.median(latencies[name]) / 2,
+                    "gbps": size * count / statistics.median(streams[name]) / 1e9,
+                }
+            )
+    if dist.get_rank() == 0:
+        Path(config.output).write_text(json.dumps(rows))
+    dist.barrier()
+    for transport in transports.values():
+        transport.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    main(Config(**{**told, "sizes": tuple(told["sizes"])}))
