@@ -83,7 +83,8 @@ def sources(open_folder: Path) -> str:
     shutil.copytree(LAB, folder / "gradwire" / "lab")
     shutil.copy(LAB.parent / "errors.py", folder / "gradwire")
     (folder / "gradwire" / "lang").mkdir()
-    shutil.copy(LAB.parent / "lang" / "jit.py", folder / "gradwire" / "lang")
+    for module in ("isa.py", "jit.py"):
+        shutil.copy(LAB.parent / "lang" / module, folder / "gradwire" / "lang")
     for package in ("gradwire", "gradwire/lang"):
         (folder / package / "__init__.py").touch()
     return str(folder)

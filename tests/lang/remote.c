@@ -1,8 +1,8 @@
 /* Runs kernels on another machine's CPU, or an emulated one. test_neon.py puts a codec's whole
    generated source before this file, and writes what standard input holds, in int64 unless stated:
    form, values, bytes of a value, bytes of a payload, bytes of workspace, ranks, rank, payloads of
-   peers, floats in the codec's table, start, key; then values, residual, payload, the peers'
-   payloads, the table. Standard output gets payload, values and residual. Until the input ends. */
+   peers, floats in the codec's table, start, key, shared key; then values, residual, payload, the
+   peers' payloads, the table. Standard output gets payload, values and residual. Until the input ends. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -17,9 +17,9 @@ static void *take(int64_t nbytes) {
 }
 
 int main(void) {
-  int64_t h[11];
+  int64_t h[12];
   while (fread(h, sizeof h, 1, stdin) == 1) {
-    Row row = {.numel = h[1], .start = h[9], .key = (uint64_t)h[10]};
+    Row row = {.numel = h[1], .start = h[9], .key = (uint64_t)h[10], .shared = (uint64_t)h[11]};
     row.values = take(h[1] * h[2]);
     row.residual = take(h[1] * 4);
     row.payload = take(h[3]);

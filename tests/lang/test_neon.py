@@ -38,7 +38,7 @@ CODECS = {
 }
 CASES = [*((name, torch.float32) for name in CODECS), ("qsgd", torch.bfloat16)]
 SIZES = [1, 130, 5003]
-KEY, START = 2**63 + 5, 640
+KEY, SHARED, START = 2**63 + 5, 12, 640
 
 
 def compile_for_arm(codec: codecs.Codec, dtype: torch.dtype, folder: Path) -> Path:
@@ -66,14 +66,14 @@ def test_neon_gives_the_same_bytes(name: str, dtype: torch.dtype, tmp_path: Path
             )
             workspace = lay.workspace_nbytes(np.array([numel]), 2)
             head = [forms.FORMS.index(form), numel, dtype.itemsize, len(own), workspace]
-            head += [3, 1, 2, len(table), START, KEY - 2**64]
+            head += [3, 1, 2, len(table), START, KEY - 2**64, SHARED]
             parts = [values.view(torch.uint8), residual.view(torch.uint8), own, *peers]
             data = b"".join(part.numpy().tobytes() for part in parts)
-            asked.append(struct.pack("<11q", *head) + data + np.array(table, "<f4").tobytes())
+            asked.append(struct.pack("<12q", *head) + data + np.array(table, "<f4").tobytes())
             expected.append(
                 call(
                     codec, form, values, target="eager", payload=own, residual=residual,
-                    peers=peers, rank=1, factor=1 / 3, key=KEY, start=START,
+                    peers=peers, rank=1, factor=1 / 3, key=KEY, shared=SHARED, start=START,
                 )
             )  # fmt: skip
     program = compile_for_arm(codec, dtype, tmp_path)
