@@ -13,12 +13,13 @@ from gradwire.algorithms import (
     HALVES,
     REGISTRY,
     Algorithm,
+    Coordinated,
     Hierarchical,
     parameter_server,
     ring,
     tree,
 )
-from gradwire.engine import HEADER_BYTES, Kind
+from gradwire.engine import HEADER_BYTES, Kind, Task
 from ranks import WORLD_SIZES
 
 PLAIN = {name: a for name, a in REGISTRY.items() if name != "hierarchical"}
@@ -68,9 +69,13 @@ def test_graphs(algorithm: Algorithm, n: int, data: st.DataObject) -> None:
 def test_a_parameter_server_of_any_number_of_partitions(
     n: int, partitions: int, data: st.DataObject
 ) -> None:
-    class Served:
-        """The module, with another number of chunks."""
+    check(served(partitions), n, draw_sizes(data, partitions))
 
+
+def served(partitions: int) -> Algorithm:
+    """A parameter server with another number of chunks."""
+
+    class Served:
         ROLES = parameter_server.ROLES
         build = staticmethod(parameter_server.build)
         wire_bytes = staticmethod(parameter_server.wire_bytes)
@@ -78,7 +83,36 @@ def test_a_parameter_server_of_any_number_of_partitions(
         seconds = staticmethod(parameter_server.seconds)
         chunks = staticmethod(lambda world_size: partitions)
 
-    check(Served(), n, draw_sizes(data, partitions))
+    return Served()
+
+
+@quickly
+@given(n=worlds, window=st.integers(1, 3), data=st.data())
+def test_coordinated_rounds(n: int, window: int, data: st.DataObject) -> None:
+    partitions = data.draw(st.integers(1, 12))
+    inner = data.draw(st.sampled_from([REGISTRY["sra"], served(partitions)]))
+    algorithm = Coordinated(inner, window)
+    sizes = draw_sizes(data, algorithm.chunks(n))
+    check(algorithm, n, sizes)
+    for half in HALVES.values():
+        check(Coordinated(half, window), n, draw_sizes(data, n), whole=False)
+
+
+@pytest.mark.parametrize("inner", [REGISTRY["sra"], served(2), served(10)], ids=["sra", "2", "10"])
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_coordinated_ranks_have_one_receiver_at_a_time(inner: Algorithm, n: int) -> None:
+    """With a window of 1: what waits for the same messages goes to the same peer."""
+    algorithm = Coordinated(inner, window=1)
+    sizes = [[160] * algorithm.chunks(n)] * 3
+    for rank in range(n):
+        graph = algorithm.build(rank, n, sizes)
+        plain = inner.build(rank, n, sizes)
+        assert set(graph.tasks) == set(plain.tasks)  # `after` is not compared
+        released: dict[frozenset[Task], set[int | None]] = {}
+        for task in graph.tasks:
+            if task.kind is Kind.SEND:
+                released.setdefault(frozenset(task.after), set()).add(task.peer)
+        assert all(len(peers) == 1 for peers in released.values()), released
 
 
 @quickly

@@ -31,6 +31,10 @@ WAYS = {
     "tree": lambda n: Options(algorithm="tree"),
     "parameter_server": lambda n: Options(algorithm="parameter_server"),
     "three_servers": lambda n: Options(algorithm="parameter_server", partitions=3),
+    "coordinated": lambda n: Options(coordinated=True, segments=3),
+    "coordinated_servers": lambda n: Options(
+        algorithm="parameter_server", partitions=5, coordinated=True
+    ),
     "all_gather": lambda n: Options(algorithm="all_gather"),
     "machines_of_2": lambda n: Options(
         algorithm="hierarchical", nodes=tuple(r // 2 for r in range(n))
@@ -251,3 +255,19 @@ def test_error_grows_with_the_ranks_in_an_encoded_sum(common: float) -> None:
     if not common:
         for way, units in {"all_gather": 8, "tree": 20, "ring": 36}.items():
             assert found[way] / found["sra"] == pytest.approx(units / 15, rel=0.06)
+
+
+@pytest.mark.parametrize("options", [Options(coordinated=True), Options(batched=False)], ids=str)
+@pytest.mark.parametrize("n", [2, 5])
+def test_what_is_switched_off_for_an_ablation_changes_no_bit(options: Options, n: int) -> None:
+    made = torch.Generator().manual_seed(3)
+    data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]
+
+    def body(comm: Communicator, options: Options) -> list[torch.Tensor]:
+        tensors = [t.clone() for t in data[comm.rank]]
+        reduce_all(comm, tensors, QSGD(), options)
+        return tensors
+
+    plain = as_threads(n, lambda comm: body(comm, Options()))[0]
+    other = as_threads(n, lambda comm: body(comm, options))[0]
+    assert all(map(torch.equal, plain, other))

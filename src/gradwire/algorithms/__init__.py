@@ -15,11 +15,12 @@ from gradwire.algorithms import (
     sra_reduce_scatter,
     tree,
 )
+from gradwire.algorithms.coordinated import Coordinated
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.algorithms.protocol import Algorithm, Sizes
 from gradwire.errors import ConfigError
 
-__all__ = ["HALVES", "REGISTRY", "Algorithm", "Hierarchical", "Sizes", "get"]
+__all__ = ["HALVES", "REGISTRY", "Algorithm", "Coordinated", "Hierarchical", "Sizes", "get"]
 
 REGISTRY: dict[str, Algorithm] = {
     "sra": scatter_reduce_allgather,

@@ -1,7 +1,8 @@
 """The methods that `bench train` compares: ways for DDP to average gradients.
 
 A method is named by an entry of `NAMED`, or spelt out as `gradwire:CODEC:OPTION=VALUE:...`, where
-the options are those of `gradwire.attach` and of the codec (`gradwire:qsgd:bits=2:block=1024`).
+the options are those of `gradwire.attach`, of `gradwire.Options` and of the codec
+(`gradwire:qsgd:bits=2:block=1024:coordinated=true`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -79,10 +80,11 @@ class Method:
         if self.kind != "gradwire":
             return
         attach_options = inspect.signature(gradwire.attach).parameters
-        codec_options = {k: v for k, v in self.options.items() if k not in attach_options}
+        given, options = _split(self.options)
+        codec_options = {k: v for k, v in given.items() if k not in attach_options}
         try:
             gradwire.codecs.get(str(self.options["codec"]), **codec_options)
-            gradwire.Options(algorithm=str(self.options.get("algorithm", "sra")))
+            gradwire.Options(**options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 
@@ -200,14 +202,21 @@ def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied
 
 
 def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
-    arguments: dict[str, Any] = {**options}
-    handle = gradwire.attach(model, **arguments)
+    arguments, run = _split(options)
+    handle = gradwire.attach(model, options=gradwire.Options(**run), **arguments)
 
     def traffic(steps: int) -> Traffic:
         stats = handle.stats()
         return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
 
     return Applied(traffic, handle.detach)
+
+
+def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what `attach` is given, what its `gradwire.Options` is made of)."""
+    names = {option.name for option in fields(gradwire.Options)}
+    run = {name: value for name, value in options.items() if name in names}
+    return {name: value for name, value in options.items() if name not in names}, run
 
 
 _APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {

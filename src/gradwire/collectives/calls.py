@@ -64,6 +64,7 @@ class Calls:
         offsets: where each message starts in the arena, in bytes; what a merge reads stands there
             in its order, at equal distances.
         rank: whose calls these are.
+        batched: one call for all rows of a task, codec and dtype; else one for each row.
 
     Attributes:
         of: task -> its calls.
@@ -78,6 +79,7 @@ class Calls:
         kernel_of: Mapping[tuple[Codec, torch.dtype], int],
         offsets: Mapping[Buffer, int],
         rank: int,
+        batched: bool = True,
     ) -> None:
         by_message: dict[tuple[int, int], list[Row]] = {}
         for row in rows:
@@ -101,7 +103,7 @@ class Calls:
             for i in sorted(range(len(covered)), key=kinds.__getitem__):
                 row, message = covered[i]
                 inside, at = HEADER_BYTES + row.offset, len(placed)
-                if calls and (calls[-1].kernel, calls[-1].form) == kinds[i]:
+                if batched and calls and (calls[-1].kernel, calls[-1].form) == kinds[i]:
                     calls[-1] = Call(*kinds[i], calls[-1].first, at + 1)
                 else:
                     calls.append(Call(*kinds[i], at, at + 1))

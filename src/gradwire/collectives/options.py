@@ -12,7 +12,7 @@ from gradwire.lang.kernels import TARGETS
 
 @dataclass(frozen=True)
 class Options:
-    """How a collective runs; the same on every rank, but for `target` and `threads`.
+    """How a collective runs; the same on every rank, but for `target`, `threads` and `batched`.
 
     Attributes:
         algorithm: a name of `gradwire.algorithms.REGISTRY`.
@@ -25,6 +25,10 @@ class Options:
             by host names and LOCAL_WORLD_SIZE.
         inside: of the algorithm hierarchical: how values travel inside a machine, "full" (in their
             own precision) or "codec".
+        coordinated: of the algorithms sra and parameter_server: send in rounds in which every rank
+            has one receiver and one sender (docs/algorithms.md).
+        batched: one kernel call for all tensors of a task; False makes one for each, to show what
+            batching is worth.
 
     Raises:
         ConfigError: an unknown algorithm or target, a number below one, an option of another
@@ -39,6 +43,8 @@ class Options:
     partitions: int | None = None
     nodes: tuple[int, ...] | None = None
     inside: str = "full"
+    coordinated: bool = False
+    batched: bool = True
 
     def __post_init__(self) -> None:
         algorithms.get(self.algorithm)
@@ -57,22 +63,27 @@ class Options:
             raise ConfigError(f"nodes={nodes!r}: a tuple of the machine of each rank, as numbers")
         if self.inside not in INSIDE:
             raise ConfigError(f"inside={self.inside!r}: use one of {', '.join(INSIDE)}")
-        for name, default, owner in _OWNED:
-            if getattr(self, name) != default and self.algorithm != owner:
+        for name in ("checksum", "coordinated", "batched"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use True or False")
+        for name, default, owners in _OWNED:
+            if getattr(self, name) != default and self.algorithm not in owners:
                 raise ConfigError(
-                    f"{name} is an option of the algorithm {owner}, not of {self.algorithm}"
+                    f"{name} is an option of the algorithm {' and '.join(owners)}, "
+                    f"not of {self.algorithm}"
                 )
 
     def __str__(self) -> str:
         """What all ranks must share."""
         text = f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
-        given = [f", {n} {getattr(self, n)}" for n, _, owner in _OWNED if owner == self.algorithm]
+        given = [f", {n} {getattr(self, n)}" for n, _, owners in _OWNED if self.algorithm in owners]
         return text + "".join(given)
 
 
-# option, its default, the algorithm whose it is
+# option, its default, the algorithms whose it is
 _OWNED = (
-    ("partitions", None, "parameter_server"),
-    ("nodes", None, "hierarchical"),
-    ("inside", "full", "hierarchical"),
+    ("partitions", None, ("parameter_server",)),
+    ("nodes", None, ("hierarchical",)),
+    ("inside", "full", ("hierarchical",)),
+    ("coordinated", False, ("sra", "parameter_server")),
 )

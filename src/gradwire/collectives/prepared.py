@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from gradwire import algorithms
-from gradwire.algorithms import Algorithm, Hierarchical
+from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
 from gradwire.collectives.arena import place
 from gradwire.collectives.calls import Calls
 from gradwire.collectives.defined import check_defined
@@ -84,7 +84,9 @@ class Collective:
 
         self.offsets, self.workspace_offset = place(self.graph, self.message_bytes)
         index = {kind: i for i, kind in enumerate(kinds)}
-        self.calls = Calls(self.graph, cut.rows, self.specs, index, self.offsets, comm.rank)
+        self.calls = Calls(
+            self.graph, cut.rows, self.specs, index, self.offsets, comm.rank, options.batched
+        )
         self.threads = options.threads or torch.get_num_threads()
         self.arena_bytes = self.workspace_offset + max(
             (
@@ -161,8 +163,11 @@ def _algorithm(comm: Communicator, options: Options, kind: str) -> Algorithm:
             raise ConfigError(
                 f"{kind} is a half of the algorithm sra; it has no algorithm {options.algorithm!r}"
             )
-        return algorithms.HALVES[kind]
-    algorithm = algorithms.get(options.algorithm)
+        algorithm = algorithms.HALVES[kind]
+    else:
+        algorithm = algorithms.get(options.algorithm)
+    if options.coordinated:
+        return Coordinated(algorithm)
     if isinstance(algorithm, Hierarchical):
         nodes = machines(comm) if options.nodes is None else options.nodes
         if len(nodes) != comm.world_size:

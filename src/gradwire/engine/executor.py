@@ -195,8 +195,8 @@ class Executor:
         message = run.job.memory(buffer)
         run.wire_bytes += message.numel()
         pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
-        self._outbound.put(partial(self._sent, run, pending))
-        self._done(run, index)
+        self._outbound.put(partial(self._sent, run, index, pending))
+        self._count(run)
 
     def _receive(self, run: _Run, index: int, pending: Pending) -> None:
         pending.wait()
@@ -204,9 +204,11 @@ class Executor:
         self._done(run, index)
 
     def _done(self, run: _Run, index: int) -> None:
+        self._release_dependents(run, index)
+        self._count(run)
+
+    def _release_dependents(self, run: _Run, index: int) -> None:
         with self._lock:
-            run.left -= 1
-            last = run.left == 0
             ready = []
             for dependent in run.job.graph.dependents[index]:
                 run.waits[dependent] -= 1
@@ -214,11 +216,18 @@ class Executor:
                     ready.append(dependent)
         for dependent in ready:
             self._release(run, dependent)
+
+    def _count(self, run: _Run) -> None:
+        """One task less to do; a send counts once it is posted."""
+        with self._lock:
+            run.left -= 1
+            last = run.left == 0
         if last:
             self._ended(run)
 
-    def _sent(self, run: _Run, pending: Pending) -> None:
+    def _sent(self, run: _Run, index: int, pending: Pending) -> None:
         pending.wait()
+        self._release_dependents(run, index)
         with self._lock:
             run.sends_left -= 1
         self._ended(run)

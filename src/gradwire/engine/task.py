@@ -57,7 +57,8 @@ class Task:
         peer: the other rank of a send or recv, else None.
         own: of a merge: the position of the own values in the sum; None sums payloads alone.
         final: of a merge: whether it makes the result, so that an average is divided here.
-        after: tasks that must end first though no buffer says so, since they change the values.
+        after: tasks that must end first though no buffer says so: they change the values, or use
+            the link. A send ends when its transport says so.
     """
 
     kind: Kind

@@ -1,0 +1,90 @@
+"""Coordinated sending (HIPRESS 3.2): link-disjoint rounds, in which a rank has one receiver and one
+sender at a time.
+
+Left alone, an algorithm sends each message as soon as it is ready, and the messages of several
+ranks to one meet in its link. Coordinated, messages have *rounds*, which every rank computes alike
+from (step, segment, sender, receiver): in the round of shift t, rank r sends to r + t and receives
+from r - t, modulo N. The rounds of step p of segment s come with those of step 0 of segment s + p,
+so that sums of a segment are made while contributions to the next travel.
+
+No message says when a round begins. A rank sends in a round once its sends and receives of the
+round `WINDOW` rounds before have ended, so nobody is further ahead than that; with a window of 1,
+rounds are disjoint, and each costs a latency.
+
+Bytes, and the order in which values are summed, are the algorithm's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradwire.algorithms.protocol import Algorithm, Sizes
+from gradwire.engine import Graph, Kind, Task
+
+WINDOW = 2
+
+Round = tuple[int, int, int]  # segment and step together, step, shift
+
+
+@dataclass(frozen=True)
+class Coordinated:
+    """An algorithm whose ranks exchange messages with all others, sent in rounds.
+
+    Attributes:
+        algorithm: whose graph is put in order. Its `ROLES` are its steps.
+        window: rounds that a rank may be ahead; 1 keeps rounds disjoint.
+    """
+
+    algorithm: Algorithm
+    window: int = WINDOW
+
+    @property
+    def ROLES(self) -> tuple[str, ...]:
+        return self.algorithm.ROLES
+
+    def chunks(self, world_size: int) -> int:
+        return self.algorithm.chunks(world_size)
+
+    def rounds(self, world_size: int) -> int:
+        return self.algorithm.rounds(world_size)
+
+    def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
+        """The graph of `rank`."""
+        tasks = self.algorithm.build(rank, world_size, sizes).tasks
+        rounds = [self._round(task, rank, world_size) for task in tasks]
+        order = sorted(range(len(tasks)), key=rounds.__getitem__)
+        messages: dict[Round, list[Task]] = {}
+        ordered = []
+        for i in order:
+            task = tasks[i]
+            if task.kind in (Kind.SEND, Kind.RECV):
+                earlier = [r for r in messages if r < rounds[i]]
+                if task.kind is Kind.SEND and len(earlier) >= self.window:
+                    gate = messages[earlier[-self.window]]
+                    task = replace(task, after=(*task.after, *gate))
+                messages.setdefault(rounds[i], []).append(task)
+            ordered.append(task)
+        return Graph(ordered)
+
+    def _round(self, task: Task, rank: int, world_size: int) -> Round:
+        """When a task comes: a message in its round, a kernel after the messages that it reads."""
+        messages = task.reads or task.writes
+        step = max(self.ROLES.index(buffer.role) for buffer in messages)
+        at = task.segment + step
+        if task.kind is Kind.SEND:
+            assert task.peer is not None
+            return at, step, (task.peer - rank) % world_size
+        if task.kind is Kind.RECV:
+            assert task.peer is not None
+            return at, step, (rank - task.peer) % world_size
+        if task.kind is Kind.ENCODE:
+            return at, step, 0
+        return at, step, world_size  # once the step's last round has brought what it needs
+
+    def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
+        """Bytes that `rank` sends, headers included."""
+        return self.algorithm.wire_bytes(rank, world_size, sizes)
+
+    def seconds(self, world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
+        """Expected time; see gradwire.algorithms.protocol."""
+        return self.algorithm.seconds(world_size, payload_bytes, alpha, beta)
