@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
-from gradwire.transport import TorchP2P
+from gradwire.transport import Mixed
 
 _lock = threading.Lock()
 _communicators: dict[dist.ProcessGroup, Communicator] = {}
@@ -34,7 +34,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         for gone in [g for g in _communicators if g not in dist.distributed_c10d._world.pg_map]:
             _communicators.pop(gone).close()  # its process group was destroyed
         if actual not in _communicators:
-            _communicators[actual] = Communicator(TorchP2P(actual))
+            _communicators[actual] = Communicator(Mixed(actual))
         return _communicators[actual]
 
 

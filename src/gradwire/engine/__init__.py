@@ -5,6 +5,7 @@ from gradwire.engine.executor import Executor, Job, Outcome
 from gradwire.engine.graph import Graph
 from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.task import Buffer, Kind, Task
+from gradwire.engine.trace import Span, Trace
 
 __all__ = [
     "HEADER_BYTES",
@@ -15,5 +16,7 @@ __all__ = [
     "Job",
     "Kind",
     "Outcome",
+    "Span",
     "Task",
+    "Trace",
 ]

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ import torch
 
 from gradwire.engine.graph import Graph
 from gradwire.engine.task import Buffer, Kind, Task
+from gradwire.engine.trace import Trace, Traced
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
 from gradwire.transport.protocol import Pending
@@ -35,6 +35,9 @@ log = logging.getLogger("gradwire")
 
 # On closing, a thread that waits for a peer is left behind after this time; it is a daemon.
 _LAST_STEP_S = 1.0
+
+
+_Queue = SimpleQueue["partial[None] | None"]
 
 
 class Job(Protocol):
@@ -48,6 +51,11 @@ class Job(Protocol):
 
     def start(self) -> None:
         """Take memory; called once, when one of the `in_flight` places is free."""
+        ...
+
+    @property
+    def kernel_seconds(self) -> float:
+        """How long kernels and checksums have taken."""
         ...
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
@@ -73,10 +81,12 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job took: seconds from submission to the last task, bytes handed to the transport."""
+    """What a job took: seconds from submission to the last task, and of these in kernels; bytes
+    handed to the transport."""
 
     seconds: float
     wire_bytes: int
+    kernel_seconds: float
 
 
 class _Run:
@@ -99,21 +109,26 @@ class Executor:
     Args:
         transport: moves the bytes.
         in_flight: how many jobs may own memory at a time.
+
+    Attributes:
+        error: what broke this group, or None.
+        trace: gets what the threads do; None costs nothing.
     """
 
     def __init__(self, transport: Transport, in_flight: int = 2) -> None:
         self.transport = transport
         self.in_flight = in_flight
         self.error: BaseException | None = None
+        self.trace: Trace | None = None
         self._lock = threading.Lock()
         self._running: set[_Run] = set()
         self._waiting: deque[_Run] = deque()
-        self._compute: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._inbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._outbound: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._compute: _Queue = SimpleQueue()
+        self._inbound: _Queue = SimpleQueue()
+        self._outbound: _Queue = SimpleQueue()
         self._threads = [
             threading.Thread(
-                target=self._serve, args=(queue,), name=f"gradwire-{name}", daemon=True
+                target=self._serve, args=(name, queue), name=f"gradwire-{name}", daemon=True
             )
             for name, queue in (
                 ("compute", self._compute),
@@ -245,17 +260,34 @@ class Executor:
             self._admit()
         if finished:
             seconds = time.perf_counter() - run.submitted
-            run.future.set_result(Outcome(seconds, run.wire_bytes))
+            run.future.set_result(Outcome(seconds, run.wire_bytes, run.job.kernel_seconds))
+
+    def begin_trace(self) -> Trace:
+        """Record what the threads and the transport do from now on."""
+        trace = Trace()
+        self.transport = Traced(self.transport, trace)
+        self.trace = trace
+        return trace
+
+    def end_trace(self) -> None:
+        """Record no more."""
+        if isinstance(self.transport, Traced):
+            self.transport = self.transport.transport
+        self.trace = None
 
     # ---- threads and failure -------------------------------------------------------------------
 
-    def _serve(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    def _serve(self, name: str, queue: _Queue) -> None:
         while (step := queue.get()) is not None:
+            trace = self.trace
+            begun = None if trace is None else trace.begin()
             try:
                 if self.error is None:
                     step()
             except BaseException as error:
                 self._fail(error)
+            if trace is not None and begun is not None:
+                trace.end(begun, name, _describe(step))
             del step  # or the last job would stay alive while this thread waits for the next
 
     def _fail(self, error: BaseException) -> None:
@@ -285,3 +317,10 @@ class Executor:
     def is_own_thread(self) -> bool:
         """Whether the caller is one of the executor's threads, which must not wait for jobs."""
         return threading.current_thread() in self._threads
+
+
+def _describe(step: partial[None]) -> str:
+    """A step of a thread in words: what it does, and the task it does it for."""
+    name = step.func.__name__.lstrip("_").replace("_", " ")
+    run, *rest = step.args
+    return f"{name}: {run.job.graph.tasks[rest[0]]}" if rest else name

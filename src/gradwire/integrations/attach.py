@@ -129,6 +129,7 @@ class Handle(Plug):
         self._by_parameter = {parameters[name]: member for name, member in self._members.items()}
         self._lock = threading.Lock()
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
+        self._totals["kernel_seconds"] = 0.0
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._backward = _NO_BACKWARD
         self._error: BaseException | None = None
@@ -161,6 +162,7 @@ class Handle(Plug):
                 self._error = self._error or error
                 self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
                 self._totals["seconds"] += time.perf_counter() - started
+                self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
             future.set_result(buffer)
 
         Rounds(self._comm, members, _flat(buffer, bucket.gradients()), self._options, done).start()
@@ -196,6 +198,7 @@ class Handle(Plug):
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
+            kernel_seconds: of these, in kernels and checksums.
             residual_bytes: memory of error feedback.
             peak_extra_bytes: most memory held beyond plain DDP's: messages in flight (shared by all
                 handles of the process group) and residuals.

@@ -1,0 +1,120 @@
+"""A record of what an executor's threads did, and when: for a profile, or for chrome://tracing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gradwire.transport import Transport
+from gradwire.transport.protocol import Pending
+
+WIRE = "wire: "  # begins what a transport's own steps are called; they lie within a thread's steps
+
+
+@dataclass(frozen=True)
+class Span:
+    """One step of one thread.
+
+    Attributes:
+        thread: compute, inbound, outbound, or the caller's.
+        what: the step, and its task where it has one.
+        begin, seconds: of the wall clock; `begin` as time.perf_counter gives it.
+        cpu_seconds: that the thread itself worked, kernels' own helper threads not counted.
+    """
+
+    thread: str
+    what: str
+    begin: float
+    seconds: float
+    cpu_seconds: float
+
+
+class Trace:
+    """Spans, in the order in which they ended. `Executor.trace` takes one; None records nothing."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> tuple[float, float]:
+        """To be given to `end`, by the same thread."""
+        return time.perf_counter(), time.thread_time()
+
+    def end(self, begun: tuple[float, float], thread: str, what: str) -> None:
+        """A step is over that began with `begin`."""
+        seconds, cpu_seconds = time.perf_counter() - begun[0], time.thread_time() - begun[1]
+        with self._lock:
+            self.spans.append(Span(thread, what, begun[0], seconds, cpu_seconds))
+
+    def clear(self) -> None:
+        """Forget all spans."""
+        with self._lock:
+            self.spans.clear()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The spans as dictionaries."""
+        return [asdict(span) for span in list(self.spans)]
+
+    def chrome(self, rank: int) -> dict[str, Any]:
+        """As chrome://tracing and Perfetto read it; write it with json.dump."""
+        events = [
+            {
+                "name": span.what,
+                "ph": "X",
+                "pid": rank,
+                "tid": span.thread,
+                "ts": span.begin * 1e6,
+                "dur": span.seconds * 1e6,
+            }
+            for span in list(self.spans)
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class Traced:
+    """A transport that records its own steps, each within a step of the thread that asked."""
+
+    def __init__(self, transport: Transport, trace: Trace) -> None:
+        self.transport = transport
+        self.trace = trace
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.timeout = transport.timeout
+
+    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+        begun = self.trace.begin()
+        pending = self.transport.isend(data, peer, tag)
+        self.trace.end(begun, _thread(), f"{WIRE}post send to rank {peer}")
+        return _TracedPending(pending, self.trace, f"{WIRE}send to rank {peer}")
+
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+        begun = self.trace.begin()
+        pending = self.transport.irecv(data, peer, tag)
+        self.trace.end(begun, _thread(), f"{WIRE}post receive from rank {peer}")
+        return _TracedPending(pending, self.trace, f"{WIRE}receive from rank {peer}")
+
+    def fail(self, peer: int) -> None:
+        self.transport.fail(peer)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class _TracedPending:
+    def __init__(self, pending: Pending, trace: Trace, what: str) -> None:
+        self.pending = pending
+        self.trace = trace
+        self.what = what
+
+    def wait(self) -> None:
+        begun = self.trace.begin()
+        self.pending.wait()
+        self.trace.end(begun, _thread(), self.what)
+
+
+def _thread() -> str:
+    return threading.current_thread().name.removeprefix("gradwire-")
