@@ -10,13 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gradwire.codecs import QSGD, Cast, Identity, TernGrad
 from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
-from gradwire.lang import Codec
 
 if TYPE_CHECKING:
+    from gradwire.codecs import QSGD, Cast, Identity, TernGrad
     from gradwire.collectives import Options, all_gather, all_reduce, reduce_scatter
     from gradwire.integrations.attach import Handle, attach
+    from gradwire.integrations.backend_register import register
+    from gradwire.lang import Codec
 
 __version__ = "0.1.0"
 
@@ -36,16 +37,24 @@ __all__ = [
     "all_reduce",
     "attach",
     "reduce_scatter",
+    "register",
 ]
 
-# What needs torch is imported when it is asked for: where wheels are built there is none.
+# What needs torch is imported when it is asked for: where wheels are built there is none. And
+# `import torch` imports this package (integrations/backend_entry.py), which must cost it nothing.
 _LATER = {
+    "QSGD": "gradwire.codecs",
+    "Cast": "gradwire.codecs",
+    "Codec": "gradwire.lang",
+    "Identity": "gradwire.codecs",
+    "TernGrad": "gradwire.codecs",
     "Options": "gradwire.collectives",
     "all_gather": "gradwire.collectives",
     "all_reduce": "gradwire.collectives",
     "reduce_scatter": "gradwire.collectives",
     "Handle": "gradwire.integrations.attach",
     "attach": "gradwire.integrations.attach",
+    "register": "gradwire.integrations.backend_register",
 }
 
 

@@ -38,6 +38,14 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         return _communicators[actual]
 
 
+def release(group: dist.ProcessGroup) -> None:
+    """Close the communicator of `group`, if it has one: the group is about to go."""
+    with _lock:
+        comm = _communicators.pop(group, None)
+    if comm is not None:
+        comm.close()
+
+
 @atexit.register
 def _close_all() -> None:
     """Let process groups go while the interpreter still runs: gloo's threads abort after it."""

@@ -1,5 +1,4 @@
-"""Where gradwire meets trainers."""
+"""Where gradwire meets trainers.
 
-from gradwire.integrations.attach import Handle, attach
-
-__all__ = ["Handle", "attach"]
+Nothing is imported here: `import torch` calls backend_entry, in the middle of other imports.
+"""

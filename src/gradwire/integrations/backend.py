@@ -1,0 +1,239 @@
+"""The drop-in backend: `init_process_group("gradwire")`, and the training script stays as it is.
+
+A group wraps torch's own backends: gloo for the CPU, NCCL for CUDA. Every operation is theirs, by
+torch's own code, but for two: all-reduces and reduce-scatters (FSDP's) of large float tensors on
+the CPU, with SUM or AVG, issued by a backward pass. Those go through `Blobs`. What is registered
+(`gw.register`) is compressed parameter by parameter instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.errors import ConfigError
+from gradwire.integrations.backend_blob import Blobs
+from gradwire.integrations.backend_entry import NAME
+from gradwire.integrations.backend_scope import (
+    averages,
+    in_backward,
+    mirrors_backward,
+)
+from gradwire.integrations.backend_settings import Settings, from_environment
+
+log = logging.getLogger("gradwire")
+
+Type = dist.ProcessGroup.BackendType
+Backends = dict[str, tuple[Type, Any]]  # device type -> type and instance of its backend
+
+
+class Group(dist.ProcessGroup):
+    """A process group whose gradients travel compressed.
+
+    Args:
+        store: the group's.
+        rank, size: as in torch.
+        backends: what carries everything else; one for "cpu".
+        settings: of blobs; the same on every rank.
+
+    Attributes:
+        blobs: the compressed collectives.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, backends: Backends, settings: Settings
+    ) -> None:
+        # Without the store: torch makes no group that Python may extend of one with a store.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = store
+        # A group's own methods, called from a subclass's, would end there again: so a second group
+        # over the same backends carries what the methods below leave alone.
+        self._plain = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._plain):
+            group._set_default_backend(backends.get("cuda", backends["cpu"])[0])
+            for device, (kind, backend) in backends.items():
+                group._register_backend(torch.device(device), kind, backend)
+        self._backends = backends
+        self.blobs = Blobs(self, settings)
+        self._announced = False
+
+    # ---- the two that carry gradients
+
+    def allreduce(self, *args: Any, **options: Any) -> dist.Work:
+        tensors, average = _asked(*args, **options)
+        if len(tensors) == 1 and average is not None and self.blobs.takes(tensors[0]):
+            mirrors = not in_backward() and mirrors_backward()
+            if (mirrors or in_backward()) and self._is_ours(tensors[0]):
+                work = self.blobs.all_reduce(tensors[0], average)
+                if mirrors:
+                    work.wait()  # there is no end of a backward pass to raise an error
+                return work
+        return self._plain.allreduce(*args, **options)
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: dist.ReduceScatterOptions | None = None,
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        average = averages(opts.reduceOp)
+        if (
+            average is not None
+            and in_backward()
+            and self.blobs.takes(input)
+            and _are_shards(output, input, self.size())
+            and self._is_ours(input)
+        ):
+            return self.blobs.reduce_scatter(output, input, average)
+        return self._plain_reduce_scatter(output, input, opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
+
+    @property
+    def _plain_reduce_scatter(self) -> Callable[..., dist.Work]:
+        new: Callable[..., dist.Work] | None = getattr(self._plain, "reduce_scatter_single", None)
+        return new or self._plain._reduce_scatter_base
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine can take it; where not, that is said once."""
+        if tensor.device.type != "cpu" and not self._announced:
+            self._announced = True
+            log.warning(
+                "gradwire: gradients on %s go uncompressed: this version compresses on the CPU",
+                tensor.device.type,
+            )
+        return tensor.device.type == "cpu"
+
+    # ---- what torch asks of a group
+
+    def getBackendName(self) -> str:  # torch's spelling
+        return NAME
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def split_group(self, *args: Any, **options: Any) -> dist.ProcessGroup | None:
+        child: dist.ProcessGroup | None = self._plain.split_group(*args, **options)
+        if child is None:
+            return None
+        backends = {d.type: self._split_backend(child, d) for d in child._device_types}
+        store = child.get_group_store()
+        group = Group(store, child.rank(), child.size(), backends, self.blobs.settings)
+        group._set_group_name(child.group_name)
+        group._set_group_desc(child.group_desc)
+        return group
+
+    def _split_backend(self, child: dist.ProcessGroup, device: torch.device) -> tuple[Type, Any]:
+        return self._backends[device.type][0], child._get_backend(device)
+
+    def shutdown(self) -> None:
+        self.blobs.close()
+        super().shutdown()
+
+    def abort(self) -> None:
+        self.blobs.close()
+        for _, backend in self._backends.values():
+            backend.abort()
+
+    def stats(self) -> dict[str, Any]:
+        """What has been sent in blob mode: see `Blobs.stats`."""
+        return self.blobs.stats()
+
+
+def _asked(
+    tensors: list[torch.Tensor] | torch.Tensor,
+    opts: Any = dist.ReduceOp.SUM,
+    timeout: timedelta | None = None,
+    *,
+    op: Any = None,
+) -> tuple[list[torch.Tensor], bool | None]:
+    """(tensors, whether their average is wanted, or their sum, or neither: None).
+
+    torch's `allreduce` takes a tensor or a list; options, or an operation and a timeout.
+    """
+    wanted = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return listed, averages(wanted if op is None else op)
+
+
+def _are_shards(output: torch.Tensor, input: torch.Tensor, size: int) -> bool:
+    return (
+        output.is_contiguous()
+        and input.is_contiguous()
+        and output.dtype == input.dtype
+        and input.numel() == size * output.numel()
+    )
+
+
+# ---- how torch makes one
+
+
+def make(options: Any, given: object) -> Group:
+    """A group, as torch's `register_backend` with the extended API asks for it.
+
+    Args:
+        options: torch's description of the group.
+        given: pg_options, for NCCL; None for its defaults.
+
+    Raises:
+        ConfigError: a variable of the environment is wrong, or ranks disagree on them.
+    """
+    settings = from_environment(os.environ)
+    store, rank, size = options.store, options.group_rank, options.group_size
+    _agree(dist.PrefixStore("gradwire/", store), rank, size, settings.describe())
+    backends: Backends = {"cpu": (Type.GLOO, _gloo(options))}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backends["cuda"] = (Type.NCCL, _nccl(options, given))
+    return Group(store, rank, size, backends, settings)
+
+
+def _gloo(options: Any) -> Any:
+    store = dist.PrefixStore("gloo/", options.store)
+    backend = c10d.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    backend.options.global_ranks_in_group = options.global_ranks_in_group
+    backend.options.group_name = options.group_id
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _nccl(options: Any, given: object) -> Any:
+    store = dist.PrefixStore("nccl/", options.store)
+    kind: Any = c10d.ProcessGroupNCCL.Options
+    chosen: Any = given if isinstance(given, kind) else kind()
+    chosen._timeout = options.timeout
+    chosen.global_ranks_in_group = options.global_ranks_in_group
+    chosen.group_name = options.group_id
+    backend = c10d.ProcessGroupNCCL(store, options.group_rank, options.group_size, chosen)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _agree(store: dist.Store, rank: int, size: int, mine: str) -> None:
+    """Ranks that compress and ranks that do not would wait for each other: settle it at the start.
+
+    Rank 0 reads what every rank holds, and all read its verdict.
+    """
+    store.set(str(rank), mine)
+    if rank == 0:
+        held = [store.get(str(other)).decode() for other in range(size)]
+        odd = next((other for other in range(size) if held[other] != mine), None)
+        verdict = ""
+        if odd is not None:
+            verdict = f"rank 0 has '{mine}', rank {odd} has '{held[odd]}'"
+        store.set("verdict", verdict or "agreed")
+    found = store.get("verdict").decode()
+    if found != "agreed":
+        raise ConfigError(
+            f"ranks disagree on the environment of the backend {NAME}: {found}. Set the same "
+            "variables on every rank"
+        )

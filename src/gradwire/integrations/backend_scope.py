@@ -1,0 +1,52 @@
+"""Which collectives carry gradients: those that a backward pass issues.
+
+Nobody tells a process group what a tensor is. But DDP reduces its buckets, and FSDP its shards,
+from hooks on autograd's thread; metrics, losses, buffers and clipping norms are reduced outside.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.collectives import DTYPES
+from gradwire.integrations.backend_work import NO_BACKWARD
+
+
+def in_backward() -> bool:
+    """Whether the caller runs in a backward pass, and not in a forward that it repeats.
+
+    Activation checkpointing runs forwards anew, and double backward builds a graph: both with
+    gradients enabled. Their collectives must give what they gave before, so they are left alone.
+    """
+    return torch._C._current_graph_task_id() != NO_BACKWARD and not torch.is_grad_enabled()
+
+
+# A rank that ran out of data (`with model.join()`) mirrors the buckets of the others from here.
+_mirror = getattr(DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None)
+
+
+def mirrors_backward() -> bool:
+    """Whether the caller mirrors the others' backward pass; that DDP does so shows in no state."""
+    frame = sys._getframe()
+    while frame is not None and _mirror is not None:
+        if frame.f_code is _mirror.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def averages(op: object) -> bool | None:
+    """Of a reduction: True for AVG, False for SUM, None for all others."""
+    for known, average in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.AVG, True)):
+        if op == known:
+            return average
+    return None
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, and fp32, fp16 or bf16."""
+    return tensor.layout == torch.strided and tensor.dtype in DTYPES

@@ -1,0 +1,96 @@
+"""What the backend compresses where nothing is registered: read from the environment.
+
+A script that knows nothing of gradwire but the backend's name has no other place to say it.
+
+    GRADWIRE_CODEC      NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=8; "none" compresses
+                        nothing that is not registered. Default qsgd: 4 bits, blocks of 128
+    GRADWIRE_MIN_BYTES  smaller tensors go uncompressed. Default 65536
+    GRADWIRE_SEED       of the codec's random numbers. Default 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradwire import codecs
+from gradwire.collectives import Options, check_defined
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+
+CODEC, MIN_BYTES, SEED = "GRADWIRE_CODEC", "GRADWIRE_MIN_BYTES", "GRADWIRE_SEED"
+
+# At 1 Gbit/s they take half a millisecond, the latency of such a network: less is not worth it.
+_MIN_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same on every rank of a process group.
+
+    Attributes:
+        codec: of blobs; None compresses nothing.
+        min_bytes: tensors of fewer bytes go uncompressed.
+        seed: of the codec's random numbers.
+    """
+
+    codec: Codec | None
+    min_bytes: int
+    seed: int
+
+    def describe(self) -> str:
+        """What ranks compare."""
+        name = "none" if self.codec is None else str(self.codec)
+        return f"{CODEC} {name}, {MIN_BYTES} {self.min_bytes}, {SEED} {self.seed}"
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """The settings that the variables above give.
+
+    Raises:
+        ConfigError: an unknown codec or option, a codec that all-reduces cannot use, or a number
+            that is none; the message names the variable.
+    """
+    return Settings(
+        codec=_codec(environment.get(CODEC, "qsgd")),
+        min_bytes=_whole(environment, MIN_BYTES, _MIN_BYTES),
+        seed=_whole(environment, SEED, 0),
+    )
+
+
+def _codec(text: str) -> Codec | None:
+    if text == "none":
+        return None
+    name, *items = text.split(":")
+    options: dict[str, object] = {}
+    for item in items:
+        option, equals, value = item.partition("=")
+        if not option or not equals or not value:
+            raise ConfigError(f"{CODEC}={text!r}: expected OPTION=VALUE, found {item!r}")
+        if option in options:
+            raise ConfigError(f"{CODEC}={text!r}: option {option!r} is given twice")
+        options[option] = _value(value)
+    try:
+        codec = codecs.get(name, **options)
+        check_defined(Options().algorithm, codec)
+    except ConfigError as error:
+        raise ConfigError(f"{CODEC}={text!r}: {error}") from error
+    return codec
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name}={text!r}: give a whole number that is not negative")
+    return int(text)
