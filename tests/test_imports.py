@@ -26,9 +26,10 @@ ORDER = [
 # Beside the line: used by the command line alone (and by each other as listed).
 BESIDE = {
     "lab": {"errors", "lang", "lab"},
-    "bench": {*ORDER, "lab", "bench", "__init__"},
+    "sim": {*ORDER, "sim"} - {"transport", "groups", "aggregators", "planner", "integrations"},
+    "bench": {*ORDER, "lab", "bench", "sim", "__init__"},
     "wheel": {"errors", "lang", "codecs", "transport", "wheel"},
-    "cli": {*ORDER, "lab", "bench", "cli", "doctor", "wheel", "__init__"},
+    "cli": {*ORDER, "lab", "bench", "sim", "cli", "doctor", "wheel", "__init__"},
     "doctor": {*ORDER, "lab", "bench", "doctor", "__init__"},
     "__init__": set(ORDER),
     "__main__": {"cli"},

@@ -36,8 +36,11 @@ class Network:
     latency_s: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Network:
+    def parse(cls, text: str, emulated: bool = True) -> Network:
         """Read `"1gbit,1ms"`, `"200mbit,0.5ms"`, `"10gbit"` (no added latency) or `"none"`.
+
+        Args:
+            emulated: False for a network that is only calculated with: any rate, any latency.
 
         Raises:
             ConfigError: an unknown unit, a missing part, or a value that the lab cannot emulate.
@@ -50,10 +53,12 @@ class Network:
         rate = _quantity(text, "rate", parts[0], _RATES)
         latency_ns = _quantity(text, "latency", parts[1], _LATENCIES_NS) if parts[1:] else 0
         low, high = _RATE_BOUNDS
-        if not low <= rate <= high:
+        if rate <= 0:
+            raise _bad(text, "its rate is zero")
+        if emulated and not low <= rate <= high:
             bounds = f"{_spell(low, _RATES)} to {_spell(high, _RATES)}"
             raise _bad(text, f"the lab emulates rates from {bounds}")
-        if latency_ns > _LATENCY_MAX_NS:
+        if emulated and latency_ns > _LATENCY_MAX_NS:
             raise _bad(text, f"the lab emulates latencies up to {_LATENCY_MAX_NS // 10**9}s")
         return cls(float(rate), latency_ns / 10**9)
 

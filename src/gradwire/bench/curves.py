@@ -1,0 +1,165 @@
+"""Measures what `gradwire sim` needs to know of this machine: kernels' curves, engine's overheads.
+
+Kernels run on stretches of arrays too large for caches, as they do on gradients. For each form a
+call's seconds are fitted by CALL + values * (VALUE + payloads * PAYLOAD), by least squares of
+relative errors, none of the three negative. The engine is measured between two ranks of this
+machine over gloo: posting, latency, processor time per byte, and what a tiny all-reduce takes
+beyond what the simulator makes of it so far.
+
+What was measured is kept in the user's cache, by processor, version and number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gradwire import __version__
+from gradwire.codecs import Identity
+from gradwire.errors import ConfigError
+from gradwire.lab import Network, launch
+from gradwire.lang import ROW, Codec, jit, kernels
+from gradwire.sim import Curves, curves
+from gradwire.sim.calibrate import engine
+from gradwire.sim.curves import Curve
+
+FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
+VALUES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
+PAYLOADS = (1, 3, 7)
+_ARRAY = 1 << 24  # values, 64 MB: a kernel walks through it, turn by turn
+_TURNS = 9
+_SLOW_S = 0.2  # of a call: larger ones are not tried
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What both ranks of the worker are told; `output` is the file for what they measured."""
+
+    output: str
+
+
+def measured(codecs: Iterable[Codec], threads: int = 1, fresh: bool = False) -> Curves:
+    """The curves of these codecs, and of Identity, here.
+
+    Args:
+        threads: of a kernel.
+        fresh: measure again what was measured before.
+
+    Raises:
+        ConfigError: the ranks that measure the engine failed.
+    """
+    wanted = list(dict.fromkeys([*codecs, Identity()]))
+    file = _cache(threads)
+    known = None if fresh or not file.exists() else curves.load(file)
+    if known is None:
+        known = engine(Curves(_processor(), threads, _all([Identity()], threads)), _overheads())
+    missing = [codec for codec in wanted if str(codec) not in known.codecs]
+    if missing:
+        known = replace(known, codecs={**known.codecs, **_all(missing, threads)})
+    known.save(file)
+    return known
+
+
+def _all(codecs: Sequence[Codec], threads: int) -> dict[str, dict[str, Curve]]:
+    return {str(codec): kernel_curves(codec, threads) for codec in codecs}
+
+
+def kernel_curves(codec: Codec, threads: int) -> dict[str, Curve]:
+    """The curve of each form of a codec, for fp32 values."""
+    values = torch.randn(_ARRAY, generator=torch.Generator().manual_seed(0))
+    residual = torch.zeros(_ARRAY)
+    return {form: fit(_points(codec, form, threads, values, residual)) for form in FORMS}
+
+
+Point = tuple[int, int, float]  # values, payloads, seconds
+
+
+def _points(
+    codec: Codec, form: str, threads: int, values: torch.Tensor, residual: torch.Tensor
+) -> list[Point]:
+    """Median seconds of calls of several sizes."""
+    made = kernels(codec, torch.float32)
+    sums = form.startswith(("decode_sum", "reduce"))
+    points: list[Point] = []
+    for numel in VALUES:
+        payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
+        size = np.array([numel])
+        workspace = torch.empty(made.layout.workspace_nbytes(size, threads), dtype=torch.uint8)
+        rows = np.zeros(1, ROW)
+        rows["payload"], rows["numel"], rows["key"] = payload.data_ptr(), numel, 1
+        rows["values"], rows["residual"] = values.data_ptr(), residual.data_ptr()
+        made.run("encode", rows, threads=threads, workspace=workspace)  # one to decode
+        for payloads in PAYLOADS if sums else (0,):
+            peers = payload.repeat(max(payloads, 1))
+            rows["source"] = peers.data_ptr()
+            own = form != "decode_sum"
+            times = []
+            for first in itertools.islice(itertools.cycle(range(0, _ARRAY, numel)), 1 + _TURNS):
+                rows["values"] = values.data_ptr() + 4 * first
+                rows["residual"] = residual.data_ptr() + 4 * first
+                begun = time.perf_counter()
+                made.run(
+                    form, rows, threads=threads, workspace=workspace, stride=payload.numel(),
+                    ranks=payloads + own if sums else 1, rank=0 if own else -1,
+                )  # fmt: skip
+                times.append(time.perf_counter() - begun)
+            points.append((numel, payloads, statistics.median(times[1:])))
+            if points[-1][2] > _SLOW_S:
+                return points
+    return points
+
+
+def fit(points: Sequence[Point]) -> Curve:
+    """The three numbers, none negative, that come nearest to the points in relative terms."""
+    values, payloads, seconds = (np.array(column, dtype=float) for column in zip(*points))  # noqa: B905
+    columns = np.stack([np.ones_like(values), values, values * payloads], axis=1)
+    scaled = columns / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    used = range(3) if payloads.any() else range(2)
+    for count in range(1, len(used) + 1):
+        for chosen in map(list, itertools.combinations(used, count)):
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones(len(points)), rcond=None)
+            error = float(((scaled[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[chosen] = found
+    return float(best[0]), float(best[1]), float(best[2])
+
+
+def _overheads() -> dict[str, float]:
+    """What two ranks measure; see gradwire.bench.curves_worker."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        config = Config(str(Path(folder) / "rows.json"))
+        command = [sys.executable, "-m", "gradwire.bench.curves_worker", json.dumps(asdict(config))]
+        codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
+        if any(codes):
+            raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")
+        found: dict[str, float] = json.loads(Path(config.output).read_text())
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _cache(threads: int) -> Path:
+    key = f"{_processor()}, {threads} threads, gradwire {__version__}, torch {torch.__version__}"
+    name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return jit.cache_folder() / f"curves-{name}.json"

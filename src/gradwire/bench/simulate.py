@@ -1,0 +1,154 @@
+"""`gradwire sim`: predictions as rows, for every codec and algorithm named, along one parameter.
+
+A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
+wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (whose
+curves), and sweep and value where a parameter was swept. docs/simulator.md says what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradwire import codecs as codec_table
+from gradwire.bench import curves as measuring
+from gradwire.bench import methods
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.lab import Network
+from gradwire.sim import Curves, Net, Scenario, curves, predict
+
+SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for.
+
+    Attributes:
+        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
+        algorithms: of each codec.
+        ranks, net, model, per_node, cores, backward: see gradwire.sim.Scenario.
+        options: of the collectives, but for the algorithm.
+        sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
+        threads: of kernels.
+        file: of curves; measured and kept by itself if None, and in this file if there is none.
+        fresh: measure anew.
+    """
+
+    codecs: Sequence[str] = ("qsgd",)
+    algorithms: Sequence[str] = ("sra",)
+    ranks: int = 4
+    net: str = "1gbit,1ms"
+    model: str = "resnet50"
+    per_node: int = 1
+    cores: float | None = None
+    backward: float = 0.0
+    options: Options = field(default_factory=Options)
+    sweep: str | None = None
+    threads: int = 1
+    file: Path | None = None
+    fresh: bool = False
+
+
+def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
+    """Yield a row for each point of the sweep, algorithm and codec.
+
+    Raises:
+        ConfigError: something unknown, or undefined, or a number that makes no sense; nothing has
+            been measured then.
+    """
+    points = [
+        (name, value, text, scenario)
+        for name, value in _sweep(wanted.sweep)
+        for text in wanted.codecs
+        for algorithm in wanted.algorithms
+        for scenario in [_scenario(wanted, text, algorithm, name, value)]
+    ]
+    if not points:
+        raise ConfigError("nothing to simulate: name a codec and an algorithm")
+    known = _curves(wanted, [scenario for *_, scenario in points])
+    for name, value, text, scenario in points:
+        swept = {} if name is None else {"sweep": name, "value": value}
+        yield {
+            "method": f"gradwire:{text}",
+            "codec": text,
+            **predict(scenario, known),
+            "machine": known.machine,
+            **swept,
+        }
+
+
+def _curves(wanted: Wanted, scenarios: Sequence[Scenario]) -> Curves:
+    needed = [scenario.codec for scenario in scenarios]
+    if wanted.file is None:
+        return measuring.measured(needed, wanted.threads, wanted.fresh)
+    if wanted.fresh or not wanted.file.exists():
+        if not wanted.file.parent.is_dir():
+            raise ConfigError(f"--curves {wanted.file}: not a file in an existing folder")
+        measuring.measured(needed, wanted.threads, wanted.fresh).save(wanted.file)
+    return curves.load(wanted.file)
+
+
+def _sweep(text: str | None) -> list[tuple[str | None, str]]:
+    """(name, value) of each point; one of no name without a sweep."""
+    if text is None:
+        return [(None, "")]
+    name, equals, values = text.partition("=")
+    chosen = [value.strip() for value in values.split(",") if value.strip()]
+    if not equals or not name.strip() or not chosen:
+        raise ConfigError(f"--sweep {text!r}: expected NAME=VALUE,VALUE..., as in ranks=2,4,8")
+    return [(name.strip(), value) for value in chosen]
+
+
+def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value: str) -> Scenario:
+    """One point; `name` and `value` are of the parameter that is swept."""
+    options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
+    if name is not None and name not in SWEPT:
+        options.update(methods.parse(f"gradwire:{text.split(':')[0]}:{name}={value}").options)
+    feedback = options.pop("error_feedback", False)
+    if not isinstance(feedback, bool):
+        raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}, use true or false")
+    if "algorithm" in options:
+        raise ConfigError(f"codec {text!r}: name algorithms with --algorithm")
+    network = _network(wanted.net, name, value)
+    collective = replace(wanted.options, algorithm=algorithm)
+    if name in ("segments", "partitions"):
+        collective = replace(collective, **{name: _number(name, value, whole=True)})
+    ranks = _number("ranks", value, whole=True) if name == "ranks" else wanted.ranks
+    per_node = _number("per_node", value, whole=True) if name == "per_node" else wanted.per_node
+    cores = _number("cores", value) if name == "cores" else wanted.cores
+    backward = _number("backward", value) if name == "backward" else wanted.backward
+    return Scenario(
+        ranks=int(ranks),
+        net=Net(str(network), network.rate_bits_per_s, network.latency_s),
+        codec=codec_table.get(**options),
+        model=wanted.model,
+        options=collective,
+        feedback=feedback,
+        per_node=int(per_node),
+        cores=math.inf if cores is None else cores,
+        backward=backward,
+    )
+
+
+def _network(text: str, name: str | None, value: str) -> Network:
+    network = Network.parse(text, emulated=False)
+    if name not in ("rate", "latency"):
+        return network
+    if not network.shaped:
+        raise ConfigError(f"--sweep {name}=...: needs a network, as in --net 1gbit,1ms")
+    rate, latency = str(network).split(",")
+    both = f"{value},{latency}" if name == "rate" else f"{rate},{value}"
+    return Network.parse(both, emulated=False)
+
+
+def _number(name: str, text: str, whole: bool = False) -> Any:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"--sweep {name}: {text!r} is not {kind}") from None

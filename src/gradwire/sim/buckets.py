@@ -1,0 +1,54 @@
+"""How DDP hands a model's gradients over: in buckets, the last parameters first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.codecs import Identity
+from gradwire.lang import Codec
+from gradwire.partition import Spec
+from gradwire.sim.models import Shapes
+
+Bucket = tuple[Spec, ...]
+
+# DDP closes a bucket when it has reached its size; the first is small, so that sending begins soon.
+_FIRST_BYTES = 1 << 20
+_BYTES = 25 << 20
+
+
+def buckets(shapes: Shapes, codec: Codec, feedback: bool, world_size: int) -> list[Bucket]:
+    """The buckets of fp32 gradients of these shapes, in the order in which they become ready.
+
+    Parameters of fewer than two dimensions are sent dense, and chunks go on where the parameter
+    before ended, as in gradwire.planner.
+    """
+    specs = []
+    blocks = 0
+    for number, shape in enumerate(shapes):
+        chosen = codec if len(shape) > 1 else Identity()
+        spec = Spec(
+            f"parameter {number}",
+            math.prod(shape),
+            torch.float32,
+            chosen,
+            feedback and len(shape) > 1,
+            blocks % world_size,
+        )
+        blocks += spec.blocks
+        specs.append(spec)
+    return _fill(specs)
+
+
+def _fill(specs: Sequence[Spec]) -> list[Bucket]:
+    filled: list[Bucket] = []
+    bucket: list[Spec] = []
+    for spec in reversed(specs):
+        bucket.append(spec)
+        nbytes = sum(one.numel * one.dtype.itemsize for one in bucket)
+        if nbytes >= (_BYTES if filled else _FIRST_BYTES):
+            filled.append(tuple(bucket))
+            bucket = []
+    return [*filled, tuple(bucket)] if bucket else filled

@@ -1,0 +1,115 @@
+"""What kernels and the engine cost on some machine: a file of numbers, measured or given.
+
+    {"machine": "...", "threads": 1,
+     "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
+     "engine": {"start": ..., "task": ..., "post": ..., "check": ..., "check_byte": ...},
+     "link": {"overhead": ..., "stack": ..., "memory": ...}}
+
+A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is how many
+a merge sums; `engine` and `link` are the fields of `Overheads` and `Link`, 0 unless given (memory:
+no limit). `gradwire sim --curves FILE` measures this machine's if there is no such file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.sim.rank import Overheads
+
+Curve = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Software:
+    """Of gradwire.sim.fabric.Link: what does not depend on the network."""
+
+    overhead: float = 0.0
+    stack: float = 0.0
+    memory: float = math.inf
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The costs of one machine.
+
+    Attributes:
+        machine: what it is, for people.
+        threads: of a kernel.
+        codecs: str(codec) -> form -> its curve.
+        engine, link: what messages cost.
+    """
+
+    machine: str
+    threads: int
+    codecs: dict[str, dict[str, Curve]]
+    engine: Overheads = field(default_factory=Overheads)
+    link: Software = field(default_factory=Software)
+
+    def seconds(self, codec: Codec, form: str, values: int, payloads: int) -> float:
+        """Of one kernel call.
+
+        Raises:
+            ConfigError: that codec, or form, was not measured.
+        """
+        try:
+            call, value, payload = self.codecs[str(codec)][form]
+        except KeyError:
+            raise ConfigError(
+                f"no curve for {form} of {codec}: known are {', '.join(self.codecs)}; measure "
+                "again without --curves, or add it to the file"
+            ) from None
+        return call + values * (value + payloads * payload)
+
+    def save(self, file: Path) -> None:
+        """Write the file."""
+        data = asdict(self)
+        if math.isinf(self.link.memory):
+            del data["link"]["memory"]
+        file.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load(file: Path) -> Curves:
+    """Read the file.
+
+    Raises:
+        ConfigError: there is none, it is not such a file, or a number in it is negative.
+    """
+    try:
+        data = json.loads(file.read_text())
+        codecs = {
+            codec: {form: _curve(numbers) for form, numbers in forms.items()}
+            for codec, forms in data["codecs"].items()
+        }
+        return Curves(
+            machine=str(data.get("machine", "unknown")),
+            threads=int(data.get("threads", 1)),
+            codecs=codecs,
+            engine=Overheads(**_seconds(data.get("engine", {}))),
+            link=Software(**_seconds(data.get("link", {}))),
+        )
+    except OSError as error:
+        raise ConfigError(f"--curves {file}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"--curves {file}: not a file of curves ({error}); docs/simulator.md shows one"
+        ) from error
+
+
+def _curve(numbers: Any) -> Curve:
+    call, value, payload = (float(number) for number in numbers)
+    if not all(math.isfinite(n) and n >= 0 for n in (call, value, payload)):
+        raise ValueError(f"{numbers}: three numbers, none negative")
+    return call, value, payload
+
+
+def _seconds(named: dict[str, Any]) -> dict[str, float]:
+    for name, number in named.items():
+        if not (isinstance(number, int | float) and number >= 0):
+            raise ValueError(f"{name}={number!r} must be a number, 0 or more")
+    return {name: float(number) for name, number in named.items()}

@@ -1,0 +1,161 @@
+"""Parameter shapes of well-known models, in the order of their modules, by short formulas.
+
+Only shapes matter here: which parameters are matrices, how large each is, and their order. Tied
+parameters count once. Totals are checked against the published ones in tests/sim/test_models.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from gradwire.errors import ConfigError
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+
+
+def shapes(text: str) -> Shapes:
+    """The shapes of a model by name, or of a list of sizes such as "1e6,4096x1024".
+
+    A size without x is a matrix of one row: sizes are given to be compressed.
+
+    Raises:
+        ConfigError: neither; the message lists the models.
+    """
+    name = text.strip().lower()
+    if name in MODELS:
+        return tuple(MODELS[name]())
+    return tuple(_size(text, part) for part in text.split(","))
+
+
+def _size(text: str, part: str) -> Shape:
+    sizes = []
+    for number in part.strip().lower().split("x"):
+        if re.fullmatch(r"\d+(\.\d+)?(e\d+)?", number) is None:
+            raise ConfigError(
+                f"--model {text!r}: {part.strip()!r} is neither a model nor a size; models: "
+                f"{', '.join(MODELS)}; sizes: as in 1e6,4096x1024"
+            )
+        size = float(number)
+        if size < 1 or size != int(size):
+            raise ConfigError(f"--model {text!r}: a size is a whole number, at least 1: {number}")
+        sizes.append(int(size))
+    return tuple(sizes) if len(sizes) > 1 else (1, *sizes)
+
+
+def numel(shapes: Shapes) -> int:
+    """How many values there are."""
+    return sum(map(math.prod, shapes))
+
+
+def _linear(out: int, into: int) -> Shapes:
+    return (out, into), (out,)
+
+
+def _norm(width: int) -> Shapes:
+    return (width,), (width,)
+
+
+def _convolution(out: int, into: int, kernel: int) -> Shape:
+    return out, into, kernel, kernel
+
+
+def _resnet50() -> Iterator[Shape]:
+    """He et al. 2015: bottlenecks of widths 64 to 512, which end four times as wide."""
+    yield _convolution(64, 3, 7)
+    yield from _norm(64)
+    into = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield _convolution(width, into, 1)
+            yield from _norm(width)
+            yield _convolution(width, width, 3)
+            yield from _norm(width)
+            yield _convolution(4 * width, width, 1)
+            yield from _norm(4 * width)
+            if block == 0:
+                yield _convolution(4 * width, into, 1)
+                yield from _norm(4 * width)
+            into = 4 * width
+    yield from _linear(1000, into)
+
+
+def _vgg16() -> Iterator[Shape]:
+    """Simonyan and Zisserman 2014, configuration D."""
+    into = 3
+    for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(layers):
+            yield _convolution(width, into, 3)
+            yield (width,)
+            into = width
+    for out, into in ((4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)):
+        yield from _linear(out, into)
+
+
+def _bert(layers: int, width: int) -> Iterator[Shape]:
+    """Devlin et al. 2018, uncased, with the pooler and without a task's head."""
+    yield from ((30522, width), (512, width), (2, width), *_norm(width))
+    for _ in range(layers):
+        for _ in range(4):  # query, key, value, output
+            yield from _linear(width, width)
+        yield from _norm(width)
+        yield from _linear(4 * width, width)
+        yield from _linear(width, 4 * width)
+        yield from _norm(width)
+    yield from _linear(width, width)
+
+
+def _gpt2() -> Iterator[Shape]:
+    """Radford et al. 2019, the smallest; the head is the embedding."""
+    width = 768
+    yield from ((50257, width), (1024, width))
+    for _ in range(12):
+        yield from _norm(width)
+        yield from _linear(3 * width, width)
+        yield from _linear(width, width)
+        yield from _norm(width)
+        yield from _linear(4 * width, width)
+        yield from _linear(width, 4 * width)
+    yield from _norm(width)
+
+
+def _transformer_xl() -> Iterator[Shape]:
+    """Dai et al. 2019, standard, on WikiText-103; the adaptive softmax is tied to the embedding."""
+    words, width, inner = 267735, 410, 2100
+    yield (words, width)
+    yield from ((10, 41), (10, 41))  # biases of content and position, of all layers
+    for _ in range(16):
+        yield (3 * width, width)
+        yield (width, width)
+        yield from _norm(width)
+        yield (width, width)  # of relative positions
+        yield from _linear(inner, width)
+        yield from _linear(width, inner)
+        yield from _norm(width)
+    yield (words,)
+    yield from ((3, width), (3,))  # of the softmax's clusters
+
+
+def _llama_7b() -> Iterator[Shape]:
+    """Touvron et al. 2023."""
+    words, width, inner = 32000, 4096, 11008
+    yield (words, width)
+    for _ in range(32):
+        yield from [(width, width)] * 4
+        yield from [(inner, width), (width, inner), (inner, width)]
+        yield from [(width,), (width,)]
+    yield (width,)
+    yield (words, width)
+
+
+MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet50": _resnet50,
+    "vgg16": _vgg16,
+    "bert-base": lambda: _bert(12, 768),
+    "bert-large": lambda: _bert(24, 1024),
+    "gpt2": _gpt2,
+    "transformer-xl": _transformer_xl,
+    "llama-7b": _llama_7b,
+}

@@ -1,0 +1,150 @@
+"""One prediction: a model, a codec and an algorithm on some ranks and links -> a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from gradwire.algorithms import Algorithm, Hierarchical
+from gradwire.collectives import Options, check_defined
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.sim import models
+from gradwire.sim.buckets import buckets
+from gradwire.sim.curves import Curves
+from gradwire.sim.fabric import Link
+from gradwire.sim.run import Machines, run
+from gradwire.sim.stage import Stage
+from gradwire.sim.work import algorithm_of
+
+
+@dataclass(frozen=True)
+class Net:
+    """The nodes' links.
+
+    Attributes:
+        text: what the user called them.
+        rate_bits_per_s: in each direction; `inf` for no limit.
+        latency_s: one way.
+    """
+
+    text: str
+    rate_bits_per_s: float = math.inf
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        ranks: how many.
+        net: between nodes.
+        codec: of all parameters that are matrices; the others go dense.
+        model: as `models.shapes` takes it.
+        options: algorithm, segments, partitions ...; kernels' options do not matter here.
+        feedback: whether residuals are kept.
+        per_node: ranks of a node, which share its link and talk over memory.
+        cores: that all ranks share; `inf`: every thread has its own.
+        backward: seconds that backward takes, in which gradients become ready at an even pace;
+            0: all are ready at the start.
+        exact: whether all ranks are simulated; None: if they are few.
+
+    Raises:
+        ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
+            that makes no sense.
+    """
+
+    ranks: int
+    net: Net
+    codec: Codec
+    model: str
+    options: Options = field(default_factory=Options)
+    feedback: bool = False
+    per_node: int = 1
+    cores: float = math.inf
+    backward: float = 0.0
+    exact: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+        if not self.cores > 0:
+            raise ConfigError(f"cores={self.cores}: more than 0")
+        if not 0 <= self.backward < math.inf:
+            raise ConfigError(f"backward={self.backward}: seconds, 0 or more")
+        nodes = self.options.nodes
+        if nodes is not None and len(nodes) != self.ranks:
+            raise ConfigError(f"nodes={nodes}: a machine for each of {self.ranks} ranks")
+        check_defined(self.options.algorithm, self.codec)
+        models.shapes(self.model)
+
+
+def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
+    """Simulate one step's collectives.
+
+    Returns:
+        A row: model, numel, algorithm, ranks, per_node, net, seconds (until the last rank has the
+        last average, from the start of backward), compute_seconds (of kernels, on the busiest
+        rank), wire_bytes (that rank 0 sends), limit_seconds (bytes that leave its node / rate +
+        rounds * latency, and not less than backward; None without a rate), of_limit
+        (limit_seconds / seconds), backward_seconds, buckets, messages (of rank 0), exact (whether
+        every rank was simulated; else one node stood for all).
+
+    Raises:
+        ConfigError: a codec without a curve.
+    """
+    shapes = models.shapes(scenario.model)
+    n = scenario.ranks
+    handed = buckets(shapes, scenario.codec, scenario.feedback, n)
+    algorithm = algorithm_of(scenario.options, n, scenario.per_node)
+    stage = Stage(n, scenario.per_node, algorithm, scenario.options, curves)
+    rotation, jobs = stage.jobs(handed, scenario.exact)
+    numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in handed))
+    ready = [scenario.backward * done / numels[-1] for done in numels]
+    machines = Machines(
+        world_size=n,
+        ranks=scenario.per_node,
+        link=Link(
+            rate=scenario.net.rate_bits_per_s / 8,
+            latency=scenario.net.latency_s,
+            overhead=curves.link.overhead,
+            stack=curves.link.stack,
+            memory=curves.link.memory,
+        ),
+        overheads=curves.engine,
+        cores=scenario.cores,
+    )
+    result = run(machines, jobs, ready, rotation)
+    seconds = max(result.ended)
+    limit = _limit(scenario, algorithm, result.moved_bytes[0])
+    return {
+        "model": scenario.model,
+        "numel": numels[-1],
+        "algorithm": scenario.options.algorithm,
+        "ranks": n,
+        "per_node": scenario.per_node,
+        "net": scenario.net.text,
+        "seconds": seconds,
+        "compute_seconds": max(result.kernel_seconds),
+        "wire_bytes": result.sent_bytes[0],
+        "limit_seconds": limit,
+        "of_limit": None if limit is None or not seconds else limit / seconds,
+        "backward_seconds": scenario.backward,
+        "buckets": len(handed),
+        "messages": sum(len(job.graph.sent()) for job in jobs[0]),
+        "exact": rotation is None,
+    }
+
+
+def _limit(scenario: Scenario, algorithm: Algorithm, moved: int) -> float | None:
+    if math.isinf(scenario.net.rate_bits_per_s):
+        return None
+    rounds = algorithm.rounds(scenario.ranks)
+    if isinstance(algorithm, Hierarchical):
+        rounds = 2  # between machines; the others are inside
+    wire = moved * 8 / scenario.net.rate_bits_per_s + rounds * scenario.net.latency_s
+    return max(scenario.backward, wire if moved else 0.0)

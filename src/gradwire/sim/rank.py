@@ -1,0 +1,212 @@
+"""One rank on a virtual clock: the rules of gradwire.engine.executor, step by step.
+
+A thread runs kernels in the order in which their inputs arrive, and posts the sends that they
+release. Another awaits receives, job by job, in the order of their graphs. All receives of a job
+are posted when it starts, and at most `in_flight` jobs own memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.sim.clock import Clock, Cores, Thread
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A collective on one rank: its graph, and what its tasks take.
+
+    Attributes:
+        graph: as the algorithm built it.
+        seconds: of the kernels of each task, in the graph's order; 0 of sends and receives.
+        nbytes: (segment, chunk) -> bytes of a message, its header included.
+    """
+
+    graph: Graph
+    seconds: tuple[float, ...]
+    nbytes: dict[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What the engine costs beside kernels.
+
+    Attributes:
+        start: seconds that a collective takes before its first task, and after its last.
+        task: seconds that a kernel or a receive takes beside its work, to be noticed and begun.
+        post: seconds that posting a send or a receive takes.
+        check: seconds that checking a message takes, and `check_byte` for each of its bytes.
+    """
+
+    start: float = 0.0
+    task: float = 0.0
+    post: float = 0.0
+    check: float = 0.0
+    check_byte: float = 0.0
+
+
+class Post(Protocol):
+    """What carries messages between ranks."""
+
+    def expect(self, rank: Rank, job: int, task: Task) -> Hashable:
+        """`rank` has posted a receive; the message's name."""
+        ...
+
+    def send(self, rank: Rank, job: int, task: Task, nbytes: int, sent: Callable[[], None]) -> None:
+        """`rank` has posted a send; `sent` is called when its memory is free again."""
+        ...
+
+
+class _Run:
+    """One job under way."""
+
+    def __init__(self, number: int, timed: Timed) -> None:
+        self.number = number
+        self.graph = timed.graph
+        self.timed = timed
+        self.waits = list(timed.graph.waits)
+        self.left = len(timed.graph.tasks)
+        self.sends_left = sum(task.kind is Kind.SEND for task in timed.graph.tasks)
+        self.free = False
+
+
+class Rank:
+    """A rank that runs jobs.
+
+    Args:
+        number: the rank.
+        node: the machine it is on, as the fabric counts them.
+        cores: on which its threads work.
+        post: carries its messages.
+        in_flight: as of the executor.
+
+    Attributes:
+        ended: when each job had its result in place, in seconds.
+        sent_bytes: handed to the transport.
+        kernel_seconds: of work, all jobs together.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        node: int,
+        clock: Clock,
+        cores: Cores,
+        post: Post,
+        overheads: Overheads,
+        in_flight: int = 2,
+    ) -> None:
+        self.number = number
+        self.node = node
+        self.stack = Thread(cores)
+        self.ended: dict[int, float] = {}
+        self.sent_bytes = 0
+        self.kernel_seconds = 0.0
+        self._clock = clock
+        self._post = post
+        self._overheads = overheads
+        self._in_flight = in_flight
+        self._compute = Thread(cores)
+        self._inbound = Thread(cores)
+        self._waiting: deque[_Run] = deque()
+        self._running = 0
+        self._awaited: deque[tuple[Hashable, _Run, int]] = deque()
+        self._here: set[Hashable] = set()
+        self._receiving = False
+
+    def submit_at(self, seconds: Sequence[float], jobs: Sequence[Timed]) -> None:
+        """Submit `jobs`, each at its time, which does not fall from one to the next."""
+        for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
+            run = _Run(number, timed)
+            self._clock.at(when, lambda run=run: self._submit(run))  # type: ignore[misc]
+
+    def _submit(self, run: _Run) -> None:
+        self._waiting.append(run)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._running < self._in_flight:
+            self._running += 1
+            run = self._waiting.popleft()
+            receives = sum(task.kind is Kind.RECV for task in run.graph.tasks)
+            seconds = self._overheads.start + receives * self._overheads.post
+            self._compute.do(seconds, lambda run=run: self._start(run))  # type: ignore[misc]
+
+    def _start(self, run: _Run) -> None:
+        for index, task in enumerate(run.graph.tasks):
+            if task.kind is Kind.RECV:
+                name = self._post.expect(self, run.number, task)
+                self._awaited.append((name, run, index))
+        for index, waits in enumerate(run.graph.waits):
+            if waits == 0 and run.graph.tasks[index].kind is not Kind.RECV:
+                self._release(run, index, self._compute)
+        if not run.graph.tasks:
+            self._end(run)
+
+    def _release(self, run: _Run, index: int, thread: Thread) -> None:
+        """Task `index` has all that it needs; `thread` found it out, and posts it if it sends."""
+        if run.graph.tasks[index].kind is Kind.SEND:
+            thread.do_first(self._overheads.post, lambda: self._send(run, index, thread))
+            return
+        seconds = run.timed.seconds[index]
+        self.kernel_seconds += seconds
+        seconds += self._overheads.task
+        self._compute.do(seconds, lambda: self._done(run, index, self._compute))
+
+    def _send(self, run: _Run, index: int, thread: Thread) -> None:
+        task = run.graph.tasks[index]
+        nbytes = _nbytes(run, task.reads[0])
+        self.sent_bytes += nbytes
+        self._post.send(self, run.number, task, nbytes, lambda: self._sent(run))
+        self._done(run, index, thread)
+
+    def arrived(self, message: Hashable) -> None:
+        """Of gradwire.sim.fabric.End."""
+        self._here.add(message)
+        self._receive()
+
+    def _receive(self) -> None:
+        """Receives end in the order of the graph, whatever has arrived."""
+        if self._receiving or not self._awaited or self._awaited[0][0] not in self._here:
+            return
+        name, run, index = self._awaited.popleft()
+        self._here.remove(name)
+        self._receiving = True
+        nbytes = _nbytes(run, run.graph.tasks[index].writes[0])
+
+        def received() -> None:
+            self._done(run, index, self._inbound)
+            self._receiving = False
+            self._receive()
+
+        o = self._overheads
+        self._inbound.do(o.task + o.check + nbytes * o.check_byte, received)
+
+    def _done(self, run: _Run, index: int, thread: Thread) -> None:
+        run.left -= 1
+        for dependent in run.graph.dependents[index]:
+            run.waits[dependent] -= 1
+            if run.waits[dependent] == 0:
+                self._release(run, dependent, thread)
+        if run.left == 0:
+            self.ended[run.number] = self._clock.now
+        self._end(run)
+
+    def _sent(self, run: _Run) -> None:
+        run.sends_left -= 1
+        self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        if run.left == 0 and run.sends_left == 0 and not run.free:
+            run.free = True
+            self.ended.setdefault(run.number, self._clock.now)
+            self._running -= 1
+            self._admit()
+
+
+def _nbytes(run: _Run, buffer: Buffer) -> int:
+    return run.timed.nbytes[buffer.segment, buffer.chunk]

@@ -1,0 +1,84 @@
+"""Graphs that are alike on all nodes but for a rotation, so that one node stands for all.
+
+Ranks are rotated by whole nodes: with M ranks a node, rank r becomes r + M, and chunks move on with
+their owners. If every rank's graph is its predecessor's, rotated, then so is all that happens on
+the clock, and what a rank of node 0 sends to rank M k + q at some time arrives there as what rank q
+of node 0 receives, at the same time, from the node k places behind. So node 0 is simulated with its
+egress looped back to its ingress: exactly, if all chunks are of one size and all ranks list their
+tasks in the same order, rotated. Members of a machine in the algorithm hierarchical do not: they
+visit chunks from 0 on, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from gradwire.engine import Buffer, Graph, Task
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of all ranks by one node.
+
+    Attributes:
+        world_size: number of ranks, a multiple of `ranks`.
+        ranks: of a node.
+        chunks: into how many the algorithm cuts the values. What stands beyond (a chunk in another
+            form) turns with the chunk it is.
+    """
+
+    world_size: int
+    ranks: int
+    chunks: int
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.ranks
+
+    @property
+    def possible(self) -> bool:
+        """Whether chunks can move on with their owners."""
+        whole = self.world_size % self.ranks == 0
+        return whole and (self.chunks == 1 or self.chunks % self.nodes == 0)
+
+    def rank(self, rank: int, steps: int) -> int:
+        """Where `steps` rotations take a rank; they may be negative."""
+        return (rank + steps * self.ranks) % self.world_size
+
+    def chunk(self, chunk: int, steps: int) -> int:
+        """Where they take a chunk."""
+        if self.chunks == 1:
+            return chunk
+        form, place = divmod(chunk, self.chunks)
+        return form * self.chunks + (place + steps * self.chunks // self.nodes) % self.chunks
+
+    def buffer(self, buffer: Buffer, steps: int) -> Buffer:
+        """Where they take a message."""
+        chunk, source = self.chunk(buffer.chunk, steps), self.rank(buffer.source, steps)
+        return Buffer(buffer.role, buffer.segment, chunk, source)
+
+    def holds(self, build: Callable[[int], Graph], nodes: tuple[int, ...]) -> bool:
+        """Whether the graphs of the ranks on these nodes have node 0's tasks, rotated.
+
+        The order in which a merge sums may differ, since it takes no time; and that of tasks.
+        """
+        return self.possible and all(
+            set(self.forms(build(rank), steps)) == set(self.forms(build(self.rank(rank, steps)), 0))
+            for rank in range(self.ranks)
+            for steps in nodes
+        )
+
+    def forms(self, graph: Graph, steps: int) -> list[Hashable]:
+        """All that matters on a clock of a graph's tasks, rotated, in order."""
+        return [self._form(task, steps) for task in graph.tasks]
+
+    def _form(self, task: Task, steps: int) -> Hashable:
+        return (
+            task.kind,
+            task.segment,
+            frozenset(self.buffer(b, steps) for b in task.reads),
+            frozenset(self.buffer(b, steps) for b in task.writes),
+            None if task.peer is None else self.rank(task.peer, steps),
+            frozenset(self._form(earlier, steps) for earlier in task.after),
+        )
