@@ -27,8 +27,7 @@ from gradwire.engine.message import align
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
 
-# Of uncompressed values in a chunk: large enough to hide what a kernel call and a message cost.
-_SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 4 << 20  # large enough to hide what a kernel call and a message cost
 _MAX_SEGMENTS = 16
 
 Piece = tuple[int, int, int]  # (item, first value, number of values)
@@ -91,6 +90,7 @@ def partition(
     segments: int | None = None,
     plain: bool = False,
     shards: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> Partition:
     """Cut the tensors of `specs`; the same on every rank.
 
@@ -99,6 +99,8 @@ def partition(
         segments: pipeline units; None chooses by size.
         plain: add every chunk uncompressed.
         shards: cut every tensor into equally many values, and ignore its rotation.
+        segment_bytes: where `segments` is None: how much of a chunk, uncompressed, a segment has at
+            most, as far as 16 of them suffice.
 
     Raises:
         ConfigError: a tensor that cannot be cut into shards.
@@ -111,7 +113,7 @@ def partition(
                 shares[chunk].append((item, first, last - first))
     if segments is None:
         raw = max(sum(n * specs[i].dtype.itemsize for i, _, n in share) for share in shares)
-        segments = min(max(-(-raw // _SEGMENT_BYTES), 1), _MAX_SEGMENTS)
+        segments = min(max(-(-raw // segment_bytes), 1), _MAX_SEGMENTS)
 
     pieces = [
         (chunk, segment, piece)

@@ -14,6 +14,7 @@ from gradwire.algorithms import Algorithm
 from gradwire.engine import Buffer, Kind, Task
 
 Sum = Counter[int]  # rank -> how often its values are in it
+Letter = tuple[int, int, str, int, int]  # sender, receiver, role, segment, chunk
 
 
 @dataclass
@@ -44,7 +45,13 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
             for c in range(chunks):
                 if segment[c]:
                     rank.values[s, c] = Counter([rank.number])
-    mail: dict[tuple[int, int, str, int, int], Sum] = {}
+    mail: dict[Letter, Sum] = {}
+    reused = {
+        letter_of(rank.number, task): (rank, task.reuses)
+        for rank in ranks
+        for task in rank.tasks
+        if task.reuses is not None
+    }
     moved = True
     while moved:
         moved = False
@@ -57,6 +64,8 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
                 is_next = task.kind is not Kind.RECV or index == awaited
                 if index in rank.done or rank.waits[index] or not is_next:
                     continue
+                if task.kind is Kind.SEND and (letter := letter_of(rank.number, task)) in reused:
+                    assert_free(*reused[letter], mail)
                 if step(rank, task, chunks, mail):
                     rank.done.add(index)
                     moved = True
@@ -69,15 +78,28 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
     return ranks
 
 
-def step(
-    rank: Rank, task: Task, chunks: int, mail: dict[tuple[int, int, str, int, int], Sum]
-) -> bool:
+def letter_of(rank: int, task: Task) -> Letter:
+    """What both ends of a send or recv call its message."""
+    assert task.peer is not None
+    buffer = (task.reads or task.writes)[0]
+    ends = (rank, task.peer) if task.kind is Kind.SEND else (task.peer, rank)
+    return (*ends, buffer.role, buffer.segment, buffer.chunk)
+
+
+def assert_free(receiver: Rank, buffer: Buffer, mail: dict[Letter, Sum]) -> None:
+    """A message is sent into the memory of `buffer`: all of its readers must have ended."""
+    for index, task in enumerate(receiver.tasks):
+        if buffer in task.reads:
+            assert task.kind is Kind.SEND, f"{task} reads what a receive would overwrite"
+            assert index in receiver.done, f"{buffer} was not sent yet"
+            assert letter_of(receiver.number, task) not in mail, f"{buffer} is still on its way"
+
+
+def step(rank: Rank, task: Task, chunks: int, mail: dict[Letter, Sum]) -> bool:
     """Do one task; False if its message has not come yet."""
     if task.kind in (Kind.SEND, Kind.RECV):
-        assert task.peer is not None
         buffer = (task.reads or task.writes)[0]
-        ends = (rank.number, task.peer) if task.kind is Kind.SEND else (task.peer, rank.number)
-        letter = (*ends, buffer.role, buffer.segment, buffer.chunk)
+        letter = letter_of(rank.number, task)
         if task.kind is Kind.SEND:
             assert letter not in mail, f"two messages of one tag: {letter}"
             mail[letter] = rank.held[buffer]

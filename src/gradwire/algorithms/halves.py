@@ -80,14 +80,20 @@ def reduce(
     return tasks
 
 
-def receive(rank: int, owners: Sequence[int], sizes: Sizes) -> list[Task]:
-    """The results of the chunks that others own, decoded."""
+def receive(rank: int, owners: Sequence[int], sizes: Sizes, contributed: bool = True) -> list[Task]:
+    """The results of the chunks that others own, decoded.
+
+    If this rank has `contributed` to them, they take its contributions' memory: an owner has
+    received these before it has a result.
+    """
     tasks: list[Task] = []
     for s, segment in enumerate(sizes):
         for peer in onward(rank, owners):
             for c, owner in enumerate(owners):
                 if owner == peer and segment[c]:
                     result = Buffer("result", s, c, peer)
-                    tasks.append(Task(Kind.RECV, s, writes=(result,), peer=peer))
+                    earlier = Buffer("contribution", s, c, rank) if contributed else None
+                    recv = Task(Kind.RECV, s, writes=(result,), peer=peer, reuses=earlier)
+                    tasks.append(recv)
                     tasks.append(Task(Kind.DECODE, s, reads=(result,)))
     return tasks

@@ -62,7 +62,9 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
         c = (rank - hop) % world_size
         for s in each(c):
             result = Buffer("result", s, c, c)
-            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=before))
+            # The sum that we sent on has gone all the way to its owner by then.
+            earlier = Buffer("partial", s, c, rank)
+            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=before, reuses=earlier))
             if c != behind:
                 tasks.append(Task(Kind.SEND, s, reads=(result,), peer=behind))
             tasks.append(Task(Kind.DECODE, s, reads=(result,)))

@@ -39,7 +39,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
             tasks.append(Task(Kind.ENCODE, s, writes=(own,)))
             tasks += [Task(Kind.SEND, s, reads=(own,), peer=p) for p in peers]
             tasks.append(Task(Kind.DECODE, s, reads=(own,)))
-    return Graph(tasks + receive(rank, owners, sizes))
+    return Graph(tasks + receive(rank, owners, sizes, contributed=False))
 
 
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:

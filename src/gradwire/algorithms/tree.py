@@ -67,7 +67,8 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     for s in live:
         result = Buffer("result", s, 0, 0)
         if rank:
-            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=parent(rank)))
+            up = Buffer("partial", s, 0, rank)  # has reached the parent before the result can come
+            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=parent(rank), reuses=up))
         tasks += [Task(Kind.SEND, s, reads=(result,), peer=c) for c in reversed(below)]
         if rank:
             tasks.append(Task(Kind.DECODE, s, reads=(result,)))

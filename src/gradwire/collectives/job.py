@@ -113,8 +113,7 @@ class Job:
 
     def _envelope(self, buffer: Buffer) -> Envelope:
         c = self.collective
-        checksum = c.options.checksum
-        return Envelope(c.plan, self.sequence, buffer.segment, buffer.chunk, checksum)
+        return Envelope(c.plan, self.sequence, buffer.segment, buffer.chunk, c.checksum)
 
     def finish(self) -> None:
         self.collective.comm.give(self.arena)

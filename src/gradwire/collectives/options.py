@@ -16,8 +16,8 @@ class Options:
 
     Attributes:
         algorithm: a name of `gradwire.algorithms.REGISTRY`.
-        segments: pipeline units a chunk; None chooses by size.
-        checksum: whether messages carry one.
+        segments: pipeline units a chunk; None chooses by size: more of them over a network.
+        checksum: whether messages carry one; None: if any leaves the memory of its machine.
         target: which kernels ("auto", "c", "eager"); all make the same bytes.
         threads: of a kernel; None takes torch's number.
         partitions: of the algorithm parameter_server; None: as many as there are ranks.
@@ -37,7 +37,7 @@ class Options:
 
     algorithm: str = "sra"
     segments: int | None = None
-    checksum: bool = True
+    checksum: bool | None = None
     target: str = "auto"
     threads: int | None = None
     partitions: int | None = None
@@ -63,7 +63,9 @@ class Options:
             raise ConfigError(f"nodes={nodes!r}: a tuple of the machine of each rank, as numbers")
         if self.inside not in INSIDE:
             raise ConfigError(f"inside={self.inside!r}: use one of {', '.join(INSIDE)}")
-        for name in ("checksum", "coordinated", "batched"):
+        if self.checksum not in (True, False, None):
+            raise ConfigError(f"checksum={self.checksum!r}: use True, False, or None")
+        for name in ("coordinated", "batched"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: use True or False")
         for name, default, owners in _OWNED:

@@ -23,9 +23,12 @@ from gradwire.collectives.topology import machines
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
-from gradwire.partition import Spec, partition
+from gradwire.partition import SEGMENT_BYTES, Spec, partition
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of a segment, in uncompressed values of a chunk. Over a network, encoding and sending overlap; in
+# memory both are the work of the same cores, and what a segment costs is all there is to it.
+_IN_MEMORY_BYTES = 16 << 20
 _KEPT = 1024  # more than the buckets of any model, few enough to hold
 
 
@@ -74,7 +77,10 @@ class Collective:
         plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
         chunks = options.partitions or algorithm.chunks(comm.world_size)
         shards = kind != "all_reduce"
-        cut = partition(self.specs, chunks, options.segments, plain, shards)
+        in_memory = comm.in_memory()
+        self.checksum = not in_memory if options.checksum is None else options.checksum
+        segment_bytes = _IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
+        cut = partition(self.specs, chunks, options.segments, plain, shards, segment_bytes)
         self.graph = algorithm.build(comm.rank, comm.world_size, cut.sizes)
         self.wire_bytes = algorithm.wire_bytes(comm.rank, comm.world_size, cut.sizes)
         self.sizes = cut.sizes

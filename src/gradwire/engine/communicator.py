@@ -41,6 +41,7 @@ class Communicator:
         self.world_size = transport.world_size
         self.executor = Executor(transport, in_flight)
         self.peak_bytes = 0
+        self._in_memory: bool | None = None
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.preparing = threading.RLock()
         self._lock = threading.Lock()
@@ -129,6 +130,19 @@ class Communicator:
             f"'{padded[self.rank][line]}', rank {other} has '{padded[other][line]}'. "
             "Give every rank the same model, options and seed"
         )
+
+    def in_memory(self) -> bool:
+        """Whether no message of any rank leaves the memory of one machine: all ranks answer alike.
+
+        The first call is a round trip, which all ranks take together.
+
+        Raises:
+            TransportError: a peer did not answer.
+        """
+        if self._in_memory is None:
+            mine = bytes([self.transport.in_memory])
+            self._in_memory = all(map(any, self.exchange(mine, [1] * self.world_size)))
+        return self._in_memory
 
     # ---- memory ------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class Task:
         final: of a merge: whether it makes the result, so that an average is divided here.
         after: tasks that must end first though no buffer says so: they change the values, or use
             the link. A send ends when its transport says so.
+        reuses: of a recv: a buffer, read by sends alone, whose memory the message may take, since
+            no rank sends the message before that buffer has reached all its receivers.
     """
 
     kind: Kind
@@ -69,6 +71,7 @@ class Task:
     own: int | None = None
     final: bool = False
     after: tuple[Task, ...] = field(default=(), compare=False)
+    reuses: Buffer | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         encodes = self.kind is Kind.MERGE and self.writes

@@ -84,6 +84,8 @@ class Traced:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.timeout = transport.timeout
+        self.in_memory = transport.in_memory
+        self.shared_bytes = transport.shared_bytes
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         begun = self.trace.begin()

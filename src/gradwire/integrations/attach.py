@@ -200,8 +200,9 @@ class Handle(Plug):
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
             kernel_seconds: of these, in kernels and checksums.
             residual_bytes: memory of error feedback.
-            peak_extra_bytes: most memory held beyond plain DDP's: messages in flight (shared by all
-                handles of the process group) and residuals.
+            shared_bytes: of memory shared with the machine's other ranks, whatever is sent.
+            peak_extra_bytes: most other memory held beyond plain DDP's: messages in flight (shared
+                by all handles of the process group) and residuals.
             parameters: name -> codec, numel, payload_bytes (of one whole gradient), ratio.
         """
         n = self._comm.world_size
@@ -229,6 +230,7 @@ class Handle(Plug):
             "raw_bytes": round(raw),
             "ratio": raw / wire if wire else None,
             "residual_bytes": residual,
+            "shared_bytes": self._comm.transport.shared_bytes,
             "peak_extra_bytes": self._comm.peak_bytes + residual,
             "parameters": parameters,
         }

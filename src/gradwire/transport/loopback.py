@@ -86,6 +86,9 @@ class _Receive:
 class Loopback:
     """One rank's end of a `Hub`."""
 
+    in_memory = False  # it stands for a network
+    shared_bytes = 0
+
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank

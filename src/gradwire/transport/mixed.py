@@ -25,6 +25,7 @@ class Mixed:
 
     Attributes:
         reached: the peers with which memory is shared.
+        in_memory: whether these are all others.
         shared_bytes: of this rank's segment of shared memory.
 
     Raises:
@@ -41,6 +42,7 @@ class Mixed:
         except BaseException:
             self._p2p.close()
             raise
+        self.in_memory = self._shm is not None and len(self.reached) == self.world_size - 1
         self.shared_bytes = 0
         if self._shm is not None:
             self.shared_bytes = self._shm.nbytes

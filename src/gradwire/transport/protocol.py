@@ -32,11 +32,15 @@ class Transport(Protocol):
     Attributes:
         rank, world_size: as in torch, within the group.
         timeout: seconds that a wait may last.
+        in_memory: whether all messages of this rank stay in the memory of its machine.
+        shared_bytes: of memory shared with other processes.
     """
 
     rank: int
     world_size: int
     timeout: float
+    in_memory: bool
+    shared_bytes: int
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending `data` (uint8, contiguous, on the CPU) to `peer`."""

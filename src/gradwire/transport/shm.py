@@ -117,7 +117,8 @@ class Shm:
         self.error: TransportError | None = None
         self.explain: Explain = self._explain
         self.waiting: dict[Any, float] = {}
-        self.nbytes: int = library.shm_size(len(peers), ring_bytes)
+        self.in_memory = len(peers) == world_size - 1
+        self.nbytes = self.shared_bytes = int(library.shm_size(len(peers), ring_bytes))
         self._slots = {peer: slot for slot, peer in enumerate(sorted(peers))}
         self._library = library
         self._pid = os.getpid()

@@ -40,6 +40,9 @@ class TorchP2P:
         TransportError: the group cannot carry CPU tensors between ranks.
     """
 
+    in_memory = False
+    shared_bytes = 0
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group: dist.ProcessGroup = group if group is not None else _default_group()
         self.rank = self.group.rank()
