@@ -238,6 +238,25 @@ def bench_transports(
         out.rows(rows, ["transport", "bytes", "latency_us", "gbps"])
 
 
+@bench.command("profile")
+def bench_profile(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    net: Net = "none",
+    numel: Annotated[int | None, typer.Option("--numel", help="Values of the bucket.")] = None,
+    trace: Annotated[
+        str | None, typer.Option("--trace", help="File for a step, for chrome://tracing.")
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """What a DDP bucket costs beyond kernels and the wire, thread by thread."""
+    from gradwire.bench import profile
+
+    rows = profile.run(ranks, net, numel, trace, quick)
+    with output(json_file) as out:
+        out.rows(rows, ["part", "seconds", "steps", "transport", "ranks", "numel"])
+
+
 @bench.command("train")
 def bench_train(
     task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
@@ -271,6 +290,76 @@ def bench_train(
             out.row(row)
             rows.append(row)
         out.console.print(train_view.table([row for row in rows if row["row"] == "summary"]))
+
+
+@app.command()
+def sim(
+    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
+    net: Net = "1gbit,1ms",
+    codec_name: Annotated[
+        str, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., comma-separated.")
+    ] = "qsgd",
+    algorithm: Annotated[str, typer.Option("--algorithm", help="Comma-separated.")] = "sra",
+    model: Annotated[
+        str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
+    ] = "resnet50",
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
+    per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1,
+    cores: Annotated[
+        float | None, typer.Option(help="That all ranks share; each has its own unless given.")
+    ] = None,
+    backward: Annotated[
+        float, typer.Option(help="Seconds in which gradients become ready, one after the other.")
+    ] = 0.0,
+    segments: Annotated[int | None, typer.Option(help="Pipeline units a chunk.")] = None,
+    partitions: Annotated[int | None, typer.Option(help="Of parameter_server.")] = None,
+    coordinated: Annotated[bool, typer.Option("--coordinated", help="Send in rounds.")] = False,
+    threads: Annotated[int, typer.Option(help="Of a kernel.")] = 1,
+    curves: Annotated[
+        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Compare with the lab, at its own points.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Validate few points.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Predict what a step's collectives take, on networks that are not here."""
+    from gradwire.bench import simulate
+    from gradwire.bench import validate as validation
+
+    with output(json_file) as out:
+        if validate:
+            points = validation.run(**(validation.QUICK if quick else {}), fresh=fresh)
+            columns = ["ranks", "net", "method", "algorithm", "measured_seconds"]
+            out.rows(points, [*columns, "simulated_seconds", "error"])
+            return
+        draw = None if plot is None else simulate.plotter(plot)
+        options = {"segments": segments, "partitions": partitions, "coordinated": coordinated}
+        wanted = simulate.Wanted(
+            codecs=_list(codec_name) or [],
+            algorithms=_list(algorithm) or [],
+            ranks=ranks,
+            net=net,
+            model=model,
+            per_node=per_node,
+            cores=cores,
+            backward=backward,
+            options=options,
+            sweep=sweep,
+            threads=threads,
+            file=curves,
+            fresh=fresh,
+        )
+        columns = ["codec", "algorithm", "ranks", "net", "seconds", "compute_seconds"]
+        columns += ["wire_bytes", "of_limit", "exact"]
+        rows = out.rows(simulate.run(wanted), [*(["value"] if sweep else []), *columns])
+        if draw is not None:
+            draw(rows)
 
 
 @app.command()

@@ -53,6 +53,14 @@ class Spec:
     feedback: bool = False
     rotation: int = 0
 
+    def __hash__(self) -> int:
+        """Of the fields; computed once, for collectives are looked up by their specs every step."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.name, self.numel, self.dtype, self.codec, self.feedback))
+            object.__setattr__(self, "_hash", known)
+        return known
+
     def __str__(self) -> str:
         ending = ", error feedback" if self.feedback else ""
         what = f"{self.numel} x {self.dtype}, {self.codec}{ending}"

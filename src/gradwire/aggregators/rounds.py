@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,6 +37,15 @@ class Member:
     keys: rng.Keys
     rotation: int
     step: int = 0
+    _specs: dict[tuple[object, ...], Spec] = field(default_factory=dict)
+
+    def spec(self, request: CompressedAllReduce) -> Spec:
+        """What all ranks know of a request; the same object every step, which is quick to find."""
+        values, feedback = request.values, request.residual is not None
+        key = (values.numel(), values.dtype, request.codec, feedback)
+        if key not in self._specs:
+            self._specs[key] = Spec(self.name, *key, self.rotation)
+        return self._specs[key]
 
 
 class Rounds:
@@ -96,21 +105,11 @@ class Rounds:
             return
         specs, items = [], []
         for index, _, request in self.active:
-            member, values = self.members[index], request.values
-            feedback = request.residual is not None
-            specs.append(
-                Spec(
-                    member.name,
-                    values.numel(),
-                    values.dtype,
-                    request.codec,
-                    feedback,
-                    member.rotation,
-                )
-            )
+            member = self.members[index]
+            specs.append(member.spec(request))
             # A round of its own draws random numbers of its own.
             step = self.steps[index] | number << 48
-            items.append(Item(values, member.keys, step, request.residual))
+            items.append(Item(request.values, member.keys, step, request.residual))
         running = prepare(self.comm, specs, self.options).start(items, average=True)
         running.add_done_callback(lambda outcome: self._finish_round(number, outcome))
 

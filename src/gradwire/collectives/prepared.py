@@ -28,7 +28,7 @@ from gradwire.partition import SEGMENT_BYTES, Spec, partition
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a segment, in uncompressed values of a chunk. Over a network, encoding and sending overlap; in
 # memory both are the work of the same cores, and what a segment costs is all there is to it.
-_IN_MEMORY_BYTES = 16 << 20
+IN_MEMORY_BYTES = 16 << 20
 _KEPT = 1024  # more than the buckets of any model, few enough to hold
 
 
@@ -79,7 +79,7 @@ class Collective:
         shards = kind != "all_reduce"
         in_memory = comm.in_memory()
         self.checksum = not in_memory if options.checksum is None else options.checksum
-        segment_bytes = _IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
+        segment_bytes = IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
         cut = partition(self.specs, chunks, options.segments, plain, shards, segment_bytes)
         self.graph = algorithm.build(comm.rank, comm.world_size, cut.sizes)
         self.wire_bytes = algorithm.wire_bytes(comm.rank, comm.world_size, cut.sizes)

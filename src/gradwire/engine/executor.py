@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,8 @@ log = logging.getLogger("gradwire")
 _LAST_STEP_S = 1.0
 
 
-_Queue = SimpleQueue["partial[None] | None"]
+# When it was put there, and what to do.
+_Queue = SimpleQueue["tuple[float, partial[None]] | None"]
 
 
 class Job(Protocol):
@@ -45,17 +47,14 @@ class Job(Protocol):
 
     Attributes:
         graph: what to do.
+        kernel_seconds: what kernels have taken so far, checksums of what they wrote included.
     """
 
     graph: Graph
+    kernel_seconds: float
 
     def start(self) -> None:
         """Take memory; called once, when one of the `in_flight` places is free."""
-        ...
-
-    @property
-    def kernel_seconds(self) -> float:
-        """How long kernels and checksums have taken."""
         ...
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
@@ -174,7 +173,7 @@ class Executor:
             while self._waiting and len(self._running) < self.in_flight and self.error is None:
                 run = self._waiting.popleft()
                 self._running.add(run)
-                self._compute.put(partial(self._start, run))
+                _put(self._compute, self._start, run)
 
     def _start(self, run: _Run) -> None:
         graph = run.job.graph
@@ -185,7 +184,7 @@ class Executor:
                 buffer = task.writes[0]
                 memory = run.job.memory(buffer)
                 pending = self.transport.irecv(memory, task.peer, run.job.tag(buffer))
-                self._inbound.put(partial(self._receive, run, index, pending))
+                _put(self._inbound, self._receive, run, index, pending)
         for index, waits in enumerate(graph.waits):
             if waits == 0 and graph.tasks[index].kind is not Kind.RECV:
                 self._release(run, index)
@@ -197,7 +196,7 @@ class Executor:
         if run.job.graph.tasks[index].kind is Kind.SEND:
             self._send(run, index)
         else:
-            self._compute.put(partial(self._run_kernel, run, index))
+            _put(self._compute, self._run_kernel, run, index)
 
     def _run_kernel(self, run: _Run, index: int) -> None:
         run.job.compute(run.job.graph.tasks[index])
@@ -210,7 +209,7 @@ class Executor:
         message = run.job.memory(buffer)
         run.wire_bytes += message.numel()
         pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
-        self._outbound.put(partial(self._sent, run, index, pending))
+        _put(self._outbound, self._sent, run, index, pending)
         self._count(run)
 
     def _receive(self, run: _Run, index: int, pending: Pending) -> None:
@@ -278,7 +277,9 @@ class Executor:
     # ---- threads and failure -------------------------------------------------------------------
 
     def _serve(self, name: str, queue: _Queue) -> None:
-        while (step := queue.get()) is not None:
+        free = 0.0  # since when this thread had nothing to do
+        while (item := queue.get()) is not None:
+            posted, step = item
             trace = self.trace
             begun = None if trace is None else trace.begin()
             try:
@@ -287,8 +288,9 @@ class Executor:
             except BaseException as error:
                 self._fail(error)
             if trace is not None and begun is not None:
-                trace.end(begun, name, _describe(step))
-            del step  # or the last job would stay alive while this thread waits for the next
+                trace.end(begun, name, _describe(step), begun[0] - max(posted, free))
+            free = time.perf_counter()
+            del item, step  # or the last job would stay alive while this thread waits for the next
 
     def _fail(self, error: BaseException) -> None:
         """The first error breaks the group: everyone waiting here gets it, and peers are told."""
@@ -317,6 +319,10 @@ class Executor:
     def is_own_thread(self) -> bool:
         """Whether the caller is one of the executor's threads, which must not wait for jobs."""
         return threading.current_thread() in self._threads
+
+
+def _put(queue: _Queue, function: Callable[..., None], *arguments: object) -> None:
+    queue.put((time.perf_counter(), partial(function, *arguments)))
 
 
 def _describe(step: partial[None]) -> str:

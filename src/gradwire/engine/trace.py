@@ -24,6 +24,7 @@ class Span:
         what: the step, and its task where it has one.
         begin, seconds: of the wall clock; `begin` as time.perf_counter gives it.
         cpu_seconds: that the thread itself worked, kernels' own helper threads not counted.
+        queued_seconds: that the step lay in its queue while the thread had nothing else to do.
     """
 
     thread: str
@@ -31,6 +32,7 @@ class Span:
     begin: float
     seconds: float
     cpu_seconds: float
+    queued_seconds: float = 0.0
 
 
 class Trace:
@@ -44,11 +46,14 @@ class Trace:
         """To be given to `end`, by the same thread."""
         return time.perf_counter(), time.thread_time()
 
-    def end(self, begun: tuple[float, float], thread: str, what: str) -> None:
+    def end(
+        self, begun: tuple[float, float], thread: str, what: str, queued_seconds: float = 0.0
+    ) -> None:
         """A step is over that began with `begin`."""
         seconds, cpu_seconds = time.perf_counter() - begun[0], time.thread_time() - begun[1]
         with self._lock:
-            self.spans.append(Span(thread, what, begun[0], seconds, cpu_seconds))
+            span = Span(thread, what, begun[0], seconds, cpu_seconds, queued_seconds)
+            self.spans.append(span)
 
     def clear(self) -> None:
         """Forget all spans."""

@@ -198,7 +198,7 @@ class Handle(Plug):
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
-            kernel_seconds: of these, in kernels and checksums.
+            kernel_seconds: of these, in kernels, and in checksums of what they wrote.
             residual_bytes: memory of error feedback.
             shared_bytes: of memory shared with the machine's other ranks, whatever is sent.
             peak_extra_bytes: most other memory held beyond plain DDP's: messages in flight (shared

@@ -1,0 +1,78 @@
+"""`gradwire bench profile`: what gradwire costs a DDP bucket beyond its kernels and the wire.
+
+A DDP module of 30 parameters, 25 MB in all, so one bucket. Its executor records what its threads
+do. Everything is counted on rank 0, in its threads' own CPU time, so that ranks that share cores do
+not count twice; medians over steps.
+
+A row: part, seconds (a bucket), steps (how often); with ranks, transport, numel, parameters. Parts:
+
+    hook        DDP's own thread, until the bucket is handed over
+    compute     the compute thread's Python: tables of addresses, scheduling
+    inbound     the inbound thread's Python, and over a network the checksums of what came
+    outbound    the outbound thread's Python
+    python      these four together
+    queueing    steps that lay ready while their thread slept (wall clock), all threads together
+    wire        posting messages and waiting for them (wall clock), all threads together
+    kernels     kernels, and over a network the checksums of what is sent
+    bucket      from the hook's call to the average in place (wall clock)
+    overhead    bucket less kernels: all that is not hidden beside them, the wire's time too
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import ConfigError
+from gradwire.lab import Network, launch
+
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the ranks are told; `output` is the file for the rows, `trace` that for one step's."""
+
+    numel: int
+    parameters: int
+    steps: int
+    output: str
+    trace: str | None
+
+
+def run(
+    ranks: int = 2,
+    net: str = "none",
+    numel: int | None = None,
+    trace: str | None = None,
+    quick: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows.
+
+    Args:
+        ranks: one a node.
+        net: RATE,LATENCY or none.
+        numel: values of the bucket; by default 6 553 600, 25 MB in fp32.
+        trace: file for the last step of rank 0, as chrome://tracing reads it.
+        quick: fewer steps.
+
+    Raises:
+        ConfigError: impossible network, no lab on this machine, or ranks that failed.
+    """
+    network = Network.parse(net)
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        output = str(Path(folder) / "rows.json")
+        config = Config(numel or 6_553_600, 30, 10 if quick else 40, output, trace)
+        command = [sys.executable, "-m", "gradwire.bench.profile_worker"]
+        command.append(json.dumps(asdict(config)))
+        # The workers' remarks are for people, so they go where remarks go.
+        codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
+        if any(codes):
+            raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
+        for row in json.loads(Path(output).read_text()):
+            yield {**row, "ranks": ranks, "net": str(network)}

@@ -1,0 +1,109 @@
+"""One rank of `gradwire bench profile`; started by it, once a node."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.profile import Config
+from gradwire.engine import Trace
+from gradwire.engine.trace import WIRE
+from gradwire.groups import communicator
+
+_WARM_UP = 3  # DDP's buckets are rebuilt after the first step
+_THREADS = ("compute", "inbound", "outbound")
+
+
+class _Layers(torch.nn.Module):
+    """Matrices and biases in turn; the loss is their sum, whose gradient costs next to nothing."""
+
+    def __init__(self, numel: int, parameters: int) -> None:
+        super().__init__()
+        side = int((numel / (parameters / 2)) ** 0.5)
+        self.layers = torch.nn.ParameterList(
+            torch.zeros(side, side) if i % 2 else torch.zeros(side) for i in range(parameters)
+        )
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([p.sum() for p in self.layers]).sum()
+
+
+def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace) -> dict[str, Any]:
+    """One backward pass, part by part: (seconds, how often)."""
+    hook: list[float] = []
+    reduce = type(handle).reduce
+
+    def timed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        begun = time.thread_time()
+        future = reduce(handle, bucket)
+        hook.append(time.thread_time() - begun)
+        return future
+
+    handle.reduce = timed  # type: ignore[method-assign]
+    before = handle.stats()
+    trace.clear()
+    model().backward()
+    after = handle.stats()
+    spans = list(trace.spans)
+    parts = {"hook": (sum(hook), len(hook))}
+    wire = [s for s in spans if s.what.startswith(WIRE)]
+    for name in _THREADS:
+        own = [s for s in spans if s.thread == name and s not in wire]
+        inside = sum(s.cpu_seconds for s in wire if s.thread == name)
+        parts[name] = (sum(s.cpu_seconds for s in own) - inside, len(own))
+    kernels = after["kernel_seconds"] - before["kernel_seconds"]
+    compute, count = parts["compute"]
+    parts["compute"] = (compute - kernels, count)
+    bucket = after["seconds"] - before["seconds"]
+    parts["python"] = (sum(seconds for seconds, _ in parts.values()), 1)
+    parts["queueing"] = (sum(s.queued_seconds for s in spans), len(spans))
+    parts["wire"] = (sum(s.seconds for s in wire), len(wire))
+    parts["kernels"] = (kernels, 1)
+    parts["bucket"] = (bucket, len(hook))
+    parts["overhead"] = (bucket - kernels, 1)
+    return parts
+
+
+def main(config: Config) -> None:
+    """Step the model, and on rank 0 write the rows."""
+    torch.set_num_threads(1)  # a kernel's helper threads would hide its time from thread clocks
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(_Layers(config.numel, config.parameters), bucket_cap_mb=1000)
+    handle = gradwire.attach(model)
+    for _ in range(_WARM_UP):
+        model().backward()
+    comm = communicator()
+    trace = comm.executor.begin_trace()
+    steps = [_step(model, handle, trace) for _ in range(config.steps)]
+    comm.executor.end_trace()
+    if comm.rank == 0:
+        numel = sum(p.numel() for p in model.parameters())
+        rows = [
+            {
+                "part": part,
+                "seconds": statistics.median(step[part][0] for step in steps),
+                "steps": statistics.median_low(step[part][1] for step in steps),
+                "transport": getattr(comm.transport, "name", type(comm.transport).__name__),
+                "numel": numel,
+                "parameters": config.parameters,
+            }
+            for part in steps[0]
+        ]
+        Path(config.output).write_text(json.dumps(rows))
+        if config.trace is not None:
+            Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Config(**json.loads(sys.argv[1])))
