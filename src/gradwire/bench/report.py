@@ -145,7 +145,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     from gradwire.bench import report_other, report_train
 
     train_keys = {"row", "task", "method", "net", "ranks"}
-    collective_keys = {"method", "algorithm", "seconds", "limit_seconds"}
+    collective_keys = {"method", "algorithm", "seconds", "limit_seconds", "nmse"}
     kinds: list[tuple[set[str], Callable[[list[Row]], list[Section]]]] = [
         (train_keys, report_train.sections),
         (collective_keys, report_other.collectives),

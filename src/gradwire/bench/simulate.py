@@ -7,9 +7,10 @@ curves), and sweep and value where a parameter was swept. docs/simulator.md says
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Wanted:
         codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
         algorithms: of each codec.
         ranks, net, model, per_node, cores, backward: see gradwire.sim.Scenario.
-        options: of the collectives, but for the algorithm.
+        options: fields of gradwire.Options, but for the algorithm; None leaves the default.
         sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
         threads: of kernels.
         file: of curves; measured and kept by itself if None, and in this file if there is none.
@@ -47,7 +48,7 @@ class Wanted:
     per_node: int = 1
     cores: float | None = None
     backward: float = 0.0
-    options: Options = field(default_factory=Options)
+    options: Mapping[str, Any] = field(default_factory=dict)
     sweep: str | None = None
     threads: int = 1
     file: Path | None = None
@@ -72,7 +73,7 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
         raise ConfigError("nothing to simulate: name a codec and an algorithm")
     known = _curves(wanted, [scenario for *_, scenario in points])
     for name, value, text, scenario in points:
-        swept = {} if name is None else {"sweep": name, "value": value}
+        swept = {} if name is None else {"sweep": name, "value": _typed(value)}
         yield {
             "method": f"gradwire:{text}",
             "codec": text,
@@ -115,9 +116,9 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
     if "algorithm" in options:
         raise ConfigError(f"codec {text!r}: name algorithms with --algorithm")
     network = _network(wanted.net, name, value)
-    collective = replace(wanted.options, algorithm=algorithm)
+    given = {key: one for key, one in wanted.options.items() if one is not None}
     if name in ("segments", "partitions"):
-        collective = replace(collective, **{name: _number(name, value, whole=True)})
+        given[name] = _number(name, value, whole=True)
     ranks = _number("ranks", value, whole=True) if name == "ranks" else wanted.ranks
     per_node = _number("per_node", value, whole=True) if name == "per_node" else wanted.per_node
     cores = _number("cores", value) if name == "cores" else wanted.cores
@@ -127,12 +128,40 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
         net=Net(str(network), network.rate_bits_per_s, network.latency_s),
         codec=codec_table.get(**options),
         model=wanted.model,
-        options=collective,
+        options=Options(algorithm=algorithm, **given),
         feedback=feedback,
         per_node=int(per_node),
         cores=math.inf if cores is None else cores,
         backward=backward,
     )
+
+
+def _typed(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
+    """What draws rows into `file`; asked for before anything is simulated.
+
+    Raises:
+        ConfigError: neither .png nor .svg, no such folder, or no matplotlib.
+    """
+    if file.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: not a file in an existing folder")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install 'gradwire[report]'"
+        )
+    from gradwire.bench import sim_plot
+
+    return lambda rows: sim_plot.draw(rows, file)
 
 
 def _network(text: str, name: str | None, value: str) -> Network:

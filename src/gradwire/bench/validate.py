@@ -21,6 +21,8 @@ NETS = ("100mbit,5ms", "300mbit,1ms", "1gbit,1ms")
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather")
 CODECS = ("qsgd", "identity")
 NUMEL = 2_500_000
+# What `--quick` takes of it.
+QUICK: dict[str, Any] = {"ranks": (2, 4), "nets": NETS[1:2], "algorithms": ALGORITHMS[:2]}
 
 
 def run(

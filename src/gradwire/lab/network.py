@@ -53,7 +53,7 @@ class Network:
         rate = _quantity(text, "rate", parts[0], _RATES)
         latency_ns = _quantity(text, "latency", parts[1], _LATENCIES_NS) if parts[1:] else 0
         low, high = _RATE_BOUNDS
-        if rate <= 0:
+        if not emulated and rate == 0:
             raise _bad(text, "its rate is zero")
         if emulated and not low <= rate <= high:
             bounds = f"{_spell(low, _RATES)} to {_spell(high, _RATES)}"

@@ -77,7 +77,8 @@ class Stage:
     def _cut(self, bucket: Bucket, alike: bool) -> Cut:
         key = _key(bucket, alike)
         if key not in self._cuts:
-            made = cut(bucket, self.algorithm, self.options, self.ranks)
+            in_memory = self.rotation.ranks >= self.ranks
+            made = cut(bucket, self.algorithm, self.options, self.ranks, in_memory)
             self._cuts[key] = level(made, self.rotation.chunks) if alike else made
         return self._cuts[key]
 

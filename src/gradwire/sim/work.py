@@ -14,10 +14,11 @@ from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
 from gradwire.collectives import Options
 from gradwire.collectives.calls import form
+from gradwire.collectives.prepared import IN_MEMORY_BYTES
 from gradwire.engine import HEADER_BYTES, Kind, Task
 from gradwire.engine.message import align
 from gradwire.lang import Codec
-from gradwire.partition import partition
+from gradwire.partition import SEGMENT_BYTES, partition
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
 from gradwire.sim.rank import Timed
@@ -48,11 +49,14 @@ def algorithm_of(options: Options, world_size: int, per_node: int) -> Algorithm:
     return Coordinated(algorithm) if options.coordinated else algorithm
 
 
-def cut(bucket: Bucket, algorithm: Algorithm, options: Options, world_size: int) -> Cut:
-    """Cut a bucket as gradwire.collectives does."""
+def cut(
+    bucket: Bucket, algorithm: Algorithm, options: Options, world_size: int, in_memory: bool = False
+) -> Cut:
+    """Cut a bucket as gradwire.collectives does; `in_memory` if all ranks are on one node."""
     plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
     chunks = options.partitions or algorithm.chunks(world_size)
-    parts = partition(bucket, chunks, options.segments, plain)
+    segment_bytes = IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
+    parts = partition(bucket, chunks, options.segments, plain, segment_bytes=segment_bytes)
     amounts: dict[tuple[int, int], Counter[tuple[Codec, bool]]] = {}
     for row in parts.rows:
         held = amounts.setdefault((row.segment, row.chunk), Counter())

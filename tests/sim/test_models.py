@@ -1,0 +1,74 @@
+"""Models' shapes, by their known totals; buckets, by DDP's own function."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from machines import IDENTITY, QSGD
+
+from gradwire.errors import ConfigError
+from gradwire.sim import models
+from gradwire.sim.buckets import buckets
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("resnet50", 25_557_032),  # torchvision's table
+        ("vgg16", 138_357_544),
+        ("bert-base", 109_482_240),  # the hub's BertModel, uncased
+        ("bert-large", 335_141_888),
+        ("gpt2", 124_439_808),
+        ("llama-7b", 6_738_415_616),
+    ],
+)
+def test_models_have_their_known_numbers_of_parameters(name: str, total: int) -> None:
+    assert models.numel(models.shapes(name)) == total
+
+
+def test_transformer_xl_has_about_what_its_paper_says() -> None:
+    assert models.numel(models.shapes("transformer-xl")) == pytest.approx(151e6, rel=0.005)
+
+
+def test_names_are_lenient_and_all_are_tested() -> None:
+    assert models.shapes(" ResNet50 ") == models.shapes("resnet50")
+    assert len(models.MODELS) == 7
+
+
+def test_sizes_are_matrices() -> None:
+    assert models.shapes("1e6, 4096x1024,7,2x3x5") == (
+        (1, 1_000_000), (4096, 1024), (1, 7), (2, 3, 5),
+    )  # fmt: skip
+    assert models.shapes("2.5e3") == ((1, 2500),)
+
+
+@pytest.mark.parametrize("text", ["", "resnet51", "0", "-4", "1.5", "1e6,,3", "4x", "1e-3", "nan"])
+def test_what_is_neither_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        models.shapes(text)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt2"])
+def test_buckets_are_ddps(name: str) -> None:
+    """As DDP rebuilds them after the first step, in the order in which gradients come."""
+    shapes = models.shapes(name)
+    tensors = [torch.empty(shape) for shape in reversed(shapes)]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    found = buckets(shapes, QSGD, False, 4)
+    sizes = [[spec.numel for spec in bucket] for bucket in found]
+    assert sizes == [[tensors[i].numel() for i in bucket] for bucket in expected]
+
+
+def test_matrices_are_compressed_and_the_rest_is_not() -> None:
+    shapes = models.shapes("resnet50")
+    for feedback in (False, True):
+        specs = [s for bucket in buckets(shapes, QSGD, feedback, 8) for s in bucket]
+        for spec, shape in zip(reversed(specs), shapes, strict=True):
+            assert spec.numel == math.prod(shape)
+            assert spec.codec == (QSGD if len(shape) > 1 else IDENTITY)
+            assert spec.feedback == (feedback and len(shape) > 1)
+    assert len({spec.rotation for spec in specs}) == 8

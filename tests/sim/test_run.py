@@ -1,0 +1,186 @@
+"""Times that can be worked out by hand, bytes that have a formula, and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from machines import FREE, GBIT, IDENTITY, QSGD, USUAL, curves, scenario
+
+from gradwire import algorithms
+from gradwire.sim import Net, predict
+from gradwire.sim.buckets import buckets
+from gradwire.sim.models import shapes
+from gradwire.sim.rank import Overheads
+from gradwire.sim.work import algorithm_of, cut
+
+ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
+BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
+VALUES = 1 << 18
+MESSAGE = 4 * VALUES + 48
+
+
+def seconds(*args: object, machine: object = FREE, **given: object) -> float:
+    return float(predict(scenario(*args, **given), machine)["seconds"])  # type: ignore[arg-type]
+
+
+# ---- by hand ------------------------------------------------------------------------------------
+
+
+def test_two_ranks_gather() -> None:
+    # A latency until both know that the other listens; the message; its latency.
+    found = seconds(2, str(VALUES), "all_gather", codec=IDENTITY)
+    assert found == pytest.approx(2 * LATENCY + MESSAGE * BYTE)
+
+
+def test_two_ranks_scatter_and_gather() -> None:
+    # Two rounds of half the values each; the second finds its receive posted.
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1)
+    assert found == pytest.approx(3 * LATENCY + 2 * half * BYTE)
+
+
+def test_kernels_wait_for_messages_and_messages_for_kernels() -> None:
+    call = 5e-3  # longer than the latency until messages may leave
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, machine=curves(call=call))
+    # encode, merge, decode: the decode of the peer's result comes after the own merge
+    assert found == pytest.approx(3 * call + 2 * LATENCY + 2 * half * BYTE)
+
+
+def test_two_segments_overlap() -> None:
+    """While one segment is on the wire, the kernel of the other runs."""
+    value = 20 * 8e-9  # kernels are what takes time
+    slow = curves(value=value)
+    one = seconds(2, str(VALUES), "all_gather", codec=IDENTITY, segments=1, machine=slow)
+    two = seconds(2, str(VALUES), "all_gather", codec=IDENTITY, segments=2, machine=slow)
+    assert one == pytest.approx(2 * value * VALUES + LATENCY + MESSAGE * BYTE)
+    assert two == pytest.approx(2 * value * VALUES)
+
+
+def test_all_senders_to_one_share_its_ingress() -> None:
+    """One server: all payloads pass its ingress, then all results its egress."""
+    n = 5
+    found = seconds(n, str(VALUES), "parameter_server", codec=IDENTITY, partitions=1, segments=1)
+    wire = (n - 1) * MESSAGE * BYTE
+    assert found == pytest.approx(3 * LATENCY + 2 * wire)
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    alone = scenario(4, str(VALUES), "all_gather", codec=IDENTITY)
+    shared = replace(alone, per_node=2)
+    # Each of a node's two ranks sends to two ranks elsewhere; alone, to three.
+    assert predict(shared, FREE)["seconds"] == pytest.approx(2 * LATENCY + 4 * MESSAGE * BYTE)
+    assert predict(alone, FREE)["seconds"] == pytest.approx(2 * LATENCY + 3 * MESSAGE * BYTE)
+
+
+def test_one_node_needs_no_network() -> None:
+    row = predict(scenario(4, str(VALUES), per_node=4), FREE)
+    assert row["seconds"] == 0.0
+    assert row["limit_seconds"] == 0.0
+    memory = curves(link=replace(USUAL.link, overhead=0.0, stack=0.0, memory=1e9))
+    row = predict(scenario(2, str(VALUES), "all_gather", codec=IDENTITY, per_node=2), memory)
+    assert row["seconds"] == pytest.approx(2 * MESSAGE / 1e9)  # one after the other
+
+
+def test_one_rank_does_nothing() -> None:
+    row = predict(scenario(1, "resnet50"), FREE)
+    assert (row["seconds"], row["wire_bytes"], row["of_limit"]) == (0.0, 0, None)
+
+
+def test_receives_are_awaited_in_order() -> None:
+    """Checks run on one thread: N - 1 messages that arrive together are checked one by one."""
+    check = 1e-2
+    slow = curves(engine=Overheads(check=check))
+    found = seconds(4, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
+    # The own seal, then three checks, of which all but the last overlap with the wire at most.
+    assert found >= check + 3 * check
+    assert found <= 4 * check + 2 * LATENCY + 3 * MESSAGE * BYTE + 1e-9
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int) -> None:
+    """Law 5, for ragged sizes and more than one bucket."""
+    wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True)
+    handed = buckets(shapes(wanted.model), QSGD, False, ranks)
+    assert len(handed) > 1
+    built = algorithm_of(wanted.options, ranks, 1)
+    expected = sum(
+        built.wire_bytes(0, ranks, cut(b, built, wanted.options, ranks).sizes) for b in handed
+    )
+    assert predict(wanted, USUAL)["wire_bytes"] == expected
+
+
+# ---- bounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 30])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("net", [Net("", 1e8, 5e-3), GBIT, Net("", 1e11, 1e-5)], ids=str)
+def test_nothing_is_faster_than_its_limit(algorithm: str, ranks: int, net: Net) -> None:
+    row = predict(scenario(ranks, "1e6,1e5", algorithm, net=net), USUAL)
+    assert row["seconds"] >= row["limit_seconds"] > 0
+    assert row["seconds"] >= row["compute_seconds"] > 0
+    assert row["of_limit"] == row["limit_seconds"] / row["seconds"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [4, 7])
+def test_a_better_network_is_not_slower(algorithm: str, ranks: int) -> None:
+    rates = [
+        seconds(ranks, "3e6", algorithm, net=Net("", rate, 1e-3), machine=USUAL)
+        for rate in (1e8, 3e8, 1e9, 1e10)
+    ]
+    assert rates == sorted(rates, reverse=True)
+    latencies = [
+        seconds(ranks, "3e6", algorithm, net=Net("", 1e9, latency), machine=USUAL)
+        for latency in (0.0, 1e-4, 1e-3, 1e-2)
+    ]
+    assert latencies == sorted(latencies)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_cores_that_are_shared_slow_all_down(algorithm: str) -> None:
+    slow = curves(value=1e-7)
+    own, two, one = (
+        predict(scenario(8, "1e6", algorithm, cores=cores), slow)
+        for cores in (float("inf"), 2.0, 1.0)
+    )
+    assert own["seconds"] < two["seconds"] < one["seconds"]
+    assert own["compute_seconds"] == two["compute_seconds"]
+
+
+def test_processor_time_of_messages_counts_where_cores_are_shared() -> None:
+    """64 MB through stacks that take 10 ns a byte at each end, on one core."""
+    stack = curves(link=replace(USUAL.link, overhead=0.0, stack=1e-8))
+    row = predict(scenario(2, "8e6", "all_gather", codec=IDENTITY, cores=1.0), stack)
+    assert row["seconds"] >= 4 * 32e6 * 1e-8
+
+
+def test_backward_hides_what_is_ready_early() -> None:
+    plain = predict(scenario(4, "resnet50"), USUAL)
+    row = predict(scenario(4, "resnet50", backward=1.0), USUAL)
+    assert 1.0 < row["seconds"] < 1.0 + plain["seconds"]
+    assert row["limit_seconds"] == 1.0
+    # The last bucket is ready at the end, and then travels alone.
+    assert row["seconds"] > 1.0 + 2 * LATENCY
+
+
+def test_two_collectives_are_in_flight() -> None:
+    """Buckets overlap: many take less than one after the other, and not less than the wire."""
+    one = seconds(4, "2048x4096", machine=USUAL)
+    row = predict(scenario(4, ",".join(["2048x4096"] * 6)), USUAL)
+    assert row["buckets"] == 6
+    assert row["limit_seconds"] < row["seconds"] < 6 * one
+
+
+def test_sra_of_coordinated_rounds_runs() -> None:
+    found = predict(scenario(4, "1e6", coordinated=True), USUAL)
+    plain = predict(scenario(4, "1e6"), USUAL)
+    assert found["wire_bytes"] == plain["wire_bytes"]
+    assert found["seconds"] >= found["limit_seconds"]
+    assert algorithms.get("sra").rounds(4) == 2

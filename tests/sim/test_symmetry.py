@@ -1,0 +1,118 @@
+"""One node that stands for all: when it may, and that it tells the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from machines import USUAL, scenario
+
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.sim import predict
+from gradwire.sim.symmetry import Rotation
+from gradwire.sim.work import algorithm_of
+
+UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
+# options of an algorithm whose ranks are alike, and list their tasks in one order, rotated
+ALIKE: list[dict[str, Any]] = [
+    {"algorithm": "sra"},
+    {"algorithm": "sra", "coordinated": True},
+    {"algorithm": "ring"},
+    {"algorithm": "all_gather"},
+    {"algorithm": "parameter_server"},
+    {"algorithm": "parameter_server", "coordinated": True},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("options", ALIKE, ids=str)
+def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks: int) -> None:
+    algorithm = algorithm_of(Options(**options), ranks, 1)
+    chunks = algorithm.chunks(ranks)
+    sizes = [[64] * chunks, [32] * chunks]
+    rotation = Rotation(ranks, 1, chunks)
+    first = algorithm.build(0, ranks, sizes)
+    for rank in range(ranks):
+        found = rotation.forms(algorithm.build(rank, ranks, sizes), 0)
+        assert found == rotation.forms(first, rank)
+
+
+@pytest.mark.parametrize("cores", [float("inf"), 2.0])
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (16, 4)])
+@pytest.mark.parametrize("options", ALIKE, ids=str)
+def test_one_node_tells_the_time_of_all(
+    options: dict[str, Any], ranks: int, per_node: int, cores: float
+) -> None:
+    rows = [
+        predict(
+            scenario(ranks, UNIFORM, per_node=per_node, cores=cores, exact=exact, **options), USUAL
+        )
+        for exact in (True, False)
+    ]
+    assert [row.pop("exact") for row in rows] == [True, False]
+    for key, found in rows[1].items():
+        expected = rows[0][key]
+        assert found == (expected if isinstance(expected, str) else pytest.approx(expected))
+
+
+@pytest.mark.parametrize("partitions", [8, 16, 24])
+def test_servers_of_several_partitions_are_alike(partitions: int) -> None:
+    options = {"algorithm": "parameter_server", "partitions": partitions}
+    exact, one = (
+        predict(scenario(8, str(128 * 960), exact=exact, **options), USUAL)["seconds"]
+        for exact in (True, False)
+    )
+    assert one == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [6, 16])
+@pytest.mark.parametrize("options", [o for o in ALIKE if "coordinated" not in o], ids=str)
+def test_ragged_chunks_are_near(options: dict[str, Any], ranks: int) -> None:
+    """Chunks of a real model differ by blocks; their mean size stands for all."""
+    exact, one = (
+        predict(scenario(ranks, "resnet50", exact=exact, **options), USUAL)
+        for exact in (True, False)
+    )
+    assert one["seconds"] == pytest.approx(exact["seconds"], rel=0.05)
+    assert one["wire_bytes"] == pytest.approx(exact["wire_bytes"], rel=0.01)
+    assert one["compute_seconds"] == pytest.approx(exact["compute_seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(8, 1), (8, 2), (16, 4), (32, 8)])
+@pytest.mark.parametrize("inside", ["full", "codec"])
+def test_machines_of_a_hierarchy_are_alike_but_for_order(
+    ranks: int, per_node: int, inside: str
+) -> None:
+    exact, one = (
+        predict(
+            scenario(
+                ranks, "resnet50", "hierarchical", inside=inside, per_node=per_node, exact=exact
+            ),
+            USUAL,
+        )
+        for exact in (True, False)
+    )
+    assert one["seconds"] == pytest.approx(exact["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"algorithm": "tree"},
+        {"algorithm": "parameter_server", "partitions": 3},
+        {"algorithm": "sra", "per_node": 3},
+    ],
+    ids=str,
+)
+def test_ranks_that_differ_are_all_simulated(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not alike"):
+        predict(scenario(8, "1e6", exact=False, **given), USUAL)
+    assert predict(scenario(8, "1e6", **given), USUAL)["exact"]
+
+
+def test_few_messages_are_simulated_exactly_many_are_not() -> None:
+    assert predict(scenario(64, "resnet50"), USUAL)["exact"]
+    row = predict(scenario(512, "resnet50"), USUAL)
+    assert not row["exact"]
+    assert row["seconds"] > row["limit_seconds"]
