@@ -18,13 +18,15 @@ import pytest
 import torch
 import triton_checks
 from test_programs import CODECS as PROGRAMS
+from test_selections import CODECS as SELECTIONS
 from test_targets import NON_FINITE, SPECIAL
 
 from codec_calls import CODECS, DTYPES, WIDTHS
 from gradwire.codecs import QSGD, Codec, LowRank
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, encode, forms, ir, kernels, layout, show
+from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
 from gradwire.lang.emit import triton
+from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
 
 pytestmark = [
@@ -49,11 +51,6 @@ class ManyBlocks(Codec):
         return map(lambda k: (k / 7.0 - 1.0) * largest + total * 0.0, code)
 
 
-def runnable(codecs: list[Codec]) -> list[Codec]:
-    """Without those that target triton has no rules for yet."""
-    return [c for c in codecs if not triton.lacking(forms.derive(c, "fp32").programs.values())]
-
-
 @pytest.fixture(scope="module")
 def interpreting() -> Iterator[ProcessPoolExecutor]:
     """A process where Triton interprets."""
@@ -65,12 +62,16 @@ def interpreting() -> Iterator[ProcessPoolExecutor]:
 def sizes(codec: Codec) -> list[int]:
     """Two tiles and a ragged block; none; one; around a block."""
     block = layout(codec).block
+    if layout(codec).staged:  # selections take many launches
+        return [4096 + block + 3, 0, 1, block]
     return [4096 + block + 3, 0, 1, block - 1, block, block + 1]
 
 
-@pytest.mark.parametrize("codec", runnable(CODECS), ids=repr)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_triton_equals_eager(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     given = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL]
+    if layout(codec).staged:
+        given = [SPECIAL * 5 + NON_FINITE * 9]
     asked = interpreting.submit(
         triton_checks.differences, codec, torch.float32, sizes(codec), given
     )
@@ -78,16 +79,18 @@ def test_triton_equals_eager(interpreting: ProcessPoolExecutor, codec: Codec) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("codec", runnable(CODECS), ids=repr)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_narrow_values(interpreting: ProcessPoolExecutor, codec: Codec, dtype: torch.dtype) -> None:
     block = layout(codec, dtype).block
+    sparse = bool(layout(codec, dtype).staged)
     asked = interpreting.submit(
-        triton_checks.differences, codec, dtype, [block + 1, 1], [SPECIAL + NON_FINITE]
-    )
+        triton_checks.differences, codec, dtype, [block + 1] if sparse else [block + 1, 1],
+        [SPECIAL + NON_FINITE], ("encode_ef", "decode_add", "reduce_encode") if sparse else FORMS,
+    )  # fmt: skip
     assert asked.result() == ""
 
 
-@pytest.mark.parametrize("codec", runnable(WIDTHS), ids=repr)
+@pytest.mark.parametrize("codec", WIDTHS, ids=repr)
 def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     asked = interpreting.submit(
         triton_checks.differences, codec, torch.float32, sizes(codec)[1:], (),
@@ -96,11 +99,13 @@ def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) ->
     assert asked.result() == ""
 
 
-@pytest.mark.parametrize("codec", [*PROGRAMS, ManyBlocks()], ids=repr)
+@pytest.mark.parametrize("codec", [*PROGRAMS, ManyBlocks(), *SELECTIONS], ids=repr)
 def test_programs_that_no_codec_has(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    few = (5000, 1) if layout(codec).staged else (5000, 1, 70, 0)
     asked = interpreting.submit(
-        triton_checks.differences, codec, torch.float32, [5000, 1, 70, 0], (SPECIAL,)
-    )
+        triton_checks.differences, codec, torch.float32, few, (SPECIAL,),
+        ("encode_ef", "decode", "decode_add", "reduce_encode") if layout(codec).staged else FORMS,
+    )  # fmt: skip
     assert asked.result() == ""
 
 
@@ -108,8 +113,7 @@ def test_every_rule_is_there() -> None:
     assert set(triton.ALU) == set(ir.ALU)
     casts = {("code" if d in ir.CODES else d, r) for d, r in (("uint4", "zero"), ("trit", "zero"))}
     assert casts <= set(triton.CASTS)
-    known = {*triton.NODES, "const"}
-    assert known <= set(ir.OPS)
+    assert {*triton.NODES, *triton.WITHIN} == set(ir.OPS) - set(ir.UNFUSED)
 
 
 def test_a_missing_device_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +132,10 @@ def test_the_source_can_be_shown() -> None:
 
 
 def test_rows_are_divided_into_tiles() -> None:
-    from gradwire.lang import gpu
-
     lay = layout(QSGD())  # blocks of 128, 32 of them a tile
     rows = np.zeros(4, ROW)
     rows["numel"] = [4096 * 2, 0, 4096 + 130, 1]
-    tiles = gpu.divide(rows, lay)
-    assert tiles.table[:, -2].tolist() == [0, 2, 2, 5]
-    assert (tiles.number, tiles.blocks) == (6, 65)
-    assert gpu.divide(rows[:0], lay).number == 0
+    divided = tiles.divide(rows, lay)
+    assert divided.table[:, tiles.COLUMN["tiles"]].tolist() == [0, 2, 2, 5]
+    assert (divided.number, divided.blocks) == (6, 65)
+    assert tiles.divide(rows[:0], lay).number == 0

@@ -15,26 +15,27 @@ import importlib.util
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradwire.errors import ConfigError
-from gradwire.lang import forms, jit
+from gradwire.errors import CodecError, ConfigError
+from gradwire.lang import forms, jit, tiles
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton, triton_rows
 from gradwire.lang.layout import Layout, layout, native_name
-from gradwire.lang.rows import ROW
+from gradwire.lang.tiles import COLUMN, Tiles
 
 THREADS = 1024  # of a program at most
 VALUES_A_THREAD = 16
-FIXED = ROW.itemsize // 8  # columns that a table of rows brings along
 REDUCED = 1024  # partial results that one pass makes into one
 REDUCED_COLUMNS = 8  # reduced side by side
+WARPS = 8  # of a program between sweeps
+CHUNK = 1024  # counts of blocks that one step of a scan adds up
+BYTES = (24, 16, 8, 0)  # of a key, the highest first: by how much they are shifted
 
 
 def missing() -> str | None:
@@ -86,38 +87,6 @@ def load(text: str) -> ModuleType:
     return module
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a call's rows are divided among programs.
-
-    Attributes:
-        table: int64[rows, columns]: those of `ROW`, the tiles and the floats of the workspace that
-            come before the row. triton_prelude.py names the columns.
-        number: of tiles of all rows.
-        blocks: of the longest row.
-        partials: floats of the workspace for all rows.
-    """
-
-    table: np.ndarray
-    number: int
-    blocks: int
-    partials: int
-
-
-def divide(rows: np.ndarray, layout: Layout) -> Tiles:
-    """Tiles of full blocks and, for a ragged last block, one of its own."""
-    full, rest = np.divmod(rows["numel"], layout.block)
-    group = triton_rows.group(layout)
-    tiles = np.cumsum((full + group - 1) // group + (rest > 0))
-    partials = np.cumsum((full + (rest > 0) + 1) * layout.partials)
-    table = np.zeros((rows.size, FIXED + 2), np.int64)
-    table[:, :FIXED] = rows.view(np.int64).reshape(rows.size, FIXED)
-    table[1:, -2], table[1:, -1] = tiles[:-1], partials[:-1]
-    if not rows.size:
-        return Tiles(table, 0, 0, 0)
-    return Tiles(table, int(tiles[-1]), int(full.max()) + 1, int(partials[-1]))
-
-
 class Device:
     """A codec's compiled forms. Raises `ConfigError` where target triton cannot be.
 
@@ -130,47 +99,53 @@ class Device:
         if reason is not None:
             raise ConfigError(f"target 'triton': {reason}; use target 'c' or 'eager' on the CPU")
         self.device = torch.device("cpu" if interpreting() else "cuda")
+        self.codec = codec
         self.layout = layout(codec, dtype)
-        self.sweeps = load(source(codec, dtype)).SWEEPS
+        self.steps = load(source(codec, dtype)).STEPS
         self.options = options(self.layout, warp=64 if torch.version.hip else 32)
-        table = forms.derive(codec, native_name(dtype)).table
-        self.numbers = functools.cache(lambda device: torch.tensor(table or (0.0,), device=device))
+        derived = forms.derive(codec, native_name(dtype))
+        self.statistics = triton_rows.statistics(derived.programs.values())
+        table = derived.table or (0.0,)
+        self.numbers = functools.cache(lambda device: torch.tensor(table, device=device))
+        self.failed = functools.cache(
+            lambda device: torch.zeros(1, dtype=torch.int32, device=device)
+        )
+
+    def workspace_nbytes(self, numels: np.ndarray, ranks: int) -> int:
+        """Bytes of scratch memory that a call over rows of these sizes needs."""
+        return tiles.workspace_nbytes(self.layout, numels, ranks)
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """The backend's one method; see `kernels.Backend`."""
-        tiles = divide(rows, self.layout)
-        if not tiles.number:
+        """The backend's one method; see `kernels.Backend`.
+
+        Here a payload that no encode makes shows when `check` is called.
+        """
+        divided = tiles.divide(rows, self.layout, call.ranks, self.statistics)
+        if divided.number:
+            made = Launches(self, divided, call)
+            for step, *arguments in self.steps[form]:
+                getattr(made, step)(*arguments)
+        if self.device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Wait for the device, and raise `CodecError` if a payload since the last time was bad.
+
+        What such a payload decodes to is not said, but nothing is written out of its bounds.
+        """
+        failed = self.failed(self.current())
+        if not self.layout.variable:
             return
-        table = self.upload(tiles.table)
-        numbers = workspace = self.numbers(table.device)
-        if call.workspace is not None:
-            workspace = call.workspace[: 4 * tiles.partials].view(torch.float32)
-        n = rows.size
-        for kernel, completes in self.sweeps[form]:
-            kernel[(tiles.number,)](
-                table, n, n.bit_length(), call.ranks, call.rank, call.stride, call.factor,
-                numbers, workspace, **self.options,
-            )  # fmt: skip
-            for index, kind in completes:
-                self.complete(table, tiles, workspace, index, kind)
+        number = int(failed.item())
+        if number:
+            failed.zero_()
+            raise CodecError(f"row {number - 1}: a payload that {self.codec!r} never makes")
 
-    def complete(
-        self, table: torch.Tensor, tiles: Tiles, workspace: torch.Tensor, index: int, kind: str
-    ) -> None:
-        """Reduce what a sweep left for every block to a number a row."""
-        from gradwire.lang.emit import triton_prelude
-
-        columns, done = triton_rows.power2(tiles.blocks), 0
-        while done == 0 or columns > 1:
-            columns = max(1, columns // REDUCED)
-            grid = (len(tiles.table), -(-columns // REDUCED_COLUMNS))
-            triton_prelude.complete[grid](
-                table, workspace, index, done,
-                BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
-                R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
-                num_warps=8, enable_fp_fusion=False,
-            )  # fmt: skip
-            done += 1
+    def current(self) -> torch.device:
+        """The device that launches go to."""
+        if self.device.type == "cpu":
+            return self.device
+        return torch.device("cuda", torch.cuda.current_device())
 
     def upload(self, table: np.ndarray) -> torch.Tensor:
         """The table on the device, queued on the current stream."""
@@ -180,6 +155,103 @@ class Device:
         staged = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
         staged.numpy()[:] = table
         return staged.to(self.device, non_blocking=True)
+
+
+class Launches:
+    """The steps of one call, queued on the current stream; emit/triton.py says what they are."""
+
+    def __init__(self, device: Device, divided: Tiles, call: Call) -> None:
+        self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
+        self.table = device.upload(divided.table)
+        self.numbers = device.numbers(self.table.device)
+        self.failed = device.failed(self.table.device)
+        self.workspace = self.numbers
+        if call.workspace is not None:
+            self.workspace = call.workspace[: 4 * divided.words].view(torch.float32)
+        self.words = self.workspace.view(torch.int32)
+        n = len(divided.table)
+        self.rows = (self.table, n, n.bit_length())
+        self.tile = {"BLOCK": self.layout.block, "GROUP": triton_rows.group(self.layout)}
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Every launch of target triton."""
+        kernel[grid](*arguments, **options)
+
+    def common(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """A launch of a kernel that all codecs share."""
+        self.launch(kernel, grid, *arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
+
+    def sweep(self, kernel: Any) -> None:
+        """A launch over all tiles."""
+        call = self.call
+        self.launch(
+            kernel, (self.divided.number,), *self.rows, call.ranks, call.rank, call.stride,
+            call.factor, self.numbers, self.workspace, self.words, self.failed,
+            **self.device.options,
+        )  # fmt: skip
+
+    def complete(self, index: int, kind: str) -> None:
+        """Reduce what a sweep left for every block to a number a row."""
+        from gradwire.lang.emit import triton_prelude
+
+        columns, done = triton_rows.power2(self.divided.blocks), 0
+        while done == 0 or columns > 1:
+            columns = max(1, columns // REDUCED)
+            self.common(
+                triton_prelude.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS)),
+                self.table, self.workspace, index, done,
+                BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
+                R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
+            )  # fmt: skip
+            done += 1
+
+    def survey(self, peers: bool) -> None:
+        """Count, in received payloads, what comes before every block."""
+        from gradwire.lang.emit import triton_selection
+
+        payloads = self.call.ranks - (self.call.rank >= 0) if peers else 1
+        flags = any(f.flag is not None for f in self.layout.fields)
+        if payloads:
+            self.common(
+                triton_selection.survey, (self.rows[1], payloads),
+                self.table, self.words, self.failed, self.call.stride, int(peers),
+                BLOCK=self.layout.block, FLAGS=flags, CHUNK=CHUNK,
+            )  # fmt: skip
+
+    def sample(self, index: int, every: int, column: int) -> None:
+        """The order statistic of the sample that a sweep left."""
+        self.cut(COLUMN[f"size{column}"], every, index)
+
+    def select(self, ranked: bool) -> None:
+        """Threshold, ties and entries before every block, of the keys that a sweep left."""
+        from gradwire.lang.emit import triton_selection
+
+        if ranked:
+            self.cut(COLUMN["capacity"])
+        self.common(
+            triton_selection.tally, (self.divided.number,), *self.rows, self.words,
+            **self.tile, J=triton_rows.power2(self.layout.block),
+        )  # fmt: skip
+        self.common(
+            triton_selection.scan, (self.rows[1],), self.table, self.words,
+            BLOCK=self.layout.block, CHUNK=CHUNK,
+        )  # fmt: skip
+
+    def cut(self, column: int, every: int = 1, index: int = -1) -> None:
+        """The k-th largest key, k in a column of the table; reduction number `index` of a row."""
+        from gradwire.lang.emit import triton_selection
+
+        size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
+        for shift in BYTES:
+            self.common(
+                triton_selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
+                **self.tile, SIZE=size, EVERY=every,
+            )  # fmt: skip
+            self.common(
+                triton_selection.pick, (self.rows[1],),
+                self.table, self.words, self.workspace, shift, column, index,
+                BLOCK=self.layout.block, PARTIAL=self.layout.partials, SAMPLE=index >= 0,
+            )  # fmt: skip
 
 
 def options(layout: Layout, warp: int) -> dict[str, Any]:

@@ -79,11 +79,12 @@ class Kernels:
         Args:
             rows: C-contiguous numpy table of dtype `ROW`: addresses of memory that must outlive
                 the call; which of them a form reads and writes is written in lang/forms.py.
-            workspace: uint8[layout.workspace_nbytes(rows["numel"])], or None to allocate it.
+            workspace: uint8[self.workspace_nbytes(rows["numel"], threads, ranks)], or None to
+                allocate it.
             ranks, rank, stride, factor, threads: as in `Call`.
 
         Raises:
-            CodecError: a payload that cannot be decoded.
+            CodecError: a payload that cannot be decoded; on a GPU, `check` says so.
         """
         if form not in forms.FORMS:
             raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
@@ -91,11 +92,27 @@ class Kernels:
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
         assert threads >= 1, threads
-        needed = self.layout.workspace_nbytes(rows["numel"], threads)
+        needed = self.workspace_nbytes(rows["numel"], threads, ranks)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
         self._backend.run(form, rows, Call(ranks, rank, stride, factor, threads, workspace))
+
+    def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
+        """Bytes of scratch memory that a call over rows of these sizes needs on this target."""
+        own = getattr(self._backend, "workspace_nbytes", None)
+        if own is not None:
+            return int(own(numels, ranks))
+        return self.layout.workspace_nbytes(numels, threads)
+
+    def check(self) -> None:
+        """Raise `CodecError` if a payload since the last time could not be decoded.
+
+        On a GPU `run` does not wait, so it cannot say; this waits. Elsewhere `run` has said so.
+        """
+        check = getattr(self._backend, "check", None)
+        if check is not None:
+            check()
 
 
 def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:
@@ -178,6 +195,8 @@ def decode(
         )
     values = torch.empty(numel, dtype=dtype, device=payload.device)
     _run(k, "decode", values, payload.contiguous(), key)
+    if k.layout.variable:
+        k.check()
     return values
 
 

@@ -1,4 +1,4 @@
-"""Triton from programs: tables of rules for nodes and for what a sweep leaves behind.
+"""Triton from programs: which kernels a form takes, and in which order they are launched.
 
 A sweep is one kernel, and one launch covers all rows. A program of the grid takes a *tile*: GROUP
 blocks of a row, or the ragged last block alone; so m, the values of a block, is one number.
@@ -8,384 +8,103 @@ its block, where L = ceil(m / cells) and cells is how many codes share a byte. S
 by a sum over K and unpacked by shifts, whatever m is, and neither moves data between threads. View
 1 has the natural order. An element that several views ask for is computed in each.
 
-Names in the generated code: bI, tI are node I of a block, of a row or call; xI_C its elements in
-view C; a trailing underscore marks what belongs to the payload of a peer.
+triton_nodes.py has a rule for every operation, triton_entries.py those for selections and kept
+codes, triton_rows.py what surrounds them, triton_prelude.py and triton_selection.py what the
+generated code calls. A generated file ends with the steps of every form, which lang/gpu.py takes:
+
+| step | is |
+| --- | --- |
+| ("sweep", kernel) | a launch over all tiles |
+| ("complete", index, kind) | reduce what a sweep left for every block to a number a row |
+| ("survey", peers) | count, in received payloads, what comes before every block |
+| ("sample", index, every, column) | the order statistic of the sample that a sweep left |
+| ("select", ranked) | of the keys that a sweep left: cut, and what comes before every block |
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from gradwire.lang import ir, passes
 from gradwire.lang.emit import triton_rows
-from gradwire.lang.emit.triton_rows import Plane, main_view, planes_of
-from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.emit.triton_entries import Kernel
+from gradwire.lang.emit.triton_nodes import ALU, CASTS, literal
+from gradwire.lang.layout import Layout
 
-ALU = {
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "div": "tl.div_rn({}, {})",
-    "max": "tl.where({0} > {1}, {0}, {1})",
-    "min": "tl.where({0} < {1}, {0}, {1})",
-    "neg": "negative({})",
-    "abs": "tl.abs({})",
-    "floor": "floor({})",
-    "sqrt": "tl.sqrt_rn({})",
-    "isfinite": "is_finite({})",
-    "lt": "{} < {}",
-    "le": "{} <= {}",
-    "eq": "{} == {}",
-    "ne": "{} != {}",
-    "and": "{} & {}",
-    "or": "{} | {}",
-    "not": "~{}",
-    "where": "tl.where({}, {}, {})",
-}
+__all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
 
-CASTS = {
-    ("fp32", "stored"): "to_fp32({})",
-    ("bf16", "nearest"): "to_bf16_nearest({})",
-    ("bf16", "down"): "to_bf16_down({})",
-    ("bf16", "up"): "to_bf16_up({})",
-    ("fp16", "nearest"): "to_fp16_nearest({})",
-    ("code", "zero"): "to_code({}, {top}.0)",
-}
-WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
-
-# what a stored dtype's bits are moved with
-LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16"}
-STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16"}
+NODES = Kernel.RULES
+# they are part of other nodes' text: of keys, of stores and sums
+WITHIN = ("const", "select", "scatter")
 
 
 def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
     """The Python source of all forms of a codec; a function of its arguments."""
-    parts, sweeps = [triton_rows.head(layout)], []
+    programs = tuple(programs)
+    statistics = triton_rows.statistics(programs)
+    parts, table = [triton_rows.head(layout)], []
+    if layout.staged:
+        parts.append(triton_rows.packing(layout))
     for program in programs:
-        reductions = passes.tensor_reductions(program)
-        names = []
-        for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
-            kernel = _Kernel(program, layout, native)
-            parts.append(kernel.emit(f"{program.form}_{number}", sinks, partials))
-            completes = tuple((p.index, str(p.node.attr)) for p in partials)
-            names.append(f"({program.form}_{number}, {completes})")
-        sweeps.append(f'    "{program.form}": [{", ".join(names)}],')
-    table = ["# kernel, then the reductions over rows that it leaves to complete: (index, kind)"]
-    table += ["SWEEPS = {", *sweeps, "}"]
-    return "\n".join([*parts, *table, ""])
+        kernels, steps = _form(program, layout, native, statistics)
+        parts += kernels
+        table.append(f'    "{program.form}": [{", ".join(steps)}],')
+    parts += ["# see emit/triton.py", "STEPS = {", *table, "}"]
+    return "\n".join([*parts, ""])
+
+
+def _form(
+    program: ir.Program, layout: Layout, native: str, statistics: list[tuple[int, ir.Size]]
+) -> tuple[list[str], list[str]]:
+    """The kernels of a form, and its steps."""
+    kernels: list[str] = []
+    steps = [f'("survey", {peers})' for peers in _surveyed(program)]
+
+    def add(text: str, name: str) -> None:
+        kernels.append(text)
+        steps.append(f'("sweep", {name})')
+
+    def kernel() -> Kernel:
+        return Kernel(program, layout, native)
+
+    reductions = passes.tensor_reductions(program)
+    for number, (sinks, partials) in enumerate(passes.cut_sweeps(program, reductions)):
+        name = f"{program.form}_{number}"
+        plain = [p for p in partials if not isinstance(p.node.attr, ir.Rank)]
+        if any(s.kind == "key" for s in sinks):
+            add(kernel().emit_keys(f"{name}_keys"), f"{name}_keys")
+            steps.append(f'("select", {passes.is_ranked(program)})')
+        if plain or sinks:
+            add(kernel().emit(name, sinks, plain), name)
+        steps += [f'("complete", {p.index}, "{p.node.attr}")' for p in plain]
+        for p in partials:
+            if isinstance(p.node.attr, ir.Rank):
+                rank, sample = p.node.attr, f"{name}_sample{p.index}"
+                add(kernel().emit_sample(sample, p.node), sample)
+                column = statistics.index((rank.every, rank.size))
+                steps.append(f'("sample", {p.index}, {rank.every}, {column})')
+        if any(s.kind == "flag" for s in sinks):
+            steps.append('("survey", False)')
+        if any(s.kind == "key" for s in sinks):
+            steps.append('("sweep", pack)')
+    return kernels, steps
+
+
+def _surveyed(program: ir.Program) -> list[bool]:
+    """Whose payloads have parts that are found by counting: False the own, True the peers'."""
+    found = set()
+    for n in ir.walk(program.roots):
+        if n.op == "field" and (n.dtype == "selection" or (n.args and n.scope is ir.Scope.ELEMENT)):
+            assert isinstance(n.attr, ir.FieldRef)
+            found.add(n.attr.source)
+    return sorted(found)
 
 
 def lacking(programs: Iterable[ir.Program]) -> list[str]:
-    """What these programs need and this file has no rules for."""
-    nodes = [n for p in programs for n in ir.walk(p.roots)]
-    needed = {"order statistics" if isinstance(n.attr, ir.Rank) else n.op for n in nodes}
-    return sorted(needed - {*NODES, "const"})
-
-
-def literal(value: float) -> str:
-    """A constant as float32, exactly; what Triton would not take as one goes by its bits."""
-    single = _single(value)
-    if single in (math.inf, -math.inf) or abs(single) >= 2.0**-126 or repr(single) == "0.0":
-        text = f'float("{single}")' if math.isinf(single) else repr(single)
-        return f"({text})" if text.startswith("-") else text
-    (bits,) = struct.unpack("<I", struct.pack("<f", single))
-    return f"number({bits:#x})"
-
-
-def _single(value: float) -> float:
-    try:
-        (single,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return float(single)
-
-
-class _Kernel:
-    """Emits the kernel of one sweep."""
-
-    def __init__(self, program: ir.Program, layout: Layout, native: str) -> None:
-        self.program, self.layout, self.native = program, layout, native
-        self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
-        self.reductions = passes.tensor_reductions(program)
-        self.main = 1 if any(n.op == "rotate" for n in self.number) else main_view(layout)
-        self.memo: ChainMap[tuple[Node, int], str] = ChainMap()
-        self.lines: list[str] = []
-        self.indent = 1
-        self.used = triton_rows.Used()
-
-    def emit(self, name: str, sinks: list[passes.Sink], partials: list[passes.Partial]) -> str:
-        for p in partials:
-            self.partial(p)
-        for sink in sinks:
-            if sink.kind == "field":
-                self.field(sink.name, sink.node)
-        stores = [(s.name, self.value(s.node, self.main)) for s in sinks if s.kind == "store"]
-        if stores and self.used.loads:
-            # a thread may store what another has yet to read, in another view
-            self.put("tl.debug_barrier()")
-        for target, value in stores:
-            self.store(target, value)
-        return triton_rows.kernel(name, self.layout, self.native, self.used, self.lines)
-
-    def put(self, text: str) -> None:
-        self.lines.append("    " * self.indent + text)
-
-    # what a sweep leaves behind -------------------------------------------------------------------
-
-    def partial(self, p: passes.Partial) -> None:
-        self.used.blocks = True
-        value = self.value(p.node.args[0], self.main)
-        at = f"partials + {p.index} * blocks + block + g"
-        self.put(f"tl.store({at}, {value}, mask=here)")
-
-    def field(self, name: str, n: Node) -> None:
-        at = self.place(name)
-        if n.scope is Scope.ELEMENT:
-            if n.dtype in ir.CODES:
-                self.planes(at, n)
-            else:
-                v = self.view(self.main)
-                size = ir.BITS[n.dtype] // 8
-                value = self.value(n, self.main)
-                address = f"payload + {at} + block * {size * self.layout.block}"
-                self.put(f"{STORES[n.dtype]}({address}, o{v}, {value}, in{v}, FULL)")
-            return
-        store = STORES.get(n.dtype, "store8")
-        size = self.layout.fields[self.index(name)].item_nbytes
-        value = self.value(n, self.main)
-        if n.scope is Scope.TENSOR:
-            self.put(f"{store}(payload + {at}, 0, {value}, block == 0, False)")
-        else:
-            self.put(f"{store}(payload + {at} + block * {size}, g, {value}, here, False)")
-
-    def planes(self, at: str, n: Node) -> None:
-        """Pack codes plane by plane."""
-        for plane in planes_of(n.dtype):
-            v = self.view(plane.cells)
-            digit = f"tl.where(in{v}, {plane.digit(self.value(n, v))}, 0)"
-            byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
-            address = f"payload + {at} + block * {element_nbytes(n.dtype, self.layout.block)}"
-            offset = self.plane_offset(n.dtype, plane)
-            self.put(f"store8({address}, {offset}, {byte}, here & (j{v} < L{v}), FULL)")
-
-    def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
-        """Where byte j of a plane lies, from the first byte of the tile's blocks."""
-        stride = element_nbytes(dtype, self.layout.block)
-        before = [p for p in planes_of(dtype) if p.shift < plane.shift]
-        terms = [f"g * {stride}", *(f"L{self.view(p.cells)}" for p in before)]
-        return " + ".join([*terms, j or f"j{plane.cells}"])
-
-    def store(self, target: str, value: str) -> None:
-        v = self.view(self.main)
-        self.used.targets.add(target)
-        narrow = target == "values" and self.native != "fp32"
-        value = f"({value}).to(tl.uint16)" if narrow else value
-        self.put(f"tl.store({target} + o{v}, {value}, mask=in{v})")
-
-    # nodes ----------------------------------------------------------------------------------------
-
-    def value(self, n: Node, view: int) -> str:
-        """The name of a node's value, or a literal; computes what has not been computed."""
-        if n.op == "const":
-            return literal(float(str(n.attr)))
-        if n.attr == "factor":
-            return "factor"
-        key = (n, view if n.scope is Scope.ELEMENT else 0)
-        if key not in self.memo:
-            name = self.name(n, view)
-            text = NODES[n.op](self, n, view)
-            if text is not None:
-                self.put(f"{name} = {text}")
-            self.memo[key] = name
-        return self.memo[key]
-
-    def name(self, n: Node, view: int) -> str:
-        tail = "_" if self.folding else ""
-        if n.scope is Scope.ELEMENT:
-            return f"x{self.number[n]}_{self.view(view)}{tail}"
-        return f"{'b' if n.scope is Scope.BLOCK else 't'}{self.number[n]}{tail}"
-
-    def tensor(self, n: Node, view: int) -> str:
-        """A value that is a tensor even where it is a constant."""
-        if n.op != "const":
-            return self.value(n, view)
-        (bits,) = struct.unpack("<I", struct.pack("<f", _single(float(str(n.attr)))))
-        return f"number({bits:#x})"
-
-    @property
-    def folding(self) -> bool:
-        return len(self.memo.maps) > 1
-
-    @contextmanager
-    def nested(self) -> Iterator[None]:
-        """What is computed in a branch or a loop is unknown behind it."""
-        self.memo, self.indent = self.memo.new_child(), self.indent + 1
-        yield
-        self.memo, self.indent = self.memo.parents, self.indent - 1
-
-    def node_param(self, n: Node, view: int) -> str:
-        return f"tl.load(numbers + {n.attr})"
-
-    def node_load(self, n: Node, view: int) -> str:
-        target, v = str(n.attr), self.view(view)
-        self.used.targets.add(target)
-        self.used.loads = True
-        narrow = target == "values" and self.native != "fp32"
-        memory = f"tl.load({target} + o{v}, mask=in{v}, other=0)"
-        return f"{memory}.to(tl.uint32)" if narrow else memory
-
-    def node_field(self, n: Node, view: int) -> str:
-        assert isinstance(n.attr, ir.FieldRef)
-        at = self.place(n.attr.name)
-        base = "source" if n.attr.source else "payload"
-        f = self.layout.fields[self.index(n.attr.name)]
-        load = LOADS.get(n.dtype, "load8")
-        if n.scope is Scope.TENSOR:
-            return f"{load}({base} + {at}, 0, True, False)"
-        if n.scope is Scope.BLOCK:
-            size = f.item_nbytes
-            return f"{load}({base} + {at} + block * {size}, g, here, False)"
-        if n.dtype in ir.CODES:
-            planes = [self.unpacked(n, f"{base} + {at}", p, view) for p in planes_of(n.dtype)]
-            return " | ".join(planes)
-        size, v = f.item_nbytes, self.view(view)
-        return f"{load}({base} + {at} + block * {size * self.layout.block}, o{v}, in{v}, FULL)"
-
-    def unpacked(self, n: Node, base: str, plane: Plane, view: int) -> str:
-        """The digits of one plane, in any view."""
-        v = self.view(view)
-        address = f"{base} + block * {element_nbytes(n.dtype, self.layout.block)}"
-        if plane.cells == view:
-            offset = self.plane_offset(n.dtype, plane)
-            byte = f"load8({address}, {offset}, here & (j{v} < L{v}), FULL)"
-            return plane.taken(byte, f"k{v}")
-        p = self.view(plane.cells)
-        offset = self.plane_offset(n.dtype, plane, f"i{v} % L{p}")
-        byte = f"load8({address}, {offset}, in{v}, False)"
-        return plane.taken(byte, f"(i{v} // L{p})")
-
-    def node_alu(self, n: Node, view: int) -> str:
-        plain = sum(a.op == "const" for a in n.args) == 1 and len(n.args) == 2
-        operands = [
-            self.value(a, view) if plain or n.attr == "where" else self.tensor(a, view)
-            for a in n.args
-        ]
-        return ALU[str(n.attr)].format(*operands)
-
-    def node_cast(self, n: Node, view: int) -> str:
-        x = n.args[0]
-        operand = self.tensor(x, view)
-        if n.dtype == "fp32" and n.attr != "stored":
-            return WIDENINGS.get(x.dtype, "{}.to(tl.float32)").format(operand)
-        kind = "code" if n.dtype in ir.CODES else n.dtype
-        return CASTS[kind, str(n.attr)].format(operand, top=ir.TOP.get(n.dtype))
-
-    def node_random(self, n: Node, view: int) -> str:
-        assert isinstance(n.attr, ir.Stream)
-        stream = self.stream(n.attr)
-        within = f" + weyl(i{self.view(view)})" if n.scope is Scope.ELEMENT else ""
-        return f"uniform({stream}_weyl{within}, {stream}_high)"
-
-    def node_index(self, n: Node, view: int) -> str:
-        if n.attr == "block":
-            return f"i{self.view(view)}"
-        return f"first + i{self.view(view)}"
-
-    def node_reduce(self, n: Node, view: int) -> str:
-        if n.scope is Scope.TENSOR:
-            self.used.blocks = True
-            index = self.reductions.index(n)
-            return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
-        x = n.args[0]
-        if n.attr == "sum":
-            j = triton_rows.width(self.layout.block, self.view(1))
-            return f"tree_sum({self.value(x, 1)}, in1, GROUP, {j}, {j.bit_length() - 1})"
-        v = self.view(self.main)
-        if n.attr == "count":
-            return f"count({self.value(x, v)}, in{v})"
-        low, high = self.extremes(x, v)
-        return f"extreme({low if n.attr == 'min' else high}, {low}, {high})"
-
-    def extremes(self, x: Node, view: int) -> tuple[str, str]:
-        """Minimum and maximum, which share their work."""
-        value, tail = self.tensor(x, view), "_" if self.folding else ""
-        i = self.number[x]
-        low, high = f"low{i}{tail}", f"high{i}{tail}"
-        key = (x, -1)
-        if key not in self.memo:
-            self.memo[key] = low
-            self.put(f"order{i}{tail} = ordered({value})")
-            self.put(f"{low} = lowest(order{i}{tail}, in{view})")
-            self.put(f"{high} = highest(order{i}{tail}, in{view})")
-        return low, high
-
-    def node_rotate(self, n: Node, view: int) -> str:
-        assert isinstance(n.attr, ir.Rotation)
-        block, j = self.layout.block, triton_rows.width(self.layout.block, 1)
-        if view != 1:
-            v, natural = self.view(view), self.value(n, 1)
-            k, width = triton_rows.power2(view), triton_rows.width(block, view)
-            return f"in_view({natural}, i{v}, in{v}, FULL, {block}, GROUP, {k}, {width}, {j})"
-        stream = self.stream(n.attr.stream)
-        signs = f"sign(uniform({stream}_weyl + weyl(i{self.view(1)}), {stream}_high))"
-        x = self.value(n.args[0], 1)
-        before = (
-            f"tl.where(in1, {x}, 0.0)" if n.attr.inverse else f"tl.where(in1, {x} * {signs}, 0.0)"
-        )
-        rotated = f"hadamard({before}, m, GROUP, {j}, {j.bit_length() - 1})"
-        return f"{rotated} * {signs}" if n.attr.inverse else rotated
-
-    def node_fold(self, n: Node, view: int) -> None:
-        """-0 + x is x, for -0 too."""
-        own, peers = n.args
-        total, v = self.name(n, view), self.view(view)
-        self.used.sources = True
-        self.put(f"{total} = tl.where(in{v}, number(0x80000000), 0.0)")
-        self.put("for k in range(ranks):")
-        with self.nested():
-            self.put("if k == rank:")
-            with self.nested():
-                self.put(f"{total} = {total} + {self.value(own, view)}")
-            self.put("else:")
-            with self.nested():
-                self.put("behind = (rank >= 0) & (rank < k)")
-                self.put("source = sources + (k - behind.to(tl.int64)) * stride")
-                self.put(f"{total} = {total} + {self.value(peers, view)}")
-
-    # what the kernel's first lines bring in -------------------------------------------------------
-
-    def view(self, cells: int) -> int:
-        self.used.views.add(cells)
-        return cells
-
-    def stream(self, stream: ir.Stream) -> str:
-        self.used.streams.add(stream)
-        return triton_rows.stream(stream)
-
-    def place(self, name: str) -> str:
-        """Where a field begins in a payload."""
-        at = self.index(name)
-        self.used.fields = max(self.used.fields, at + 1)
-        return f"at{at}"
-
-    def index(self, name: str) -> int:
-        return [f.name for f in self.layout.fields].index(name)
-
-
-NODES: dict[str, Callable[..., str | None]] = {
-    "alu": _Kernel.node_alu,
-    "cast": _Kernel.node_cast,
-    "field": _Kernel.node_field,
-    "fold": _Kernel.node_fold,
-    "index": _Kernel.node_index,
-    "load": _Kernel.node_load,
-    "param": _Kernel.node_param,
-    "random": _Kernel.node_random,
-    "reduce": _Kernel.node_reduce,
-    "rotate": _Kernel.node_rotate,
-}
+    """What these programs need and this target has no rules for."""
+    programs = tuple(programs)
+    needed = {n.op for p in programs for n in ir.walk(p.roots)}
+    reasons = sorted(needed - {*NODES, *WITHIN})
+    if len(triton_rows.statistics(programs)) > triton_rows.STATISTICS:
+        reasons.append(f"more than {triton_rows.STATISTICS} order statistics")
+    return reasons

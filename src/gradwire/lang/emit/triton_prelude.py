@@ -22,8 +22,18 @@ START = tl.constexpr(5)
 KEY = tl.constexpr(6)
 SHARED = tl.constexpr(7)
 TILES = tl.constexpr(8)  # tiles of all rows before
-PARTIALS = tl.constexpr(9)  # floats of the workspace before
-COLUMNS = tl.constexpr(10)
+PARTIALS = tl.constexpr(9)  # where in the workspace the row's partial results begin
+NUMBER = tl.constexpr(10)  # of the row, counted from 1
+CAPACITY = tl.constexpr(11)  # entries at most
+COUNTED = tl.constexpr(12)  # where in a payload blocks' counts or flags begin
+TAIL = tl.constexpr(13)  # where in a payload the parts of a length that depends on data begin
+STATE = tl.constexpr(14)  # these are in words of the workspace, see lang/tiles.py
+BEFORE = tl.constexpr(15)
+TIED = tl.constexpr(16)
+KEYS = tl.constexpr(17)
+STAGED = tl.constexpr(18)
+SIZES = tl.constexpr(19)  # k of up to four order statistics
+COLUMNS = tl.constexpr(23)
 
 ALIGNED = tl.constexpr(16)  # bytes, of a full tile's values and residuals: one load of a thread
 WORD = tl.constexpr(4)  # bytes, of a full tile's codes: what a thread packs or unpacks at once
@@ -65,6 +75,12 @@ def place(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     m = tl.where(ragged, tl.load(row + NUMEL) % BLOCK, BLOCK).to(tl.int32)
     loose = (tl.load(row + VALUES) | tl.load(row + RESIDUAL)) % ALIGNED
     return block, held, m, (full - block >= GROUP) & (loose == 0)
+
+
+@triton.jit
+def fail(failed, row, wrong):
+    """Remember a row whose payload no encode makes; the host looks when it waits anyway."""
+    tl.store(failed, tl.load(row + NUMBER).to(tl.int32), mask=tl.max(wrong.to(tl.int32)) > 0)
 
 
 # memory: addresses of payloads have no alignment, but where a full tile's are aligned, a thread
@@ -119,6 +135,17 @@ def load32(address, at, mask, FULL: tl.constexpr):
         low = load16(address, at * 2, mask, False)
         bits = low | load16(address, at * 2 + 1, mask, False) << 16
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_int32(address, at, mask, FULL: tl.constexpr):
+    """int32 number `at`."""
+    return load32(address, at, mask, FULL).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def store_int32(address, at, value, mask, FULL: tl.constexpr):
+    store32(address, at, value.to(tl.int32).to(tl.float32, bitcast=True), mask, FULL)
 
 
 @triton.jit
@@ -248,6 +275,13 @@ def to_fp16_nearest(x):
 def to_code(x, TOP: tl.constexpr):
     x = tl.where(x > 0.0, x, 0.0)
     return tl.where(x < TOP, x, TOP).to(tl.int32)
+
+
+@triton.jit
+def to_int32(x):
+    x = tl.where(x == x, x, 0.0)
+    x = tl.where(x < 2147483520.0, x, 2147483520.0)
+    return tl.where(x > -2147483520.0, x, -2147483520.0).to(tl.int32)
 
 
 @triton.jit

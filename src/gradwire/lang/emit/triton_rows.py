@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradwire.lang import ir
+from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
-from gradwire.lang.layout import Layout, element_nbytes, planes
+from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes, planes
 
 TILE_VALUES = 4096  # values of a tile: 16 a thread with eight warps of 32
 PARTS = 4  # of a tile that is not full
 VARYING = ("n", "steps", "ranks", "rank", "stride")  # numbers that must not make a new kernel each
-CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace")
+# `workspace` as floats and, the same memory, `words` as int32; `failed`: see fail in the prelude
+CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace", "words", "failed")
+STATISTICS = 4  # of different samples or sizes, that a codec may ask for
 POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
 
 
@@ -84,6 +88,7 @@ class Used:
     streams: set[ir.Stream] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)  # values, residual
     fields: int = 0  # the first so many of the layout
+    payload: bool = False
     blocks: bool = False
     sources: bool = False
     loads: bool = False
@@ -91,12 +96,14 @@ class Used:
 
 def head(layout: Layout) -> str:
     """The first lines of a generated file."""
+    selects = layout.variable or layout.samples
+    entries = "from gradwire.lang.emit.triton_selection import *\n" if selects else ""
     return f"""\
 import triton
 import triton.language as tl
 
 from gradwire.lang.emit.triton_prelude import *
-
+{entries}
 BLOCK = tl.constexpr({layout.block})
 GROUP = tl.constexpr({group(layout)})  # blocks of a full tile
 FEW = tl.constexpr({max(1, group(layout) // PARTS)})  # taken at once in others, to compile faster
@@ -118,7 +125,7 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
         pointer = POINTER[native if target == "values" else "fp32"]
         address = f"tl.load(row + {target.upper()})"
         lines.append(f"{target} = memory({address}, {pointer}, FULL) + block * BLOCK")
-    if used.fields:
+    if used.payload:
         lines.append("payload = tl.load(row + PAYLOAD)")
     if used.sources:
         lines.append("sources = tl.load(row + SOURCE)")
@@ -145,7 +152,7 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
             *body,
             "",
             "",
-            f"@triton.jit(do_not_specialize={list(VARYING)})".replace("'", '"'),
+            _varying(),
             f"def {name}(table, n, steps, {call}):",
             "    row = find(table, n, steps)",
             "    block, held, m, full = place(row, BLOCK, GROUP)",
@@ -159,6 +166,10 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
             "",
         ]
     )
+
+
+def _varying() -> str:
+    return f"@triton.jit(do_not_specialize={list(VARYING)})".replace("'", '"')
 
 
 def stream(s: ir.Stream) -> str:
@@ -187,7 +198,11 @@ def _places(layout: Layout, fields: int) -> list[str]:
     lines, size = [], "0"
     for number, f in enumerate(layout.fields[:fields]):
         lines.append(f"at{number} = {size}  # {f.name}")
-        if f.scope is Scope.TENSOR:
+        if f.capacity is not None:
+            size = f"at{number} + blocks * {COUNT_NBYTES}"
+        elif f.scope is Scope.SELECTION or f.flag is not None:
+            size = f"at{number}"
+        elif f.scope is Scope.TENSOR:
             size = f"at{number} + {f.item_nbytes}"
         elif f.scope is Scope.BLOCK:
             size = f"at{number} + blocks * {f.item_nbytes}"
@@ -203,3 +218,60 @@ def _elements(dtype: str, block: int) -> str:
         return f"{numel} * {ir.BITS[dtype] // 8}"
     rest = [f"({numel} % BLOCK + {p.cells - 1}) // {p.cells}" for p in planes_of(dtype)]
     return " + ".join([f"{numel} // BLOCK * {element_nbytes(dtype, block)}", *rest])
+
+
+# selections --------------------------------------------------------------------------------------
+
+
+def statistics(programs: Iterable[ir.Program]) -> list[tuple[int, ir.Size]]:
+    """(one of how many values is sampled, which is asked for) of all order statistics."""
+    attrs = [n.attr for p in programs for n in ir.walk(p.roots)]
+    return list(dict.fromkeys((a.every, a.size) for a in attrs if isinstance(a, ir.Rank)))
+
+
+def code_bits(dtype: str) -> int:
+    """How generated code names a dtype of codes; 0 stands for trits."""
+    return 0 if dtype == "trit" else ir.BITS[dtype]
+
+
+def tails(layout: Layout, entries: str) -> list[tuple[Field, str]]:
+    """The fields with a part for every entry, and how many bytes it takes."""
+    sizes = []
+    for f in layout.fields:
+        if f.capacity is not None:
+            sizes.append((f, f"tail_nbytes({entries}, {code_bits(layout.position)})"))
+        elif f.scope is Scope.SELECTION and f.dtype in ir.CODES:
+            sizes.append((f, f"tail_nbytes({entries}, {code_bits(f.dtype)})"))
+        elif f.scope is Scope.SELECTION:
+            sizes.append((f, f"{entries} * {ir.BITS[f.dtype] // 8}"))
+    return sizes
+
+
+def packing(layout: Layout) -> str:
+    """The kernel that packs staged codes in runs, and clears what a payload does not use."""
+    lines, at, columns = [], "payload", 0
+    for number, (f, size) in enumerate(tails(layout, "entries")):
+        dtype = layout.position if f.capacity is not None else f.dtype
+        if dtype in ir.CODES or f.capacity is not None:
+            staged = f"staged + {columns} * capacity" if columns else "staged"
+            lines.append(f"pack_runs({staged}, {at}, part, parts, entries, {code_bits(dtype)})")
+            columns += 1
+        lines.append(f"after{number} = {at} + {size}")
+        at = f"after{number}"
+    most = " + ".join(size for _, size in tails(layout, "capacity"))
+    lines.append(f"clear_bytes({at}, payload + {most}, part, parts)")
+    return "\n".join(
+        [
+            _varying(),
+            f"def pack(table, n, steps, {', '.join(CALL)}):",
+            "    row = find(table, n, steps)",
+            "    part, parts = share_of(row, BLOCK, GROUP)",
+            "    capacity = tl.load(row + CAPACITY).to(tl.int32)",
+            "    entries = tl.load(words + tl.load(row + BEFORE) + blocks_of(row, BLOCK))",
+            "    staged = words + tl.load(row + STAGED)",
+            "    payload = tl.load(row + PAYLOAD) + tl.load(row + TAIL)",
+            *(f"    {line}" for line in lines),
+            "",
+            "",
+        ]
+    )

@@ -1,0 +1,254 @@
+"""Triton over entries: selections, made or received; samples; codes that some blocks lack.
+
+An entry is computed where its element is, in the tile that has the element's block: what is
+gathered is the element's own value, and every element of a tile knows whether it is selected and
+which entry it is. Where this program selects, the passes before have left a threshold and the
+entries of all blocks before (triton_selection.py); in a received payload entries are sorted, so an
+element finds its own by bisection of those of its block. So nothing is scattered, and sums run in
+the order of ranks.
+
+Names: hitP, entryP, entriesP of a selection, P being the node's number and the view.
+"""
+
+from __future__ import annotations
+
+from gradwire.lang import ir, passes
+from gradwire.lang.emit import triton_rows
+from gradwire.lang.emit.triton_nodes import LOADS, STORES, Nodes
+from gradwire.lang.emit.triton_rows import planes_of
+from gradwire.lang.ir import Node, Scope
+from gradwire.lang.layout import element_nbytes
+
+
+class Kernel(Nodes):
+    """Emits the kernel of one sweep."""
+
+    def emit(self, name: str, sinks: list[passes.Sink], partials: list[passes.Partial]) -> str:
+        """What reduces, or what leaves fields, stores and patches behind."""
+        for p in partials:
+            self.partial(p)
+        for sink in sinks:
+            if sink.kind == "flag":
+                self.field(sink.name, sink.node)
+                self.clear()
+            elif sink.kind == "field" and sink.node.op == "keep":
+                self.kept(sink.name, sink.node)
+            elif sink.kind == "field":
+                self.field(sink.name, sink.node)
+            elif sink.kind == "key":
+                self.entries(sink.name, sink.node)
+        if any(s.kind in ("store", "patch", "key") for s in sinks):
+            self.stores()
+        return self.text(name)
+
+    def emit_keys(self, name: str) -> str:
+        """The kernel that leaves the keys of elements in the workspace, 0 where one has none."""
+        (select,) = (n for _, n in self.program.fields if n.op == "select")
+        v = self.view(self.main)
+        conditions = [self.value(a, v) for a in select.args if a.dtype == "bool"]
+        ranked = [f"key_of({self.tensor(a, v)})" for a in select.args if a.dtype != "bool"]
+        key = ranked[0] if ranked else "1"
+        if conditions:
+            key = f"tl.where({conditions[0]}, {key}, 0)"
+        self.put(f"keys = words + tl.load(row + KEYS) + block * {self.layout.block}")
+        self.put(f"tl.store(keys + o{v}, as_int(({key}).to(tl.uint32)), mask=in{v})")
+        self.put(f"begin_selection(row, words, block, {'True' if ranked else 'False'})")
+        return self.text(name)
+
+    def emit_sample(self, name: str, statistic: Node) -> str:
+        """The kernel that leaves the keys of a sample's elements in the workspace."""
+        rank, v = statistic.attr, self.view(self.main)
+        assert isinstance(rank, ir.Rank)
+        value, stream = self.tensor(statistic.args[0], v), self.stream(rank.stream)
+        self.put(
+            f"window, taken = sampled(row, block * {self.layout.block} + o{v}, {stream}_low, "
+            f"{stream}_high, {rank.every})"
+        )
+        key = f"as_int(key_of({value}))"
+        self.put(f"tl.store(words + tl.load(row + KEYS) + window, {key}, mask=in{v} & taken)")
+        self.put("begin_selection(row, words, block, True)")
+        return self.text(name)
+
+    def text(self, name: str) -> str:
+        return triton_rows.kernel(name, self.layout, self.native, self.used, self.lines)
+
+    # what a sweep leaves behind -------------------------------------------------------------------
+
+    def stores(self) -> None:
+        """All stores, after everything has been read; what is selected holds something else."""
+        stored = dict(self.program.stores)
+        patched = {target: (n, s) for target, n, s in self.program.patches}
+        if not stored:  # then nothing else is touched
+            hits = {self.selection(s, self.main) for _, s in patched.values()}
+            self.only = f"hit{hits.pop()}" if hits else None
+        values = {target: self.value(n, self.main) for target, n in stored.items()}
+        masks = dict.fromkeys(stored, f"in{self.view(self.main)}")
+        for target, (n, s) in patched.items():
+            hit, value = f"hit{self.selection(s, self.main)}", self.value(n, self.main)
+            if target in values:
+                values[target] = f"tl.where({hit}, {value}, {values[target]})"
+            else:
+                values[target], masks[target] = value, hit
+        if values and self.used.loads:
+            # a thread may store what another has yet to read, in another view
+            self.put("tl.debug_barrier()")
+        for target, value in values.items():
+            self.store(target, value, masks[target])
+
+    def entries(self, name: str, select: Node) -> None:
+        """How many of a block are selected, where they are, and what else is stored of them."""
+        v = self.main
+        p = self.selection(select, v)
+        self.used.payload = True
+        self.put(f"many = count(hit{p}, in{v}).to(tl.int32).to(tl.uint32)")
+        self.put(f"store16(payload + {self.place(name)} + block * 2, g, many, here, False)")
+        self.put("staged = words + tl.load(row + STAGED)")
+        self.put(f"tl.store(staged + entry{p}, i{v}, mask=hit{p})")
+        columns = 1
+        for other, n in self.program.fields:
+            if n.scope is not Scope.SELECTION or n.op == "select":
+                continue
+            value = self.value(n, v)
+            if n.dtype in ir.CODES:
+                column = f"staged + {columns} * tl.load(row + CAPACITY)"
+                self.put(f"tl.store({column} + entry{p}, {value}, mask=hit{p})")
+                columns += 1
+            else:
+                tail = self.tail("payload", other, f"entries{p}")
+                self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, False)")
+
+    def clear(self) -> None:
+        """Zero what kept codes may take, before any is stored."""
+        for f in self.layout.fields:
+            if f.flag is not None:
+                n = next(n for name, n in self.program.fields if name == f.name)
+                self.planes("tl.load(row + TAIL)", n, zero=True)
+
+    def kept(self, name: str, n: Node) -> None:
+        """Pack the codes of blocks whose flag is set; those of such blocks before come first."""
+        codes, flag = n.args
+        stride = element_nbytes(n.dtype, self.layout.block)
+        self.used.payload = True
+        before = self.before("0")
+        self.put(f"flag = {self.value(flag, self.main)} != 0")
+        for plane in planes_of(n.dtype):
+            v = self.view(plane.cells)
+            digit = f"tl.where(in{v}, {plane.digit(self.value(codes, v))}, 0)"
+            byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
+            offset = f"{before} * {stride}{self.plane_offset(n.dtype, plane)}"
+            inside = f"here & flag & (j{v} < L{v})"
+            self.put(f"store8(payload + tl.load(row + TAIL), {offset}, {byte}, {inside}, False)")
+
+    # nodes ----------------------------------------------------------------------------------------
+
+    def node_keep(self, n: Node, view: int) -> str:
+        codes, flag = (self.value(a, view) for a in n.args)
+        return f"tl.where({flag} != 0, {codes}, 0)"
+
+    def node_gather(self, n: Node, view: int) -> str:
+        return self.tensor(n.args[0], view)
+
+    def node_field(self, n: Node, view: int) -> str:
+        if n.scope is Scope.SELECTION:
+            return self.entry(n, view)
+        if n.args:
+            return self.received_kept(n, view)
+        return super().node_field(n, view)
+
+    def entry(self, n: Node, view: int) -> str:
+        """What a payload holds for an entry."""
+        assert isinstance(n.attr, ir.FieldRef)
+        p = self.selection(n.args[0], view)
+        tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
+        if n.dtype in ir.CODES:
+            bits = triton_rows.code_bits(n.dtype)
+            return f"code_at({tail}, entry{p}, entries{p}, hit{p}, {bits})"
+        return f"{LOADS[n.dtype]}({tail}, entry{p}, hit{p}, False)"
+
+    def received_kept(self, n: Node, view: int) -> str:
+        """Codes that a block may lack: then they are 0."""
+        assert isinstance(n.attr, ir.FieldRef)
+        flag, v = self.value(n.args[0], view), self.view(view)
+        before = self.before(self.slot(n))
+        stride = element_nbytes(n.dtype, self.layout.block)
+        digits = []
+        for plane in planes_of(n.dtype):
+            j, k, inside, _ = self.cell(plane, v)
+            offset = f"{before} * {stride}{self.plane_offset(n.dtype, plane, j)}"
+            address = f"{self.base(n)} + tl.load(row + TAIL)"
+            byte = f"load8({address}, {offset}, {inside} & ({flag} != 0), False)"
+            digits.append(plane.taken(byte, k))
+        return " | ".join(digits)
+
+    def accumulate(self, fold: Node, total: str, view: int) -> None:
+        if len(fold.args) == 2:
+            super().accumulate(fold, total, view)
+            return
+        _, entries, selection = fold.args
+        p, value = self.selection(selection, view), self.value(entries, view)
+        self.put(f"{total} = tl.where(hit{p}, {total} + {value}, {total})")
+
+    # selections -----------------------------------------------------------------------------------
+
+    def selection(self, n: Node, view: int) -> str:
+        """P: which elements are selected, which entries they are, how many entries there are."""
+        key = (n, view)
+        if key not in self.memo:
+            p = f"{self.number[n]}_{self.view(view)}{'_' if self.folding else ''}"
+            self.memo[key] = p
+            self.used.blocks = True
+            if n.op == "select":
+                self.chosen(p, view)
+            else:
+                self.received(n, p, view)
+        return self.memo[key]
+
+    def chosen(self, p: str, view: int) -> None:
+        width = triton_rows.width(self.layout.block, 1)
+        assert view == 1, "entries are counted in the order of elements"
+        self.put(
+            f"hit{p}, entry{p} = chosen(row, words, block, g, o1, here, in1, BLOCK, GROUP, {width})"
+        )
+        self.put(f"entries{p} = tl.load(words + tl.load(row + BEFORE) + blocks)")
+
+    def received(self, n: Node, p: str, view: int) -> None:
+        assert isinstance(n.attr, ir.FieldRef)
+        bits, v = ir.BITS[self.layout.position], self.view(view)
+        self.put(f"first{p} = words + tl.load(row + BEFORE) + {self.slot(n)} * (blocks + 1)")
+        self.put(f"entries{p} = tl.load(first{p} + blocks)")
+        self.put(f"from{p} = tl.load(first{p} + block + g, mask=here, other=0)")
+        self.put(f"to{p} = tl.load(first{p} + block + g + 1, mask=here, other=0)")
+        tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
+        self.put(
+            f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{v}, in{v}, {bits})"
+        )
+        # as many elements as there are entries: so these are in order, and within their block
+        self.put(f"found{p} = count(hit{p}, in{v}).to(tl.int32)")
+        self.put(f"fail(failed, row, here & (found{p} != to{p} - from{p}))")
+
+    def slot(self, n: Node) -> str:
+        """Which of the payloads that blocks were counted of: the own one, then the peers'."""
+        assert isinstance(n.attr, ir.FieldRef)
+        return "(1 + peer)" if n.attr.source else "0"
+
+    def before(self, slot: str) -> str:
+        """Of how many blocks before are the codes kept."""
+        self.used.blocks = True
+        at = f"words + tl.load(row + BEFORE) + {slot} * (blocks + 1) + block + g"
+        return f"tl.load({at}, mask=here, other=0)"
+
+    def tail(self, base: str, name: str, entries: str) -> str:
+        """Where the part of a field begins that depends on how many entries there are."""
+        sizes = [
+            f" + {size}"
+            for f, size in triton_rows.tails(self.layout, entries)
+            if self.index(f.name) < self.index(name)
+        ]
+        return f"{base} + tl.load(row + TAIL){''.join(sizes)}"
+
+
+Kernel.RULES = Nodes.RULES | {
+    "field": Kernel.node_field,
+    "gather": Kernel.node_gather,
+    "keep": Kernel.node_keep,
+}

@@ -1,0 +1,381 @@
+"""Triton expressions: a rule for every operation, for what a sweep stores, and their text.
+
+Names in the generated code: bI, tI are node I of a block, of a row or call; xI_C its elements in
+view C (emit/triton.py); a trailing underscore marks what belongs to the payload of a peer.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from gradwire.lang import ir, passes
+from gradwire.lang.emit import triton_rows
+from gradwire.lang.emit.triton_rows import Plane, main_view, planes_of
+from gradwire.lang.ir import Node, Scope
+from gradwire.lang.layout import Layout, element_nbytes
+
+ALU = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "tl.div_rn({}, {})",
+    "max": "tl.where({0} > {1}, {0}, {1})",
+    "min": "tl.where({0} < {1}, {0}, {1})",
+    "neg": "negative({})",
+    "abs": "tl.abs({})",
+    "floor": "floor({})",
+    "sqrt": "tl.sqrt_rn({})",
+    "isfinite": "is_finite({})",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "eq": "{} == {}",
+    "ne": "{} != {}",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "not": "~{}",
+    "where": "tl.where({}, {}, {})",
+}
+
+CASTS = {
+    ("fp32", "stored"): "to_fp32({})",
+    ("bf16", "nearest"): "to_bf16_nearest({})",
+    ("bf16", "down"): "to_bf16_down({})",
+    ("bf16", "up"): "to_bf16_up({})",
+    ("fp16", "nearest"): "to_fp16_nearest({})",
+    ("int32", "zero"): "to_int32({})",
+    ("code", "zero"): "to_code({}, {top}.0)",
+}
+WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
+
+# what a stored dtype's bits are moved with
+LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16", "int32": "load_int32"}
+STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16", "int32": "store_int32"}
+
+
+def literal(value: float) -> str:
+    """A constant as float32, exactly; what Triton would not take as one goes by its bits."""
+    single = _single(value)
+    if single in (math.inf, -math.inf) or abs(single) >= 2.0**-126 or repr(single) == "0.0":
+        text = f'float("{single}")' if math.isinf(single) else repr(single)
+        return f"({text})" if text.startswith("-") else text
+    (bits,) = struct.unpack("<I", struct.pack("<f", single))
+    return f"number({bits:#x})"
+
+
+def _single(value: float) -> float:
+    try:
+        (single,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(single)
+
+
+class Nodes:
+    """The text of the kernel of one sweep, as far as elements, blocks and rows go."""
+
+    RULES: ClassVar[dict[str, Callable[..., str | None]]]
+    only: str | None = None  # the condition where elements are loaded; everywhere by default
+
+    def __init__(self, program: ir.Program, layout: Layout, native: str) -> None:
+        self.program, self.layout, self.native = program, layout, native
+        self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
+        self.reductions = passes.tensor_reductions(program)
+        natural = any(n.op == "rotate" or n.dtype == "selection" for n in self.number)
+        self.main = 1 if natural else main_view(layout)
+        self.memo: ChainMap[tuple[Node, int], str] = ChainMap()
+        self.lines: list[str] = []
+        self.indent = 1
+        self.used = triton_rows.Used()
+
+    def put(self, text: str) -> None:
+        self.lines.append("    " * self.indent + text)
+
+    # what a sweep leaves behind -------------------------------------------------------------------
+
+    def partial(self, p: passes.Partial) -> None:
+        self.used.blocks = True
+        value = self.value(p.node.args[0], self.main)
+        if p.node.args[0].dtype == "bool":
+            value += ".to(tl.float32)"
+        at = f"partials + {p.index} * blocks + block + g"
+        self.put(f"tl.store({at}, {value}, mask=here)")
+
+    def field(self, name: str, n: Node) -> None:
+        at = self.place(name)
+        if n.scope is Scope.ELEMENT:
+            if n.dtype in ir.CODES:
+                self.planes(at, n)
+            else:
+                v = self.view(self.main)
+                size = ir.BITS[n.dtype] // 8
+                value = self.value(n, self.main)
+                address = f"payload + {at} + block * {size * self.layout.block}"
+                self.used.payload = True
+                self.put(f"{STORES[n.dtype]}({address}, o{v}, {value}, in{v}, FULL)")
+            return
+        store = STORES.get(n.dtype, "store8")
+        self.used.payload = True
+        size = self.layout.fields[self.index(name)].item_nbytes
+        value = self.value(n, self.main)
+        if n.scope is Scope.TENSOR:
+            self.put(f"{store}(payload + {at}, 0, {value}, block == 0, False)")
+        else:
+            self.put(f"{store}(payload + {at} + block * {size}, g, {value}, here, False)")
+
+    def planes(self, at: str, n: Node, zero: bool = False) -> None:
+        """Pack codes plane by plane, or zeros where codes may come."""
+        stride = element_nbytes(n.dtype, self.layout.block)
+        self.used.payload = True
+        for plane in planes_of(n.dtype):
+            v = self.view(plane.cells)
+            inside = f"here & (j{v} < L{v})"
+            if zero:
+                byte = f"j{v} * 0"
+            else:
+                digit = f"tl.where(in{v}, {plane.digit(self.value(n, v))}, 0)"
+                byte = f"tl.sum({plane.placed(digit, f'k{v}')}, 0)[None]"
+            address = f"payload + {at} + block * {stride}"
+            offset = f"g * {stride}{self.plane_offset(n.dtype, plane)}"
+            self.put(f"store8({address}, {offset}, {byte}, {inside}, FULL)")
+
+    def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
+        """Where byte j of a plane lies, from the first byte of the block: terms to be added."""
+        before = [p for p in planes_of(dtype) if p.shift < plane.shift]
+        terms = [*(f"L{self.view(p.cells)}" for p in before), j or f"j{plane.cells}"]
+        return "".join(f" + {term}" for term in terms)
+
+    def store(self, target: str, value: str, mask: str) -> None:
+        v = self.view(self.main)
+        self.used.targets.add(target)
+        narrow = target == "values" and self.native != "fp32"
+        value = f"({value}).to(tl.uint16)" if narrow else value
+        self.put(f"tl.store({target} + o{v}, {value}, mask={mask})")
+
+    # nodes ----------------------------------------------------------------------------------------
+
+    def value(self, n: Node, view: int) -> str:
+        """The name of a node's value, or a literal; computes what has not been computed."""
+        if n.op == "const":
+            return literal(float(str(n.attr)))
+        if n.attr == "factor":
+            return "factor"
+        key = (n, view if is_wide(n) else 0)
+        if key not in self.memo:
+            name = self.name(n, view)
+            text = self.RULES[n.op](self, n, view)
+            if text is not None:
+                self.put(f"{name} = {text}")
+            self.memo[key] = name
+        return self.memo[key]
+
+    def name(self, n: Node, view: int) -> str:
+        tail = "_" if self.folding else ""
+        if is_wide(n):
+            return f"x{self.number[n]}_{self.view(view)}{tail}"
+        return f"{'b' if n.scope is Scope.BLOCK else 't'}{self.number[n]}{tail}"
+
+    def tensor(self, n: Node, view: int) -> str:
+        """A value that is a tensor even where it is a constant."""
+        if n.op != "const":
+            return self.value(n, view)
+        (bits,) = struct.unpack("<I", struct.pack("<f", _single(float(str(n.attr)))))
+        return f"number({bits:#x})"
+
+    @property
+    def folding(self) -> bool:
+        return len(self.memo.maps) > 1
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """What is computed in a branch or a loop is unknown behind it."""
+        self.memo, self.indent = self.memo.new_child(), self.indent + 1
+        yield
+        self.memo, self.indent = self.memo.parents, self.indent - 1
+
+    def node_param(self, n: Node, view: int) -> str:
+        return f"tl.load(numbers + {n.attr})"
+
+    def node_load(self, n: Node, view: int) -> str:
+        target, v = str(n.attr), self.view(view)
+        self.used.targets.add(target)
+        self.used.loads = True
+        narrow = target == "values" and self.native != "fp32"
+        memory = f"tl.load({target} + o{v}, mask={self.only or f'in{v}'}, other=0)"
+        return f"{memory}.to(tl.uint32)" if narrow else memory
+
+    def node_field(self, n: Node, view: int) -> str:
+        assert isinstance(n.attr, ir.FieldRef)
+        base, at = self.base(n), self.place(n.attr.name)
+        f = self.layout.fields[self.index(n.attr.name)]
+        load = LOADS.get(n.dtype, "load8")
+        if n.scope is Scope.TENSOR:
+            return f"{load}({base} + {at}, 0, True, False)"
+        if n.scope is Scope.BLOCK:
+            size = f.item_nbytes
+            return f"{load}({base} + {at} + block * {size}, g, here, False)"
+        if n.dtype in ir.CODES:
+            return self.unpacked(n, f"{base} + {at}", view)
+        size, v = f.item_nbytes, self.view(view)
+        return f"{load}({base} + {at} + block * {size * self.layout.block}, o{v}, in{v}, FULL)"
+
+    def base(self, n: Node) -> str:
+        """The payload that a received field belongs to."""
+        assert isinstance(n.attr, ir.FieldRef)
+        if n.attr.source:
+            return "source"
+        self.used.payload = True
+        return "payload"
+
+    def unpacked(self, n: Node, base: str, view: int) -> str:
+        """Codes in any view; `base`: of the field."""
+        stride, v = element_nbytes(n.dtype, self.layout.block), self.view(view)
+        address, digits = f"{base} + block * {stride}", []
+        for plane in planes_of(n.dtype):
+            j, k, inside, aligned = self.cell(plane, v)
+            offset = f"g * {stride}{self.plane_offset(n.dtype, plane, j)}"
+            digits.append(plane.taken(f"load8({address}, {offset}, {inside}, {aligned})", k))
+        return " | ".join(digits)
+
+    def cell(self, plane: Plane, v: int) -> tuple[str, str, str, str]:
+        """Of the elements of a view: their byte in a plane, their cell in it, which of them are
+        there, and whether bytes follow each other in a full tile."""
+        if plane.cells == v:
+            return f"j{v}", f"k{v}", f"here & (j{v} < L{v})", "FULL"
+        p = self.view(plane.cells)
+        return f"i{v} % L{p}", f"(i{v} // L{p})", f"in{v}", "False"
+
+    def node_alu(self, n: Node, view: int) -> str:
+        plain = sum(a.op == "const" for a in n.args) == 1 and len(n.args) == 2
+        operands = [
+            self.value(a, view) if plain or n.attr == "where" else self.tensor(a, view)
+            for a in n.args
+        ]
+        return ALU[str(n.attr)].format(*operands)
+
+    def node_cast(self, n: Node, view: int) -> str:
+        x = n.args[0]
+        operand = self.tensor(x, view)
+        if n.dtype == "fp32" and n.attr != "stored":
+            return WIDENINGS.get(x.dtype, "{}.to(tl.float32)").format(operand)
+        kind = "code" if n.dtype in ir.CODES else n.dtype
+        return CASTS[kind, str(n.attr)].format(operand, top=ir.TOP.get(n.dtype))
+
+    def node_random(self, n: Node, view: int) -> str:
+        assert isinstance(n.attr, ir.Stream)
+        stream = self.stream(n.attr)
+        within = f" + weyl(i{self.view(view)})" if n.scope is Scope.ELEMENT else ""
+        return f"uniform({stream}_weyl{within}, {stream}_high)"
+
+    def node_index(self, n: Node, view: int) -> str:
+        if n.attr == "block":
+            return f"i{self.view(view)}"
+        return f"first + i{self.view(view)}"
+
+    def node_reduce(self, n: Node, view: int) -> str:
+        if n.scope is Scope.TENSOR:
+            self.used.blocks = True
+            index = self.reductions.index(n)
+            return f"tl.load(partials + {self.layout.partials} * blocks + {index})"
+        x = n.args[0]
+        if n.attr == "sum":
+            j = triton_rows.width(self.layout.block, self.view(1))
+            return f"tree_sum({self.value(x, 1)}, in1, GROUP, {j}, {j.bit_length() - 1})"
+        v = self.view(self.main)
+        if n.attr == "count":
+            return f"count({self.value(x, v)}, in{v})"
+        low, high = self.extremes(x, v)
+        return f"extreme({low if n.attr == 'min' else high}, {low}, {high})"
+
+    def extremes(self, x: Node, view: int) -> tuple[str, str]:
+        """Minimum and maximum, which share their work."""
+        value, tail = self.tensor(x, view), "_" if self.folding else ""
+        i = self.number[x]
+        low, high = f"low{i}{tail}", f"high{i}{tail}"
+        key = (x, -1)
+        if key not in self.memo:
+            self.memo[key] = low
+            self.put(f"order{i}{tail} = ordered({value})")
+            self.put(f"{low} = lowest(order{i}{tail}, in{view})")
+            self.put(f"{high} = highest(order{i}{tail}, in{view})")
+        return low, high
+
+    def node_rotate(self, n: Node, view: int) -> str:
+        assert isinstance(n.attr, ir.Rotation)
+        block, j = self.layout.block, triton_rows.width(self.layout.block, 1)
+        if view != 1:
+            v, natural = self.view(view), self.value(n, 1)
+            k, width = triton_rows.power2(view), triton_rows.width(block, view)
+            return f"in_view({natural}, i{v}, in{v}, FULL, {block}, GROUP, {k}, {width}, {j})"
+        stream = self.stream(n.attr.stream)
+        signs = f"sign(uniform({stream}_weyl + weyl(i{self.view(1)}), {stream}_high))"
+        x = self.value(n.args[0], 1)
+        before = (
+            f"tl.where(in1, {x}, 0.0)" if n.attr.inverse else f"tl.where(in1, {x} * {signs}, 0.0)"
+        )
+        rotated = f"hadamard({before}, m, GROUP, {j}, {j.bit_length() - 1})"
+        return f"{rotated} * {signs}" if n.attr.inverse else rotated
+
+    def node_fold(self, n: Node, view: int) -> None:
+        """-0 + x is x, for -0 too."""
+        own = n.args[0]
+        total, v = self.name(n, view), self.view(view)
+        self.used.sources = True
+        self.put(f"{total} = tl.where(in{v}, number(0x80000000), 0.0)")
+        self.put("for k in range(ranks):")
+        with self.nested():
+            self.put("if k == rank:")
+            with self.nested():
+                self.put(f"{total} = {total} + {self.value(own, view)}")
+            self.put("else:")
+            with self.nested():
+                self.put("behind = (rank >= 0) & (rank < k)")
+                self.put("peer = k - behind.to(tl.int64)")
+                self.put("source = sources + peer * stride")
+                self.accumulate(n, total, view)
+
+    def accumulate(self, fold: Node, total: str, view: int) -> None:
+        """Add what a peer's payload decodes to."""
+        self.put(f"{total} = {total} + {self.value(fold.args[1], view)}")
+
+    # what the kernel's first lines bring in -------------------------------------------------------
+
+    def view(self, cells: int) -> int:
+        self.used.views.add(cells)
+        return cells
+
+    def stream(self, stream: ir.Stream) -> str:
+        self.used.streams.add(stream)
+        return triton_rows.stream(stream)
+
+    def place(self, name: str) -> str:
+        """Where a field begins in a payload."""
+        at = self.index(name)
+        self.used.fields = max(self.used.fields, at + 1)
+        return f"at{at}"
+
+    def index(self, name: str) -> int:
+        return [f.name for f in self.layout.fields].index(name)
+
+
+def is_wide(n: Node) -> bool:
+    """Whether it has a value for every element, or for some: these are computed for all."""
+    return n.scope in (Scope.SELECTION, Scope.ELEMENT)
+
+
+Nodes.RULES = {
+    "alu": Nodes.node_alu,
+    "cast": Nodes.node_cast,
+    "field": Nodes.node_field,
+    "fold": Nodes.node_fold,
+    "index": Nodes.node_index,
+    "load": Nodes.node_load,
+    "param": Nodes.node_param,
+    "random": Nodes.node_random,
+    "reduce": Nodes.node_reduce,
+    "rotate": Nodes.node_rotate,
+}

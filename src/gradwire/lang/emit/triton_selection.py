@@ -1,0 +1,389 @@
+"""Selections in Triton: keys, the k-th largest of them, entries, codes in runs.
+
+The counterpart to selection.h: the passes between the sweeps of a codec that selects, and what the
+sweeps call. A sweep leaves the key of every element. Four times `histogram` counts a byte of those
+keys that begin like the k-th largest, and `pick` finds that byte; so its key is known, and how many
+of that very key are taken. `tally` counts what lies above it in every block, `scan` sums that up,
+and then every element can tell whether it is selected, and which entry it is. No result depends on
+the order in which programs run: what they add up are whole numbers.
+
+Only generated code imports this file, and lang/gpu.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gradwire.lang.emit.triton_prelude import (
+    BEFORE,
+    CAPACITY,
+    COLUMNS,
+    COUNTED,
+    INFINITY,
+    KEYS,
+    MAGNITUDE,
+    NUMEL,
+    PARTIALS,
+    PAYLOAD,
+    SIGN,
+    SOURCE,
+    STATE,
+    TIED,
+    TILES,
+    bits_of,
+    fail,
+    find,
+    float_of,
+    load8,
+    load16,
+    place,
+    power3,
+    store8,
+    uniform,
+    weyl,
+)
+
+BINS = tl.constexpr(256)  # of a histogram: of a byte of keys
+# Words of a row's state: the cut key, how many of that very key are taken; then the histogram.
+CUT = tl.constexpr(0)
+TAKEN = tl.constexpr(1)
+HISTOGRAM = tl.constexpr(8)
+RUN = tl.constexpr(128)  # entries that are packed together
+RUNS = tl.constexpr(8)  # packed side by side
+BYTES = tl.constexpr(1024)  # cleared at once
+
+
+# keys --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def as_int(word):
+    return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_word(number):
+    return number.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_of(x):
+    """Keys in the order of numbers, any NaN the largest; 0 is no number's key."""
+    bits = bits_of(x)
+    key = tl.where(bits >= SIGN, bits ^ 0xFFFFFFFF, bits | SIGN)
+    return tl.where((bits & MAGNITUDE) > INFINITY, tl.full((), 0xFFC00000, tl.uint32), key)
+
+
+@triton.jit
+def from_key(key):
+    return float_of(tl.where(key >= SIGN, key ^ SIGN, key ^ 0xFFFFFFFF))
+
+
+@triton.jit
+def begin_selection(row, words, block, RANKED: tl.constexpr):
+    """Prepare a row's state for what comes between the sweeps; the first tile's program does it."""
+    state = words + tl.load(row + STATE)
+    if block == 0:
+        if RANKED:
+            tl.store(state + HISTOGRAM + tl.arange(0, BINS), tl.full((BINS,), 0, tl.int32))
+        else:  # the first so many of those whose key is 1
+            tl.store(state + CUT, 1)
+            tl.store(state + TAKEN, tl.load(row + CAPACITY).to(tl.int32))
+
+
+@triton.jit
+def sampled(row, element, low, high, EVERY: tl.constexpr):
+    """(window, whether the element stands for it) of elements numbered in their row."""
+    window = element // EVERY
+    u = uniform(weyl(window.to(tl.uint32) + low), high)
+    at = window * EVERY + (u * (EVERY * 1.0)).to(tl.int32)
+    return window, tl.minimum(at, tl.load(row + NUMEL) - 1) == element
+
+
+# between the sweeps ------------------------------------------------------------------------------
+
+
+@triton.jit
+def blocks_of(row, BLOCK: tl.constexpr):
+    return (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
+
+
+@triton.jit(do_not_specialize=["n", "steps", "shift"])
+def histogram(
+    table, n, steps, words, shift,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """Count byte `shift` // 8 of those keys of a tile that are equal to the cut key above it.
+
+    SIZE: a power of two, at least BLOCK * GROUP. EVERY: there is a key for so many values.
+    """
+    row = find(table, n, steps)
+    block, held, m, _ = place(row, BLOCK, GROUP)
+    state = words + tl.load(row + STATE)
+    begin = block * BLOCK
+    keys = (tl.load(row + NUMEL) + EVERY - 1) // EVERY
+    i = tl.arange(0, SIZE)
+    mask = (i < held * m) & (begin + i < keys)
+    if begin < keys:
+        key = as_word(tl.load(words + tl.load(row + KEYS) + begin + i, mask=mask, other=0))
+        above = (key.to(tl.uint64) >> (shift + 8)) == as_word(tl.load(state + CUT)).to(tl.uint64)
+        mask = mask & (above | (shift == 24))
+        byte = tl.where(mask, as_int((key >> shift) & 0xFF), 0)
+        bins = tl.arange(0, BINS)
+        counts = tl.histogram(byte, BINS)
+        counts = tl.where(bins == 0, counts - tl.sum((~mask).to(tl.int32), 0), counts)
+        tl.atomic_add(state + HISTOGRAM + bins, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["shift", "column", "index"])
+def pick(
+    table, words, workspace, shift, column, index,
+    BLOCK: tl.constexpr, PARTIAL: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """Programs (row): a byte more of the k-th largest key, k in the row's `column`.
+
+    The last one leaves an order statistic as number `index` of the row's reductions.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    state = words + tl.load(row + STATE)
+    bins = tl.arange(0, BINS)
+    counts, above = tl.load(state + HISTOGRAM + bins), as_word(tl.load(state + CUT))
+    tl.store(state + HISTOGRAM + bins, tl.full((BINS,), 0, tl.int32))
+    first = shift == 24
+    k = tl.load(row + column).to(tl.int32)
+    k = tl.where(first, k, tl.load(state + TAKEN))
+    least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # of this byte and larger ones
+    byte = tl.sum((least >= k).to(tl.int32), 0) - 1
+    k -= tl.sum(tl.where(bins == byte + 1, least, 0), 0)
+    key = tl.where(first, 0, above << 8) | as_word(byte)
+    if SAMPLE:
+        if shift == 0:
+            at = workspace + tl.load(row + PARTIALS) + PARTIAL * blocks_of(row, BLOCK) + index
+            tl.store(at, from_key(key), mask=tl.load(row + NUMEL) > 0)
+    else:  # fewer than k elements can be selected: all of them
+        k = tl.where((shift == 0) & (key == 0), 0, k)
+    tl.store(state + CUT, as_int(key))
+    tl.store(state + TAKEN, k)
+
+
+@triton.jit(do_not_specialize=["n", "steps"])
+def tally(
+    table, n, steps, words,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """How many keys of every block are above the cut key, and how many equal it."""
+    row = find(table, n, steps)
+    block, held, m, _ = place(row, BLOCK, GROUP)
+    state = words + tl.load(row + STATE)
+    g, j = tl.arange(0, GROUP)[:, None], tl.arange(0, J)[None, :]
+    mask = (g < held) & (j < m)
+    at = words + tl.load(row + KEYS) + block * BLOCK
+    key = as_word(tl.load(at + g * BLOCK + j, mask=mask, other=0))
+    cut = as_word(tl.load(state + CUT))
+    larger = tl.sum((mask & (key > cut)).to(tl.int32), 1)
+    equal = tl.sum((mask & (key == cut)).to(tl.int32), 1)
+    g = tl.arange(0, GROUP)
+    tl.store(words + tl.load(row + BEFORE) + block + g, larger, mask=g < held)
+    tl.store(words + tl.load(row + TIED) + block + g, equal, mask=g < held)
+
+
+@triton.jit
+def scan(table, words, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Programs (row): from counts of blocks to the entries, and the ties, of all blocks before."""
+    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    blocks = blocks_of(row, BLOCK).to(tl.int32)
+    before, tied = words + tl.load(row + BEFORE), words + tl.load(row + TIED)
+    taken = tl.load(words + tl.load(row + STATE) + TAKEN)
+    entries, ties = blocks * 0, blocks * 0
+    i = tl.arange(0, CHUNK)
+    for begin in range(0, blocks, CHUNK):
+        mask = begin + i < blocks
+        equal = tl.load(tied + begin + i, mask=mask, other=0)
+        larger = tl.load(before + begin + i, mask=mask, other=0)
+        so_far = ties + tl.cumsum(equal, 0) - equal
+        many = larger + tl.minimum(tl.maximum(taken - so_far, 0), equal)
+        tl.store(tied + begin + i, so_far, mask=mask)
+        tl.store(before + begin + i, entries + tl.cumsum(many, 0) - many, mask=mask)
+        entries += tl.sum(many, 0)
+        ties += tl.sum(equal, 0)
+    tl.store(before + blocks, entries)
+
+
+@triton.jit(do_not_specialize=["stride", "first"])
+def survey(
+    table, words, failed, stride, first,
+    BLOCK: tl.constexpr, FLAGS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Programs (row, payload): how many entries, or kept blocks, come before every block.
+
+    Payload 0 is the own one, others are peers'. One with more entries than there can be has none.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    number = first + tl.program_id(1)
+    blocks = blocks_of(row, BLOCK).to(tl.int32)
+    payload = tl.load(row + PAYLOAD)
+    if number > 0:
+        payload = tl.load(row + SOURCE) + (number - 1).to(tl.int64) * stride
+    payload += tl.load(row + COUNTED)
+    i = tl.arange(0, CHUNK)
+    total = payload * 0
+    for begin in range(0, blocks, CHUNK):
+        total += tl.sum(_counted(payload, begin + i, begin + i < blocks, FLAGS).to(tl.int64), 0)
+    counted = tl.where(total <= tl.load(row + CAPACITY), blocks, 0)
+    fail(failed, row, (i == 0) & (total > tl.load(row + CAPACITY)))
+    before = words + tl.load(row + BEFORE) + number.to(tl.int64) * (blocks + 1)
+    so_far = blocks * 0
+    for begin in range(0, blocks, CHUNK):
+        counts = _counted(payload, begin + i, begin + i < counted, FLAGS)
+        at = so_far + tl.cumsum(counts, 0) - counts
+        tl.store(before + begin + i, at, mask=begin + i < blocks)
+        so_far += tl.sum(counts, 0)
+    tl.store(before + blocks, so_far)
+
+
+@triton.jit
+def _counted(address, at, mask, FLAGS: tl.constexpr):
+    if FLAGS:
+        counts = (load8(address, at, mask, False) != 0).to(tl.int32)
+    else:
+        counts = load16(address, at, mask, False).to(tl.int32)
+    return counts
+
+
+# entries of a tile -------------------------------------------------------------------------------
+
+
+@triton.jit
+def earlier(condition, GROUP: tl.constexpr, J: tl.constexpr):
+    """[1, G, J] -> [1, G, J]: how often it holds earlier in the block."""
+    x = tl.reshape(condition.to(tl.int32), GROUP, J)
+    return tl.reshape(tl.cumsum(x, 1) - x, 1, GROUP, J)
+
+
+@triton.jit
+def chosen(
+    row, words, block, g, at, here, mask,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """(whether it is selected, which entry it is) of every element; of equal keys the first are."""
+    state = words + tl.load(row + STATE)
+    keys = words + tl.load(row + KEYS) + block * BLOCK
+    key = as_word(tl.load(keys + at, mask=mask, other=0))
+    cut = as_word(tl.load(state + CUT))
+    ties = tl.load(words + tl.load(row + TIED) + block + g, mask=here, other=0)
+    equal = mask & (key == cut)
+    tied = equal & (ties + earlier(equal, GROUP, J) < tl.load(state + TAKEN))
+    hit = (mask & (key > cut)) | tied
+    before = tl.load(words + tl.load(row + BEFORE) + block + g, mask=here, other=0)
+    return hit, before + earlier(hit, GROUP, J)
+
+
+@triton.jit
+def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
+    """(whether there is an entry, which one) for every element `i` of its block.
+
+    The block's entries are `first` to `end`, in the order of their places: bisection.
+    """
+    low, high = first + i * 0, end + i * 0
+    span = tl.max(end - first)
+    while span > 0:
+        open_ = mask & (low < high)
+        middle = (low + high) >> 1
+        below = code_at(address, middle, entries, open_, BITS) < i
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+        span = span >> 1
+    inside = mask & (low < end)
+    return inside & (code_at(address, low, entries, inside, BITS) == i), low
+
+
+@triton.jit
+def code_at(address, e, entries, mask, BITS: tl.constexpr):
+    """Code `e` of `entries`, as int32; BITS 0: a trit. Divisions are comparisons: few cells."""
+    run = e >> 7
+    m, j = tl.minimum(entries - run * RUN, RUN), e & 127
+    if BITS == 0:
+        length = (m + 4) // 5
+        k = (j >= length).to(tl.int32) + (j >= 2 * length) + (j >= 3 * length) + (j >= 4 * length)
+        byte = load8(address, run * 26 + j - k * length, mask, False)
+        code = byte // power3(k) % 3
+    else:
+        at, code = run * (16 * BITS), j * 0
+        for p in tl.static_range(4):
+            if BITS & (8 >> p):
+                length, k = (m * (8 >> p) + 7) >> 3, j * 0
+                for cell in tl.static_range(1, 1 << p):
+                    k += (j >= cell * length).to(tl.int32)
+                byte = load8(address, at + j - k * length, mask, False)
+                digit = (byte >> (k * (8 >> p))) & ((1 << (8 >> p)) - 1)
+                code |= digit << (BITS & (0xF0 >> p) & 0xF)
+                at += length
+    return code
+
+
+# entries as they are stored ----------------------------------------------------------------------
+
+
+@triton.jit
+def tail_nbytes(entries, BITS: tl.constexpr):
+    """Bytes of so many codes in runs; BITS 0: trits."""
+    runs, m = entries >> 7, entries & 127
+    if BITS == 0:
+        nbytes = runs * 26 + (m + 4) // 5
+    else:
+        nbytes = runs * (16 * BITS)
+        for p in tl.static_range(4):
+            if BITS & (8 >> p):
+                nbytes += (m * (8 >> p) + 7) >> 3
+    return nbytes
+
+
+@triton.jit
+def share_of(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """(which, of how many) programs of a row this one is."""
+    full = tl.load(row + NUMEL) // BLOCK
+    ragged = (tl.load(row + NUMEL) % BLOCK > 0).to(tl.int64)
+    part = tl.program_id(0) - tl.load(row + TILES)
+    return part.to(tl.int32), ((full + GROUP - 1) // GROUP + ragged).to(tl.int32)
+
+
+@triton.jit
+def pack_runs(staged, address, part, parts, entries, BITS: tl.constexpr):
+    """Pack this program's share of the runs of a column of staged codes."""
+    r = tl.arange(0, RUNS)[:, None]
+    for first in range(part * RUNS, (entries + RUN - 1) >> 7, parts * RUNS):
+        run = first + r
+        m = tl.minimum(tl.maximum(entries - run * RUN, 0), RUN)
+        if BITS == 0:
+            j, length, byte = tl.arange(0, 32)[None, :], (m + 4) // 5, 0 * r
+            for k in tl.static_range(5):
+                byte += _cell(staged, run, j, k, length, m) * 3**k
+            store8(address, run * 26 + j, byte, j < length, False)
+        else:
+            at = run * (16 * BITS)
+            for p in tl.static_range(4):
+                if BITS & (8 >> p):
+                    j, length = tl.arange(0, 128 >> p)[None, :], (m * (8 >> p) + 7) >> 3
+                    byte = 0 * r
+                    for k in tl.static_range(1 << p):
+                        code = _cell(staged, run, j, k, length, m)
+                        digit = (code >> (BITS & (0xF0 >> p) & 0xF)) & ((1 << (8 >> p)) - 1)
+                        byte |= digit << (k * (8 >> p))
+                    store8(address, at + j, byte, j < length, False)
+                    at += length
+
+
+@triton.jit
+def _cell(staged, run, j, K: tl.constexpr, length, m):
+    """The codes in cell K of the bytes `j` of a run's plane."""
+    place = j + K * length
+    return tl.load(staged + run * RUN + place, mask=(j < length) & (place < m), other=0)
+
+
+@triton.jit
+def clear_bytes(begin, end, part, parts):
+    """Zero this program's share of the bytes from `begin` to `end`, two addresses."""
+    i = tl.arange(0, BYTES)
+    for at in range(part * BYTES, (end - begin).to(tl.int32), parts * BYTES):
+        store8(begin, at + i, i * 0, begin + at + i < end, False)
