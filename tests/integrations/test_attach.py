@@ -318,6 +318,23 @@ def bucketing_changes_nothing(rank: int) -> None:
     assert torch.equal(results[0], results[2])
 
 
+def small_buckets_go_together(rank: int) -> None:
+    """Buckets below the threshold travel in company, at no difference to their bits."""
+    trained, collectives = [], []
+    for coalesce_bytes in (0, 1 << 30):
+        model = DDP(mlp(2000), bucket_cap_mb=0.02)
+        handle = gw.attach(model, bits=4, coalesce_bytes=coalesce_bytes)
+        submit, submitted = handle._comm.executor.submit, []
+        handle._comm.executor.submit = lambda job: submitted.append(job) or submit(job)  # noqa: B023
+        train(model, range(4))
+        handle._comm.executor.submit = submit
+        trained.append(flat(model))
+        collectives.append(len(submitted))
+        handle.detach()
+    assert torch.equal(*trained)
+    assert collectives[1] == 4 < collectives[0], collectives
+
+
 def state_moves_to_another_world_size(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
@@ -531,7 +548,7 @@ class Slow(nn.Module):
 def averaging_overlaps_with_backward(rank: int) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(20, 300), Slow(), nn.Linear(300, 300))
-    model = DDP(layers, bucket_cap_mb=0.1)
+    model = DDP(layers, bucket_cap_mb=0.02)
     handle = gw.attach(model, bits=4)
     train(model, range(2))  # DDP rebuilds its buckets after the first iteration
     ends: list[float] = []
@@ -581,6 +598,7 @@ SCENARIOS = [
     non_finite_gradients_reach_every_rank,
     resuming_is_bit_identical,
     bucketing_changes_nothing,
+    small_buckets_go_together,
     state_moves_to_another_world_size,
     state_of_another_plan_is_refused,
     copies_are_plain_modules,

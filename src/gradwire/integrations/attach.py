@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def attach(
     seed: int = 0,
     algorithm: str | None = None,
     options: Options | None = None,
+    coalesce_bytes: int = 1 << 18,
     **codec_options: object,
 ) -> Handle:
     """Compress the gradients that `model` synchronises; nothing else of the process is touched.
@@ -59,6 +60,8 @@ def attach(
         seed: of the codecs' random numbers; not negative.
         algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
         options: algorithm, segments, checksum, kernels.
+        coalesce_bytes: DDP's buckets smaller than this wait for the next ones, until they have as
+            many bytes together, or there are no more; 0 sends each alone.
 
     Returns:
         A handle with statistics and state.
@@ -75,6 +78,8 @@ def attach(
         options = replace(options, algorithm=algorithm)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
+    if not isinstance(coalesce_bytes, int) or coalesce_bytes < 0:
+        raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
     socket = socket_of(model)
     if socket.handle is not None:
         raise ConfigError(
@@ -93,8 +98,9 @@ def attach(
     for parameter in plan.parameters:
         if parameter.codec is not None:
             check_defined(options.algorithm, parameter.codec)
-    comm.agree("what is attached", [f"seed {seed}", str(options), *plan.describe()])
-    handle = Handle(dict(named), plan, comm, seed, options)
+    agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
+    comm.agree("what is attached", [*agreed, *plan.describe()])
+    handle = Handle(dict(named), plan, comm, seed, options, coalesce_bytes)
     socket.handle = handle
     handle._socket = socket
     return handle
@@ -114,6 +120,7 @@ class Handle(Plug):
         comm: Communicator,
         seed: int,
         options: Options,
+        coalesce_bytes: int = 0,
     ) -> None:
         self.plan = plan
         self._comm = comm
@@ -130,6 +137,8 @@ class Handle(Plug):
         self._lock = threading.Lock()
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
         self._totals["kernel_seconds"] = 0.0
+        self._coalesce_bytes = coalesce_bytes
+        self._held: list[_Bucket] = []
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._backward = _NO_BACKWARD
         self._error: BaseException | None = None
@@ -149,12 +158,28 @@ class Handle(Plug):
             # At the end of this backward, before DDP looks at the futures: it would turn an
             # error of ours into a RuntimeError without its name.
             Variable._execution_engine.queue_callback(self._wait)
+            for stale in self._held:  # of a backward that has failed
+                stale.future.set_result(stale.buffer)
+            self._held.clear()
         self._backward = backward
         if bucket.is_last():
             self._totals["steps"] += 1
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._held.append(_Bucket(buffer, members, _flat(buffer, bucket.gradients()), future))
+        self._pending.append(future)
+        held = sum(b.buffer.numel() * b.buffer.itemsize for b in self._held)
+        # All ranks hold and start the same buckets: nothing here depends on time.
+        if held >= self._coalesce_bytes or bucket.is_last():
+            self._start()
+            if backward == _NO_BACKWARD:
+                self._wait()
+        return future
+
+    def _start(self) -> None:
+        """Average the buckets held, in one collective."""
+        held, self._held = self._held, []
         started = time.perf_counter()
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
@@ -163,13 +188,16 @@ class Handle(Plug):
                 self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
                 self._totals["seconds"] += time.perf_counter() - started
                 self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
-            future.set_result(buffer)
+            for bucket in held:
+                bucket.future.set_result(bucket.buffer)
 
-        Rounds(self._comm, members, _flat(buffer, bucket.gradients()), self._options, done).start()
-        self._pending.append(future)
-        if backward == _NO_BACKWARD:
-            self._wait()
-        return future
+        members = [member for bucket in held for member in bucket.members]
+        gradients = [gradient for bucket in held for gradient in bucket.gradients]
+        try:
+            Rounds(self._comm, members, gradients, self._options, done).start()
+        except BaseException as error:
+            done(error, [])  # or a later backward would wait for these buckets
+            raise
 
     def _member(self, parameter: torch.Tensor) -> Member:
         if parameter not in self._by_parameter:
@@ -277,6 +305,16 @@ class Handle(Plug):
         if self._socket is not None and self._socket.handle is self:
             self._socket.handle = None
         self._socket = None
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of DDP's that waits for company."""
+
+    buffer: torch.Tensor
+    members: list[Member]
+    gradients: list[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor]
 
 
 _NO_BACKWARD = -1  # what autograd calls the running backward where there is none
