@@ -242,7 +242,11 @@ def bench_transports(
 def bench_profile(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     net: Net = "none",
-    numel: Annotated[int | None, typer.Option("--numel", help="Values of the bucket.")] = None,
+    methods: Annotated[str | None, typer.Option("--methods", help="Of gradwire.")] = None,
+    numel: Annotated[int | None, typer.Option("--numel", help="Values of the gradient.")] = None,
+    bucket_mb: Annotated[
+        float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb; else one bucket.")
+    ] = None,
     trace: Annotated[
         str | None, typer.Option("--trace", help="File for a step, for chrome://tracing.")
     ] = None,
@@ -252,9 +256,9 @@ def bench_profile(
     """What a DDP bucket costs beyond kernels and the wire, thread by thread."""
     from gradwire.bench import profile
 
-    rows = profile.run(ranks, net, numel, trace, quick)
+    rows = profile.run(ranks, net, _list(methods), numel, bucket_mb, trace, quick)
     with output(json_file) as out:
-        out.rows(rows, ["part", "seconds", "steps", "transport", "ranks", "numel"])
+        out.rows(rows, ["method", "part", "seconds", "steps", "transport", "ranks", "numel"])
 
 
 @bench.command("train")

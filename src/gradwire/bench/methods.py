@@ -202,14 +202,23 @@ def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied
 
 
 def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
-    arguments, run = _split(options)
-    handle = gradwire.attach(model, options=gradwire.Options(**run), **arguments)
+    handle = attach(model, options)
 
     def traffic(steps: int) -> Traffic:
         stats = handle.stats()
         return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
 
     return Applied(traffic, handle.detach)
+
+
+def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
+    """A handle, by the options of a method of gradwire's.
+
+    Raises:
+        ConfigError: gradwire does not know one of them.
+    """
+    arguments, run = _split(options)
+    return gradwire.attach(model, options=gradwire.Options(**run), **arguments)
 
 
 def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:

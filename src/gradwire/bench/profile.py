@@ -1,10 +1,11 @@
 """`gradwire bench profile`: what gradwire costs a DDP bucket beyond its kernels and the wire.
 
-A DDP module of 30 parameters, 25 MB in all, so one bucket. Its executor records what its threads
-do. Everything is counted on rank 0, in its threads' own CPU time, so that ranks that share cores do
-not count twice; medians over steps.
+A DDP module of 30 parameters, 25 MB in all, in one bucket unless told otherwise. Its executor
+records what its threads do. Everything is counted on rank 0, in its threads' own CPU time, so that
+ranks that share cores do not count twice; medians over steps.
 
-A row: part, seconds (a bucket), steps (how often); with ranks, transport, numel, parameters. Parts:
+A row: method, part, seconds (of all buckets), steps (how often); with ranks, net, transport, numel,
+parameters, bucket_mb. Parts:
 
     hook        DDP's own thread, until the bucket is handed over
     compute     the compute thread's Python: tables of addresses, scheduling
@@ -14,8 +15,10 @@ A row: part, seconds (a bucket), steps (how often); with ranks, transport, numel
     queueing    steps that lay ready while their thread slept (wall clock), all threads together
     wire        posting messages and waiting for them (wall clock), all threads together
     kernels     kernels, and over a network the checksums of what is sent
-    bucket      from the hook's call to the average in place (wall clock)
-    overhead    bucket less kernels: all that is not hidden beside them, the wire's time too
+    bucket      from the hook's call to the average in place (wall clock); several overlap
+    overhead    of one bucket: bucket less kernels, so all that is not hidden beside them, the
+                wire's time too
+    backward    the whole backward pass (wall clock)
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.methods import parse
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
 
@@ -38,8 +42,10 @@ _TIMEOUT_S = 300.0
 class Config:
     """What the ranks are told; `output` is the file for the rows, `trace` that for one step's."""
 
+    methods: tuple[str, ...]
     numel: int
     parameters: int
+    bucket_mb: float
     steps: int
     output: str
     trace: str | None
@@ -48,7 +54,9 @@ class Config:
 def run(
     ranks: int = 2,
     net: str = "none",
+    methods: Sequence[str] | None = None,
     numel: int | None = None,
+    bucket_mb: float | None = None,
     trace: str | None = None,
     quick: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -57,17 +65,27 @@ def run(
     Args:
         ranks: one a node.
         net: RATE,LATENCY or none.
-        numel: values of the bucket; by default 6 553 600, 25 MB in fp32.
+        methods: of gradwire, named as in `bench train`; by default 4 bits.
+        numel: values of the gradient; by default 6 553 600, 25 MB in fp32.
+        bucket_mb: DDP's bucket_cap_mb; by default one bucket.
         trace: file for the last step of rank 0, as chrome://tracing reads it.
         quick: fewer steps.
 
     Raises:
-        ConfigError: impossible network, no lab on this machine, or ranks that failed.
+        ConfigError: a method that is not gradwire's, an impossible network, no lab on this machine,
+            or ranks that failed.
     """
     network = Network.parse(net)
+    names = tuple(methods or ("gradwire-qsgd4",))
+    for name in names:
+        method = parse(name)
+        if method.kind != "gradwire":
+            raise ConfigError(f"method {name!r}: this profile is of gradwire's own methods")
+        method.check()
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         output = str(Path(folder) / "rows.json")
-        config = Config(numel or 6_553_600, 30, 10 if quick else 40, output, trace)
+        values, steps = numel or 6_553_600, 10 if quick else 40
+        config = Config(names, values, 30, bucket_mb or 1000.0, steps, output, trace)
         command = [sys.executable, "-m", "gradwire.bench.profile_worker"]
         command.append(json.dumps(asdict(config)))
         # The workers' remarks are for people, so they go where remarks go.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.bench import methods
 from gradwire.bench.profile import Config
 from gradwire.engine import Trace
 from gradwire.engine.trace import WIRE
@@ -51,7 +52,10 @@ def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace)
     handle.reduce = timed  # type: ignore[method-assign]
     before = handle.stats()
     trace.clear()
-    model().backward()
+    loss = model()
+    begun = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter() - begun
     after = handle.stats()
     spans = list(trace.spans)
     parts = {"hook": (sum(hook), len(hook))}
@@ -69,41 +73,52 @@ def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace)
     parts["wire"] = (sum(s.seconds for s in wire), len(wire))
     parts["kernels"] = (kernels, 1)
     parts["bucket"] = (bucket, len(hook))
-    parts["overhead"] = (bucket - kernels, 1)
+    if len(hook) == 1:
+        parts["overhead"] = (bucket - kernels, 1)
+    parts["backward"] = (backward, 1)
     return parts
 
 
-def main(config: Config) -> None:
-    """Step the model, and on rank 0 write the rows."""
-    torch.set_num_threads(1)  # a kernel's helper threads would hide its time from thread clocks
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(_Layers(config.numel, config.parameters), bucket_cap_mb=1000)
-    handle = gradwire.attach(model)
+def _profile(name: str, config: Config) -> list[dict[str, Any]]:
+    """The rows of one method."""
+    layers = _Layers(config.numel, config.parameters)
+    model = DistributedDataParallel(layers, bucket_cap_mb=config.bucket_mb)
+    handle = methods.attach(model, methods.parse(name).options)
     for _ in range(_WARM_UP):
         model().backward()
     comm = communicator()
     trace = comm.executor.begin_trace()
     steps = [_step(model, handle, trace) for _ in range(config.steps)]
     comm.executor.end_trace()
-    if comm.rank == 0:
-        numel = sum(p.numel() for p in model.parameters())
-        rows = [
-            {
-                "part": part,
-                "seconds": statistics.median(step[part][0] for step in steps),
-                "steps": statistics.median_low(step[part][1] for step in steps),
-                "transport": getattr(comm.transport, "name", type(comm.transport).__name__),
-                "numel": numel,
-                "parameters": config.parameters,
-            }
-            for part in steps[0]
-        ]
+    if comm.rank == 0 and config.trace is not None:
+        Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
+    handle.detach()
+    return [
+        {
+            "method": name,
+            "part": part,
+            "seconds": statistics.median(step[part][0] for step in steps),
+            "steps": statistics.median_low(step[part][1] for step in steps),
+            "transport": getattr(comm.transport, "name", type(comm.transport).__name__),
+            "numel": sum(p.numel() for p in model.parameters()),
+            "parameters": config.parameters,
+            "bucket_mb": config.bucket_mb,
+        }
+        for part in steps[0]
+    ]
+
+
+def main(config: Config) -> None:
+    """Step a model for each method, and on rank 0 write the rows."""
+    torch.set_num_threads(1)  # a kernel's helper threads would hide its time from thread clocks
+    dist.init_process_group("gloo")
+    rows = [row for name in config.methods for row in _profile(name, config)]
+    if dist.get_rank() == 0:
         Path(config.output).write_text(json.dumps(rows))
-        if config.trace is not None:
-            Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Config(**json.loads(sys.argv[1])))
+    told = json.loads(sys.argv[1])
+    main(Config(**{**told, "methods": tuple(told["methods"])}))
