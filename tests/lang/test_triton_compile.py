@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from codec_calls import CODECS
-from gradwire.codecs import QSGD, Codec, Identity
+from gradwire.codecs import (
+    QSGD,
+    Cast,
+    Codec,
+    GradDrop,
+    HardThreshold,
+    Identity,
+    LearnedLevels,
+    RandomShift,
+)
 from gradwire.lang import gpu, layout
 from gradwire.lang.forms import FORMS
 
@@ -28,13 +37,15 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OTHERS = [codec for codec in CODECS if codec != QSGD()]
+ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # their kernels, others have
+OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
 # all forms of one codec; of the others one that encodes what it reads, and one that encodes a sum
-NVIDIA = [(QSGD(), form, target) for form in FORMS for target in ("sm_80", "sm_90")]
-NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OTHERS]
-NVIDIA += [(codec, "reduce_encode", "sm_80") for codec in OTHERS]
-AMD = [(QSGD(), form) for form in FORMS]
-AMD += [(codec, form) for codec in OTHERS for form in ("encode_ef", "reduce_encode")]
+NVIDIA = [(QSGD(), form, "sm_90") for form in FORMS]
+NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OWN]
+NVIDIA += [(codec, "reduce_encode", "sm_80") for codec in OWN[::2]]
+AMD = [(QSGD(), form) for form in ("encode_ef", "reduce_encode")]
+AMD += [(codec, "reduce_encode") for codec in OWN[1::2]]
+AMD += [(codec, "encode_ef") for codec in CODECS if isinstance(codec, ALIKE)]
 
 
 @cache
@@ -82,18 +93,22 @@ def test_only_what_is_aligned_is_stored_by_vectors() -> None:
         assert f"st.global.{width}" in ptx, width
 
 
-def test_reductions_over_rows() -> None:
-    from gradwire.lang.emit import triton_prelude
+WORDS = {"shift": "i32", "column": "i32", "first": "i32", "index": "i32", "done": "i32"}
+SIZES = {"BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "J": 1024, "EVERY": 100, "CHUNK": gpu.CHUNK,
+         "PARTIAL": 2, "SAMPLE": True, "FLAGS": False, "KIND": "sum", "R": gpu.REDUCED, "LOG": 10,
+         "C": gpu.REDUCED_COLUMNS}  # fmt: skip
+BETWEEN = ("histogram", "pick", "tally", "scan", "survey")
 
-    for target, kind in (("sm_80", "sum"), ("gfx942", "sum"), ("sm_90", "max")):
-        constants = {"BLOCK": 1024, "PARTIAL": 2, "KIND": kind, "R": gpu.REDUCED, "LOG": 10,
-                     "C": gpu.REDUCED_COLUMNS}  # fmt: skip
-        source = compiler.ASTSource(
-            fn=triton_prelude.complete,
-            signature={"table": "*i64", "workspace": "*fp32", "index": "i32", "done": "i32"}
-            | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-        )
-        compiler.compile(
-            source, target=TARGETS[target], options={"num_warps": 8, "enable_fp_fusion": False}
-        )
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_launched_between_sweeps(target: str) -> None:
+    from gradwire.lang.emit import triton_prelude, triton_selection
+
+    kernels = [triton_prelude.complete, *(getattr(triton_selection, name) for name in BETWEEN)]
+    for kernel in kernels:
+        known = SIGNATURE | WORDS
+        signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}
+        constants = {name: SIZES[name] for name in kernel.arg_names if name not in known}
+        source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        options = {"num_warps": gpu.WARPS, "enable_fp_fusion": False}
+        assert compiler.compile(source, target=TARGETS[target], options=options).asm

@@ -16,6 +16,7 @@ import torch
 
 from codec_calls import gradient, same
 from gradwire.codecs import Codec
+from gradwire.errors import CodecError
 from gradwire.lang import ROW, Layout, kernels, layout
 from gradwire.lang.forms import FORMS
 
@@ -150,3 +151,77 @@ def differences(
             a, b = (made.run(codec, form, target, ranks, rank) for target in ("triton", "eager"))
             wrong += [f"{part} of {form} at rank {rank}" for part in a.unequal(b)]
     return ", ".join(wrong)
+
+
+def verdicts(codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]]) -> list[str]:
+    """For every edit of a genuine payload ({place: byte}): "refused" or "decoded", where both
+    targets say so; else what is wrong."""
+    lay = layout(codec)
+    made = with_payloads(codec, memory(lay, [gradient(numel, seed=1)]))
+    at = int(made.rows["payload"][0]) - made.payload.data_ptr()
+    genuine = made.payload.clone()
+    return [_verdict(codec, form, made, at, genuine, edit) for edit in edits]
+
+
+def _verdict(
+    codec: Codec, form: str, made: Memory, at: int, genuine: torch.Tensor, edit: dict[int, int]
+) -> str:
+    made.payload.copy_(genuine)
+    for place, byte in edit.items():
+        made.payload[at + place] = byte
+        made.sources[place] = byte  # the first peer's
+    sums = form == "decode_sum"
+    said = []
+    for target in ("eager", "triton"):
+        before = [t.clone() for t in made.tensors]
+        try:
+            after = made.run(codec, form, target, PEERS + 1 if sums else 1, 0)
+        except CodecError:
+            said.append("refused")
+        else:
+            said.append("decoded")
+            if said == ["decoded"]:
+                expected = after
+            elif after.unequal(expected):
+                return "decoded to something else"
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                   for a, b in zip(before, made.tensors, strict=True)):  # fmt: skip
+            return "wrote to memory that is not its own"
+    return said[0] if said[0] == said[1] else f"eager {said[0]}, triton {said[1]}"
+
+
+def launches(codec: Codec, rows: int) -> dict[str, int]:
+    """Launches of every form over so many rows."""
+    from gradwire.lang import gpu
+
+    made = with_payloads(codec, memory(layout(codec), [gradient(50, seed=i) for i in range(rows)]))
+    counted: list[object] = []
+    launch = gpu.Launches.launch
+
+    def counting(self: gpu.Launches, *arguments: object, **options: object) -> None:
+        counted.append(arguments[0])
+        launch(self, *arguments, **options)  # type: ignore[arg-type]
+
+    gpu.Launches.launch = counting  # type: ignore[method-assign]
+    found = {}
+    for form in FORMS:
+        sums = form.startswith("reduce") or form == "decode_sum"
+        counted.clear()
+        made.run(codec, form, "triton", PEERS + 1 if sums else 1, 0)
+        found[form] = len(counted)
+    gpu.Launches.launch = launch  # type: ignore[method-assign]
+    return found
+
+
+def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
+    """Forms that write beyond the workspace that they asked for."""
+    made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
+    k, wrong = kernels(codec, torch.float32, "triton"), []
+    for form in FORMS:
+        ranks = PEERS + 1 if form.startswith("reduce") or form == "decode_sum" else 1
+        needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
+        workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
+        k.run(form, made.rows, ranks=ranks, stride=made.stride, factor=1 / 3, workspace=workspace)
+        if not bool((workspace[needed:] == 0xA5).all()):
+            wrong.append(form)
+    return wrong

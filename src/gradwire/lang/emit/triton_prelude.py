@@ -32,8 +32,8 @@ BEFORE = tl.constexpr(15)
 TIED = tl.constexpr(16)
 KEYS = tl.constexpr(17)
 STAGED = tl.constexpr(18)
-SIZES = tl.constexpr(19)  # k of up to four order statistics
-COLUMNS = tl.constexpr(23)
+SIZES = tl.constexpr(19)  # k of up to two order statistics
+COLUMNS = tl.constexpr(21)
 
 ALIGNED = tl.constexpr(16)  # bytes, of a full tile's values and residuals: one load of a thread
 WORD = tl.constexpr(4)  # bytes, of a full tile's codes: what a thread packs or unpacks at once

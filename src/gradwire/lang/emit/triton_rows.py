@@ -15,7 +15,7 @@ PARTS = 4  # of a tile that is not full
 VARYING = ("n", "steps", "ranks", "rank", "stride")  # numbers that must not make a new kernel each
 # `workspace` as floats and, the same memory, `words` as int32; `failed`: see fail in the prelude
 CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace", "words", "failed")
-STATISTICS = 4  # of different samples or sizes, that a codec may ask for
+STATISTICS = 2  # of a codec at most: encode and encode_sum may ask for one each
 POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
 
 

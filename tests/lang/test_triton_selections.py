@@ -1,0 +1,140 @@
+"""Target triton where a codec selects: ties, payloads that no encode makes, launches, workspace.
+
+As in test_triton.py, kernels are interpreted in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton_checks
+from test_selections import Kept
+from test_triton import interpreting as interpreting  # the fixture
+
+from gradwire.codecs import DGC, QSGD, AdaComp, Codec, TernGrad, ThreeLC, TopK
+from gradwire.lang import layout, tiles
+from gradwire.lang.emit import triton_rows
+from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed here"
+    ),
+    pytest.mark.xdist_group("triton"),
+]
+
+
+@dataclass(frozen=True)
+class Trits(Codec):
+    """Entries five to a byte, more than a run of them, with numbers behind."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(200)
+        chosen = topk(abs(x), share(0.9))
+        value = gather(g, chosen)
+        return concat(chosen=chosen, sign=trit(gather(x * 1e9 + 1.0, chosen)), value=value)
+
+    def decode(self, chosen: Any, sign: Any, value: Any) -> Any:
+        return scatter(value + sign * 0.0, chosen)
+
+
+@pytest.mark.parametrize("codec", [TopK(0.02, "fp32"), TopK(1.0)], ids=repr)
+def test_of_equal_keys_the_first_are_taken(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    few, many = [1.0, -1.0, 0.5] * 300, [2.0] * 9000  # ties in several tiles
+    given = (few, many, [0.0] * 700)
+    asked = interpreting.submit(
+        triton_checks.differences, codec, torch.float32, [], given, ("encode_ef", "reduce_encode")
+    )
+    assert asked.result() == ""
+
+
+def test_trits_of_entries(interpreting: ProcessPoolExecutor) -> None:
+    asked = interpreting.submit(
+        triton_checks.differences, Trits(), torch.float32, [900, 1], (), ("encode", "decode")
+    )
+    assert asked.result() == ""
+
+
+@pytest.mark.parametrize("form", ["decode", "decode_add", "decode_sum"])
+def test_payloads_that_no_encode_makes(interpreting: ProcessPoolExecutor, form: str) -> None:
+    codec, numel = TopK(0.05), 2000
+    counts, places = layout(codec).offsets(numel)[:2]
+    chance = random.Random(torch.seed())
+    edits = [
+        {},
+        {counts: 255, counts + 1: 255},  # more than there can be
+        {counts: 0, counts + 2: 0},  # fewer than there are places of: tails begin elsewhere
+        {places: 255},  # out of order
+        dict.fromkeys(range(places, places + 100), 255),
+        *({chance.randrange(places): chance.randrange(256)} for _ in range(2)),
+        *({places + chance.randrange(100): chance.randrange(256)} for _ in range(3)),
+    ]
+    asked = interpreting.submit(triton_checks.verdicts, codec, numel, form, edits).result()
+    assert set(asked) <= {"refused", "decoded"}, (asked, edits)
+    assert asked[0] == "decoded"
+    assert asked[1] == asked[4] == "refused"
+
+
+def test_flags_are_any_byte(interpreting: ProcessPoolExecutor) -> None:
+    flags = layout(Kept()).offsets(500)[1]
+    edits = [{flags: 255, flags + 1: 7}, dict.fromkeys(range(flags, flags + 16), 1)]
+    asked = interpreting.submit(triton_checks.verdicts, Kept(), 500, "decode_sum", edits)
+    assert asked.result() == ["decoded", "decoded"]
+
+
+# what every form takes: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
+LAUNCHES = {
+    QSGD(): [1, 1, 1, 1, 1, 1, 1],
+    TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
+    ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
+    TopK(): [13, 13, 2, 2, 2, 14, 14],
+    AdaComp(): [16, 16, 2, 2, 2, 17, 17],
+    DGC(): [22, 22, 2, 2, 2, 23, 23],
+}
+
+
+@pytest.mark.parametrize("codec", LAUNCHES, ids=repr)
+def test_launches_do_not_depend_on_the_number_of_rows(
+    interpreting: ProcessPoolExecutor, codec: Codec
+) -> None:
+    found = interpreting.submit(triton_checks.launches, codec, 3).result()
+    assert list(found.values()) == LAUNCHES[codec], found
+
+
+@pytest.mark.parametrize("codec", [TopK(0.3), DGC(), ThreeLC(), Trits()], ids=repr)
+def test_kernels_keep_to_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+    assert interpreting.submit(triton_checks.strays, codec, [0, 700]).result() == []
+
+
+def test_columns_have_the_same_numbers_everywhere() -> None:
+    from gradwire.lang.emit import triton_prelude
+
+    names = {"SIZES" if n == "size0" else n.upper(): at for n, at in tiles.COLUMN.items()}
+    for name, at in names.items():
+        if not name.startswith("SIZE") or name == "SIZES":
+            assert getattr(triton_prelude, name).value == at, name
+    assert triton_prelude.COLUMNS.value == max(tiles.COLUMN.values()) + 1
+
+
+def test_the_table_says_what_the_layout_says() -> None:
+    """Places in a payload, for all rows at once."""
+    from gradwire.lang.rows import ROW
+
+    rows = np.zeros(5, ROW)
+    rows["numel"] = sizes = [1, 79, 4096, 10_001, 100_000]
+    for codec in (TopK(0.013), ThreeLC(), Trits(), AdaComp()):
+        lay = layout(codec)
+        table = tiles.divide(rows, lay).table
+        for name, expected in (
+            ("tail", [lay.offsets(n)[-1] for n in sizes]),
+            ("capacity", [lay.capacity(n) for n in sizes]),
+        ):
+            assert table[:, tiles.COLUMN[name]].tolist() == expected, (codec, name)
+    assert triton_rows.statistics([]) == []
