@@ -65,16 +65,33 @@ class Memory:
     rows: np.ndarray
     stride: int
 
-    def run(self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0) -> Memory:
-        """A form on a copy of this memory, which is returned."""
-        copy = Memory(*(t.clone() for t in self.tensors), self.rows.copy(), self.stride)
+    def run(
+        self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0,
+        device: str = "cpu",
+    ) -> Memory:  # fmt: skip
+        """A form on a copy of this memory on a device; what it leaves is returned."""
+        left, error = self.attempt(codec, form, target, ranks, rank, device)
+        if error is not None:
+            raise error
+        return left
+
+    def attempt(
+        self, codec: Codec, form: str, target: str, ranks: int, rank: int, device: str
+    ) -> tuple[Memory, CodecError | None]:
+        """What `run` leaves, and the error that it raises."""
+        copy = Memory(
+            *(t.to(device, copy=True) for t in self.tensors), self.rows.copy(), self.stride
+        )
         names = ("values", "residual", "payload", "source")
         for name, old, new in zip(names, self.tensors, copy.tensors, strict=True):
             copy.rows[name] += np.uint64(new.data_ptr()) - np.uint64(old.data_ptr())
-        kernels(codec, self.values.dtype, target).run(
-            form, copy.rows, ranks=ranks, rank=rank, stride=self.stride, factor=1 / 3
-        )
-        return copy
+        made, error = kernels(codec, self.values.dtype, target), None
+        try:
+            made.run(form, copy.rows, ranks=ranks, rank=rank, stride=self.stride, factor=1 / 3)
+            made.check()
+        except CodecError as raised:
+            error = raised
+        return Memory(*(t.cpu() for t in copy.tensors), self.rows, self.stride), error
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -135,8 +152,11 @@ def differences(
     sizes: Sequence[int],
     given: Sequence[Sequence[float]] = (),
     forms: Sequence[str] = FORMS,
+    device: str = "cpu",
+    reference: str = "eager",
 ) -> str:
-    """Where target triton and eager do not agree on every bit: empty if nowhere.
+    """Where target triton on a device and another target do not agree on every bit: empty if
+    nowhere.
 
     A row for each of `sizes`, and one for each of `given`, its values.
     """
@@ -148,53 +168,54 @@ def differences(
         sums = form.startswith("reduce") or form == "decode_sum"
         for rank in (1, -1) if form == "decode_sum" else (1 if sums else 0,):
             ranks = PEERS + (rank >= 0) if sums else 1
-            a, b = (made.run(codec, form, target, ranks, rank) for target in ("triton", "eager"))
+            a = made.run(codec, form, "triton", ranks, rank, device)
+            b = made.run(codec, form, reference, ranks, rank)
             wrong += [f"{part} of {form} at rank {rank}" for part in a.unequal(b)]
     return ", ".join(wrong)
 
 
-def verdicts(codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]]) -> list[str]:
+def verdicts(
+    codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]], device: str = "cpu"
+) -> list[str]:
     """For every edit of a genuine payload ({place: byte}): "refused" or "decoded", where both
     targets say so; else what is wrong."""
     lay = layout(codec)
     made = with_payloads(codec, memory(lay, [gradient(numel, seed=1)]))
     at = int(made.rows["payload"][0]) - made.payload.data_ptr()
     genuine = made.payload.clone()
-    return [_verdict(codec, form, made, at, genuine, edit) for edit in edits]
+    return [_verdict(codec, form, made, at, genuine, edit, device) for edit in edits]
 
 
 def _verdict(
-    codec: Codec, form: str, made: Memory, at: int, genuine: torch.Tensor, edit: dict[int, int]
-) -> str:
+    codec: Codec, form: str, made: Memory, at: int, genuine: torch.Tensor, edit: dict[int, int],
+    device: str,
+) -> str:  # fmt: skip
     made.payload.copy_(genuine)
     for place, byte in edit.items():
         made.payload[at + place] = byte
         made.sources[place] = byte  # the first peer's
-    sums = form == "decode_sum"
-    said = []
-    for target in ("eager", "triton"):
-        before = [t.clone() for t in made.tensors]
-        try:
-            after = made.run(codec, form, target, PEERS + 1 if sums else 1, 0)
-        except CodecError:
-            said.append("refused")
-        else:
-            said.append("decoded")
-            if said == ["decoded"]:
-                expected = after
-            elif after.unequal(expected):
-                return "decoded to something else"
-        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-                   for a, b in zip(before, made.tensors, strict=True)):  # fmt: skip
-            return "wrote to memory that is not its own"
-    return said[0] if said[0] == said[1] else f"eager {said[0]}, triton {said[1]}"
+    said, left = [], []
+    for target, place in (("eager", "cpu"), ("triton", device)):
+        ranks = PEERS + 1 if form == "decode_sum" else 1
+        after, error = made.attempt(codec, form, target, ranks, 0, place)
+        said.append("decoded" if error is None else "refused")
+        left.append(after)
+    if said[0] != said[1]:
+        return f"eager {said[0]}, triton {said[1]}"
+    if said[0] == "decoded" and left[1].unequal(left[0]):
+        return "decoded to something else"
+    # whatever a payload says, only the row's values may change
+    numel = int(made.rows["numel"][0])
+    left[1].values[:numel] = made.values[:numel]
+    stray = left[1].unequal(made)
+    return f"stray writes: {stray}" if stray else said[0]
 
 
-def launches(codec: Codec, rows: int) -> dict[str, int]:
-    """Launches of every form over so many rows."""
+def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[str, int]:
+    """Launches of every form over rows of these sizes."""
     from gradwire.lang import gpu
 
-    made = with_payloads(codec, memory(layout(codec), [gradient(50, seed=i) for i in range(rows)]))
+    made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
     counted: list[object] = []
     launch = gpu.Launches.launch
 
@@ -207,7 +228,7 @@ def launches(codec: Codec, rows: int) -> dict[str, int]:
     for form in FORMS:
         sums = form.startswith("reduce") or form == "decode_sum"
         counted.clear()
-        made.run(codec, form, "triton", PEERS + 1 if sums else 1, 0)
+        made.run(codec, form, "triton", PEERS + 1 if sums else 1, 0, device)
         found[form] = len(counted)
     gpu.Launches.launch = launch  # type: ignore[method-assign]
     return found
