@@ -1,0 +1,37 @@
+"""examples/elastic.py: a killed rank, torchrun's restart, and the same weights as without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
+
+
+def train(checkpoint: Path, *options: str) -> tuple[str, str]:
+    """What the run printed, and its errors."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1"]
+    command += [str(EXAMPLE), "--checkpoint", str(checkpoint), "--steps", "10", *options]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.multiprocess
+def test_a_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path / "whole")
+    broken, errors = train(tmp_path / "broken", "--die-at", "7")
+    assert "TransportError: rank 0" in errors
+    assert sorted(re.findall(r"rank (\d) goes on from step 5", broken)) == ["0", "1"]
+    ends = re.findall(r"ends with (\S+)", whole + broken)
+    assert len(ends) == 4
+    assert len(set(ends)) == 1

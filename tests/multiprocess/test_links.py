@@ -1,0 +1,95 @@
+"""A link that the lab drops, a rank that comes late, a group that is aborted: no hang (law 10)."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire.lab import Lab, Network, available
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT_S = 6
+
+REDUCE = f"""
+import datetime, time, torch, torch.distributed as dist, gradwire as gw
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={TIMEOUT_S}))
+x = torch.randn(500_000)
+gw.all_reduce(x)
+print("up", flush=True)
+begun = time.monotonic()
+try:
+    for step in range(10**6):
+        gw.all_reduce(x, op="avg", step=step)
+        begun = time.monotonic()
+except gw.TransportError as error:
+    print(f"ended after {{time.monotonic() - begun:.1f}} blaming {{error.peer}}", flush=True)
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(available() is not None, reason=f"no lab here: {available()}")
+def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("a") as file, Lab(3, Network.parse("1gbit,1ms")) as lab:
+        nodes = [
+            lab.spawn(rank, [sys.executable, "-u", "-c", REDUCE], env, stdout=file, stderr=file)
+            for rank, env in enumerate(lab.torchrun_env())
+        ]
+        deadline = time.monotonic() + 60
+        while out.read_text().count("up\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        lab.set_link(1, up=False)
+        assert [node.wait(10 * TIMEOUT_S) for node in nodes] == [0, 0, 0], out.read_text()
+    ended = re.findall(r"ended after ([\d.]+) blaming (\d)", out.read_text())
+    assert len(ended) == 3, out.read_text()
+    for seconds, _ in ended:
+        assert float(seconds) < 2 * TIMEOUT_S
+    # Who can still talk to each other agree on who is gone.
+    assert [peer for _, peer in ended].count("1") >= 2, ended
+
+
+def come_late(rank: int) -> float:
+    tensor = torch.full((1000,), float(rank))
+    if rank == 2:
+        time.sleep(3)
+    gw.all_reduce(tensor, "identity")
+    return float(tensor[0])
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    assert as_processes(3, come_late, timeout=20, deadline=60) == [3.0] * 3
+
+
+def abort_in_the_middle(rank: int) -> Any:
+    """Rank 0 gives up in the middle of an all-reduce that rank 1 never joins."""
+    tensor = torch.randn(1000)
+    gw.all_reduce(tensor)
+    if rank == 1:
+        time.sleep(4)
+        return "TransportError", True
+    threading.Timer(1.0, dist.destroy_process_group).start()
+    begun = time.monotonic()
+    try:
+        gw.all_reduce(tensor, step=1)
+    except gw.GradwireError as error:
+        return type(error).__name__, time.monotonic() - begun < 15
+    return "nothing", False
+
+
+def test_a_group_that_is_destroyed_ends_what_waits() -> None:
+    assert as_processes(2, abort_in_the_middle, timeout=10, deadline=60)[0] == (
+        "TransportError",
+        True,
+    )
