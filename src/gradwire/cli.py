@@ -183,11 +183,13 @@ def bench_kernels(
     codec_name: Annotated[
         str | None, typer.Option("--codec", help="Names, comma-separated.")
     ] = None,
-    target: Annotated[str | None, typer.Option("--target", help="eager, c.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="eager, c; triton.")] = None,
     numel: Annotated[
-        int | None, typer.Option("--numel", help="Values; 16777216 unless quick.")
+        int | None,
+        typer.Option("--numel", help="Values; 16777216 (cuda: four times) unless quick."),
     ] = None,
     threads: Annotated[str | None, typer.Option("--threads", help="Such as 1,2.")] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -195,7 +197,7 @@ def bench_kernels(
     from gradwire.bench import kernels
 
     counts = [int(t) for t in _list(threads) or []] or None
-    rows = kernels.run(_list(codec_name), _list(target), numel, counts, quick)
+    rows = kernels.run(_list(codec_name), _list(target), numel, counts, quick, device)
     columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
     with output(json_file) as out:
         out.rows(rows, columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gradwire.bench import kernels
 from gradwire.codecs import TopK
@@ -55,6 +56,9 @@ def test_sparse_codecs_stand_beside_torch_topk() -> None:
         ((["nope"], None, 10, [1]), "unknown codec 'nope'"),
         ((["qsgd:bit=4"], None, 10, [1]), "no option 'bit'"),
         ((None, ["cuda"], 10, [1]), "unknown target 'cuda'"),
+        ((None, ["triton"], 10, [1]), "unknown target 'triton' on cpu: use one of c, eager"),
+        ((None, ["c"], 10, None, True, "cuda"), "unknown target 'c' on cuda: use one of triton"),
+        ((None, None, 10, None, True, "tpu"), "unknown device 'tpu'"),
         ((None, None, 0, [1]), "numel=0"),
         ((None, None, 10, [0]), "threads=0"),
     ],
@@ -62,3 +66,9 @@ def test_sparse_codecs_stand_beside_torch_topk() -> None:
 def test_errors(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         list(kernels.run(*arguments))  # type: ignore[arg-type]
+
+
+def test_a_missing_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device 'cuda': (there is no CUDA|triton is not)"):
+        list(kernels.run(["qsgd"], device="cuda"))

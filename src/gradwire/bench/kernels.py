@@ -7,6 +7,9 @@ of the limit: a kernel at of_limit 1 costs what reading and writing its own byte
 Codecs that keep a share of the values get a row of target "torch-topk" beside their own: the same
 selection by torch.topk and a gather.
 
+On a GPU (device cuda, target triton) the same turns are timed by events of the stream, over 256 MB
+unless told otherwise, so that no cache holds what is moved.
+
 A row: codec, options, target, device, threads, numel, op, seconds (median), gbps (uncompressed
 bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_limit
 (limit_seconds / seconds), copy_gbps (that bandwidth, so that machines can be compared).
@@ -26,16 +29,18 @@ from gradwire import codecs as codec_table
 from gradwire.bench import methods
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, Layout, kernels
+from gradwire.lang import ROW, Layout, gpu, kernels
 
-NUMEL = 2**24
-QUICK_NUMEL = {"c": 2**22, "eager": 2**18}  # so that all codecs end in 45 seconds
-TARGETS = ("c", "eager")
+NUMEL = {"cpu": 2**24, "cuda": 2**26}
+# so that all codecs end in 45 seconds
+QUICK_NUMEL = {"c": 2**22, "eager": 2**18, "triton": 2**24}
+TARGETS = {"cpu": ("c", "eager"), "cuda": ("triton",)}
 OPS = ("encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode")
 PEERS = 3  # whose payloads decode_sum and reduce_encode add
 SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a row's turns
 TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
 QUICK_TURNS = {"c": (3, 9), "eager": (1, 1)}
+EVENTS, QUICK_EVENTS = 31, 9  # turns on a GPU
 FLOAT = 4  # bytes
 
 
@@ -45,33 +50,46 @@ def run(
     numel: int | None = None,
     threads: Sequence[int] | None = None,
     quick: bool = False,
+    device: str = "cpu",
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every codec, target, number of threads and op.
 
     Args:
         codecs: NAME or NAME:OPTION=VALUE:...; all registered codecs by default.
-        targets: of "c" and "eager"; both by default.
-        numel: fp32 values; 2^24 by default (2^22 for c and 2^18 for eager when quick).
-        threads: numbers of threads; 1 and 2 by default (2 for c and 1 for eager when quick).
+        targets: of "c" and "eager", both by default; on a GPU "triton".
+        numel: fp32 values; 2^24 by default (2^22 for c and 2^18 for eager when quick), and on a GPU
+            2^26 (2^24).
+        threads: numbers of threads; 1 and 2 by default (2 for c and 1 for eager when quick). On a
+            GPU always 1.
         quick: fewer turns.
+        device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: an unknown codec, option or target; no compiler for target c.
+        ConfigError: an unknown codec, option, target or device; no compiler for target c; no GPU,
+            or no Triton, for device cuda.
     """
+    if device not in TARGETS:
+        raise ConfigError(f"unknown device {device!r}: use one of {', '.join(TARGETS)}")
+    for target in targets or ():
+        if target not in TARGETS[device]:
+            known = ", ".join(TARGETS[device])
+            raise ConfigError(f"unknown target {target!r} on {device}: use one of {known}")
+    if device == "cuda":
+        reason = gpu.missing() or ("Triton interprets" if gpu.interpreting() else None)
+        if reason is not None:
+            raise ConfigError(f"device 'cuda': {reason}")
+        threads = (1,)
     chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
-    for target in targets or TARGETS:
-        if target not in TARGETS:
-            raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
     for count in threads or ():
         if count < 1:
             raise ConfigError(f"threads={count} must be 1 or more")
     for codec in chosen:
-        for target in targets or TARGETS:
-            size = numel or (QUICK_NUMEL[target] if quick else NUMEL)
+        for target in targets or TARGETS[device]:
+            size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
             for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2)):
-                yield from _rows(codec, target, size, count, quick)
+                yield from _rows(codec, target, size, count, quick, device)
 
 
 def _parse(name: str) -> Codec:
@@ -80,17 +98,17 @@ def _parse(name: str) -> Codec:
 
 
 def _rows(
-    codec: Codec, target: str, numel: int, threads: int, quick: bool
+    codec: Codec, target: str, numel: int, threads: int, quick: bool, device: str
 ) -> Iterator[dict[str, Any]]:
     made = kernels(codec, torch.float32, target)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(numel, generator=generator)
-    result, residual = torch.zeros(numel), torch.zeros(numel)
-    payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
-    workspace = torch.empty(
-        made.layout.workspace_nbytes(np.array([numel]), threads), dtype=torch.uint8
-    )
-    peers = torch.zeros(0, dtype=torch.uint8)
+    if made.device.type != device:
+        return  # every target interprets this codec, on the CPU
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    result, residual = torch.zeros_like(values), torch.zeros_like(values)
+    payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8, device=device)
+    needed = made.workspace_nbytes(np.array([numel]), threads, 1 + PEERS)
+    workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+    peers = torch.zeros(0, dtype=torch.uint8, device=device)
     for op in OPS:
         # what decodes writes elsewhere, so that every op sees the same input
         rows = np.zeros(1, ROW)
@@ -112,12 +130,12 @@ def _rows(
         def copy() -> None:
             result.copy_(values)
 
-        seconds, copy_seconds = _alternate(kernel, copy, threads, target, quick)
+        seconds, copy_seconds = _take_turns(kernel, copy, threads, target, quick)
         bandwidth = 2 * FLOAT * numel / copy_seconds
         limit = _moved(op, made.layout, numel) / bandwidth
-        yield _row(codec, target, threads, numel, op, seconds, limit, bandwidth)
-    if target == "c":
-        yield from _torch_topk(codec, numel, threads, quick)
+        yield _row(codec, target, device, threads, numel, op, seconds, limit, bandwidth)
+    if target != "eager":
+        yield from _torch_topk(codec, values, threads, quick)
 
 
 def _moved(op: str, layout: Layout, numel: int) -> int:
@@ -136,13 +154,14 @@ def _moved(op: str, layout: Layout, numel: int) -> int:
     }[op]
 
 
-def _torch_topk(codec: Codec, numel: int, threads: int, quick: bool) -> Iterator[dict[str, Any]]:
+def _torch_topk(
+    codec: Codec, values: torch.Tensor, threads: int, quick: bool
+) -> Iterator[dict[str, Any]]:
     """The alternative to a codec that keeps a share of the values: torch.topk, and a gather."""
     density = getattr(codec, "density", None)
     if density is None:
         return
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    result = torch.zeros(numel)
+    result, numel, device = torch.zeros_like(values), values.numel(), values.device.type
     k = max(1, int(density * numel))
 
     def encode() -> None:
@@ -153,15 +172,17 @@ def _torch_topk(codec: Codec, numel: int, threads: int, quick: bool) -> Iterator
     def copy() -> None:
         result.copy_(values)
 
-    seconds, copy_seconds = _alternate(encode, copy, threads, "eager", quick)
+    target = "triton" if device == "cuda" else "eager"
+    seconds, copy_seconds = _take_turns(encode, copy, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copy_seconds
     limit = (FLOAT * numel + 6 * k) / bandwidth
-    yield _row(codec, "torch-topk", threads, numel, "encode", seconds, limit, bandwidth)
+    yield _row(codec, "torch-topk", device, threads, numel, "encode", seconds, limit, bandwidth)
 
 
 def _row(
     codec: Codec,
     target: str,
+    device: str,
     threads: int,
     numel: int,
     op: str,
@@ -173,7 +194,7 @@ def _row(
         "codec": codec_table.name_of(codec),
         "options": codec_table.options(codec),
         "target": target,
-        "device": "cpu",
+        "device": device,
         "threads": threads,
         "numel": numel,
         "op": op,
@@ -183,6 +204,37 @@ def _row(
         "of_limit": limit / seconds,
         "copy_gbps": bandwidth / 1e9,
     }
+
+
+def _take_turns(
+    first: Callable[[], None], second: Callable[[], None], threads: int, target: str, quick: bool
+) -> tuple[float, float]:
+    """Median seconds of two functions that take turns."""
+    if target == "triton":
+        return _on_stream(first, second, QUICK_EVENTS if quick else EVENTS)
+    return _alternate(first, second, threads, target, quick)
+
+
+def _on_stream(
+    first: Callable[[], None], second: Callable[[], None], turns: int
+) -> tuple[float, float]:
+    """The same on a GPU: what the stream takes, launches included where it must wait for them."""
+    functions = (first, second)
+    for _ in range(3):  # compiled code, clocks
+        for function in functions:
+            function()
+    torch.cuda.synchronize()
+    marks: list[list[Any]] = [[], []]
+    for _ in range(turns):
+        for function, pairs in zip(functions, marks, strict=True):
+            pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            pair[0].record()
+            function()
+            pair[1].record()
+            pairs.append(pair)
+    torch.cuda.synchronize()
+    seconds = [statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in marks]
+    return seconds[0], seconds[1]
 
 
 def _alternate(
