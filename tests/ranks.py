@@ -72,16 +72,20 @@ def as_processes(
     timeout: float = 60.0,
     deadline: float = 120.0,
     expect_death: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Run `body(rank, *args)` in `world_size` gloo processes; what they returned, in rank order.
+    """Run `body(rank, *args)` in `world_size` processes; what they returned, in rank order.
 
-    `timeout` is the process group's. Ranks in `expect_death` may die; theirs is None.
+    `timeout` and `backend` are the process group's. Ranks in `expect_death` may die; theirs is
+    None.
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_process, args=(queue, rank, world_size, port, timeout, body, args))
+        context.Process(
+            target=_process, args=(queue, rank, world_size, port, timeout, backend, body, args)
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -100,7 +104,7 @@ def as_processes(
     return [results.get(rank) for rank in range(world_size)]
 
 
-def _process(queue, rank, world_size, port, timeout, body, args):  # type: ignore[no-untyped-def]
+def _process(queue, rank, world_size, port, timeout, backend, body, args):  # type: ignore[no-untyped-def]
     import torch
     import torch.distributed as dist
 
@@ -108,7 +112,7 @@ def _process(queue, rank, world_size, port, timeout, body, args):  # type: ignor
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         queue.put((rank, True, body(rank, *args)))
     except BaseException:

@@ -1,9 +1,9 @@
 """The drop-in backend: `init_process_group("gradwire")`, and the training script stays as it is.
 
-A group wraps torch's own backends: gloo for the CPU, NCCL for CUDA. Every operation is theirs, by
-torch's own code, but for two: all-reduces and reduce-scatters (FSDP's) of large float tensors on
-the CPU, with SUM or AVG, issued by a backward pass. Those go through `Blobs`. What is registered
-(`gw.register`) is compressed parameter by parameter instead.
+A group wraps one of torch's own, over gloo for the CPU and NCCL for CUDA, which carries out every
+operation but two: all-reduces and reduce-scatters (FSDP's) of large float tensors on the CPU, with
+SUM or AVG, issued by a backward pass. Those go through `Blobs`. What is registered (`gw.register`)
+is compressed parameter by parameter instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,12 @@ from gradwire.integrations.backend_settings import Settings, from_environment
 log = logging.getLogger("gradwire")
 
 Type = dist.ProcessGroup.BackendType
+_F = TypeVar("_F", bound=Callable[..., Any])
 Backends = dict[str, tuple[Type, Any]]  # device type -> type and instance of its backend
+
+
+# torch.compile cannot look into a group; what it does is left as it is.
+_untraced = cast("Callable[[_F], _F]", torch.compiler.disable)
 
 
 class Group(dist.ProcessGroup):
@@ -53,8 +58,7 @@ class Group(dist.ProcessGroup):
         # Without the store: torch makes no group that Python may extend of one with a store.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        # A group's own methods, called from a subclass's, would end there again: so a second group
-        # over the same backends carries what the methods below leave alone.
+        # Carries what the methods below leave alone, over the same backends: see `_passed_on`.
         self._plain = dist.ProcessGroup(store, rank, size)
         for group in (self, self._plain):
             group._set_default_backend(backends.get("cuda", backends["cpu"])[0])
@@ -66,6 +70,7 @@ class Group(dist.ProcessGroup):
 
     # ---- the two that carry gradients
 
+    @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
         tensors, average = _asked(*args, **options)
         if len(tensors) == 1 and average is not None and self.blobs.takes(tensors[0]):
@@ -77,6 +82,7 @@ class Group(dist.ProcessGroup):
                 return work
         return self._plain.allreduce(*args, **options)
 
+    @_untraced
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
@@ -146,6 +152,53 @@ class Group(dist.ProcessGroup):
     def stats(self) -> dict[str, Any]:
         """What has been sent in blob mode: see `Blobs.stats`."""
         return self.blobs.stats()
+
+
+# Every operation that a group has, under the names that some torch from 2.9 on gives it.
+_OPERATIONS = (
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """A method that passes a call on to the plain group.
+
+    A group that Python extends must not inherit its operations: torch holds the GIL while it looks
+    for Python's version of each, and goes on holding it while its own runs. gloo's threads want the
+    GIL to let go of tensors, and hold meanwhile a lock that the operation waits for.
+    """
+
+    def method(self: Group, *args: Any, **options: Any) -> Any:
+        return getattr(self._plain, name)(*args, **options)
+
+    method.__name__ = name
+    return _untraced(method)
+
+
+for _name in _OPERATIONS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(Group, _name, _passed_on(_name))
 
 
 def _asked(

@@ -1,0 +1,373 @@
+"""What carries no gradients passes through the backend "gradwire" as if it were gloo: bit by bit.
+
+Every operation runs on a group of each backend, on equal input; what comes out must be equal, and
+so must the error, where gloo has one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+LARGE = 40_000  # values: more than GRADWIRE_MIN_BYTES
+
+Op = Callable[[dist.ProcessGroup], Any]
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+
+
+def values(dtype: torch.dtype = torch.float32, numel: int = LARGE, salt: int = 0) -> torch.Tensor:
+    """Other values on every rank, the same each time."""
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    drawn = torch.randn(numel, generator=generator)
+    return (
+        drawn.mul(3).to(dtype) if not dtype.is_complex else torch.complex(drawn, -drawn).to(dtype)
+    )
+
+
+def reductions() -> dict[str, Op]:
+    def one(dtype: torch.dtype, op: str, numel: int) -> Op:
+        def run(group: dist.ProcessGroup) -> torch.Tensor:
+            tensor = values(dtype, numel)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+            return tensor
+
+        return run
+
+    return {
+        f"all_reduce {op} of {numel} {dtype}": one(dtype, op, numel)
+        for dtype in _DTYPES
+        for op in _REDUCTIONS
+        for numel in (0, 1, LARGE)
+    }
+
+
+def broadcast(group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = values()
+    dist.broadcast(tensor, src=dist.get_world_size() - 1, group=group)
+    return tensor
+
+
+def reduce(group: dist.ProcessGroup) -> torch.Tensor | None:
+    tensor = values()
+    dist.reduce(tensor, dst=0, group=group)
+    return tensor if dist.get_rank() == 0 else None
+
+
+def all_gather(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty(LARGE) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values(), group=group)
+    return gathered
+
+
+def all_gather_into_tensor(group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = torch.empty(LARGE * dist.get_world_size())
+    dist.all_gather_into_tensor(gathered, values(), group=group)
+    return gathered
+
+
+def gather(group: dist.ProcessGroup) -> list[torch.Tensor] | None:
+    first = dist.get_rank() == 0
+    gathered = [torch.empty(LARGE) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(values(), gathered, dst=0, group=group)
+    return gathered
+
+
+def scatter(group: dist.ProcessGroup) -> torch.Tensor:
+    first = dist.get_rank() == 0
+    parts = [values(salt=n) for n in range(dist.get_world_size())] if first else None
+    mine = torch.empty(LARGE)
+    dist.scatter(mine, parts, src=0, group=group)
+    return mine
+
+
+def reduce_scatter(group: dist.ProcessGroup) -> torch.Tensor:
+    mine = torch.empty(LARGE)
+    dist.reduce_scatter(mine, [values(salt=n) for n in range(dist.get_world_size())], group=group)
+    return mine
+
+
+def reduce_scatter_tensor(group: dist.ProcessGroup) -> torch.Tensor:
+    mine = torch.empty(LARGE)
+    dist.reduce_scatter_tensor(mine, values(numel=LARGE * dist.get_world_size()), group=group)
+    return mine
+
+
+def all_to_all(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    n = dist.get_world_size()
+    received = [torch.empty(LARGE) for _ in range(n)]
+    dist.all_to_all(received, [values(salt=k) for k in range(n)], group=group)
+    return received
+
+
+def all_to_all_single(group: dist.ProcessGroup) -> torch.Tensor:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    sent, received = [10 + k + rank for k in range(n)], [10 + rank + k for k in range(n)]
+    out = torch.empty(sum(received))
+    dist.all_to_all_single(out, values(numel=sum(sent)), received, sent, group=group)
+    return out
+
+
+def point_to_point(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if n == 1:
+        return []
+    got = torch.empty(LARGE)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    if rank % 2 == 0:
+        dist.send(values(), right, group=group, tag=7)
+        dist.recv(got, left, group=group, tag=7)
+    else:
+        dist.recv(got, left, group=group, tag=7)
+        dist.send(values(), right, group=group, tag=7)
+    batch = torch.empty(LARGE)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, values(salt=1), right, group=group),
+            dist.P2POp(dist.irecv, batch, left, group=group),
+        ]
+    )
+    for work in works:
+        work.wait()
+    anybody = torch.zeros(1)
+    if rank == 0:
+        for _ in range(n - 1):
+            one = torch.empty(1)
+            dist.recv(one, group=group)
+            anybody += one
+    else:
+        dist.send(torch.full((1,), float(rank)), 0, group=group)
+    return [got, batch, anybody]
+
+
+def objects(group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {"rank": dist.get_rank()}, group=group)
+    told = [("from", dist.get_rank())]
+    dist.broadcast_object_list(told, src=0, group=group)
+    return [gathered, told]
+
+
+def barriers(group: dist.ProcessGroup) -> None:
+    dist.barrier(group=group)
+    work = dist.barrier(group=group, async_op=True)
+    work.wait()
+    group.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
+
+
+def coalesced(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    tensors = [values(salt=n) for n in range(3)]
+    with dist._coalescing_manager(group=group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    more = [values(salt=n) for n in range(3)]
+    group.allreduce_coalesced(more, dist.AllreduceCoalescedOptions()).wait()
+    gathered = [torch.empty(LARGE * dist.get_world_size()) for _ in range(2)]
+    group.allgather_into_tensor_coalesced(gathered, [values(), values(salt=1)]).wait()
+    mine = [torch.empty(LARGE) for _ in range(2)]
+    whole = [values(numel=LARGE * dist.get_world_size(), salt=n) for n in range(2)]
+    group.reduce_scatter_tensor_coalesced(mine, whole, dist.ReduceScatterOptions()).wait()
+    return tensors + more + gathered + mine
+
+
+def functions(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    whole = values(numel=LARGE * dist.get_world_size())
+    made = [
+        functional.all_reduce(values(), "sum", group),
+        functional.all_gather_tensor(values(), 0, group),
+        functional.reduce_scatter_tensor(whole, "sum", 0, group),
+        functional.all_to_all_single(whole, None, None, group),
+        functional.broadcast(values(), 0, group),
+    ]
+    return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in made]
+
+
+def sparse(group: dist.ProcessGroup) -> torch.Tensor:
+    rank = dist.get_rank()
+    tensor = torch.sparse_coo_tensor([[rank, rank + 1]], [1.0, 2.0], (20_000,))
+    dist.all_reduce(tensor, group=group)
+    return tensor.to_dense()
+
+
+def strided(group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = values(numel=200 * 300).view(200, 300).t()
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def in_every_spelling(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    one, two, three, four = (values(salt=n) for n in range(4))
+    group.allreduce(one).wait()
+    group.allreduce([two], dist.ReduceOp.MAX).wait()
+    group.allreduce(three, op=dist.ReduceOp.AVG).wait()
+    group.allreduce([four], opts=dist.AllreduceOptions()).wait()
+    future = group.allreduce([values(salt=5)]).get_future()
+    return [one, two, three, four, future.wait()[0]]
+
+
+def wrong_sizes(group: dist.ProcessGroup) -> None:
+    dist.reduce_scatter_tensor(torch.empty(7), torch.empty(LARGE), group=group)
+
+
+OPERATIONS: dict[str, Op] = {
+    op.__name__: op
+    for op in (
+        broadcast,
+        reduce,
+        all_gather,
+        all_gather_into_tensor,
+        gather,
+        scatter,
+        reduce_scatter,
+        reduce_scatter_tensor,
+        all_to_all,
+        all_to_all_single,
+        point_to_point,
+        objects,
+        barriers,
+        coalesced,
+        functions,
+        sparse,
+        strided,
+        in_every_spelling,
+        wrong_sizes,
+    )
+}
+
+
+def during_backward(action: Callable[[], Any]) -> Any:
+    """What `action` gives when autograd runs it."""
+    made: list[Any] = []
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: made.append(action()))
+    (leaf * 2).sum().backward()
+    return made[0]
+
+
+def outcome(op: Op, group: dist.ProcessGroup, where: Callable[[Callable[[], Any]], Any]) -> Any:
+    """What `op` gives, or the error that it raises, without its addresses and file names."""
+    try:
+        return where(lambda: op(group))
+    except Exception as error:
+        return type(error).__name__, str(error).splitlines()[0].split("] ")[-1]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and same(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit: NaNs too."""
+    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*bits)
+
+
+# Reductions of gradients, which are compressed where they are issued by a backward pass.
+GRADIENTS = {"functions", "strided", "in_every_spelling", "reduce_scatter_tensor"} | {
+    f"all_reduce {op} of {LARGE} {dtype}"
+    for op in ("SUM", "AVG")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64)  # as real pairs
+}
+
+
+def compare_all(rank: int) -> list[str]:
+    """What differs between the backends."""
+    warnings.simplefilter("ignore")
+    ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    assert ours is not None
+    assert dist.get_backend() == "gradwire"
+    differing = []
+    for name, op in (reductions() | OPERATIONS).items():
+        for where in (lambda action: action(), during_backward):
+            if where is during_backward and name in GRADIENTS:
+                continue
+            before = ours.stats()["calls"]  # type: ignore[attr-defined]
+            if not equal(outcome(op, ours, where), outcome(op, gloo, where)):
+                differing.append(f"{name}, {where.__name__}")
+            if ours.stats()["calls"] != before:  # type: ignore[attr-defined]
+                differing.append(f"{name}, {where.__name__}: compressed")
+    return differing
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_everything_else_passes_through(world_size: int) -> None:
+    for differing in as_processes(
+        world_size, compare_all, timeout=60, deadline=180, backend="gradwire"
+    ):
+        assert differing == []
+
+
+def subgroups(rank: int) -> None:
+    """Groups of some ranks, overlapping and nested, of both backends, used at once."""
+    warnings.simplefilter("ignore")
+    members = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
+    made = [(dist.new_group(m), dist.new_group(m, backend="gloo")) for m in members]
+    works = []
+    for pair, ranks in zip(made, members, strict=True):
+        if rank in ranks:
+            for group in pair:
+                tensor = values()
+                works.append((dist.all_reduce(tensor, group=group, async_op=True), tensor))
+    for work, _ in works:
+        assert work is not None
+        work.wait()
+    results = [tensor for _, tensor in works]
+    assert len(results) >= 6
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        assert same(one, other)
+    apart, groups = dist.new_subgroups_by_enumeration([[0], [1, 2]])
+    assert isinstance(apart, type(dist.group.WORLD))
+    assert [dist.get_world_size(g) for g in groups if g != dist.GroupMember.NON_GROUP_MEMBER]
+    assert apart.size() == (1 if rank == 0 else 2)
+    with pytest.raises(RuntimeError, match="split"):
+        dist.split_group(split_ranks=[[0, 1], [2]])  # torch splits groups of accelerators only
+    for group, _ in made:
+        dist.destroy_process_group(group) if isinstance(group, dist.ProcessGroup) else None
+    dist.barrier()
+
+
+@pytest.mark.timeout(100)
+def test_groups_of_some_ranks() -> None:
+    as_processes(3, subgroups, timeout=30, deadline=90, backend="gradwire")
+
+
+def by_device(rank: int) -> tuple[str, str, list[str]]:
+    group = dist.group.WORLD
+    assert group is not None
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+    return dist.get_backend(), group.name(), [device.type for device in group._device_types]
+
+
+@pytest.mark.parametrize("spelling", ["cpu:gradwire", "cpu:gradwire,cuda:gradwire", "GRADWIRE"])
+def test_a_backend_for_each_device(spelling: str) -> None:
+    backends = as_processes(2, by_device, timeout=30, backend=spelling)
+    assert all(name == "gradwire" and "cpu" in devices for _, name, devices in backends)
