@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import statistics
+from dataclasses import dataclass
 
 import pytest
 
@@ -63,8 +64,10 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
         ("terngrad", {"form": "binary"}, "form='binary'.*'minmax' or 'ternary'"),
         ("onebit", {"block": 0}, "OneBit: block=0.*1 to 65536"),
         ("onebit", {"block": "all"}, "block='all'"),
-        ("tbq", {"threshold": 0}, "threshold=0.*above 0"),
+        ("tbq", {"threshold": 0}, "threshold=0.*at least 1e-37"),
         ("tbq", {"threshold": float("nan")}, "threshold=nan"),
+        ("tbq", {"threshold": 1e-45}, "threshold=1e-45"),
+        ("learnedlevels", {"levels": 5}, "levels=5 must be 16 ascending"),
         ("threelc", {"sparsity": 2.0}, "sparsity=2.0.*at least 1 and below 2"),
         ("threelc", {"sparsity": 0.9}, "sparsity=0.9"),
         ("topk", {"density": 0.0}, "density=0.0.*above 0 and at most 1"),
@@ -144,3 +147,12 @@ def test_every_stage_can_be_shown(name: str) -> None:
     assert shown in show(codec, "c")
     with pytest.raises(ConfigError, match="ir, c, triton"):
         show(codec, "ptx")
+
+
+def test_a_codec_is_frozen() -> None:
+    @dataclass
+    class Loose(Codec):
+        bits: int = 4
+
+    with pytest.raises(ConfigError, match=r"Loose: .*@dataclass\(frozen=True\)"):
+        Loose()

@@ -16,7 +16,7 @@ class HardThreshold(Codec):
     """The values of a magnitude of `threshold` or more; needs error feedback.
 
     Options:
-        threshold: absolute, above 0. The default is what THESIS Table 4.4 uses for an image model.
+        threshold: absolute, 1e-37 to 1e38. The default is THESIS Table 4.4's for an image model.
         density: share of the values that a payload has room for, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
@@ -29,7 +29,7 @@ class HardThreshold(Codec):
     values: str = "fp16"
 
     def __post_init__(self) -> None:
-        checks.number(self, "threshold", above=0, most=1e38)
+        checks.number(self, "threshold", least=1e-37, most=1e38)
         checks.number(self, "density", above=0, most=1)
         checks.one_of(self, "values", STORED)
 

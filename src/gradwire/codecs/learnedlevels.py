@@ -41,7 +41,8 @@ class LearnedLevels(Codec):
         checks.whole(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ("nearest", "stochastic"))
         if self.levels is not None:
-            object.__setattr__(self, "levels", tuple(self.levels))  # a list has no hash
+            if isinstance(self.levels, list | tuple):
+                object.__setattr__(self, "levels", tuple(self.levels))  # a list has no hash
             self._check_levels()
 
     def encode(self, g: Value) -> Payload:
@@ -90,8 +91,9 @@ class LearnedLevels(Codec):
         return even if levels == even.grid else cls(bits, block, rounding, levels)
 
     def _check_levels(self) -> None:
-        numbers = all(isinstance(x, int | float) for x in self.grid)
-        if not (numbers and len(self.grid) == 2**self.bits and _ascending((0.0, *self.grid, 1.0))):
+        given = self.levels if isinstance(self.levels, tuple) else ()
+        numbers = all(type(x) in (int, float) for x in given) and len(given) == 2**self.bits
+        if not (numbers and _ascending((0.0, *given, 1.0))):
             raise ConfigError(
                 f"LearnedLevels: levels={self.levels!r} must be {2**self.bits} ascending numbers "
                 "from 0 to 1"

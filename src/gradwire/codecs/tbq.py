@@ -14,7 +14,7 @@ class TBQ(Codec):
     """Two bits a value: +threshold or -threshold where the value reaches it, else 0.
 
     Options:
-        threshold: absolute, above 0: the size of all that is ever sent.
+        threshold: absolute, 1e-37 to 1e38: the size of all that is ever sent.
 
     Needs error feedback, which sends what is smaller once it has added up. An average of payloads
     is a fraction of the threshold, which only unanimous ranks would reach, so at the rank that
@@ -25,7 +25,7 @@ class TBQ(Codec):
     threshold: float = 1e-3
 
     def __post_init__(self) -> None:
-        checks.number(self, "threshold", above=0, most=1e38)
+        checks.number(self, "threshold", least=1e-37, most=1e38)
 
     def encode(self, g: Value) -> Payload:
         return self.coded(g, self.threshold)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gradwire.errors import ConfigError
 from gradwire.lang.trace import Payload, Value
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Codec:
@@ -20,6 +24,14 @@ class Codec:
     has what error feedback added to it.
     Options are checked in `__post_init__`, which raises `ConfigError`.
     """
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        if cls.__hash__ is None:  # what a dataclass that is not frozen does
+            raise ConfigError(
+                f"{cls.__name__}: a codec is a frozen dataclass, since its kernels are looked up "
+                "by it: write @dataclass(frozen=True)"
+            )
+        return super().__new__(cls)
 
     def encode(self, g: Value) -> Payload:
         """The payload of the elements `g`."""
