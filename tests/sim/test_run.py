@@ -98,6 +98,19 @@ def test_receives_are_awaited_in_order() -> None:
     assert found <= 4 * check + 2 * LATENCY + 3 * MESSAGE * BYTE + 1e-9
 
 
+def test_ranks_leave_a_barrier_one_after_the_other() -> None:
+    """Rank 1 starts a latency after rank 0, who waits for it, and for what it sums."""
+    half = 4 * VALUES // 2 + 48
+    found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, barrier=True)
+    assert found == pytest.approx(4 * LATENCY + 2 * half * BYTE)
+    # With eight ranks the last hears of it three hops later.
+    plain, late = (
+        seconds(8, str(VALUES), codec=IDENTITY, segments=1, barrier=barrier)
+        for barrier in (False, True)
+    )
+    assert plain < late <= plain + 3 * LATENCY + 1e-9
+
+
 # ---- bytes --------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,11 @@
     {"machine": "...", "threads": 1,
      "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
      "engine": {"start": ..., "task": ..., "post": ..., "check": ..., "check_byte": ...},
-     "link": {"overhead": ..., "stack": ..., "memory": ...}}
+     "link": {"goodput": ..., "shared": ..., "overhead": ..., "stack": ..., "memory": ...}}
 
 A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is how many
-a merge sums; `engine` and `link` are the fields of `Overheads` and `Link`, 0 unless given (memory:
-no limit). `gradwire sim --curves FILE` measures this machine's if there is no such file.
+a merge sums; `engine` and `link` are the fields of `Overheads` and `Software`, whose defaults cost
+nothing. `gradwire sim --curves FILE` measures this machine's if there is no such file.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ Curve = tuple[float, float, float]
 class Software:
     """Of gradwire.sim.fabric.Link: what does not depend on the network."""
 
+    goodput: float = 1.0
+    shared: float = 1.0
     overhead: float = 0.0
     stack: float = 0.0
     memory: float = math.inf
@@ -91,7 +93,7 @@ def load(file: Path) -> Curves:
             threads=int(data.get("threads", 1)),
             codecs=codecs,
             engine=Overheads(**_seconds(data.get("engine", {}))),
-            link=Software(**_seconds(data.get("link", {}))),
+            link=_software(data.get("link", {})),
         )
     except OSError as error:
         raise ConfigError(f"--curves {file}: {error.strerror}") from error
@@ -106,6 +108,13 @@ def _curve(numbers: Any) -> Curve:
     if not all(math.isfinite(n) and n >= 0 for n in (call, value, payload)):
         raise ValueError(f"{numbers}: three numbers, none negative")
     return call, value, payload
+
+
+def _software(named: dict[str, Any]) -> Software:
+    software = Software(**_seconds(named))
+    if not (0 < software.goodput <= 1 and 0 < software.shared <= 1 and software.memory):
+        raise ValueError(f"{named}: goodput and shared are shares above 0, and memory is not 0")
+    return software
 
 
 def _seconds(named: dict[str, Any]) -> dict[str, float]:

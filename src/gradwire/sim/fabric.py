@@ -29,6 +29,9 @@ class Link:
 
     Attributes:
         rate: bytes a second, in each direction; `inf` for no limit.
+        goodput: the share of it that messages to one rank get; headers take the rest.
+        shared: the share that messages to several ranks get together: connections that share a
+            link leave some of it idle, until they have found out what the others do not use.
         latency: seconds from one node to another.
         overhead: seconds that a message takes beyond those, whatever its size.
         stack: seconds of a core that sending a byte takes, and receiving it again.
@@ -36,6 +39,8 @@ class Link:
     """
 
     rate: float
+    goodput: float = 1.0
+    shared: float = 1.0
     latency: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
@@ -172,7 +177,8 @@ class Fabric:
             return
         nbytes = min(self._parcel, message.left)
         message.left -= nbytes
-        seconds = nbytes / self.link.rate
+        share = self.link.shared if egress.is_shared else self.link.goodput
+        seconds = nbytes / (self.link.rate * share)
         receiver, last = message.receiver, message.left == 0
         # All latencies are alike, so parcels reach an ingress in the order in which they left.
         begin = max(self._ingress[receiver.node], self.clock.now + self.link.latency)
@@ -218,6 +224,11 @@ class _Egress:
         else:
             self._queues[connection] = deque([message])
             self._turns.append(connection)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether messages to several ranks wait."""
+        return len(self._turns) > 1
 
     def next(self) -> Message | None:
         """The message of the connection whose turn it is, taken off."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -51,6 +51,8 @@ class Scenario:
         backward: seconds that backward takes, in which gradients become ready at an even pace;
             0: all are ready at the start.
         exact: whether all ranks are simulated; None: if they are few.
+        barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
+            collectives`, and not all at once. gloo's passes the word on from r to r + 2^k.
 
     Raises:
         ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
@@ -67,6 +69,7 @@ class Scenario:
     cores: float = math.inf
     backward: float = 0.0
     exact: bool | None = None
+    barrier: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "per_node"):
@@ -105,7 +108,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     if not (not in_memory if scenario.options.checksum is None else scenario.options.checksum):
         curves = replace(curves, engine=replace(curves.engine, check_byte=0.0))
     stage = Stage(n, scenario.per_node, algorithm, scenario.options, curves)
-    rotation, jobs = stage.jobs(handed, scenario.exact)
+    rotation, jobs = stage.jobs(handed, True if scenario.barrier else scenario.exact)
     numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in handed))
     ready = [scenario.backward * done / numels[-1] for done in numels]
     machines = Machines(
@@ -114,14 +117,14 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         link=Link(
             rate=scenario.net.rate_bits_per_s / 8,
             latency=scenario.net.latency_s,
-            overhead=curves.link.overhead,
-            stack=curves.link.stack,
-            memory=curves.link.memory,
+            **asdict(curves.link),
         ),
         overheads=curves.engine,
         cores=scenario.cores,
     )
-    result = run(machines, jobs, ready, rotation)
+    hop = scenario.net.latency_s + curves.link.overhead
+    starts = [bin(rank).count("1") * hop * scenario.barrier for rank in range(len(jobs))]
+    result = run(machines, jobs, ready, rotation, starts)
     seconds = max(result.ended)
     limit = _limit(scenario, algorithm, result.moved_bytes[0])
     return {

@@ -44,7 +44,7 @@ class Result:
     """What came of it.
 
     Attributes:
-        ended: of each job: when the last rank had its result, in seconds.
+        ended: of each job: seconds until the slowest rank had its result, by its own start.
         sent_bytes: of each simulated rank, handed to its transport.
         moved_bytes: that left each simulated node.
         kernel_seconds: of each simulated rank.
@@ -99,6 +99,7 @@ def run(
     jobs: Sequence[Sequence[Timed]],
     ready: Sequence[float],
     rotation: Rotation | None = None,
+    starts: Sequence[float] | None = None,
 ) -> Result:
     """Run every job on every rank.
 
@@ -107,7 +108,9 @@ def run(
         jobs: of each rank, its jobs in order; with `rotation` of the ranks of node 0 alone.
         ready: when each job's values are there, in seconds; they do not fall.
         rotation: under which all graphs are alike; None: simulate all ranks.
+        starts: when each rank begins, in seconds; None: all at once. Each counts from there.
     """
+    starts = starts or [0.0] * len(jobs)
     clock = Clock()
     # With a rotation, cores that all ranks share are shared by all that node 0 stands for.
     alike = 1 if rotation is None else rotation.nodes
@@ -120,12 +123,15 @@ def run(
         node = number // machines.ranks
         rank = Rank(number, node, clock, cores, office, machines.overheads, machines.in_flight)
         office.ranks.append(rank)
-        rank.submit_at(ready, mine)
+        rank.submit_at([starts[number] + when for when in ready], mine)
     clock.run()
     for rank in office.ranks:
         assert len(rank.ended) == len(ready), f"rank {rank.number} waits for ever"
+    own = list(zip(office.ranks, starts, strict=True))
     return Result(
-        ended=tuple(max(rank.ended[job] for rank in office.ranks) for job in range(len(ready))),
+        ended=tuple(
+            max(rank.ended[job] - start for rank, start in own) for job in range(len(ready))
+        ),
         sent_bytes=tuple(rank.sent_bytes for rank in office.ranks),
         moved_bytes=tuple(fabric.moved),
         kernel_seconds=tuple(rank.kernel_seconds for rank in office.ranks),
