@@ -7,7 +7,7 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constr
 # One worker a core: the lab and the benchmarks' tests use more processes themselves.
 WORKERS ?= 2
 
-.PHONY: demo test lint types unit wheel debian clean
+.PHONY: demo test lint types unit wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -15,8 +15,8 @@ demo: $(VENV)/.demo
 test: debian lint types unit
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples scripts
+	$(BIN)/ruff format --check src tests examples scripts
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -36,6 +36,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable .[dev]
 	touch $@
+
+# Whether target triton is right on this machine's GPU, and how fast (docs/kernels.md); minutes. Uses
+# the Python that is there: torch, Triton and numpy, nothing else.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) scripts/gpu_check.py
 
 # Fashion-MNIST for the image task. Without root or network the task says that it uses digits instead.
 debian:

@@ -70,5 +70,5 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
 
 def test_a_missing_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device 'cuda': (there is no CUDA|triton is not)"):
+    with pytest.raises(ConfigError, match=r"device 'cuda': (there is no CUDA|triton is not)"):
         list(kernels.run(["qsgd"], device="cuda"))

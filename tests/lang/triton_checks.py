@@ -84,7 +84,7 @@ class Memory:
         )
         names = ("values", "residual", "payload", "source")
         for name, old, new in zip(names, self.tensors, copy.tensors, strict=True):
-            copy.rows[name] += np.uint64(new.data_ptr()) - np.uint64(old.data_ptr())
+            copy.rows[name] += moved(old, new)
         made, error = kernels(codec, self.values.dtype, target), None
         try:
             made.run(form, copy.rows, ranks=ranks, rank=rank, stride=self.stride, factor=1 / 3)
@@ -104,6 +104,11 @@ class Memory:
             "payload": torch.equal(self.payload, other.payload),
         }
         return [name for name, is_equal in equal.items() if not is_equal]
+
+
+def moved(old: torch.Tensor, new: torch.Tensor) -> np.uint64:
+    """What to add to addresses, modulo 2^64."""
+    return np.uint64((new.data_ptr() - old.data_ptr()) % 2**64)
 
 
 def memory(lay: Layout, values: list[torch.Tensor]) -> Memory:
@@ -136,7 +141,7 @@ def memory(lay: Layout, values: list[torch.Tensor]) -> Memory:
 def with_payloads(codec: Codec, made: Memory) -> Memory:
     """The same memory, with genuine payloads in it."""
     values, rows = made.values.clone(), made.rows.copy()
-    rows["values"] += np.uint64(values.data_ptr()) - np.uint64(made.values.data_ptr())
+    rows["values"] += moved(made.values, values)
     eager = kernels(codec, values.dtype, "eager")
     for peer in range(PEERS + 1):
         values.copy_(gradient(values.numel(), values.dtype, seed=peer))

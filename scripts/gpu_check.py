@@ -1,0 +1,219 @@
+"""`make gpu-check`: whether target triton is right on this GPU, and how fast it is.
+
+    PYTHONPATH=src python3 scripts/gpu_check.py [--output FILE] [--workers N] [--only NAME,...]
+
+Needs torch, Triton and numpy; no pytest, no network; minutes. In this order:
+
+1. same bytes: every codec, dtype and form against target c on the CPU (eager without a compiler),
+   in a process each, since most of the time goes to compiling, and a fault ends its process only;
+2. the other checks of tests/gpu/gpu_checks.py;
+3. `bench kernels --device cuda`, over 256 MB, against a copy in the same run; on a quiet GPU.
+
+Rows go to bench/results/DATE-DEVICE.jsonl, each with date, commit, device and versions. Exit code:
+0 if all is right, 1 if something is not, 2 if there is nothing to check with; a line says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "gpu")]
+CHECK_SECONDS = 330.0  # for the first part: what has not ended by then, has failed
+BENCH_SECONDS = 120.0  # codecs that have not begun by then are left out, and said to be
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="bench/results/DATE-DEVICE.jsonl by default")
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--only", help="codecs by the names of their classes, such as QSGD,TopK")
+    arguments = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        print(f"gpu-check: nothing can be checked: {reason}")
+        return 2
+    only = arguments.only.split(",") if arguments.only else None
+    rows, failed, begin = [], 0, time.monotonic()
+    stamp = provenance()
+    for row in checks(arguments.workers, only):
+        rows.append(row)
+        failed += not row["passed"]
+        print(f"{'ok  ' if row['passed'] else 'FAIL'} {row['seconds']:6.1f} s  {row['check']}"
+              f"  {row['subject']}  {row['detail']}", flush=True)  # fmt: skip
+    for row in measurements(only):
+        rows.append(row)
+        print("     " + "  ".join(f"{k} {row[k]}" for k in ("codec", "target", "op", "of_limit")
+                                  if k in row), flush=True)  # fmt: skip
+    output = arguments.output or ROOT / "bench" / "results" / name_of(stamp)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows))
+    print(f"{len(rows)} rows in {output}; {failed} checks failed; "
+          f"{time.monotonic() - begin:.0f} s")  # fmt: skip
+    return 1 if failed else 0
+
+
+def missing() -> str | None:
+    """Why nothing can be checked here, or None."""
+    absent = [name for name in ("torch", "triton", "numpy") if not importlib.util.find_spec(name)]
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    import gpu_checks
+
+    return gpu_checks.missing()
+
+
+def provenance() -> dict[str, Any]:
+    """What every row says of where it comes from."""
+    import torch
+    import triton
+
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = os.environ.get("GRADWIRE_COMMIT", "unknown")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": commit,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def name_of(stamp: dict[str, Any]) -> str:
+    """The file of results."""
+    device = re.sub(r"[^a-z0-9]+", "-", stamp["device"].lower()).strip("-")
+    return f"{stamp['date']}-{device}.jsonl"
+
+
+# checks ------------------------------------------------------------------------------------------
+
+
+def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
+    """A row for every check. Each runs in a process of its own."""
+    import gpu_checks
+
+    wanted = [
+        number for number, (codec, _) in enumerate(gpu_checks.CASES)
+        if only is None or type(codec).__name__ in only
+    ]  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + CHECK_SECONDS
+    with context.Pool(workers, maxtasksperchild=1) as pool:  # leaving it ends what still runs
+        asked = [(case_name(n), pool.apply_async(run_case, (n,))) for n in wanted]
+        asked += [(("other", name), pool.apply_async(run_other, (name,)))
+                  for name in ([] if only else gpu_checks.OTHERS)]  # fmt: skip
+        asked += [(("compiles what is measured", name), pool.apply_async(warm, (name,)))
+                  for name in bench_names(only)]  # fmt: skip
+        while asked:
+            late = time.monotonic() > deadline
+            ended = [a for a in asked if late or a[1].ready()]
+            asked = [a for a in asked if a not in ended]
+            for (check, subject), result in ended:
+                wrong, seconds = "it, or its process, did not end in time", CHECK_SECONDS
+                if result.ready():
+                    wrong, seconds = result.get()
+                yield {
+                    "check": check, "subject": subject, "passed": not wrong, "detail": wrong,
+                    "seconds": round(seconds, 2),
+                }  # fmt: skip
+            time.sleep(0.05)
+
+
+def case_name(number: int) -> tuple[str, str]:
+    """A check's name, and what it is about."""
+    import gpu_checks
+
+    codec, dtype = gpu_checks.CASES[number]
+    return "same bytes", f"{codec!r} {str(dtype).removeprefix('torch.')}"
+
+
+def run_case(number: int) -> tuple[str, float]:
+    """What is wrong, and how long it took to find out."""
+    import gpu_checks
+
+    return timed(lambda: gpu_checks.same_bytes(*gpu_checks.CASES[number]))
+
+
+def run_other(name: str) -> tuple[str, float]:
+    """The same for one of the other checks."""
+    import gpu_checks
+
+    return timed(gpu_checks.OTHERS[name])
+
+
+def warm(name: str) -> tuple[str, float]:
+    """Compile what the measurements will run; the cache on disk is shared."""
+    return timed(lambda: "" if list(bench(name, numel=2**16, quick=True)) else "no rows")
+
+
+def timed(check: Callable[[], str]) -> tuple[str, float]:
+    import torch
+
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    try:
+        wrong = check()
+    except Exception:
+        wrong = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
+    return wrong, time.monotonic() - begin
+
+
+# measurements ------------------------------------------------------------------------------------
+
+
+def bench_names(only: list[str] | None) -> list[str]:
+    """Codecs that are measured, with their defaults; those with matrices run on the CPU."""
+    import torch
+
+    from gradwire import codecs
+    from gradwire.lang import forms
+    from gradwire.lang.layout import native_name
+
+    names = []
+    for name in codecs.REGISTRY:
+        codec = codecs.get(codec=name)
+        fused = forms.derive(codec, native_name(torch.float32)).fused
+        if fused and (only is None or type(codec).__name__ in only):
+            names.append(name)
+    return names
+
+
+def bench(name: str, numel: int | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows of one codec."""
+    from gradwire.bench import kernels
+
+    return kernels.run([name], None, numel, None, quick, "cuda")
+
+
+def measurements(only: list[str] | None) -> Iterator[dict[str, Any]]:
+    """A row for every codec and op, one after the other."""
+    deadline = time.monotonic() + BENCH_SECONDS
+    for name in bench_names(only):
+        if time.monotonic() > deadline:
+            print(f"     {name} is not measured: no time is left")
+            continue
+        try:
+            yield from bench(name)
+        except Exception as error:  # the checks have told of it
+            print(f"     {name} cannot be measured: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What is checked on a GPU: plain functions that say what is wrong, or nothing.
+
+tests/gpu/test_gpu.py runs them under pytest, scripts/gpu_check.py without. They need torch, Triton,
+numpy, and gradwire on the path.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "lang")]
+
+import triton_checks  # noqa: E402
+
+from codec_calls import CODECS, DTYPES, WIDTHS  # noqa: E402
+from gradwire.codecs import QSGD, AdaComp, Codec, TopK  # noqa: E402
+from gradwire.lang import gpu, kernels, layout  # noqa: E402
+
+CASES = [(codec, dtype) for dtype in DTYPES for codec in CODECS]
+CASES += [(codec, torch.float32) for codec in WIDTHS]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 65504.0, 65520.0, 1e30, 3.4e38, -3.4e38, 0.1]
+NON_FINITE = [float("nan"), float("inf"), float("-inf"), 1.0]
+PARAMETERS = 50
+DEVICE = "cuda"
+BUCKET = 2**20  # values of a bucket of 4 MB
+
+
+def missing() -> str | None:
+    """Why nothing can be checked here, or None."""
+    reason = gpu.missing()
+    if reason is None and gpu.interpreting():
+        reason = "TRITON_INTERPRET=1: nothing would run on the GPU"
+    return reason
+
+
+def same_bytes(codec: Codec, dtype: torch.dtype) -> str:
+    """Every form writes what target c, or without a compiler eager, writes on the CPU."""
+    block = layout(codec, dtype).block
+    sizes = [3 * 4096 + block + 3, 0, 1, block - 1, block, block + 1, 2**18 + 5]
+    given = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL, [2.0, -2.0] * 5000]  # the last: ties
+    return triton_checks.differences(codec, dtype, sizes, given, device=DEVICE, reference="auto")
+
+
+def bad_payloads(codec: Codec) -> str:
+    """Payloads that no encode makes are refused, and write nothing astray."""
+    numel = 2000
+    counts = layout(codec).offsets(numel)
+    first = counts[[f.capacity is not None for f in layout(codec).fields].index(True)]
+    edits = [
+        {},
+        {first: 255, first + 1: 255},  # more entries than there can be
+        dict.fromkeys(range(counts[-1], counts[-1] + 60), 255),  # places in no order
+    ]
+    wrong = []
+    for form in ("decode", "decode_add", "decode_sum"):
+        found = triton_checks.verdicts(codec, numel, form, edits, DEVICE)
+        if found != ["decoded", "refused", "refused"]:
+            wrong.append(f"{form}: {found}")
+    return ", ".join(wrong)
+
+
+def one_launch() -> str:
+    """A bucket of 4 MB in 50 parameters is one launch of each form; selections take as many as one
+    parameter does."""
+    sizes = [BUCKET // PARAMETERS + i for i in range(PARAMETERS)]
+    many = triton_checks.launches(QSGD(), sizes, DEVICE)
+    wrong = [f"qsgd {form}: {n} launches" for form, n in many.items() if n != 1]
+    few = triton_checks.launches(TopK(), sizes[:1], DEVICE)
+    many = triton_checks.launches(TopK(), sizes, DEVICE)
+    wrong += [f"topk {form}: {n}, {few[form]} of one" for form, n in many.items() if n != few[form]]
+    return ", ".join(wrong)
+
+
+def nothing_allocated() -> str:
+    """In the steady state a call allocates nothing but its table of rows."""
+    wrong = []
+    for codec in (QSGD(), TopK(), AdaComp()):
+        made = kernels(codec, torch.float32, "triton")
+        memory = triton_checks.memory(made.layout, [torch.randn(2**16) for _ in range(4)])
+        held = [t.to(DEVICE) for t in memory.tensors]
+        for name, old, new in zip(("values", "residual", "payload", "source"),
+                                  memory.tensors, held, strict=True):  # fmt: skip
+            memory.rows[name] += triton_checks.moved(old, new)
+        needed = made.workspace_nbytes(memory.rows["numel"], 1, 1)
+        workspace = torch.empty(needed, dtype=torch.uint8, device=DEVICE)
+        counts = []
+        for _ in range(5):
+            made.run("encode_ef", memory.rows, workspace=workspace)
+            torch.cuda.synchronize()
+            counts.append(torch.cuda.memory_stats()["segment.all.allocated"])
+        if len(set(counts[1:])) > 1:
+            wrong.append(f"{codec!r}: segments {counts}")
+    return ", ".join(wrong)
+
+
+# Checks that take one GPU, by name. Several ranks that share it over gloo belong here too, once
+# collectives carry GPU gradients.
+OTHERS = {
+    "one launch a bucket": one_launch,
+    "nothing is allocated": nothing_allocated,
+    "bad payloads, topk": lambda: bad_payloads(TopK(0.05)),
+    "bad payloads, adacomp": lambda: bad_payloads(AdaComp(block=100, density=0.1)),
+}
