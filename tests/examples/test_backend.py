@@ -1,0 +1,26 @@
+"""examples/ddp_backend.py and examples/fsdp2_backend.py run under torchrun, on both backends."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("script", ["ddp_backend.py", "fsdp2_backend.py"])
+@pytest.mark.parametrize("arguments", [[], ["gloo"]])
+def test_backend_example(script: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,171 @@
+"""The backend's environment variables, layouts of what FSDP scatters, and the entry point."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.integrations.backend_layouts import Layouts, Part
+from gradwire.integrations.backend_settings import from_environment
+
+
+def test_defaults_are_those_of_attach() -> None:
+    settings = from_environment({})
+    assert settings.codec == gw.QSGD(bits=4, block=128)
+    assert settings.min_bytes == 65536
+    assert settings.seed == 0
+
+
+def test_every_variable_is_read() -> None:
+    settings = from_environment(
+        {
+            "GRADWIRE_CODEC": "qsgd:bits=2:block=64:rounding=nearest",
+            "GRADWIRE_MIN_BYTES": "0",
+            "GRADWIRE_SEED": "7",
+        }
+    )
+    assert settings.codec == gw.QSGD(bits=2, block=64, rounding="nearest")
+    assert (settings.min_bytes, settings.seed) == (0, 7)
+    assert from_environment({"GRADWIRE_CODEC": "none"}).codec is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("GRADWIRE_CODEC", "", "unknown codec ''"),
+        ("GRADWIRE_CODEC", "zip", "unknown codec 'zip'"),
+        ("GRADWIRE_CODEC", "qsgd:bits", "found 'bits'"),
+        ("GRADWIRE_CODEC", "qsgd:bits=", "found 'bits='"),
+        ("GRADWIRE_CODEC", "qsgd:bits=4:bits=4", "given twice"),
+        ("GRADWIRE_CODEC", "qsgd:colour=red", "no option 'colour'"),
+        ("GRADWIRE_CODEC", "randomk:unbiased=true", "not defined"),
+        ("GRADWIRE_MIN_BYTES", "-1", "'-1'"),
+        ("GRADWIRE_MIN_BYTES", "1e6", "'1e6'"),
+        ("GRADWIRE_SEED", "", "''"),
+    ],
+)
+def test_bad_values_name_their_variable(variable: str, value: str, said: str) -> None:
+    with pytest.raises(gw.ConfigError) as error:
+        from_environment({variable: value})
+    assert variable in str(error.value)
+    assert said in str(error.value)
+
+
+# ---- layouts
+
+DENSE, FOUR = gw.Identity(), gw.QSGD(bits=4)
+
+
+def test_equal_modules_share_a_layout(caplog: pytest.LogCaptureFixture) -> None:
+    layouts = Layouts()
+    layouts.add((Part("0.weight", FOUR, 100), Part("0.bias", DENSE, 10)), shards=2)
+    layouts.add((Part("1.weight", FOUR, 100), Part("1.bias", DENSE, 10)), shards=2)
+    known = layouts.get(220)
+    assert known is not None
+    assert [p.name for p in known] == ["0.weight", "0.bias"]
+    assert layouts.get(110) is None
+    assert not caplog.records
+
+
+def test_modules_that_cannot_be_told_apart_are_blobs(caplog: pytest.LogCaptureFixture) -> None:
+    layouts, others = Layouts(), Layouts()
+    layouts.add((Part("a", FOUR, 100), Part("b", DENSE, 10)), shards=2)
+    others.add((Part("c", FOUR, 60), Part("d", FOUR, 50)), shards=2)
+    for _ in range(3):
+        layouts.merge(others)
+    assert layouts.get(220) is None
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert "220 values each, a and c first" in caplog.text
+
+
+def test_an_unknown_tensor_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    layouts = Layouts()
+    layouts.miss(50)  # nothing is registered: a blob is what it should be
+    layouts.add((Part("a", FOUR, 100), Part("empty", FOUR, 0)), shards=1)
+    assert layouts.get(100) == (Part("a", FOUR, 100),)
+    for _ in range(3):
+        layouts.miss(50)
+    assert len(caplog.records) == 1
+    assert "50 values" in caplog.text
+
+
+# ---- the entry point
+
+
+@pytest.mark.parametrize(
+    "first", ["torch", "gradwire", "gradwire.codecs", "gradwire.integrations.attach"]
+)
+def test_import_torch_makes_the_name_known(first: str) -> None:
+    """Whichever import comes first; and nothing of ours is loaded that was not asked for."""
+    script = f"""
+import {first}, sys, torch.distributed as dist
+assert "gradwire" in dist.Backend.backend_list
+assert dist.Backend.backend_capability["gradwire"] == ["cpu", "cuda"]
+assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+if "{first}" in ("torch", "gradwire"):
+    assert "gradwire.lang" not in sys.modules
+"""
+    _run(script, {})
+
+
+def test_without_autoloading() -> None:
+    script = """
+import torch.distributed as dist
+assert "gradwire" not in dist.Backend.backend_list
+from gradwire.integrations.backend_entry import autoload
+autoload()
+autoload()
+assert dist.Backend.backend_list.count("gradwire") == 1
+"""
+    _run(script, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+
+
+def _run(script: str, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what register refuses before there is a process group
+
+
+def test_register_says_what_is_wrong_at_once() -> None:
+    model = torch.nn.Linear(8, 8)
+    for wrong, said in (
+        ({"codec": "zip"}, "zip"),
+        ({"bits": 99}, "bits"),
+        ({"include": ["nobody"]}, "nobody"),
+        ({"codecs": {"weight": "zip"}}, "zip"),
+    ):
+        with pytest.raises(gw.ConfigError, match=said):
+            gw.register(model, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(gw.ConfigError, match=r"torch\.nn\.Module"):
+        gw.register([model])  # type: ignore[arg-type]
+
+
+def test_waiting_costs_nothing_once_it_has_ended() -> None:
+    from torch.nn.modules import module
+
+    before = len(module._global_forward_pre_hooks)
+    model = torch.nn.Linear(8, 8)
+    one, other = gw.register(model), gw.register(model)
+    assert len(module._global_forward_pre_hooks) == before + 1
+    model(torch.zeros(1, 8))  # not wrapped: still waiting
+    assert not one.settled
+    one.withdraw()
+    del model
+    torch.nn.Linear(2, 2)(torch.zeros(1, 2))  # the model is gone, so the other waits no longer
+    assert not other.settled
+    assert len(module._global_forward_pre_hooks) == before

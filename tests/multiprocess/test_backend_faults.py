@@ -1,0 +1,187 @@
+"""Failures under the backend "gradwire": named errors on every survivor, in time (law 10)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ranks import as_processes, caught, free_port
+
+pytestmark = pytest.mark.multiprocess
+
+Report = tuple[str, int | None, str, float]
+
+
+def reported(action: Any) -> Report:
+    """Type, peer and text of the error that `action` raises, and the seconds until it did."""
+    begun = time.monotonic()
+    error = caught(action)
+    return type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic() - begun
+
+
+def backward_after_death(rank: int, wrap: str, dying: int) -> Report:
+    warnings.simplefilter("ignore")
+    inner = nn.Sequential(nn.Linear(100, 500), nn.Linear(500, 100))
+    model: nn.Module = inner
+    if wrap == "fsdp2":
+        mesh = dist.DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        # Weights stay whole after forward: the first to miss its peer is a gradient.
+        fully_shard(inner, mesh=mesh, reshard_after_forward=False)
+    else:
+        if wrap == "registered":
+            gw.register(inner)
+        model = DDP(inner)
+    for _ in range(3):
+        model(torch.randn(4, 100)).sum().backward()
+    loss = model(torch.randn(4, 100)).sum()
+    dist.barrier()
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reported(loss.backward)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "registered", "fsdp2"])
+def test_backward_raises_the_error_by_its_name(wrap: str) -> None:
+    reports = as_processes(
+        3, backward_after_death, wrap, 1, timeout=20, expect_death=(1,), backend="gradwire"
+    )
+    for rank in (0, 2):
+        kind, peer, text, seconds = reports[rank]
+        assert (kind, peer) == ("TransportError", 1), text
+        assert seconds < 20
+
+
+def passed_on_after_death(rank: int) -> Report:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reported(lambda: dist.all_reduce(torch.ones(100_000)))
+
+
+def test_what_passes_through_fails_as_gloo_does() -> None:
+    reports = as_processes(
+        2, passed_on_after_death, timeout=20, expect_death=(1,), backend="gradwire"
+    )
+    kind, _, text, seconds = reports[0]
+    assert kind in ("RuntimeError", "DistBackendError"), text
+    assert seconds < 20
+
+
+def wait_with_a_timeout(rank: int) -> Report:
+    """Rank 1 is late: a wait of its own length ends first, a wait without one ends well."""
+    x = torch.zeros(100_000, requires_grad=True)
+    works = []
+
+    def reduce(gradient: torch.Tensor) -> None:
+        works.append(dist.all_reduce(gradient.clone(), async_op=True))
+
+    x.register_hook(reduce)
+    x.sum().backward()  # every rank's engine is made here
+    works.pop().wait()
+    if rank == 1:
+        time.sleep(2)
+    x.sum().backward()
+    work = works.pop()
+    report = reported(lambda: work.wait(timedelta(seconds=0.3)))
+    if rank == 0:
+        assert not work.is_completed()
+    assert work.wait()
+    assert work.get_future().wait()[0].eq(dist.get_world_size()).all()
+    return report
+
+
+def test_a_wait_honours_its_timeout() -> None:
+    reports = as_processes(2, wait_with_a_timeout, timeout=20, backend="gradwire")
+    kind, _, text, seconds = reports[0]
+    assert kind == "TransportError"
+    assert "0.3 s" in text
+    assert seconds < 1.5
+    assert reports[1][0] == "NoneType"
+
+
+def destroyed_and_made_again(rank: int) -> list[float]:
+    """Groups come and go; what they held goes with them."""
+    size = dist.get_world_size()
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = DDP(nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 100)))
+        model(torch.ones(4, 100)).square().sum().backward()
+        losses.append(float(sum(p.grad.double().sum() for p in model.parameters())))
+        assert dist.group.WORLD.stats()["calls"] == 1
+        port = [free_port() if rank == 0 else None]
+        dist.broadcast_object_list(port)
+        del model
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        dist.init_process_group(
+            "gradwire",
+            rank=rank,
+            world_size=size,
+            init_method=f"tcp://127.0.0.1:{port[0]}",
+            timeout=timedelta(seconds=30),
+        )
+    return losses
+
+
+def test_groups_come_and_go() -> None:
+    """Equal names, equal numbers of calls: so equal random numbers, too."""
+    for losses in as_processes(2, destroyed_and_made_again, timeout=30, backend="gradwire"):
+        assert losses[0] == losses[1] == losses[2]
+
+
+def aborted(rank: int) -> Report:
+    """Abort with a collective under way: whoever waits for it gets an error, not a hang."""
+    x = torch.zeros(100_000, requires_grad=True)
+    works = []
+    x.register_hook(lambda g: works.append(dist.all_reduce(g.clone(), async_op=True)))
+    x.sum().backward()
+    works.pop().wait()
+    if rank == 1:
+        time.sleep(3)
+        return "late", None, "", 0.0
+    x.sum().backward()
+    dist.distributed_c10d._abort_process_group()
+    return reported(works.pop().wait)
+
+
+def test_abort_ends_what_is_under_way() -> None:
+    reports = as_processes(2, aborted, timeout=30, backend="gradwire")
+    kind, _, text, seconds = reports[0]
+    assert kind == "TransportError", text
+    assert "destroyed" in text
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("GRADWIRE_CODEC", "qsgdd", "unknown codec 'qsgdd'"),
+        ("GRADWIRE_CODEC", "qsgd:bits=9", "bits"),
+        ("GRADWIRE_MIN_BYTES", "64k", "'64k'"),
+    ],
+)
+def test_a_wrong_environment_is_named(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    error = caught(
+        lambda: dist.init_process_group(
+            "gradwire", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}"
+        )
+    )
+    assert isinstance(error, gw.ConfigError)
+    assert variable in str(error)
+    assert said in str(error)
