@@ -34,7 +34,7 @@ VALUES_A_THREAD = 16
 REDUCED = 1024  # partial results that one pass makes into one
 REDUCED_COLUMNS = 8  # reduced side by side
 WARPS = 8  # of a program between sweeps
-CHUNK = 1024  # counts of blocks that one step of a scan adds up
+CHUNK = 4096  # counts of blocks that one step of a scan adds up
 BYTES = (24, 16, 8, 0)  # of a key, the highest first: by how much they are shifted
 
 
