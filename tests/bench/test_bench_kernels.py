@@ -68,6 +68,28 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
         list(kernels.run(*arguments))  # type: ignore[arg-type]
 
 
+def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    def takes(milliseconds: float) -> None:
+        clock[0] += milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = kernels._take_turns(lambda: takes(3.0), lambda: takes(2.0), 1, "triton", quick=True)
+    assert found == pytest.approx((0.003, 0.002))
+
+
 def test_a_missing_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"device 'cuda': (there is no CUDA|triton is not)"):

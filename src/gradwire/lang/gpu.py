@@ -133,9 +133,9 @@ class Device:
 
         What such a payload decodes to is not said, but nothing is written out of its bounds.
         """
-        failed = self.failed(self.current())
         if not self.layout.variable:
             return
+        failed = self.failed(self.current())
         number = int(failed.item())
         if number:
             failed.zero_()

@@ -97,7 +97,8 @@ class Used:
 def head(layout: Layout) -> str:
     """The first lines of a generated file."""
     selects = layout.variable or layout.samples
-    entries = "from gradwire.lang.emit.triton_selection import *\n" if selects else ""
+    files = ("triton_selection", "triton_codes") if selects else ()
+    entries = "".join(f"from gradwire.lang.emit.{file} import *\n" for file in files)
     return f"""\
 import triton
 import triton.language as tl

@@ -1,0 +1,164 @@
+"""Entries in Triton: which elements are selected, where received ones are, codes in runs.
+
+Only generated code imports this file. Shapes as in triton_prelude.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gradwire.lang.emit.triton_prelude import (
+    BEFORE,
+    KEYS,
+    NUMEL,
+    STATE,
+    TIED,
+    TILES,
+    load8,
+    power3,
+    store8,
+)
+from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word
+
+RUN = tl.constexpr(128)  # entries that are packed together
+RUNS = tl.constexpr(8)  # packed side by side
+BYTES = tl.constexpr(1024)  # cleared at once
+
+
+# entries of a tile -------------------------------------------------------------------------------
+
+
+@triton.jit
+def earlier(condition, GROUP: tl.constexpr, J: tl.constexpr):
+    """[1, G, J] -> [1, G, J]: how often it holds earlier in the block."""
+    x = tl.reshape(condition.to(tl.int32), GROUP, J)
+    return tl.reshape(tl.cumsum(x, 1) - x, 1, GROUP, J)
+
+
+@triton.jit
+def chosen(
+    row, words, block, g, at, here, mask,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """(whether it is selected, which entry it is) of every element; of equal keys the first are."""
+    state = words + tl.load(row + STATE)
+    keys = words + tl.load(row + KEYS) + block * BLOCK
+    key = as_word(tl.load(keys + at, mask=mask, other=0))
+    cut = as_word(tl.load(state + CUT))
+    ties = tl.load(words + tl.load(row + TIED) + block + g, mask=here, other=0)
+    equal = mask & (key == cut)
+    tied = equal & (ties + earlier(equal, GROUP, J) < tl.load(state + TAKEN))
+    hit = (mask & (key > cut)) | tied
+    before = tl.load(words + tl.load(row + BEFORE) + block + g, mask=here, other=0)
+    return hit, before + earlier(hit, GROUP, J)
+
+
+@triton.jit
+def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
+    """(whether there is an entry, which one) for every element `i` of its block.
+
+    The block's entries are `first` to `end`, in the order of their places: bisection.
+    """
+    low, high = first + i * 0, end + i * 0
+    span = tl.max(end - first)
+    while span > 0:
+        open_ = mask & (low < high)
+        middle = (low + high) >> 1
+        below = code_at(address, middle, entries, open_, BITS) < i
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+        span = span >> 1
+    inside = mask & (low < end)
+    return inside & (code_at(address, low, entries, inside, BITS) == i), low
+
+
+@triton.jit
+def code_at(address, e, entries, mask, BITS: tl.constexpr):
+    """Code `e` of `entries`, as int32; BITS 0: a trit. Divisions are comparisons: few cells."""
+    run = e >> 7
+    m, j = tl.minimum(entries - run * RUN, RUN), e & 127
+    if BITS == 0:
+        length = (m + 4) // 5
+        k = (j >= length).to(tl.int32) + (j >= 2 * length) + (j >= 3 * length) + (j >= 4 * length)
+        byte = load8(address, run * 26 + j - k * length, mask, False)
+        code = byte // power3(k) % 3
+    else:
+        at, code = run * (16 * BITS), j * 0
+        for p in tl.static_range(4):
+            if BITS & (8 >> p):
+                length, k = (m * (8 >> p) + 7) >> 3, j * 0
+                for cell in tl.static_range(1, 1 << p):
+                    k += (j >= cell * length).to(tl.int32)
+                byte = load8(address, at + j - k * length, mask, False)
+                digit = (byte >> (k * (8 >> p))) & ((1 << (8 >> p)) - 1)
+                code |= digit << (BITS & (0xF0 >> p) & 0xF)
+                at += length
+    return code
+
+
+# entries as they are stored ----------------------------------------------------------------------
+
+
+@triton.jit
+def tail_nbytes(entries, BITS: tl.constexpr):
+    """Bytes of so many codes in runs; BITS 0: trits."""
+    runs, m = entries >> 7, entries & 127
+    if BITS == 0:
+        nbytes = runs * 26 + (m + 4) // 5
+    else:
+        nbytes = runs * (16 * BITS)
+        for p in tl.static_range(4):
+            if BITS & (8 >> p):
+                nbytes += (m * (8 >> p) + 7) >> 3
+    return nbytes
+
+
+@triton.jit
+def share_of(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """(which, of how many) programs of a row this one is."""
+    full = tl.load(row + NUMEL) // BLOCK
+    ragged = (tl.load(row + NUMEL) % BLOCK > 0).to(tl.int64)
+    part = tl.program_id(0) - tl.load(row + TILES)
+    return part.to(tl.int32), ((full + GROUP - 1) // GROUP + ragged).to(tl.int32)
+
+
+@triton.jit
+def pack_runs(staged, address, part, parts, entries, BITS: tl.constexpr):
+    """Pack this program's share of the runs of a column of staged codes."""
+    r = tl.arange(0, RUNS)[:, None]
+    for first in range(part * RUNS, (entries + RUN - 1) >> 7, parts * RUNS):
+        run = first + r
+        m = tl.minimum(tl.maximum(entries - run * RUN, 0), RUN)
+        if BITS == 0:
+            j, length, byte = tl.arange(0, 32)[None, :], (m + 4) // 5, 0 * r
+            for k in tl.static_range(5):
+                byte += _cell(staged, run, j, k, length, m) * 3**k
+            store8(address, run * 26 + j, byte, j < length, False)
+        else:
+            at = run * (16 * BITS)
+            for p in tl.static_range(4):
+                if BITS & (8 >> p):
+                    j, length = tl.arange(0, 128 >> p)[None, :], (m * (8 >> p) + 7) >> 3
+                    byte = 0 * r
+                    for k in tl.static_range(1 << p):
+                        code = _cell(staged, run, j, k, length, m)
+                        digit = (code >> (BITS & (0xF0 >> p) & 0xF)) & ((1 << (8 >> p)) - 1)
+                        byte |= digit << (k * (8 >> p))
+                    store8(address, at + j, byte, j < length, False)
+                    at += length
+
+
+@triton.jit
+def _cell(staged, run, j, K: tl.constexpr, length, m):
+    """The codes in cell K of the bytes `j` of a run's plane."""
+    place = j + K * length
+    return tl.load(staged + run * RUN + place, mask=(j < length) & (place < m), other=0)
+
+
+@triton.jit
+def clear_bytes(begin, end, part, parts):
+    """Zero this program's share of the bytes from `begin` to `end`, two addresses."""
+    i = tl.arange(0, BYTES)
+    for at in range(part * BYTES, (end - begin).to(tl.int32), parts * BYTES):
+        store8(begin, at + i, i * 0, begin + at + i < end, False)
