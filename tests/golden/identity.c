@@ -148,8 +148,9 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   for (int g = 0; g < count; g++) {
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
-    float *restrict values = (float *)place->row->values + b * BLOCK;
-    float *restrict residual = place->row->residual + b * BLOCK;
+    float *restrict to = (float *)place->row->values + b * BLOCK;
+    float fresh[BLOCK] __attribute__((aligned(64)));
+    float *restrict values = call->large ? fresh : to;
 #pragma omp simd
     for (int i = 0; i < m; i++) {
       const float n0 = ((const f32 *)(payload + place->at[0] + b * 4096))[i];
@@ -157,6 +158,7 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
       const float n3 = to_fp32(n2);
       values[i] = n3;
     }
+    if (call->large) past_cache(to, fresh, m * sizeof *to);
   }
 }
 
@@ -191,10 +193,14 @@ int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stri
     float factor, int32_t threads, void *workspace, const float *table) {
   int failed = 0;
   Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  int64_t total = 0;
+  for (int64_t r = 0; r < n; r++) total += rows[r].numel;
+  call.large = total >= 262144;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
     decode_sweep0(&call, thread, of);
+    past_cache_end();
   }
   return failed;
 }

@@ -140,3 +140,28 @@ def test_identity_is_exact_in_every_dtype() -> None:
         values = values[~torch.isnan(values)]
         payload = call(Identity(), "encode", values).payload
         assert torch.equal(payload, values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", [Identity(), QSGD(), QSGD(bits=3, block=77)], ids=str)
+def test_large_decodes_bypass_the_cache_to_any_address(codec: Codec, dtype: torch.dtype) -> None:
+    """As many values as make a call large, in rows that begin and end within lines of the cache."""
+    numels = [200_000, 1, 70_007]
+    payloads = [call(codec, "encode", gradient(n, dtype, seed=n)).payload for n in numels]
+    wanted = [
+        call(codec, "decode", torch.zeros(n, dtype=dtype), target="eager", payload=p).values
+        for n, p in zip(numels, payloads, strict=True)
+    ]
+    for shift in (0, 1, 5):
+        memory = torch.full((sum(numels) + 3 * 8,), 9.0, dtype=dtype)
+        rows, starts, at = np.zeros(3, ROW), [], shift
+        for i, (numel, payload) in enumerate(zip(numels, payloads, strict=True)):
+            rows[i]["values"], rows[i]["payload"] = memory[at:].data_ptr(), payload.data_ptr()
+            rows[i]["numel"] = numel
+            starts.append(at)
+            at += numel + 3
+        kernels(codec, dtype, "c").run("decode", rows, threads=2)
+        for start, numel, expected in zip(starts, numels, wanted, strict=True):
+            assert same(memory[start : start + numel], expected)
+            assert memory[start + numel] == 9.0
+            assert start == 0 or memory[start - 1] == 9.0

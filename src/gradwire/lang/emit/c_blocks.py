@@ -15,6 +15,8 @@ from gradwire.lang.emit.c_nodes import MEMORY, Writer, cell, register, stream_na
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
 
+MOST_FRESH = 4096  # values of a block that takes the way by L1
+
 
 class Blocks(Writer):
     """The function over a group of blocks for one sweep."""
@@ -95,7 +97,11 @@ class Blocks(Writer):
         self.loop = loop
         self.arrays(loop)
         touches = any(n.op == "load" for n in loop.nodes) or loop is self.prefetching
-        if touches or any(s.kind == "store" for s in loop.sinks):
+        fresh = self.program.form == "decode" and self.layout.block <= MOST_FRESH
+        fresh = fresh and any(s.kind == "store" for s in loop.sinks)
+        if fresh:
+            self.fresh_memory()
+        elif touches or any(s.kind == "store" for s in loop.sinks):
             self.memory(" + b * BLOCK")
         if loop is self.prefetching:
             for target in self.prefetched:
@@ -131,6 +137,8 @@ class Blocks(Writer):
             self.put(f"low{x}_[g] = low{x}, high{x}_[g] = high{x};")
         for sink in loop.sinks:
             self.SINKS[sink.kind][2](self, sink)
+        if fresh:
+            self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
 
     def arrays(self, loop: passes.Loop) -> None:

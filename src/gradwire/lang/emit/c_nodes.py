@@ -128,6 +128,13 @@ class Writer:
         self.put(f"{values} *restrict values = ({values} *)place->row->values{offset};")
         self.put(f"float *restrict residual = place->row->residual{offset};")
 
+    def fresh_memory(self) -> None:
+        """As `memory`, of values that are overwritten unread: by way of L1 where there are many."""
+        values = VALUES[self.native]
+        self.put(f"{values} *restrict to = ({values} *)place->row->values + b * BLOCK;")
+        self.put(f"{values} fresh[BLOCK] __attribute__((aligned(64)));")
+        self.put(f"{values} *restrict values = call->large ? fresh : to;")
+
     def define(self, n: Node) -> None:
         self.put(f"const {register(n)} {self.name(n)} = {NODES[n.op](self, n)};")
 

@@ -14,6 +14,7 @@ from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
 
+LARGE_VALUES = 1 << 18  # of a call: what a cache of a core hardly holds
 GROUP_VALUES = 4096  # values of a group: 16 KiB in fp32, so that a group and its arrays stay in L1
 MAX_GROUP = 32  # blocks whose scalars make one vector
 ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
@@ -317,6 +318,12 @@ def entry(form: str, sweeps: tuple[passes.Sweep, ...], layout: Layout) -> str:
         "  int failed = 0;",
         "  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};",
     ]
+    if form == "decode":
+        lines += [
+            "  int64_t total = 0;",
+            "  for (int64_t r = 0; r < n; r++) total += rows[r].numel;",
+            f"  call.large = total >= {LARGE_VALUES};",
+        ]
     if layout.staged:
         lines += [
             "  Staging staging[threads];",
@@ -336,6 +343,7 @@ def entry(form: str, sweeps: tuple[passes.Sweep, ...], layout: Layout) -> str:
     for at, functions in enumerate(calls):
         lines += ["#pragma omp barrier"] if at else []
         lines += [f"    {name}(&call, thread, of);" for name in functions]
+    lines += ["    past_cache_end();"] if form == "decode" else []
     return "\n".join([*lines, "  }", "  return failed;", "}", ""])
 
 

@@ -28,7 +28,39 @@ typedef struct {
   const float *table;
   int *failed; /* 1 + the number of a row whose payload cannot be decoded */
   Staging *staging;
+  int large; /* values are too many to stay in the cache */
 } Call;
+
+/* Copy n bytes to memory past the cache, which then need not read what is overwritten. */
+#if defined(__AVX512F__)
+typedef int64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
+#define STREAM(to, x) __asm__("vmovntdq %1, %0" : "=m"(*(to)) : "v"(x))
+#elif defined(__AVX__)
+typedef int64_t Line __attribute__((vector_size(32), aligned(1), may_alias));
+#define STREAM(to, x) __asm__("vmovntdq %1, %0" : "=m"(*(to)) : "x"(x))
+#elif defined(__SSE2__)
+typedef int64_t Line __attribute__((vector_size(16), aligned(1), may_alias));
+#define STREAM(to, x) __asm__("movntdq %1, %0" : "=m"(*(to)) : "x"(x))
+#endif
+
+INLINE void past_cache(void *to, const void *from, int64_t n) {
+  uint8_t *out = to;
+  const uint8_t *in = from;
+#ifdef STREAM
+  int64_t head = -(uintptr_t)out & 63;
+  head = head < n ? head : n;
+  memcpy(out, in, head);
+  for (out += head, in += head, n -= head; n >= 64; out += 64, in += 64, n -= 64)
+    for (int k = 0; k < 64; k += sizeof(Line)) STREAM((Line *)(out + k), *(const Line *)(in + k));
+#endif
+  memcpy(out, in, n);
+}
+/* After the last of these, before another thread is told. */
+INLINE void past_cache_end(void) {
+#ifdef STREAM
+  __asm__ volatile("sfence" ::: "memory");
+#endif
+}
 
 /* Payloads have no alignment. */
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
