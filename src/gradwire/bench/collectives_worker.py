@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import algorithms
 from gradwire.bench import methods as method_table
 from gradwire.bench.collectives import Config
+from gradwire.groups import communicator
+from gradwire.transport import Mixed
 
 _SAMPLE = 1 << 20  # values whose error is measured
 _WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
@@ -104,13 +106,19 @@ class _Contestant:
         return {
             "method": self.name,
             "algorithm": algorithm,
-            "transport": "torch_p2p" if ours else "gloo",
+            "transport": _transport() if ours else "gloo",
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
             "rounds": reductions * algorithms.get(algorithm).rounds(dist.get_world_size()),
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
         }
+
+
+def _transport() -> str:
+    """What carries gradwire's messages."""
+    transport = communicator().transport
+    return transport.name if isinstance(transport, Mixed) else type(transport).__name__
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
