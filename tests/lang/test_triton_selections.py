@@ -18,7 +18,7 @@ import triton_checks
 from test_selections import Kept
 from test_triton import interpreting as interpreting  # the fixture
 
-from gradwire.codecs import DGC, QSGD, AdaComp, Codec, TernGrad, ThreeLC, TopK
+from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC, TopK
 from gradwire.lang import layout, tiles
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
@@ -95,8 +95,9 @@ LAUNCHES = {
     TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
     ThreeLC(): [5, 5, 2, 2, 2, 6, 6],
     TopK(): [13, 13, 2, 2, 2, 14, 14],
-    AdaComp(): [16, 16, 2, 2, 2, 17, 17],
+    AdaComp(): [15, 15, 2, 2, 2, 16, 16],
     DGC(): [22, 22, 2, 2, 2, 23, 23],
+    MSTopK(): [34, 34, 2, 2, 2, 14, 14],
 }
 
 

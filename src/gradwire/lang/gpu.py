@@ -190,15 +190,15 @@ class Launches:
             **self.device.options,
         )  # fmt: skip
 
-    def complete(self, index: int, kind: str) -> None:
-        """Reduce what a sweep left for every block to a number a row."""
+    def complete(self, index: int, number: int, kind: str) -> None:
+        """Reduce what a sweep left for every block to so many numbers a row, from `index`."""
         from gradwire.lang.emit import triton_prelude
 
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
-                triton_prelude.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS)),
+                triton_prelude.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,

@@ -16,7 +16,7 @@ form, which lang/gpu.py takes:
 | step | is |
 | --- | --- |
 | ("sweep", kernel) | a launch over all tiles |
-| ("complete", index, kind) | reduce what a sweep left for every block to a number a row |
+| ("complete", index, number, kind) | reduce what a sweep left for blocks to so many numbers a row |
 | ("survey", peers) | count, in received payloads, what comes before every block |
 | ("sample", index, every, column) | the order statistic of the sample that a sweep left |
 | ("select", ranked) | of the keys that a sweep left: cut, and what comes before every block |
@@ -77,7 +77,7 @@ def _form(
             steps.append(f'("select", {passes.is_ranked(program)})')
         if plain or sinks:
             add(kernel().emit(name, sinks, plain), name)
-        steps += [f'("complete", {p.index}, "{p.node.attr}")' for p in plain]
+        steps += [f'("complete", {i}, {many}, "{kind}")' for i, many, kind in _alike(plain)]
         for p in partials:
             if isinstance(p.node.attr, ir.Rank):
                 rank, sample = p.node.attr, f"{name}_sample{p.index}"
@@ -89,6 +89,18 @@ def _form(
         if any(s.kind == "key" for s in sinks):
             steps.append('("sweep", pack)')
     return kernels, steps
+
+
+def _alike(partials: list[passes.Partial]) -> list[tuple[int, int, str]]:
+    """(index of the first, how many, kind) of reductions that one launch can complete."""
+    runs: list[tuple[int, int, str]] = []
+    for p in partials:
+        kind = str(p.node.attr)
+        if runs and runs[-1][2] == kind and runs[-1][0] + runs[-1][1] == p.index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, kind)
+        else:
+            runs.append((p.index, 1, kind))
+    return runs
 
 
 def _surveyed(program: ir.Program) -> list[bool]:

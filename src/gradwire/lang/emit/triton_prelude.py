@@ -413,8 +413,8 @@ def complete(
 ):  # fmt: skip
     """Reduce a row's partial results from `width` to width / R columns; R = 2^LOG.
 
-    Programs (row, C columns). `done`: passes before this one. The last pass leaves the row's number
-    behind its partial results; one more would find and leave it there again.
+    Programs (row, C columns, reduction from `index`). `done`: passes before this one. The last pass
+    leaves the row's number behind its partial results; one more would find and leave it again.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK
@@ -425,6 +425,7 @@ def complete(
         width = tl.maximum(width // R, 1)
     columns = tl.maximum(width // R, 1)
     partials = workspace + tl.load(row + PARTIALS)
+    index += tl.program_id(2)
     at = partials + index * blocks
     c = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
     r = tl.arange(0, R)[:, None]
