@@ -62,6 +62,12 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([whole(p.detach()).float().reshape(-1) for p in model.parameters()])
 
 
+def strayed(model: nn.Module, reference: nn.Module, start: nn.Module) -> float:
+    """How far training has led away from the reference, as a part of the way."""
+    way = (flat(reference) - flat(start)).norm()
+    return float((flat(model) - flat(reference)).norm() / way)
+
+
 def same_everywhere(tensor: torch.Tensor) -> bool:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensor)
@@ -117,7 +123,7 @@ def ddp_buckets_are_compressed() -> None:
     assert same_everywhere(flat(model))
     reference = DDP(mlp(), process_group=gloo())
     train(reference, range(4))
-    assert 0 < (flat(model) - flat(reference)).abs().max() < 0.03
+    assert 0 < strayed(model, reference, mlp()) < 0.25
 
 
 def eight_bits_are_nearer_than_two() -> None:
@@ -159,15 +165,19 @@ def metrics_stay_exact() -> None:
     metric = torch.randn(5_000, generator=torch.Generator().manual_seed(dist.get_rank()))
     expected = metric.clone()
     dist.all_reduce(expected, group=gloo())
+    forwards = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         seen = metric.clone()
         dist.all_reduce(seen)
         assert torch.equal(seen, expected)
-        return x * 2
+        forwards.append(torch._C._current_graph_task_id())
+        return x.sin().sin()
 
-    x = torch.ones(3, requires_grad=True)
-    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    for reentrant in (False, True):
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert [task == -1 for task in forwards] == [True, False] * 2
     assert sent.calls == 0
 
 
@@ -182,7 +192,7 @@ def no_sync_accumulates() -> None:
     gradients = [
         torch.cat([p.grad.reshape(-1) for p in m.parameters()]) for m in (model, reference)
     ]
-    torch.testing.assert_close(gradients[0], gradients[1], atol=0.05, rtol=0)
+    assert 0 < (gradients[0] - gradients[1]).norm() < 0.25 * gradients[1].norm()
     assert same_everywhere(gradients[0])
 
 
@@ -323,7 +333,7 @@ def fsdp_scatters_compressed() -> None:
     assert sent.ratio > 5.5
     reference = sharded(mlp(), gloo())
     train(reference, range(4))
-    assert 0 < (flat(model) - flat(reference)).abs().max() < 0.03
+    assert 0 < strayed(model, reference, mlp()) < 0.25
 
 
 def fsdp_in_half_precision() -> None:
@@ -344,7 +354,7 @@ def hybrid_sharding_compresses_both_hops() -> None:
     train(reference, range(3))
     for name in ("replicas", "shards"):
         assert mesh[name].get_group().stats()["calls"] == 3
-    assert 0 < (flat(model) - flat(reference)).abs().max() < 0.03
+    assert 0 < strayed(model, reference, mlp(200)) < 0.25
 
 
 # ---- registered
@@ -377,7 +387,7 @@ def a_registered_ddp_module_goes_by_parameter() -> None:
         assert registration.handle.stats()["steps"] == 3
         assert sent.calls == 1
     train(reference, range(4))
-    assert (flat(model) - flat(reference)).abs().max() < 0.03
+    assert strayed(model, reference, mlp()) < 0.25
 
 
 class Trainer(nn.Module):

@@ -16,7 +16,7 @@ from ranks import as_processes
 pytestmark = pytest.mark.multiprocess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SEEDS = range(4)
+SEEDS = range(3)
 
 
 def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
