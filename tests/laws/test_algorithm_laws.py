@@ -271,3 +271,35 @@ def test_what_is_switched_off_for_an_ablation_changes_no_bit(options: Options, n
     plain = as_threads(n, lambda comm: body(comm, Options()))[0]
     other = as_threads(n, lambda comm: body(comm, options))[0]
     assert all(map(torch.equal, plain, other))
+
+
+@every_way
+@pytest.mark.parametrize("codec", [Identity(), QSGD(), TopK(density=0.05)], ids=str)
+@pytest.mark.parametrize("n", [2, 5])
+def test_staged_messages_change_no_bit(
+    way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory of their own for the kernels, as on a GPU: whatever is not copied is missed."""
+    made = torch.Generator().manual_seed(4)
+    data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        tensors = [t.clone() for t in data[comm.rank]]
+        for _ in range(2):  # the second time in memory that the first has left
+            reduce_all(comm, tensors, codec, WAYS[way](n))
+        return tensors
+
+    plain = as_threads(n, body)
+    monkeypatch.setattr("gradwire.collectives.job.is_staged", lambda device: True)
+    for staged, expected in zip(as_threads(n, body), plain, strict=True):
+        assert all(map(torch.equal, staged, expected))
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        collective = prepare(comm, [Spec("w", 10, torch.float32, QSGD())])
+        item = Item(torch.zeros(10, device="meta"), rng.parameter_keys(0, "w", 0), 0)
+        return caught(lambda: collective.start([item], True))
+
+    (error,) = as_threads(1, body)
+    assert "w: its values holds 10 x torch.float32 on meta" in str(error)

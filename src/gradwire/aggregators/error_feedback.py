@@ -34,7 +34,9 @@ class ErrorFeedback:
 
     def aggregate(self, gradient: torch.Tensor) -> Steps:
         if self.residual is None:
-            self.residual = torch.zeros(gradient.numel(), dtype=torch.float32)
+            self.residual = torch.zeros_like(gradient, dtype=torch.float32)
+        # A state that was loaded may lie elsewhere.
+        self.residual = self.residual.to(gradient.device)
         steps = self.inner.aggregate(gradient)
         request = next(steps)
         assert request.residual is None, "the inner aggregator has error feedback of its own"
@@ -55,10 +57,10 @@ class ErrorFeedback:
             self.residual = None
             return
         # The kernels take its address: anything else would be read and written as fp32, 1-D.
-        found = (residual.dtype, residual.dim(), residual.is_contiguous(), residual.device.type)
-        if found != (torch.float32, 1, True, "cpu"):
+        found = (residual.dtype, residual.dim(), residual.is_contiguous(), residual.is_meta)
+        if found != (torch.float32, 1, True, False):
             raise ConfigError(
-                f"a residual is fp32, 1-D, contiguous and on the CPU, not {residual.dtype}, "
+                f"a residual is fp32, 1-D, contiguous and in memory, not {residual.dtype}, "
                 f"{residual.dim()}-D, strides {residual.stride()}, on {residual.device}"
             )
         self.residual = residual.clone()

@@ -110,7 +110,8 @@ class Rounds:
             # A round of its own draws random numbers of its own.
             step = self.steps[index] | number << 48
             items.append(Item(request.values, member.keys, step, request.residual))
-        running = prepare(self.comm, specs, self.options).start(items, average=True)
+        device = items[0].values.device
+        running = prepare(self.comm, specs, self.options, device=device).start(items, average=True)
         running.add_done_callback(lambda outcome: self._finish_round(number, outcome))
 
     def _finish_round(self, number: int, outcome: Future[Outcome]) -> None:

@@ -22,12 +22,12 @@ def check_op(function: str, op: str) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raises ConfigError unless `tensor` is dense and on the CPU."""
+    """Raises ConfigError unless `tensor` is dense, and on the CPU or a GPU."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         raise ConfigError(f"{name}: a dense torch.Tensor is needed, not {kind}")
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"{name} is on {tensor.device}: this version compresses CPU tensors")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name} is on {tensor.device}: kernels are for the CPU and for CUDA")
 
 
 def check_step(step: int) -> None:
@@ -64,15 +64,23 @@ def communicator_of(
     return comm
 
 
+def future_on(device: torch.device) -> Async:
+    """A future for tensors on `device`."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
 def deliver(
-    running: Future[Outcome], finish: Callable[[], torch.Tensor], async_op: bool
+    running: Future[Outcome],
+    finish: Callable[[], torch.Tensor],
+    async_op: bool,
+    device: torch.device,
 ) -> Async | None:
     """Wait for `running` and finish; or, if `async_op`, return a future of what `finish` gives."""
     if not async_op:
         running.result()
         finish()
         return None
-    result: Async = torch.futures.Future()
+    result: Async = future_on(device)
 
     def ended(outcome: Future[Outcome]) -> None:
         error = outcome.exception()

@@ -66,7 +66,7 @@ def all_reduce(
     chosen = codecs.get(codec, **codec_options)
     comm = communicator_of("all_reduce", group, async_op)
     spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
-    collective = prepare(comm, [spec], options)
+    collective = prepare(comm, [spec], options, device=tensor.device)
     values = tensor.detach().contiguous().view(-1)
     flat_residual = None if residual is None else residual.view(-1)
     keys = rng.parameter_keys(seed, name, comm.rank)
@@ -77,4 +77,4 @@ def all_reduce(
             tensor.detach().copy_(values.view(tensor.shape))
         return tensor
 
-    return deliver(running, finish, async_op)
+    return deliver(running, finish, async_op, tensor.device)

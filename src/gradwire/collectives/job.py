@@ -12,6 +12,7 @@ import torch
 
 from gradwire.collectives.arena import stride
 from gradwire.collectives.calls import Step
+from gradwire.collectives.memory import HostMemory, Memory, StagedMemory, is_staged
 from gradwire.engine import Buffer, Kind, Task
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.errors import ConfigError
@@ -27,7 +28,8 @@ class Item:
     """One tensor of one call.
 
     Attributes:
-        values: 1-D, contiguous, on the CPU; replaced by the result, unless there is a `home`.
+        values: 1-D, contiguous, on the collective's device; replaced by the result, unless there is
+            a `home`.
         residual: fp32, as long as `values`, or None.
         keys: from `rng.parameter_keys`.
         step: enters the RNG key, so that no two steps draw the same numbers.
@@ -50,6 +52,8 @@ class Job:
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
         self.kernel_seconds = 0.0
+        on_gpu = collective.device.type == "cuda"
+        self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
         self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
         self.step = Step(
@@ -70,12 +74,20 @@ class Job:
 
     def start(self) -> None:
         c = self.collective
-        self.arena = c.comm.take(c.arena_bytes)
-        self.rows = c.calls.table(self.step, self.arena.data_ptr())
+        self.held: Memory
+        if is_staged(c.device):
+            nbytes, messages = c.arena_bytes, c.workspace_offset
+            self.held = StagedMemory(c.comm, c.device, nbytes, messages, self.ready)
+        else:
+            self.held = HostMemory(c.comm, c.arena_bytes)
+        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
+        return self.held.messages[slice(*self._slice(buffer))]
+
+    def _slice(self, buffer: Buffer) -> tuple[int, int]:
         offset = self.collective.offsets[buffer]
-        return self.arena[offset : offset + self.collective.message_bytes(buffer)]
+        return offset, offset + self.collective.message_bytes(buffer)
 
     def tag(self, buffer: Buffer) -> int:
         return self.first_tag + self.collective.tag(buffer)
@@ -84,17 +96,21 @@ class Job:
         c = self.collective
         merge = task.kind is Kind.MERGE
         begun = time.perf_counter()
-        for call in c.calls.of[task]:
-            c.kernels[call.kernel].run(
-                call.form,
-                self.rows[call.first : call.last],
-                ranks=len(task.reads) + (task.own is not None) if merge else 1,
-                rank=(-1 if task.own is None else task.own) if merge else 0,
-                stride=stride([c.offsets[b] for b in task.reads]) if merge else 0,
-                factor=self.factor if task.final else 1.0,
-                threads=c.threads,
-                workspace=self.arena[c.workspace_offset :],
-            )
+        with self.held.kernels(map(self._slice, task.reads), map(self._slice, task.writes)):
+            for call in c.calls.of[task]:
+                c.kernels[call.kernel].run(
+                    call.form,
+                    self.rows[call.first : call.last],
+                    ranks=len(task.reads) + (task.own is not None) if merge else 1,
+                    rank=(-1 if task.own is None else task.own) if merge else 0,
+                    stride=stride([c.offsets[b] for b in task.reads]) if merge else 0,
+                    factor=self.factor if task.final else 1.0,
+                    threads=c.threads,
+                    workspace=self.held.arena[c.workspace_offset :],
+                )
+        if c.device.type != "cpu":
+            for call in c.calls.of[task]:
+                c.kernels[call.kernel].check()  # a GPU says behind the kernels what was wrong
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))
         self.kernel_seconds += time.perf_counter() - begun
@@ -109,32 +125,37 @@ class Job:
         return Envelope(c.plan, self.sequence, buffer.segment, buffer.chunk, c.checksum)
 
     def finish(self) -> None:
-        self.collective.comm.give(self.arena)
+        self.held.give()
         self.items = ()
 
 
-def check_item(spec: Spec, item: Item, world_size: int) -> None:
+def check_item(spec: Spec, item: Item, world_size: int, device: torch.device) -> None:
     """Kernels get addresses, so this is where wrong memory must be stopped; raises ConfigError."""
-    _check_memory(spec, "values", item.values, spec.numel, spec.dtype)
+    _check_memory(spec, "values", item.values, spec.numel, spec.dtype, device)
     if spec.feedback:
-        _check_memory(spec, "residual", item.residual, spec.numel, torch.float32)
+        _check_memory(spec, "residual", item.residual, spec.numel, torch.float32, device)
     if item.home is not None:
-        _check_memory(spec, "shard", item.home, spec.numel // world_size, spec.dtype)
+        _check_memory(spec, "shard", item.home, spec.numel // world_size, spec.dtype, device)
     if not 0 <= item.step < 1 << 63:
         raise ConfigError(f"{spec.name}: step is {item.step}, must be 0 or more")
 
 
 def _check_memory(
-    spec: Spec, what: str, tensor: torch.Tensor | None, numel: int, dtype: torch.dtype
+    spec: Spec,
+    what: str,
+    tensor: torch.Tensor | None,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     if tensor is None:
         raise ConfigError(f"{spec.name}: its {what} is missing")
-    found = (tensor.numel(), tensor.dtype, tensor.device.type, tensor.is_contiguous())
-    if found != (numel, dtype, "cpu", True):
+    found = (tensor.numel(), tensor.dtype, tensor.device, tensor.is_contiguous())
+    if found != (numel, dtype, device, True):
         layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise ConfigError(
             f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
-            f"{layout}; it must hold {numel} x {dtype}, contiguous on the CPU"
+            f"{layout}; it must hold {numel} x {dtype}, contiguous on {device}"
         )
 
 

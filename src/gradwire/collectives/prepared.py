@@ -25,6 +25,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import kernels
 from gradwire.partition import SEGMENT_BYTES, Spec, partition
 
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a segment, in uncompressed values of a chunk. Over a network, encoding and sending overlap; in
 # memory both are the work of the same cores, and what a segment costs is all there is to it.
@@ -41,6 +42,7 @@ class Collective:
         options: how to run it.
         kind: "all_reduce", or one of its halves: "reduce_scatter", "all_gather". Of a half, each
             tensor holds every rank's shard, in rank order.
+        device: of the tensors: the CPU, or a GPU, from which messages go by way of pinned memory.
 
     Raises:
         ConfigError: ranks disagree on the specs or options, a dtype is not a supported float, a
@@ -58,9 +60,11 @@ class Collective:
         specs: Sequence[Spec],
         options: Options | None = None,
         kind: str = "all_reduce",
+        device: torch.device = CPU,
     ) -> None:
         options = options or Options()
         self.comm = comm
+        self.device = device
         self.specs = tuple(specs)
         self.options = options
         for spec in self.specs:
@@ -86,7 +90,8 @@ class Collective:
         self.sizes = cut.sizes
         self._roles = algorithm.ROLES
         kinds = list(dict.fromkeys((row.codec, self.specs[row.item].dtype) for row in cut.rows))
-        self.kernels = [kernels(codec, dtype, options.target) for codec, dtype in kinds]
+        target = _target(options.target, device)
+        self.kernels = [kernels(codec, dtype, target) for codec, dtype in kinds]
 
         self.offsets, self.workspace_offset = place(self.graph, self.message_bytes)
         index = {kind: i for i, kind in enumerate(kinds)}
@@ -96,10 +101,10 @@ class Collective:
         self.threads = options.threads or torch.get_num_threads()
         self.arena_bytes = self.workspace_offset + max(
             (
-                self.kernels[call.kernel].layout.workspace_nbytes(
-                    self.calls.numel[call.first : call.last], self.threads
+                self.kernels[call.kernel].workspace_nbytes(
+                    self.calls.numel[call.first : call.last], self.threads, len(task.reads) + 1
                 )
-                for calls in self.calls.of.values()
+                for task, calls in self.calls.of.items()
                 for call in calls
             ),
             default=0,
@@ -134,7 +139,7 @@ class Collective:
             TransportError: the group is broken.
         """
         for spec, item in zip(self.specs, items, strict=True):
-            check_item(spec, item, self.comm.world_size)
+            check_item(spec, item, self.comm.world_size, self.device)
         return self.comm.executor.submit(Job(self, items, average))
 
 
@@ -143,23 +148,33 @@ def prepare(
     specs: Sequence[Spec],
     options: Options | None = None,
     kind: str = "all_reduce",
+    device: torch.device = CPU,
 ) -> Collective:
     """The Collective of `specs`, built on first use and kept while it is among those used last.
 
     Raises:
         ConfigError: as Collective.
     """
-    key = (kind, tuple(specs), options or Options())
+    key = (kind, tuple(specs), options or Options(), device)
     kept = comm.kept
     with comm.preparing:
         if key not in kept:
-            kept[key] = Collective(comm, specs, options, kind)
+            kept[key] = Collective(comm, specs, options, kind, device)
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)
         prepared = kept[key]
     assert isinstance(prepared, Collective)
     return prepared
+
+
+def _target(target: str, device: torch.device) -> str:
+    """What runs kernels on `device`, where the user has said `target`."""
+    if device.type == "cpu":
+        return target
+    if target not in ("auto", "triton"):
+        raise ConfigError(f"target {target!r} cannot read tensors on {device}: use 'auto'")
+    return "triton"
 
 
 def _algorithm(comm: Communicator, options: Options, kind: str) -> Algorithm:

@@ -69,7 +69,7 @@ def reduce_scatter(
     _check_shards(comm, whole=("input", input), shard=("output", output))
     check_residual(residual, input.numel())
     spec = Spec(name, input.numel(), input.dtype, chosen, residual is not None)
-    collective = prepare(comm, [spec], options, "reduce_scatter")
+    collective = prepare(comm, [spec], options, "reduce_scatter", input.device)
     values = input.detach().contiguous().view(-1)
     home = _flat_home(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
@@ -83,7 +83,7 @@ def reduce_scatter(
             output.detach().copy_(home.view(output.shape))
         return output
 
-    return deliver(running, finish, async_op)
+    return deliver(running, finish, async_op, output.device)
 
 
 def all_gather(
@@ -120,7 +120,7 @@ def all_gather(
     comm = communicator_of("all_gather", group, async_op)
     _check_shards(comm, whole=("output", output), shard=("input", input))
     spec = Spec(name, output.numel(), output.dtype, chosen)
-    collective = prepare(comm, [spec], options, "all_gather")
+    collective = prepare(comm, [spec], options, "all_gather", output.device)
     values = _flat_home(output)
     own = values[comm.rank * input.numel() :][: input.numel()]
     own.copy_(input.detach().reshape(-1))
@@ -132,7 +132,7 @@ def all_gather(
             output.detach().copy_(values.view(output.shape))
         return output
 
-    return deliver(running, finish, async_op)
+    return deliver(running, finish, async_op, output.device)
 
 
 def _flat_home(tensor: torch.Tensor) -> torch.Tensor:

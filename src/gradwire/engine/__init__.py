@@ -4,6 +4,7 @@ from gradwire.engine.communicator import Communicator
 from gradwire.engine.executor import Executor, Job, Outcome
 from gradwire.engine.graph import Graph
 from gradwire.engine.message import HEADER_BYTES
+from gradwire.engine.pool import Pool
 from gradwire.engine.task import Buffer, Kind, Task
 from gradwire.engine.trace import Span, Trace
 
@@ -16,6 +17,7 @@ __all__ = [
     "Job",
     "Kind",
     "Outcome",
+    "Pool",
     "Span",
     "Task",
     "Trace",

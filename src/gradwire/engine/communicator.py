@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 
 import torch
 
 from gradwire.engine.executor import Executor
+from gradwire.engine.pool import Pool
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
 
@@ -32,7 +33,6 @@ class Communicator:
         executor: runs the graphs.
         preparing: held while something is looked up in `kept`, or agreed on.
         kept: what is prepared once and used every step, by what it is for; the least used first.
-        peak_bytes: the most memory that collectives owned at one time, in bytes.
     """
 
     def __init__(self, transport: Transport, in_flight: int = 2) -> None:
@@ -40,7 +40,6 @@ class Communicator:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.executor = Executor(transport, in_flight)
-        self.peak_bytes = 0
         self._in_memory: bool | None = None
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.preparing = threading.RLock()
@@ -48,9 +47,8 @@ class Communicator:
         self._jobs = 0
         self._tags = 0
         self._agreements = 0
-        self._free: list[torch.Tensor] = []
-        self._owned = 0
-        self._recent: deque[int] = deque(maxlen=64)
+        self._pools: dict[tuple[torch.device, bool], Pool] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def close(self) -> None:
         """End the threads; collectives under way are abandoned."""
@@ -146,41 +144,28 @@ class Communicator:
 
     # ---- memory ------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
+    def pool(self, device: torch.device, staging: bool = False) -> Pool:
+        """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
+        pinned = staging and device.type == "cuda"
+        place = torch.device("cpu") if staging else device
+
+        def make(nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+
         with self._lock:
-            self._recent.append(nbytes)
-            self._forget([a for a in self._free if not self._is_needed(a)])
-            # A small bucket must not hold a large one's memory, which would be made a second time.
-            fitting = [a for a in self._free if nbytes <= a.numel() <= 2 * nbytes]
-            if fitting:
-                arena = min(fitting, key=torch.Tensor.numel)
-                self._free = [a for a in self._free if a is not arena]
-            else:
-                # What lies free and is too small goes first, so that sizes do not pile up.
-                self._forget([a for a in self._free if a.numel() < nbytes])
-                arena = torch.empty(nbytes, dtype=torch.uint8)
-                self._owned += nbytes
-                self.peak_bytes = max(self.peak_bytes, self._owned)
-        return arena
+            return self._pools.setdefault((device, staging), Pool(make))
 
-    def give(self, arena: torch.Tensor) -> None:
-        """Return memory that was taken."""
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that collectives owned at one time, in bytes, of each kind."""
         with self._lock:
-            self._free.append(arena)
+            return sum(pool.peak_bytes for pool in self._pools.values())
 
-    def _is_needed(self, arena: torch.Tensor) -> bool:
-        """Whether more than one recent collective would fill most of `arena`.
-
-        DDP's first iteration is a single bucket of the whole model; its memory must not stay.
-        """
-        return sum(nbytes >= 0.8 * arena.numel() for nbytes in self._recent) > 1
-
-    def _forget(self, arenas: list[torch.Tensor]) -> None:
-        self._owned -= sum(a.numel() for a in arenas)
-        gone = {id(a) for a in arenas}
-        self._free = [a for a in self._free if id(a) not in gone]
-
-    def reset_peak(self) -> None:
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The side stream of this group's kernels on `device`; None on the CPU."""
+        if device.type == "cpu":
+            return None
         with self._lock:
-            self.peak_bytes = self._owned
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            return self._streams[device]

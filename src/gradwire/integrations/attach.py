@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregators import Member, Rounds
 from gradwire.codecs import Identity
 from gradwire.collectives import Options, check_defined
+from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
@@ -48,7 +49,8 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU (gloo), in fp32, fp16 or bf16.
+        model: its parameters are on the CPU or on one GPU, in fp32, fp16 or bf16; its process group
+            carries CPU tensors ("gloo", or "cpu:gloo,cuda:nccl").
         codec: for parameters of two dimensions and more: a name with its options as further
             keywords (see `gradwire codec list`), a Codec, or None for none.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
@@ -87,11 +89,13 @@ def attach(
         )
     comm = communicator(model.process_group)
     named = synchronised(model)
-    away = next((name for name, p in named if p.device.type != "cpu"), None)
-    if away is not None:
+    device = named[0][1].device
+    away = next(((n, p.device) for n, p in named if p.device != device), None)
+    if away is not None or device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"parameter {away} is not on the CPU: this version compresses CPU gradients"
-        )
+            f"parameter {named[0][0]} is on {device}" + (", {} on {}".format(*away) if away else "")
+            + ": gradwire needs all of them on the CPU, or on one GPU"
+        )  # fmt: skip
     plan = make_plan(
         named, codec, codec_options, comm.world_size, include, exclude, codecs, error_feedback
     )
@@ -166,7 +170,7 @@ class Handle(Plug):
             self._totals["steps"] += 1
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = future_on(buffer.device)
         self._held.append(_Bucket(buffer, members, _flat(buffer, bucket.gradients()), future))
         self._pending.append(future)
         held = sum(b.buffer.numel() * b.buffer.itemsize for b in self._held)

@@ -143,7 +143,7 @@ def _check_residual(parameter: ParameterPlan, residual: object) -> None:
     for what, found, wanted in (
         ("dtype", residual.dtype, torch.float32),
         ("shape", tuple(residual.shape), (parameter.numel,)),
-        ("device", residual.device.type, "cpu"),
+        ("device meta", residual.is_meta, False),
         ("layout", residual.layout, torch.strided),
     ):
         if found != wanted:
@@ -171,6 +171,6 @@ def _share_out(
         for name, tensors in state["aggregators"].items():
             target = shared.setdefault(name, {})
             for key, value in tensors.items():
-                scaled = value * (world_size / old)
+                scaled = value.cpu() * (world_size / old)
                 target[key] = target[key] + scaled if key in target else scaled
     return shared
