@@ -508,12 +508,32 @@ def wrong_use_is_named() -> None:
 
 
 def environments_that_differ_are_named() -> None:
-    os.environ["GRADWIRE_MIN_BYTES"] = str(4000 + dist.get_rank())
+    rank = dist.get_rank()
+    for wrong in (1, 0):  # who has a value that is none: then, too, every rank is told
+        os.environ["GRADWIRE_MIN_BYTES"] = "many" if rank == wrong else "4000"
+        error = caught(lambda: dist.new_group(backend="gradwire"))
+        assert isinstance(error, gw.ConfigError)
+        assert "GRADWIRE_MIN_BYTES='many'" in str(error)
+    os.environ["GRADWIRE_MIN_BYTES"] = str(4000 + rank)
     error = caught(lambda: dist.new_group(backend="gradwire"))
     os.environ.update(ENVIRONMENT)
     assert isinstance(error, gw.ConfigError)
     assert "GRADWIRE_MIN_BYTES 4001" in str(error)
     assert "rank 1" in str(error)
+
+
+def split_groups_are_of_the_backend() -> None:
+    """torch splits groups of accelerators alone; the group's own method needs none."""
+    child = group().split_group([0, 1], group_name="a pair", group_desc="split")
+    assert (child is None) == (dist.get_rank() > 1)
+    if child is not None:
+        assert (type(child), child.size(), child.group_name) == (type(group()), 2, "a pair")
+        assert child.blobs.settings == group().blobs.settings
+        tensor = torch.full((3,), float(dist.get_rank() + 1))
+        child.allreduce([tensor]).wait()
+        assert tensor.tolist() == [3.0] * 3
+        child.shutdown()
+    dist.barrier()
 
 
 SCENARIOS: list[Callable[[], None]] = [
@@ -541,6 +561,7 @@ SCENARIOS: list[Callable[[], None]] = [
     hybrid_sharding_registered,
     wrong_use_is_named,
     environments_that_differ_are_named,
+    split_groups_are_of_the_backend,
 ]
 
 
@@ -588,3 +609,28 @@ def alone(rank: int) -> None:
 @pytest.mark.timeout(100)
 def test_backend_alone() -> None:
     as_processes(1, alone, timeout=30, deadline=90, backend="gradwire")
+
+
+def one_dimension_of_a_mesh(rank: int) -> float:
+    """gloo inside a machine, gradwire between machines: HSDP's slow hop alone is compressed."""
+    warnings.simplefilter("ignore")
+    assert dist.get_backend() == "gloo"
+    mesh = init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("replicas", "shards"),
+        backend_override={"replicas": "gradwire"},
+    )
+    model, reference = fully_shard(mlp(200), mesh=mesh), sharded(mlp(200))
+    train(model, range(3))
+    train(reference, range(3))
+    assert dist.get_backend(mesh["shards"].get_group()) == "gloo"
+    assert mesh["replicas"].get_group().stats()["calls"] == 3
+    return strayed(model, reference, mlp(200))
+
+
+def test_one_dimension_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for astray in as_processes(4, one_dimension_of_a_mesh, timeout=30):
+        assert 0 < astray < 0.25

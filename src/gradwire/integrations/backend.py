@@ -239,9 +239,8 @@ def make(options: Any, given: object) -> Group:
     Raises:
         ConfigError: a variable of the environment is wrong, or ranks disagree on them.
     """
-    settings = from_environment(os.environ)
     store, rank, size = options.store, options.group_rank, options.group_size
-    _agree(dist.PrefixStore("gradwire/", store), rank, size, settings.describe())
+    settings = _agreed(dist.PrefixStore("gradwire/", store), rank, size)
     backends: Backends = {"cpu": (Type.GLOO, _gloo(options))}
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends["cuda"] = (Type.NCCL, _nccl(options, given))
@@ -271,22 +270,31 @@ def _nccl(options: Any, given: object) -> Any:
     return backend
 
 
-def _agree(store: dist.Store, rank: int, size: int, mine: str) -> None:
-    """Ranks that compress and ranks that do not would wait for each other: settle it at the start.
+def _agreed(store: dist.Store, rank: int, size: int) -> Settings:
+    """The settings of the environment, if all ranks have the same.
 
-    Rank 0 reads what every rank holds, and all read its verdict.
+    Ranks that compress and ranks that do not would wait for each other, so this is settled at the
+    start: rank 0 reads what every rank holds, and all read its verdict.
     """
-    store.set(str(rank), mine)
+    # A group may be made anew over the same store, where the last attempt's entries still are.
+    attempt = store.add(f"attempts of {rank}", 1)
+    verdict = f"{attempt}, verdict"
+    try:
+        settings = from_environment(os.environ)
+    except ConfigError as error:
+        store.set(verdict if rank == 0 else f"{attempt}, {rank}", f"rank {rank}: {error}")
+        raise
+    mine = settings.describe()
+    store.set(f"{attempt}, {rank}", mine)
     if rank == 0:
-        held = [store.get(str(other)).decode() for other in range(size)]
+        held = [store.get(f"{attempt}, {other}").decode() for other in range(size)]
         odd = next((other for other in range(size) if held[other] != mine), None)
-        verdict = ""
-        if odd is not None:
-            verdict = f"rank 0 has '{mine}', rank {odd} has '{held[odd]}'"
-        store.set("verdict", verdict or "agreed")
-    found = store.get("verdict").decode()
+        said = "agreed" if odd is None else f"rank 0 has '{mine}', rank {odd} has '{held[odd]}'"
+        store.set(verdict, said)
+    found = store.get(verdict).decode()
     if found != "agreed":
         raise ConfigError(
             f"ranks disagree on the environment of the backend {NAME}: {found}. Set the same "
             "variables on every rank"
         )
+    return settings
