@@ -6,6 +6,8 @@ numpy, and gradwire on the path.
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +28,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 65504.0, 65520.0, 1e30, 3.4e38, 
 NON_FINITE = [float("nan"), float("inf"), float("-inf"), 1.0]
 PARAMETERS = 50
 DEVICE = "cuda"
+SHARE_SECONDS = 200
 BUCKET = 2**20  # values of a bucket of 4 MB
 
 
@@ -97,11 +100,37 @@ def nothing_allocated() -> str:
     return ", ".join(wrong)
 
 
-# Checks that take one GPU, by name. Several ranks that share it over gloo belong here too, once
-# collectives carry GPU gradients.
+def ranks_share(world_size: int, device: str = DEVICE) -> str:
+    """Ranks that share the GPU reduce its tensors over gloo to the bits of the CPU, and train."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = str(Path(__file__).with_name("share.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(world_size), port, device],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    wrong = []
+    for number, rank in enumerate(ranks):
+        try:
+            said, _ = rank.communicate(timeout=SHARE_SECONDS)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            said = f"did not end within {SHARE_SECONDS} s"
+        if rank.returncode or said.strip():
+            wrong.append(f"rank {number} (exit code {rank.returncode}): {said.strip()[-1500:]}")
+    return "\n".join(wrong)
+
+
+# Checks that take one GPU, by name.
 OTHERS = {
     "one launch a bucket": one_launch,
     "nothing is allocated": nothing_allocated,
     "bad payloads, topk": lambda: bad_payloads(TopK(0.05)),
+    "2 ranks share the GPU": lambda: ranks_share(2),
+    "3 ranks share the GPU": lambda: ranks_share(3),
     "bad payloads, adacomp": lambda: bad_payloads(AdaComp(block=100, density=0.1)),
 }
