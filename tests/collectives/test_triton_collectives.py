@@ -1,0 +1,23 @@
+"""Target triton through whole collectives, with and without memory of its own (law 6)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("triton_collectives.py")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_collectives_of_target_triton_are_those_of_target_c() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["plain same", "staged same"], done.stderr[-3000:]
