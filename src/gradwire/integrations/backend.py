@@ -239,8 +239,12 @@ def make(options: Any, given: object) -> Group:
     Raises:
         ConfigError: a variable of the environment is wrong, or ranks disagree on them.
     """
-    store, rank, size = options.store, options.group_rank, options.group_size
-    settings = _agreed(dist.PrefixStore("gradwire/", store), rank, size)
+    rank, size = options.group_rank, options.group_size
+    # A group may be made anew over the same store, where an earlier one's entries still are: gloo
+    # would take the addresses that it finds there for its peers'.
+    attempt = options.store.add(f"gradwire/attempts of {rank}", 1)
+    store = options.store = dist.PrefixStore(f"gradwire/{attempt}/", options.store)
+    settings = _agreed(store, rank, size)
     backends: Backends = {"cpu": (Type.GLOO, _gloo(options))}
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends["cuda"] = (Type.NCCL, _nccl(options, given))
@@ -276,22 +280,19 @@ def _agreed(store: dist.Store, rank: int, size: int) -> Settings:
     Ranks that compress and ranks that do not would wait for each other, so this is settled at the
     start: rank 0 reads what every rank holds, and all read its verdict.
     """
-    # A group may be made anew over the same store, where the last attempt's entries still are.
-    attempt = store.add(f"attempts of {rank}", 1)
-    verdict = f"{attempt}, verdict"
     try:
         settings = from_environment(os.environ)
     except ConfigError as error:
-        store.set(verdict if rank == 0 else f"{attempt}, {rank}", f"rank {rank}: {error}")
+        store.set("verdict" if rank == 0 else str(rank), f"rank {rank}: {error}")
         raise
     mine = settings.describe()
-    store.set(f"{attempt}, {rank}", mine)
+    store.set(str(rank), mine)
     if rank == 0:
-        held = [store.get(f"{attempt}, {other}").decode() for other in range(size)]
+        held = [store.get(str(other)).decode() for other in range(size)]
         odd = next((other for other in range(size) if held[other] != mine), None)
         said = "agreed" if odd is None else f"rank 0 has '{mine}', rank {odd} has '{held[odd]}'"
-        store.set(verdict, said)
-    found = store.get(verdict).decode()
+        store.set("verdict", said)
+    found = store.get("verdict").decode()
     if found != "agreed":
         raise ConfigError(
             f"ranks disagree on the environment of the backend {NAME}: {found}. Set the same "
