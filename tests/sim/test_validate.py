@@ -1,4 +1,4 @@
-"""The simulator against the lab, at two points that a busy machine hardly disturbs."""
+"""The simulator against the lab, at a point that a busy machine hardly disturbs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ KEYS = {
 
 @pytest.mark.lab
 @pytest.mark.multiprocess
-def test_slow_links_take_what_is_predicted() -> None:
+def test_a_slow_link_takes_what_is_predicted() -> None:
     """The bound is wide: docs/simulator.md has what a quiet machine shows, point by point."""
     reason = lab.available()
     if reason is not None:
         pytest.skip(f"no lab: {reason}")
-    rows = list(
-        validate.run([2], ["50mbit,5ms"], ["qsgd"], ["sra", "tree"], numel=1_000_000, runs=2)
-    )
-    assert [row["algorithm"] for row in rows] == ["sra", "tree"]
-    for row in rows:
-        assert row.keys() == KEYS
-        assert row["error"] == pytest.approx(row["simulated_seconds"] / row["measured_seconds"] - 1)
-        assert -0.35 < row["error"] < 0.2, row
+    (row,) = validate.run([2], ["50mbit,5ms"], ["qsgd"], ["sra"], numel=1_000_000, runs=2)
+    assert row.keys() == KEYS
+    assert row["error"] == pytest.approx(row["simulated_seconds"] / row["measured_seconds"] - 1)
+    assert -0.35 < row["error"] < 0.2, row
 
 
 def test_without_a_lab_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class Stage:
         return (self.rotation if alike else None), jobs
 
     def _alike(self, bucket: Bucket) -> bool:
-        """Whether nodes far from node 0, and the next one, do what it does."""
+        """Whether the next node, and the one farthest away, do what node 0 does."""
         if self.rotation.nodes < 2 or not self.rotation.possible:
             return False
         sizes = self._cut(bucket, True).sizes
@@ -71,8 +71,7 @@ class Stage:
         def build(rank: int) -> Graph:
             return self.algorithm.build(rank, self.ranks, sizes)
 
-        nodes = self.rotation.nodes
-        return self.rotation.holds(build, tuple(sorted({1, nodes // 2, nodes - 1})))
+        return self.rotation.holds(build, tuple(sorted({1, self.rotation.nodes // 2})))
 
     def _cut(self, bucket: Bucket, alike: bool) -> Cut:
         key = _key(bucket, alike)

@@ -63,11 +63,15 @@ class Rotation:
 
         The order in which a merge sums may differ, since it takes no time; and that of tasks.
         """
-        return self.possible and all(
-            set(self.forms(build(rank), steps)) == set(self.forms(build(self.rank(rank, steps)), 0))
-            for rank in range(self.ranks)
-            for steps in nodes
-        )
+        if not self.possible:
+            return False
+        for rank in range(self.ranks):
+            first = build(rank)
+            for steps in nodes:
+                found = build(self.rank(rank, steps))
+                if set(self.forms(first, steps)) != set(self.forms(found, 0)):
+                    return False
+        return True
 
     def forms(self, graph: Graph, steps: int) -> list[Hashable]:
         """All that matters on a clock of a graph's tasks, rotated, in order."""
