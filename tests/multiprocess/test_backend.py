@@ -422,7 +422,7 @@ def a_registered_module_compiles() -> None:
 
 def error_feedback_when_registered() -> None:
     model = DDP(mlp())
-    registration = gw.register(model, bits=2, error_feedback=True)
+    registration = gw.register(model, bits=2, error_feedback=True, coalesce_bytes=0)
     train(model, range(3))
     assert registration.handle is not None
     assert registration.handle.stats()["residual_bytes"] == 4 * (20 * 60 + 60 * 30)
@@ -493,6 +493,8 @@ def wrong_use_is_named() -> None:
     error = caught(lambda: gw.register(sharded(mlp()), error_feedback=True))
     assert isinstance(error, gw.ConfigError)
     assert "error_feedback" in str(error)
+    error = caught(lambda: gw.register(sharded(mlp()), coalesce_bytes=0))
+    assert isinstance(error, gw.ConfigError)
     error = caught(lambda: gw.register(mlp(), exclude=["nobody"]))
     assert isinstance(error, gw.ConfigError)
     assert "nobody" in str(error)

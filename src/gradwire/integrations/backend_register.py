@@ -41,6 +41,7 @@ class _Wish:
     seed: int
     algorithm: str | None
     options: Options | None
+    coalesce_bytes: int | None
     codec_options: Mapping[str, object] = field(default_factory=dict)
 
     def check(self, model: torch.nn.Module) -> None:
@@ -83,10 +84,12 @@ class Registration:
             _check_group(wrapped.process_group)
             self.handle = attach(wrapped, **_narrowed(wish, wrapped.module, prefix))
         elif wrapped is model and isinstance(wrapped, FSDPModule):
-            if wish.error_feedback or wish.algorithm or wish.options:
+            of_ddp = (wish.algorithm, wish.options, wish.coalesce_bytes)
+            if wish.error_feedback or any(given is not None for given in of_ddp):
                 raise ConfigError(
-                    "register: error_feedback, algorithm and options are for DDP modules: what "
-                    "FSDP2 scatters goes through the default reduce-scatter, without residuals"
+                    "register: error_feedback, algorithm, options and coalesce_bytes are for DDP "
+                    "modules: what FSDP2 scatters goes through the default reduce-scatter, without "
+                    "residuals"
                 )
             plan = wish.codec, wish.codec_options, wish.include, wish.exclude, wish.codecs
             register_shards(wrapped, *plan)
@@ -107,6 +110,7 @@ def register(
     seed: int = 0,
     algorithm: str | None = None,
     options: Options | None = None,
+    coalesce_bytes: int | None = None,
     **codec_options: object,
 ) -> Registration:
     """Compress `model` parameter by parameter under the backend "gradwire".
@@ -120,9 +124,9 @@ def register(
     Args:
         model: a module that DDP or FSDP2 wraps, now or later; a DDP module; or an FSDP2 module.
             Where it becomes a part of what DDP wraps, the other parameters go uncompressed.
-        codec, include, exclude, codecs, error_feedback, seed, algorithm, options, codec_options: as
-            in `gw.attach`, with the names of `model`'s own parameters. FSDP2 has no error feedback,
-            and no choice of algorithm.
+        codec, include, exclude, codecs, error_feedback, seed, algorithm, options, coalesce_bytes,
+            codec_options: as in `gw.attach` (None: its default), with the names of `model`'s own
+            parameters. FSDP2 has no error feedback, no choice of algorithm and no coalescing.
 
     Raises:
         ConfigError: as `gw.attach`; or a process group of another backend. What shows only when
@@ -139,6 +143,7 @@ def register(
         seed,
         algorithm,
         options,
+        coalesce_bytes,
         codec_options,
     )
     registration = Registration(model, wish)
@@ -171,6 +176,7 @@ def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any
     codecs: dict[str, str | Codec | None] = {start + p: c for p, c in wish.codecs.items()}
     outside = [n for n, p in outer.named_parameters() if p.requires_grad]
     codecs |= {glob.escape(n): None for n in outside if not n.startswith(prefix)}
+    coalesce = {} if wish.coalesce_bytes is None else {"coalesce_bytes": wish.coalesce_bytes}
     return {
         "codec": wish.codec,
         "include": [start + pattern for pattern in wish.include],
@@ -180,6 +186,7 @@ def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any
         "seed": wish.seed,
         "algorithm": wish.algorithm,
         "options": wish.options,
+        **coalesce,
         **wish.codec_options,
     }
 
