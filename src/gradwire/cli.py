@@ -361,8 +361,7 @@ def sim(
             file=curves,
             fresh=fresh,
         )
-        columns = ["codec", "algorithm", "ranks", "net", "seconds", "compute_seconds"]
-        columns += ["wire_bytes", "of_limit", "exact"]
+        columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
         rows = out.rows(simulate.run(wanted), [*(["value"] if sweep else []), *columns])
         if draw is not None:
             draw(rows)

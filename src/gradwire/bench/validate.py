@@ -34,7 +34,7 @@ NUMEL = 2_500_000
 RUNS = 2
 # What `--quick` takes of it.
 QUICK: dict[str, Any] = {
-    "ranks": (2, 4), "nets": NETS[1:2], "algorithms": ALGORITHMS[:2], "runs": 1,
+    "ranks": (2,), "nets": NETS[1:2], "codecs": CODECS[:1], "algorithms": ALGORITHMS[:2], "runs": 1,
 }  # fmt: skip
 
 # Beyond what all nodes together may send, the lab's switch is what is measured (docs/lab.md).
