@@ -112,6 +112,7 @@ class Rank:
         self._in_flight = in_flight
         self._compute = Thread(cores)
         self._inbound = Thread(cores)
+        self._outbound = Thread(cores)
         self._waiting: deque[_Run] = deque()
         self._running = 0
         self._awaited: deque[tuple[Hashable, _Run, int]] = deque()
@@ -161,8 +162,8 @@ class Rank:
         task = run.graph.tasks[index]
         nbytes = _nbytes(run, task.reads[0])
         self.sent_bytes += nbytes
-        self._post.send(self, run.number, task, nbytes, lambda: self._sent(run))
-        self._done(run, index, thread)
+        self._post.send(self, run.number, task, nbytes, lambda: self._sent(run, index))
+        self._count(run)
 
     def arrived(self, message: Hashable) -> None:
         """Of gradwire.sim.fabric.End."""
@@ -187,16 +188,24 @@ class Rank:
         self._inbound.do(o.task + o.check + nbytes * o.check_byte, received)
 
     def _done(self, run: _Run, index: int, thread: Thread) -> None:
-        run.left -= 1
+        self._release_dependents(run, index, thread)
+        self._count(run)
+
+    def _release_dependents(self, run: _Run, index: int, thread: Thread) -> None:
         for dependent in run.graph.dependents[index]:
             run.waits[dependent] -= 1
             if run.waits[dependent] == 0:
                 self._release(run, dependent, thread)
+
+    def _count(self, run: _Run) -> None:
+        """One task less to do; a send counts once it is posted."""
+        run.left -= 1
         if run.left == 0:
             self.ended[run.number] = self._clock.now
         self._end(run)
 
-    def _sent(self, run: _Run) -> None:
+    def _sent(self, run: _Run, index: int) -> None:
+        self._release_dependents(run, index, self._outbound)
         run.sends_left -= 1
         self._end(run)
 
