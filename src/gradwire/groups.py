@@ -11,8 +11,26 @@ from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.transport import Mixed
 
+
+class _Entry:
+    """A group's communicator, made under a lock of its own: making one waits for the other ranks,
+    who may make those of several groups in another order."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.communicator: Communicator | None = None
+
+    def close(self) -> None:
+        # Not made yet, and perhaps never, if its maker waits for a rank that is gone.
+        if self.lock.acquire(timeout=_MAKING_S):
+            if self.communicator is not None:
+                self.communicator.close()
+            self.lock.release()
+
+
+_MAKING_S = 1.0
 _lock = threading.Lock()
-_communicators: dict[dist.ProcessGroup, Communicator] = {}
+_entries: dict[dist.ProcessGroup, _Entry] = {}
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -31,24 +49,39 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
             f"group is {actual!r}: give a process group that this rank is a member of, or None"
         )
     with _lock:
-        for gone in [g for g in _communicators if g not in dist.distributed_c10d._world.pg_map]:
-            _communicators.pop(gone).close()  # its process group was destroyed
-        if actual not in _communicators:
-            _communicators[actual] = Communicator(Mixed(actual))
-        return _communicators[actual]
+        gone = [_entries.pop(g) for g in list(_entries) if _is_gone(g)]
+        entry = _entries.setdefault(actual, _Entry())
+    for other in gone:
+        other.close()
+    with entry.lock:
+        if entry.communicator is None:
+            entry.communicator = Communicator(Mixed(actual))
+        return entry.communicator
+
+
+def _is_gone(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was destroyed.
+
+    Those of the backend gradwire say so themselves (`release`): torch does not know all of them.
+    """
+    if getattr(group, "tells_its_end", False):
+        return False
+    return group not in dist.distributed_c10d._world.pg_map
 
 
 def release(group: dist.ProcessGroup) -> None:
     """Close the communicator of `group`, if it has one: the group is about to go."""
     with _lock:
-        comm = _communicators.pop(group, None)
-    if comm is not None:
-        comm.close()
+        entry = _entries.pop(group, None)
+    if entry is not None:
+        entry.close()
 
 
 @atexit.register
 def _close_all() -> None:
     """Let process groups go while the interpreter still runs: gloo's threads abort after it."""
     with _lock:
-        while _communicators:
-            _communicators.popitem()[1].close()
+        entries = list(_entries.values())
+        _entries.clear()
+    for entry in entries:
+        entry.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from functools import partial
@@ -10,8 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire import ConfigError, Identity, TransportError, all_reduce
-from gradwire.collectives import Item, prepare
+from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
+from gradwire.collectives import Collective, Item, prepare
+from gradwire.collectives.job import Job
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -122,3 +124,67 @@ def test_waiting_in_a_callback_is_refused() -> None:
     error = as_threads(2, body)[0]
     assert isinstance(error, ConfigError)
     assert "async_op" in str(error)
+
+
+def test_places_free_in_the_order_of_jobs() -> None:
+    """Job 1 lasts, since rank 1 joins it late; job 2 is rank 0's alone and ends at once. Job 3 must
+    wait for job 1 all the same: its messages would stand in the way of job 1's."""
+    hub = Hub(2, timeout=20)
+    joined = threading.Event()
+
+    def body(comm: Communicator) -> list[str]:
+        running = prepare(comm, [Spec("first", 10, torch.float32, Identity())])
+        empty = prepare(comm, [Spec("empty", 0, torch.float32, Identity())])
+        started: list[str] = []
+
+        def named(collective: Collective, name: str) -> Job:
+            values = torch.ones(collective.specs[0].numel)
+            job = Job(collective, [Item(values, KEYS, 0)], average=True)
+            start = job.start
+            job.start = lambda: (started.append(name), start())  # type: ignore[assignment, func-returns-value]
+            return job
+
+        if comm.rank == 1:
+            joined.wait(10)
+        futures = [
+            comm.executor.submit(named(collective, name))
+            for collective, name in ((running, "1"), (empty, "2"), (empty, "3"))
+        ]
+        if comm.rank == 0:
+            futures[1].result(timeout=10)
+            time.sleep(0.2)
+            early = list(started)
+            joined.set()
+        for future in futures:
+            future.result(timeout=10)
+        return early if comm.rank == 0 else started
+
+    early, all_of_them = as_threads(2, body, hub)
+    assert early == ["1", "2"]
+    assert all_of_them == ["1", "2", "3"]
+
+
+def test_a_result_that_cannot_be_delivered_is_an_error_of_the_future() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        tensor = torch.ones(6).view(2, 3).t()  # its result is copied into it
+        future = all_reduce(tensor, "identity", group=comm, async_op=True)
+        assert future is not None
+        return caught(future.wait)
+
+    assert as_threads(2, body) == [None, None]
+    expanded = as_threads(
+        1, lambda comm: caught(lambda: all_reduce(torch.ones(1).expand(9), group=comm))
+    )
+    assert isinstance(expanded[0], ConfigError)
+    assert "elements share memory" in str(expanded[0])
+
+
+def test_what_may_differ_between_ranks_may_change_on_one() -> None:
+    def body(comm: Communicator) -> float:
+        for threads in (1, 2):
+            tensor = torch.ones(10)
+            chosen = Options(threads=threads if comm.rank == 0 else 1)
+            all_reduce(tensor, "identity", group=comm, options=chosen)
+        return float(tensor[0])
+
+    assert as_threads(2, body, Hub(2, timeout=5)) == [2.0, 2.0]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from ranks import as_processes, caught
@@ -335,6 +336,40 @@ def small_buckets_go_together(rank: int) -> None:
     assert collectives[1] == 4 < collectives[0], collectives
 
 
+class Pieces(nn.Module):
+    """Whose backward pass is several of autograd's: recomputed in pieces, or of several losses."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.reentrant:
+            return [layer(x) for layer in self.layers]
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def backward_in_pieces(rank: int) -> None:
+    for reentrant in (True, False):
+        results = []
+        for compressed in (False, True):
+            model = DDP(Pieces(reentrant), bucket_cap_mb=0.001)
+            if compressed:
+                gw.attach(model, codec=None, coalesce_bytes=1 << 30)
+            for step in range(3):
+                model.zero_grad()
+                out = model(batch(step, rank).requires_grad_())
+                for piece in reversed(out) if isinstance(out, list) else [out]:
+                    piece.square().mean().backward()
+            results.append(torch.cat([p.grad.view(-1) for p in model.parameters()]))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+        assert same_everywhere(results[1])
+
+
 def state_moves_to_another_world_size(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=2, error_feedback=True)
@@ -599,6 +634,7 @@ SCENARIOS = [
     resuming_is_bit_identical,
     bucketing_changes_nothing,
     small_buckets_go_together,
+    backward_in_pieces,
     state_moves_to_another_world_size,
     state_of_another_plan_is_refused,
     copies_are_plain_modules,

@@ -64,22 +64,27 @@ DENSE, FOUR = gw.Identity(), gw.QSGD(bits=4)
 
 def test_equal_modules_share_a_layout(caplog: pytest.LogCaptureFixture) -> None:
     layouts = Layouts()
-    layouts.add((Part("0.weight", FOUR, 100), Part("0.bias", DENSE, 10)), shards=2)
-    layouts.add((Part("1.weight", FOUR, 100), Part("1.bias", DENSE, 10)), shards=2)
-    known = layouts.get(220)
+    layouts.add(
+        "reduce_scatter", (Part("0.weight", FOUR, 100), Part("0.bias", DENSE, 10)), shards=2
+    )
+    layouts.add(
+        "reduce_scatter", (Part("1.weight", FOUR, 100), Part("1.bias", DENSE, 10)), shards=2
+    )
+    known = layouts.get("reduce_scatter", 220)
     assert known is not None
     assert [p.name for p in known] == ["0.weight", "0.bias"]
-    assert layouts.get(110) is None
+    assert layouts.get("reduce_scatter", 110) is None
+    assert layouts.get("all_reduce", 220) is None
     assert not caplog.records
 
 
 def test_modules_that_cannot_be_told_apart_are_blobs(caplog: pytest.LogCaptureFixture) -> None:
     layouts, others = Layouts(), Layouts()
-    layouts.add((Part("a", FOUR, 100), Part("b", DENSE, 10)), shards=2)
-    others.add((Part("c", FOUR, 60), Part("d", FOUR, 50)), shards=2)
+    layouts.add("reduce_scatter", (Part("a", FOUR, 100), Part("b", DENSE, 10)), shards=2)
+    others.add("reduce_scatter", (Part("c", FOUR, 60), Part("d", FOUR, 50)), shards=2)
     for _ in range(3):
         layouts.merge(others)
-    assert layouts.get(220) is None
+    assert layouts.get("reduce_scatter", 220) is None
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "220 values each, a and c first" in caplog.text
 
@@ -87,8 +92,8 @@ def test_modules_that_cannot_be_told_apart_are_blobs(caplog: pytest.LogCaptureFi
 def test_an_unknown_tensor_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     layouts = Layouts()
     layouts.miss(50)  # nothing is registered: a blob is what it should be
-    layouts.add((Part("a", FOUR, 100), Part("empty", FOUR, 0)), shards=1)
-    assert layouts.get(100) == (Part("a", FOUR, 100),)
+    layouts.add("reduce_scatter", (Part("a", FOUR, 100), Part("empty", FOUR, 0)), shards=1)
+    assert layouts.get("reduce_scatter", 100) == (Part("a", FOUR, 100),)
     for _ in range(3):
         layouts.miss(50)
     assert len(caplog.records) == 1

@@ -534,6 +534,11 @@ def split_groups_are_of_the_backend() -> None:
         tensor = torch.full((3,), float(dist.get_rank() + 1))
         child.allreduce([tensor]).wait()
         assert tensor.tolist() == [3.0] * 3
+        gw.all_reduce(tensor, "identity", group=child)
+    gw.all_reduce(torch.ones(3), "identity")  # first use of another group's engine, perhaps
+    if child is not None:
+        gw.all_reduce(tensor, "identity", group=child)
+        assert tensor.tolist() == [12.0] * 3
         child.shutdown()
     dist.barrier()
 

@@ -26,6 +26,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         raise ConfigError(f"{name}: a dense torch.Tensor is needed, not {kind}")
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(f"{name}: elements share memory (it was expanded): give a copy of it")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{name} is on {tensor.device}: kernels are for the CPU and for CUDA")
 
@@ -83,11 +85,13 @@ def deliver(
     result: Async = future_on(device)
 
     def ended(outcome: Future[Outcome]) -> None:
-        error = outcome.exception()
-        if error is None:
-            result.set_result(finish())
-        else:
+        try:
+            outcome.result()
+            finished = finish()
+        except BaseException as error:
             result.set_exception(error)  # type: ignore[arg-type]
+        else:
+            result.set_result(finished)
 
     running.add_done_callback(ended)
     return result

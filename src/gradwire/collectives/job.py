@@ -108,9 +108,10 @@ class Job:
                     threads=c.threads,
                     workspace=self.held.arena[c.workspace_offset :],
                 )
-        if c.device.type != "cpu":
-            for call in c.calls.of[task]:
-                c.kernels[call.kernel].check()  # a GPU says behind the kernels what was wrong
+        if c.device.type == "cuda":
+            with torch.cuda.device(c.device):
+                for call in c.calls.of[task]:
+                    c.kernels[call.kernel].check()  # a GPU says afterwards what was wrong
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))
         self.kernel_seconds += time.perf_counter() - begun

@@ -76,7 +76,9 @@ class Collective:
             if kind == "all_reduce":
                 check_defined(options.algorithm, spec.codec)
         # Before anything else is exchanged: what follows is the same on every rank.
-        self.plan = comm.agree("a collective", [kind, str(options), *map(str, self.specs)])
+        # Once: `options` may differ between ranks, and change on one, in what its text leaves out.
+        agreed = [kind, str(options), *map(str, self.specs)]
+        self.plan = comm.agree("a collective", agreed, once=True)
         algorithm = _algorithm(comm, options, kind)
         plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
         chunks = options.partitions or algorithm.chunks(comm.world_size)

@@ -140,7 +140,7 @@ def _flat_home(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
-    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _check_shards(

@@ -47,6 +47,7 @@ class Communicator:
         self._jobs = 0
         self._tags = 0
         self._agreements = 0
+        self._agreed: set[bytes] = set()
         self._pools: dict[tuple[torch.device, bool], Pool] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -80,8 +81,10 @@ class Communicator:
 
     # ---- agreement ---------------------------------------------------------------------------
 
-    def agree(self, what: str, description: list[str]) -> int:
+    def agree(self, what: str, description: list[str], once: bool = False) -> int:
         """Make sure that every rank holds the same `description`; each call is a round trip.
+
+        With `once`, what was agreed on before needs none.
 
         Returns:
             The first 8 bytes of the description's digest: what message headers carry.
@@ -93,13 +96,17 @@ class Communicator:
         lines = [f"world size {self.world_size}", what, *description]
         body = "\n".join(lines).encode()
         digest = hashlib.blake2b(body, digest_size=32).digest()
+        number = int.from_bytes(digest[:8], "little")
+        if once and digest in self._agreed:
+            return number
         record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
         records = self.exchange(record, [_CHECK_BYTES] * self.world_size)
         if any(other[:32] != digest for other in records):
             sizes = [int.from_bytes(other[32:], "little") for other in records]
             bodies = self.exchange(body, sizes)
             raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
-        return int.from_bytes(digest[:8], "little")
+        self._agreed.add(digest)
+        return number
 
     def exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
         """Every rank's bytes, in rank order; `sizes` are their lengths."""
@@ -149,8 +156,12 @@ class Communicator:
         pinned = staging and device.type == "cuda"
         place = torch.device("cpu") if staging else device
 
+        stream = None if staging else self.stream(device)
+
         def make(nbytes: int) -> torch.Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+            # In the side stream's own memory: no other stream's work may still use it.
+            with torch.cuda.stream(stream):
+                return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
         with self._lock:
             return self._pools.setdefault((device, staging), Pool(make))

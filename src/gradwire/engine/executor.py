@@ -7,7 +7,7 @@
 
 Kernels and waits release the GIL, so the three run beside backward. All receives of a job are
 posted when it starts: a transport that waits for both ends to be ready then loses no round trip.
-At most `in_flight` jobs own memory at a time; later ones queue, and nobody blocks.
+Jobs own memory `in_flight` at a time, in their order; later ones queue, and nobody blocks.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class _Run:
         self.left = len(job.graph.tasks)
         self.sends_left = sum(task.kind is Kind.SEND for task in job.graph.tasks)
         self.finished = False
+        self.freed = False
         self.submitted = time.perf_counter()
 
 
@@ -120,7 +121,7 @@ class Executor:
         self.error: BaseException | None = None
         self.trace: Trace | None = None
         self._lock = threading.Lock()
-        self._running: set[_Run] = set()
+        self._running: deque[_Run] = deque()  # that hold a place, the oldest first
         self._waiting: deque[_Run] = deque()
         self._compute: _Queue = SimpleQueue()
         self._inbound: _Queue = SimpleQueue()
@@ -172,7 +173,7 @@ class Executor:
         with self._lock:
             while self._waiting and len(self._running) < self.in_flight and self.error is None:
                 run = self._waiting.popleft()
-                self._running.add(run)
+                self._running.append(run)
                 _put(self._compute, self._start, run)
 
     def _start(self, run: _Run) -> None:
@@ -207,10 +208,9 @@ class Executor:
         assert task.peer is not None
         buffer = task.reads[0]
         message = run.job.memory(buffer)
-        run.wire_bytes += message.numel()
         pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
         _put(self._outbound, self._sent, run, index, pending)
-        self._count(run)
+        self._count(run, message.numel())
 
     def _receive(self, run: _Run, index: int, pending: Pending) -> None:
         pending.wait()
@@ -231,9 +231,10 @@ class Executor:
         for dependent in ready:
             self._release(run, dependent)
 
-    def _count(self, run: _Run) -> None:
+    def _count(self, run: _Run, sent_bytes: int = 0) -> None:
         """One task less to do; a send counts once it is posted."""
         with self._lock:
+            run.wire_bytes += sent_bytes
             run.left -= 1
             last = run.left == 0
         if last:
@@ -251,9 +252,12 @@ class Executor:
         with self._lock:
             finished = run.left == 0 and not run.finished
             run.finished = run.left == 0
-            free = run.left == 0 and run.sends_left == 0 and run in self._running
-            if free:
-                self._running.discard(run)
+            free = run.left == 0 and run.sends_left == 0 and not run.freed
+            run.freed = run.freed or free
+            # Places free in the order of jobs, as on every rank: else one could wait for a send of
+            # a job that its receiver has no place for, and with it for what stands behind.
+            while self._running and self._running[0].freed:
+                self._running.popleft()
         if free:
             run.job.finish()
             self._admit()

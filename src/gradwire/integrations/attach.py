@@ -157,40 +157,42 @@ class Handle(Plug):
         """
         buffer = bucket.buffer()
         members = [self._member(p) for p in bucket.parameters()]
-        backward = torch._C._current_graph_task_id()
-        if backward not in (_NO_BACKWARD, self._backward):
-            # At the end of this backward, before DDP looks at the futures: it would turn an
-            # error of ours into a RuntimeError without its name.
-            Variable._execution_engine.queue_callback(self._wait)
+        if bucket.index() == 0:
             for stale in self._held:  # of a backward that has failed
                 stale.future.set_result(stale.buffer)
             self._held.clear()
-        self._backward = backward
         if bucket.is_last():
             self._totals["steps"] += 1
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future = future_on(buffer.device)
-        self._held.append(_Bucket(buffer, members, _flat(buffer, bucket.gradients()), future))
-        self._pending.append(future)
+        gradients = _flat(buffer, bucket.gradients())
+        self._held.append(_Bucket(buffer, members, gradients, future, time.perf_counter()))
         held = sum(b.buffer.numel() * b.buffer.itemsize for b in self._held)
         # All ranks hold and start the same buckets: nothing here depends on time.
         if held >= self._coalesce_bytes or bucket.is_last():
             self._start()
-            if backward == _NO_BACKWARD:
-                self._wait()
         return future
 
     def _start(self) -> None:
         """Average the buckets held, in one collective."""
         held, self._held = self._held, []
-        started = time.perf_counter()
+        # One backward pass of the user's may be several of autograd's (reentrant checkpointing, or
+        # a loss in parts), so a bucket is waited for in the one that starts its collective.
+        backward = torch._C._current_graph_task_id()
+        if backward not in (_NO_BACKWARD, self._backward):
+            # At the end of this backward, before DDP looks at the futures: it would turn an
+            # error of ours into a RuntimeError without its name.
+            Variable._execution_engine.queue_callback(self._wait)
+        self._backward = backward
+        self._pending += [bucket.future for bucket in held]
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             with self._lock:
                 self._error = self._error or error
                 self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
-                self._totals["seconds"] += time.perf_counter() - started
+                now = time.perf_counter()
+                self._totals["seconds"] += sum(now - bucket.ready for bucket in held)
                 self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
             for bucket in held:
                 bucket.future.set_result(bucket.buffer)
@@ -202,6 +204,8 @@ class Handle(Plug):
         except BaseException as error:
             done(error, [])  # or a later backward would wait for these buckets
             raise
+        if backward == _NO_BACKWARD:
+            self._wait()
 
     def _member(self, parameter: torch.Tensor) -> Member:
         if parameter not in self._by_parameter:
@@ -319,6 +323,7 @@ class _Bucket:
     members: list[Member]
     gradients: list[torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
+    ready: float  # time.perf_counter when DDP had it
 
 
 _NO_BACKWARD = -1  # what autograd calls the running backward where there is none

@@ -73,7 +73,7 @@ class Group(dist.ProcessGroup):
     @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
         tensors, average = _asked(*args, **options)
-        if len(tensors) == 1 and average is not None and self.blobs.takes(tensors[0]):
+        if len(tensors) == 1 and average is not None and self.blobs.takes("all_reduce", tensors[0]):
             mirrors = not in_backward() and mirrors_backward()
             if (mirrors or in_backward()) and self._is_ours(tensors[0]):
                 work = self.blobs.all_reduce(tensors[0], average)
@@ -94,7 +94,7 @@ class Group(dist.ProcessGroup):
         if (
             average is not None
             and in_backward()
-            and self.blobs.takes(input)
+            and self.blobs.takes("reduce_scatter", input)
             and _are_shards(output, input, self.size())
             and self._is_ours(input)
         ):
@@ -117,6 +117,8 @@ class Group(dist.ProcessGroup):
                 tensor.device.type,
             )
         return tensor.device.type == "cpu"
+
+    tells_its_end = True  # see gradwire.groups
 
     # ---- what torch asks of a group
 

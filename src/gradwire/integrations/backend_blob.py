@@ -60,13 +60,18 @@ class Blobs:
         self._engine().agree("what is registered", description)
         self.layouts.merge(layouts)
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that carries gradients is compressed; the same on every rank."""
+    def takes(self, kind: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that carries gradients is compressed; the same on every rank.
+
+        Args:
+            kind: what is asked for, "all_reduce" or "reduce_scatter".
+            tensor: its input.
+        """
         if self._group.size() == 1 or not is_float(tensor):
             return False
         large = tensor.numel() * tensor.itemsize >= max(self.settings.min_bytes, 1)
         blob = self.settings.codec is not None and large
-        return blob or self.layouts.get(tensor.numel()) is not None
+        return blob or self.layouts.get(kind, tensor.numel()) is not None
 
     def all_reduce(self, tensor: torch.Tensor, average: bool) -> Pending:
         """Sum or average `tensor` over the ranks, in place; any layout in memory.
@@ -112,7 +117,7 @@ class Blobs:
 
     def _parts(self, kind: str, numel: int, shard: int) -> tuple[Part, ...]:
         """The parts of a tensor of `numel` values: those known, or itself as one blob."""
-        known = self.layouts.get(numel)
+        known = self.layouts.get(kind, numel)
         if known is not None:
             return known
         if kind == "reduce_scatter":

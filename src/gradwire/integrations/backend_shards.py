@@ -58,9 +58,11 @@ def register_shards(
             if (name := name_of.get(parameter)) is not None
         )
         if parts:
-            found.setdefault(scattering.group, Layouts()).add(parts, scattering.group.size())
+            found.setdefault(scattering.group, Layouts()).add(
+                "reduce_scatter", parts, scattering.group.size()
+            )
         if parts and scattering.replicas is not None:
-            found.setdefault(scattering.replicas, Layouts()).add(parts, 1)
+            found.setdefault(scattering.replicas, Layouts()).add("all_reduce", parts)
     for group, layouts in found.items():
         group.blobs.learn(layouts, plan.describe())
 

@@ -114,7 +114,7 @@ class Rank:
         self._inbound = Thread(cores)
         self._outbound = Thread(cores)
         self._waiting: deque[_Run] = deque()
-        self._running = 0
+        self._running: deque[_Run] = deque()  # that hold a place, the oldest first
         self._awaited: deque[tuple[Hashable, _Run, int]] = deque()
         self._here: set[Hashable] = set()
         self._receiving = False
@@ -130,9 +130,9 @@ class Rank:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._running < self._in_flight:
-            self._running += 1
+        while self._waiting and len(self._running) < self._in_flight:
             run = self._waiting.popleft()
+            self._running.append(run)
             receives = sum(task.kind is Kind.RECV for task in run.graph.tasks)
             seconds = self._overheads.start + receives * self._overheads.post
             self._compute.do(seconds, lambda run=run: self._start(run))  # type: ignore[misc]
@@ -213,7 +213,8 @@ class Rank:
         if run.left == 0 and run.sends_left == 0 and not run.free:
             run.free = True
             self.ended.setdefault(run.number, self._clock.now)
-            self._running -= 1
+            while self._running and self._running[0].free:
+                self._running.popleft()
             self._admit()
 
 
