@@ -92,6 +92,7 @@ def test_missing_and_unknown_data_are_refused(tmp_path: Path) -> None:
         (gzip.compress(b""), "not an idx file"),
         (gzip.compress(idx(np.zeros(100)))[:-12], "cannot read"),
     ],
+    ids=["not gzip", "short", "no sizes", "other dtype", "empty", "cut off"],
 )
 def test_damaged_files_are_named(tmp_path: Path, raw: bytes, complaint: str) -> None:
     path = tmp_path / "labels.gz"
