@@ -13,8 +13,8 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 
 
-def train(checkpoint: Path, *options: str) -> tuple[str, str]:
-    """What the run printed, and its errors."""
+def train(checkpoint: Path, *options: str) -> str:
+    """What the run printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1"]
     command += [str(EXAMPLE), "--checkpoint", str(checkpoint), "--steps", "10", *options]
@@ -23,14 +23,13 @@ def train(checkpoint: Path, *options: str) -> tuple[str, str]:
         command, capture_output=True, text=True, timeout=150, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    return done.stdout
 
 
 @pytest.mark.multiprocess
 def test_a_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, _ = train(tmp_path / "whole")
-    broken, errors = train(tmp_path / "broken", "--die-at", "7")
-    assert "TransportError: rank 0" in errors
+    whole = train(tmp_path / "whole")
+    broken = train(tmp_path / "broken", "--die-at", "7")
     assert sorted(re.findall(r"rank (\d) goes on from step 5", broken)) == ["0", "1"]
     ends = re.findall(r"ends with (\S+)", whole + broken)
     assert len(ends) == 4

@@ -316,7 +316,7 @@ def compare_all(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_everything_else_passes_through(world_size: int) -> None:
     for differing in as_processes(
         world_size, compare_all, timeout=60, deadline=180, backend="gradwire"

@@ -29,8 +29,7 @@ def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("script", ["ddp_backend.py", "fsdp2_backend.py"])
+@pytest.mark.parametrize(("script", "world_size"), [("ddp_backend.py", 4), ("fsdp2_backend.py", 2)])
 def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
     assert "import gradwire" not in (EXAMPLES / script).read_text()
     made = {
