@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.codecs.text import value as value_of
 from gradwire.errors import ConfigError
 
 Options = dict[str, "int | float | bool | str"]
@@ -138,19 +139,8 @@ def parse(text: str) -> Method:
             raise ConfigError(f"method {text!r}: expected OPTION=VALUE, found {item!r}")
         if name in options:
             raise ConfigError(f"method {text!r}: option {name!r} is given twice")
-        options[name] = _value(value)
+        options[name] = value_of(value)
     return Method(text, "gradwire", options)
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:

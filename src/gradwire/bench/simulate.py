@@ -17,6 +17,7 @@ from typing import Any
 from gradwire import codecs as codec_table
 from gradwire.bench import curves as measuring
 from gradwire.bench import methods
+from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lab import Network
@@ -73,7 +74,7 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
         raise ConfigError("nothing to simulate: name a codec and an algorithm")
     known = _curves(wanted, [scenario for *_, scenario in points])
     for name, value, text, scenario in points:
-        swept = {} if name is None else {"sweep": name, "value": _typed(value)}
+        swept = {} if name is None else {"sweep": name, "value": value_of(value)}
         yield {
             "method": f"gradwire:{text}",
             "codec": text,
@@ -134,15 +135,6 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
         cores=math.inf if cores is None else cores,
         backward=backward,
     )
-
-
-def _typed(value: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
 
 
 def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire import codecs
 from gradwire.codecs import Codec
+from gradwire.codecs.text import value as value_of
 from gradwire.errors import ConfigError
 
 # name -> options of further rows, besides the codec as it is
@@ -46,16 +47,5 @@ def _codec(label: str) -> Codec:
         option, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"codec {label!r}: {item!r} is not OPTION=VALUE")
-        options[option] = _value(value)
+        options[option] = value_of(value)
     return codecs.get(name, **options)
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text in ("True", "False"):
-        return text == "True"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

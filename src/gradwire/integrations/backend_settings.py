@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradwire import codecs
+from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options, check_defined
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -69,24 +70,13 @@ def _codec(text: str) -> Codec | None:
             raise ConfigError(f"{CODEC}={text!r}: expected OPTION=VALUE, found {item!r}")
         if option in options:
             raise ConfigError(f"{CODEC}={text!r}: option {option!r} is given twice")
-        options[option] = _value(value)
+        options[option] = value_of(value)
     try:
         codec = codecs.get(name, **options)
         check_defined(Options().algorithm, codec)
     except ConfigError as error:
         raise ConfigError(f"{CODEC}={text!r}: {error}") from error
     return codec
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
