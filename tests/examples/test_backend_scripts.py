@@ -1,7 +1,7 @@
 """examples/ddp_backend.py and examples/fsdp2_backend.py run under torchrun.
 
-On plain gloo they sometimes abort at the very end, in a destructor of gloo's (torch 2.13), so that is
-left to test_backend_training.py, which compares the losses.
+On plain gloo they sometimes abort at the very end, in a destructor of gloo's (torch 2.13), so that
+is left to test_backend_training.py, which compares the losses.
 """
 
 from __future__ import annotations
