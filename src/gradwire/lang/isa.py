@@ -38,22 +38,30 @@ class Level:
 
 # gcc prefers vectors of 256 bits on most CPUs that have 512: for sweeps over L1 the wide ones win
 WIDE = "-mprefer-vector-width=512"
+# gcc 12 moves halves of SSE registers through MMX ones and never cleans up: from then on x87, which
+# LAPACK and long double use, computes NaN in that thread.
+NO_MMX = "-mno-mmx"
 
 LEVELS = (
     Level(
-        "x86-64-v2", "x86_64", ("-march=x86-64-v2",),
+        "x86-64-v2", "x86_64", ("-march=x86-64-v2", NO_MMX),
         frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}),
     ),
     Level(
-        "x86-64-v3", "x86_64", ("-march=x86-64-v3",),
+        "x86-64-v3", "x86_64", ("-march=x86-64-v3", NO_MMX),
         frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
     ),
     Level(
-        "x86-64-v4", "x86_64", ("-march=x86-64-v4", WIDE),
+        "x86-64-v4", "x86_64", ("-march=x86-64-v4", NO_MMX, WIDE),
         frozenset({"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}),
     ),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset({"asimd", "fp"})),
 )  # fmt: skip
+
+
+def native() -> tuple[str, ...]:
+    """What a compiler is told for this machine's own CPU."""
+    return ("-march=native", *((NO_MMX, WIDE) if machine() == "x86_64" else ()))
 
 
 def machine() -> str:

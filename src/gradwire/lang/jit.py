@@ -54,10 +54,7 @@ def compiler() -> str:
 def load(source: str) -> ctypes.CDLL:
     """The library compiled from `source`, from the cache where it is there."""
     level = isa.forced()
-    if level is not None:
-        instructions = level.flags
-    else:
-        instructions = ("-march=native", *([isa.WIDE] if isa.machine() == "x86_64" else []))
+    instructions = isa.native() if level is None else level.flags
     return _load(source, compiler(), (*FLAGS, *instructions), str(cache_folder()))
 
 
