@@ -64,6 +64,12 @@ def test_threads_that_the_user_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -
     assert out == "[node 0] 3\n"
 
 
+@pytest.mark.lab
+def test_nodes_do_not_inherit_the_hosts_congestion_control() -> None:
+    _, out, _ = run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], 2, "1gbit")
+    assert sorted(out.splitlines()) == ["[node 0] reno", "[node 1] reno"]
+
+
 TALK = 'echo "out $RANK"; echo "err $RANK" >&2; printf tail'
 
 

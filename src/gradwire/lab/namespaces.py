@@ -17,6 +17,10 @@ import traceback
 from collections.abc import Callable, Iterator
 
 _NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+# A lab inherits nothing of its host's tuning. Reno is in every kernel, and all namespaces may use it.
+# (BBR, some hosts' default, measures each connection's own rate, which three peers' bursts deny it.)
+CONGESTION_CONTROL = "reno"
+
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -62,6 +66,8 @@ class Node:
         with _returning():
             _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare (net and uts namespaces of a node)")
             socket.sethostname(hostname)
+            with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file:
+                file.write(CONGESTION_CONTROL)
             self._fds = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
 
     def enter(self) -> None:
