@@ -109,16 +109,22 @@ def call(
     if payload is not None:
         result.payload[1:-1] = payload
     peers = peers or []
-    sources = torch.cat([*peers, torch.zeros(0, dtype=torch.uint8)])
+    # peers' payloads lie anywhere: here in reverse, at unequal distances
+    places = np.array([(size + k) * k for k in reversed(range(len(peers)))], dtype="i8")
+    sources = torch.zeros((size + len(peers)) * len(peers), dtype=torch.uint8)
+    for place, peer in zip(places.tolist(), peers, strict=True):
+        sources[place : place + size] = peer
     rows = np.zeros(1, ROW)
     rows["values"], rows["residual"] = result.values.data_ptr(), result.residual.data_ptr()
     # one byte off: payloads have no alignment
     rows["payload"], rows["source"] = result.payload.data_ptr() + 1, sources.data_ptr()
+    rows["source"] += places[:1].astype("u8") if peers else 0
     rows["numel"], rows["start"] = values.numel(), start
     rows["key"], rows["shared"] = key, shared
     made.run(
-        form, rows, ranks=len(peers) + 1, rank=rank, stride=size, factor=factor, threads=threads
-    )
+        form, rows, ranks=len(peers) + 1, rank=rank, distances=places - places[:1],
+        factor=factor, threads=threads,
+    )  # fmt: skip
     assert result.payload[0] == result.payload[-1] == 0xA5
     result.payload = result.payload[1:-1]
     return result

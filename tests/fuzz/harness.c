@@ -79,7 +79,7 @@ static void fill(void *values, int64_t nbytes) {
   memcpy(values, noise + below(sizeof noise / 2) / 8 * 8, nbytes);
 }
 
-typedef int Form(const Row *, int64_t, int32_t, int32_t, int64_t, float, int32_t, void *,
+typedef int Form(const Row *, int64_t, int32_t, int32_t, const int64_t *, float, int32_t, void *,
                  const float *);
 static const struct { const char *name; Form *run; int peers; } forms[] = {
   {"decode", decode, 0},
@@ -111,10 +111,12 @@ static int try_all(const Case *c, int64_t value_nbytes, const float *table, int 
     rows[r].start = below(1000), rows[r].key = random_bits(), rows[r].shared = random_bits();
   }
   void *workspace = c->workspace[n - 1][threads - 1];
+  int64_t distances[PEERS];
+  for (int k = 0; k < PEERS; k++) distances[k] = k * c->nbytes;
   for (unsigned f = 0; f < sizeof forms / sizeof *forms; f++) {
     const int alone = forms[f].peers && below(2); /* all contributions are payloads */
     const int ranks = forms[f].peers ? PEERS + !alone : 1, rank = alone ? -1 : (int)below(ranks);
-    const int failed = forms[f].run(rows, n, ranks, rank, c->nbytes, 0.5f, threads, workspace, table);
+    const int failed = forms[f].run(rows, n, ranks, rank, distances, 0.5f, threads, workspace, table);
     if (failed != 0 && !(mutated && failed == n)) {
       fprintf(stderr, "harness: %s of %lld values returned %d for row %d of %d, %s\n",
               forms[f].name, (long long)c->numel, failed, n, n, mutated ? "mutated" : "genuine");

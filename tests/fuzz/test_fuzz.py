@@ -132,15 +132,16 @@ def test_no_payload_breaks_a_kernel(name: str, tmp_path: Path) -> None:
 
 PLANTED = """
 char *getenv(const char *);
-static int planted(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-                   float factor, int32_t threads, void *workspace, const float *table) {
+static int planted(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+                   const int64_t *distances, float factor, int32_t threads, void *workspace,
+                   const float *table) {
   const Row *row = rows + n - 1;
   volatile float *values = row->values;
   switch (getenv("PLANTED")[0]) {
-    case 'p': return ((volatile uint8_t *)row->payload)[stride] & 0;
+    case 'p': return ((volatile uint8_t *)row->payload)[distances[1]] & 0;
     case 'v': values[row->numel] = 0; return 0;
     case 'i': return values[((volatile uint8_t *)row->payload)[0]] > 2;
-    case 's': return ((volatile uint8_t *)row->source)[stride * 2] & 0;
+    case 's': return ((volatile uint8_t *)row->source)[distances[1] * 2] & 0;
     case 'w': ((volatile float *)workspace)[4] = 0; return 0;
     case 'u': return (1 << (32 + (int)(values[0] * values[0]))) & 0;
     case 'm': return -1;

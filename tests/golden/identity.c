@@ -67,10 +67,11 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -130,10 +131,11 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -189,10 +191,11 @@ static void decode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
   int64_t total = 0;
   for (int64_t r = 0; r < n; r++) total += rows[r].numel;
   call.large = total >= 262144;
@@ -251,10 +254,11 @@ static void decode_add_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -282,7 +286,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -334,10 +338,11 @@ static void decode_sum_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -365,7 +370,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n1 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -420,10 +425,11 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -453,7 +459,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
 #pragma omp simd
         for (int i = 0; i < m; i++) {
           const float n3 = ((const f32 *)(source + place->at[0] + b * 4096))[i];
@@ -515,10 +521,11 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();

@@ -158,10 +158,11 @@ static void encode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -318,10 +319,11 @@ static void encode_ef_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -407,10 +409,11 @@ static void decode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
   int64_t total = 0;
   for (int64_t r = 0; r < n; r++) total += rows[r].numel;
   call.large = total >= 262144;
@@ -499,10 +502,11 @@ static void decode_add_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -530,7 +534,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
         const float n2 = from_bf16(n1);
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
@@ -593,10 +597,11 @@ static void decode_sum_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -625,7 +630,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n1 = ((const u16 *)(source + place->at[0]))[b];
         const float n2 = from_bf16(n1);
         const uint32_t n3 = ((const u16 *)(source + place->at[1]))[b];
@@ -782,10 +787,11 @@ static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -816,7 +822,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const uint32_t n3 = ((const u16 *)(source + place->at[0]))[b];
         const float n4 = from_bf16(n3);
         const uint32_t n5 = ((const u16 *)(source + place->at[1]))[b];
@@ -980,10 +986,11 @@ static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();

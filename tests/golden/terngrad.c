@@ -181,10 +181,11 @@ static void encode_sweep1(const Call *call, int thread, int threads) {
   }
 }
 
-int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -365,10 +366,11 @@ static void encode_ef_sweep1(const Call *call, int thread, int threads) {
   }
 }
 
-int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -441,10 +443,11 @@ static void decode_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
   int64_t total = 0;
   for (int64_t r = 0; r < n; r++) total += rows[r].numel;
   call.large = total >= 262144;
@@ -516,10 +519,11 @@ static void decode_add_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -547,7 +551,7 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -608,10 +612,11 @@ static void decode_sum_sweep0(const Call *call, int thread, int threads) {
   }
 }
 
-int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -640,7 +645,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -774,7 +779,7 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n1 = ((const f32 *)(source + place->at[0]))[0];
         const float n2 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a3_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -854,10 +859,11 @@ static void reduce_encode_sweep1(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -892,7 +898,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -1029,7 +1035,7 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
         }
       } else {
         const int own_before = 0 <= call->rank && call->rank < k;
-        const uint8_t *source = place->row->source + (k - own_before) * call->stride;
+        const uint8_t *source = place->row->source + call->distances[k - own_before];
         const float n3 = ((const f32 *)(source + place->at[0]))[0];
         const float n4 = ((const f32 *)(source + place->at[1]))[0];
         uint8_t a5_[GROUP][BLOCK + 64] __attribute__((aligned(64)));
@@ -1116,10 +1122,11 @@ static void reduce_encode_ef_sweep1(const Call *call, int thread, int threads) {
   }
 }
 
-int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,
-    float factor, int32_t threads, void *workspace, const float *table) {
+int reduce_encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
+    const int64_t *distances, float factor, int32_t threads, void *workspace,
+    const float *table) {
   int failed = 0;
-  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};
+  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int thread = omp_get_thread_num(), of = omp_get_num_threads();

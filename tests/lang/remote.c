@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-typedef int Form(const Row *, int64_t, int32_t, int32_t, int64_t, float, int32_t, void *,
+typedef int Form(const Row *, int64_t, int32_t, int32_t, const int64_t *, float, int32_t, void *,
                  const float *);
 static Form *const forms[] = {FORMS};
 
@@ -25,7 +25,9 @@ int main(void) {
     row.payload = take(h[3]);
     row.source = take(h[3] * h[7]);
     const float *table = take(h[8] * 4);
-    if (forms[h[0]](&row, 1, h[5], h[6], h[3], 1.0f / 3, 2, malloc(h[4] + 1), table)) return 3;
+    int64_t distances[h[7] + 1];
+    for (int64_t k = 0; k < h[7]; k++) distances[k] = k * h[3];
+    if (forms[h[0]](&row, 1, h[5], h[6], distances, 1.0f / 3, 2, malloc(h[4] + 1), table)) return 3;
     fwrite(row.payload, 1, h[3], stdout);
     fwrite(row.values, 1, h[1] * h[2], stdout);
     fwrite(row.residual, 1, h[1] * 4, stdout);

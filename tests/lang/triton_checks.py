@@ -87,7 +87,8 @@ class Memory:
             copy.rows[name] += moved(old, new)
         made, error = kernels(codec, self.values.dtype, target), None
         try:
-            made.run(form, copy.rows, ranks=ranks, rank=rank, stride=self.stride, factor=1 / 3)
+            at = np.arange(PEERS) * self.stride
+            made.run(form, copy.rows, ranks=ranks, rank=rank, distances=at, factor=1 / 3)
             made.check()
         except CodecError as raised:
             error = raised
@@ -247,7 +248,8 @@ def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
         ranks = PEERS + 1 if form.startswith("reduce") or form == "decode_sum" else 1
         needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
-        k.run(form, made.rows, ranks=ranks, stride=made.stride, factor=1 / 3, workspace=workspace)
+        at = np.arange(PEERS) * made.stride
+        k.run(form, made.rows, ranks=ranks, distances=at, factor=1 / 3, workspace=workspace)
         if not bool((workspace[needed:] == 0xA5).all()):
             wrong.append(form)
     return wrong

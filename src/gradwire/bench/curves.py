@@ -116,7 +116,8 @@ def _points(
                 rows["residual"] = residual.data_ptr() + 4 * first
                 begun = time.perf_counter()
                 made.run(
-                    form, rows, threads=threads, workspace=workspace, stride=payload.numel(),
+                    form, rows, threads=threads, workspace=workspace,
+                    distances=np.arange(payloads) * payload.numel(),
                     ranks=payloads + own if sums else 1, rank=0 if own else -1,
                 )  # fmt: skip
                 times.append(time.perf_counter() - begun)

@@ -124,7 +124,7 @@ def _rows(
         def kernel(op: str = op, rows: np.ndarray = rows, ranks: int = ranks) -> None:
             made.run(
                 op, rows, threads=threads, workspace=workspace, ranks=ranks,
-                stride=payload.numel(), factor=1.0 / ranks,
+                distances=np.arange(PEERS) * payload.numel(), factor=1.0 / ranks,
             )  # fmt: skip
 
         def copy() -> None:

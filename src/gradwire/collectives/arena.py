@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 from gradwire.engine import Buffer, Graph, Kind
 from gradwire.engine.message import align
@@ -12,7 +11,7 @@ from gradwire.engine.message import align
 def place(graph: Graph, message_bytes: Callable[[Buffer], int]) -> tuple[dict[Buffer, int], int]:
     """(where each message begins, where all end), in bytes, aligned.
 
-    What a merge sums stands side by side, in its order: kernels take one address and a distance.
+    What a merge sums stands side by side, in its order: a GPU's kernels need equal distances.
     A message that may take another's memory does.
     """
     offsets: dict[Buffer, int] = {}
@@ -28,10 +27,3 @@ def place(graph: Graph, message_bytes: Callable[[Buffer], int]) -> tuple[dict[Bu
         assert message_bytes(buffer) <= message_bytes(earlier)
         offsets[buffer] = offsets[earlier]
     return offsets, end
-
-
-def stride(offsets: list[int]) -> int:
-    """The distance between messages that stand at equal ones; 0 of fewer than two."""
-    strides = {b - a for a, b in pairwise(offsets)}
-    assert len(strides) <= 1, "the payloads that a merge sums stand at equal distances"
-    return strides.pop() if strides else 0

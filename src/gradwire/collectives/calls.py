@@ -61,13 +61,13 @@ class Calls:
         rows: of the partition.
         specs: of the tensors.
         kernel_of: (codec, dtype) -> index of the kernels.
-        offsets: where each message starts in the arena, in bytes; what a merge reads stands there
-            in its order, at equal distances.
+        offsets: where each message starts in the arena, in bytes.
         rank: whose calls these are.
         batched: one call for all rows of a task, codec and dtype; else one for each row.
 
     Attributes:
         of: task -> its calls.
+        distances: merge -> bytes from the first message that it reads to each of them.
         numel: number of values of each row of the table.
     """
 
@@ -85,6 +85,7 @@ class Calls:
         for row in rows:
             by_message.setdefault((row.segment, row.chunk), []).append(row)
         self.of: dict[Task, list[Call]] = {}
+        self.distances: dict[Task, np.ndarray] = {}
         placed: list[tuple[Row, int, int, int]] = []  # row, payload, source, phase
         for task in graph.tasks:
             if task.kind in (Kind.SEND, Kind.RECV):
@@ -92,6 +93,9 @@ class Calls:
             merges = task.kind is Kind.MERGE
             messages = task.writes or (task.reads[:1] if merges else task.reads)
             source = offsets[task.reads[0]] if merges and task.reads else 0
+            if merges:
+                places = np.array([offsets[b] for b in task.reads], dtype="i8")
+                self.distances[task] = places - source
             phase = 0 if not merges else 1 if task.final else 2
             covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
             kinds = [

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradwire.collectives.arena import stride
 from gradwire.collectives.calls import Step
 from gradwire.collectives.memory import HostMemory, Memory, StagedMemory, is_staged
 from gradwire.engine import Buffer, Kind, Task
@@ -103,7 +102,7 @@ class Job:
                     self.rows[call.first : call.last],
                     ranks=len(task.reads) + (task.own is not None) if merge else 1,
                     rank=(-1 if task.own is None else task.own) if merge else 0,
-                    stride=stride([c.offsets[b] for b in task.reads]) if merge else 0,
+                    distances=c.calls.distances[task] if merge else None,
                     factor=self.factor if task.final else 1.0,
                     threads=c.threads,
                     workspace=self.held.arena[c.workspace_offset :],

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # sources are generated where there is no torch
+from gradwire.errors import ConfigError
+
+if TYPE_CHECKING:  # sources are generated where there is neither
+    import numpy as np
     import torch
 
 
@@ -14,7 +17,8 @@ class Call:
     """Attributes:
     ranks: contributions to a sum, the caller's own included.
     rank: position of the caller's values in the sum; -1 if all contributions are payloads.
-    stride: bytes between the payloads at a row's `source`.
+    distances: int64[payloads] or more, the same for all rows: bytes from the payload at a row's
+        `source` to each of those that are summed, so the first is 0; None if none are.
     factor: what decode multiplies by; what sums are multiplied by.
     threads: among which blocks are divided (target c); no result depends on it.
     workspace: uint8[layout.workspace_nbytes(...)], or None for codecs that need none.
@@ -22,7 +26,24 @@ class Call:
 
     ranks: int = 1
     rank: int = 0
-    stride: int = 0
+    distances: np.ndarray | None = None
     factor: float = 1.0
     threads: int = 1
     workspace: torch.Tensor | None = None
+
+    @property
+    def stride(self) -> int:
+        """The distance between payloads that stand at equal ones, for a target that needs it.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.distances is None or len(self.distances) < 2:
+            return 0
+        stride = int(self.distances[1])
+        if any(at != k * stride for k, at in enumerate(self.distances.tolist())):
+            raise ConfigError(
+                f"payloads at distances {self.distances.tolist()}: this target sums payloads that "
+                "stand at equal distances alone"
+            )
+        return stride

@@ -138,7 +138,9 @@ class _Row:
         """The row's own payload, or that of peer number `source`."""
         address = int(self.row["payload"])
         if source is not None:
-            address = int(self.row["source"]) + source * self.call.stride
+            distances = self.call.distances
+            assert distances is not None
+            address = int(self.row["source"]) + int(distances[source])
         return view(address, self.layout.nbytes(self.numel))
 
     def field(self, name: str) -> tuple[int, Field]:

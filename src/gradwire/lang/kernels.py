@@ -69,7 +69,7 @@ class Kernels:
         rows: np.ndarray,
         ranks: int = 1,
         rank: int = 0,
-        stride: int = 0,
+        distances: np.ndarray | None = None,
         factor: float = 1.0,
         threads: int = 1,
         workspace: torch.Tensor | None = None,
@@ -81,7 +81,7 @@ class Kernels:
                 the call; which of them a form reads and writes is written in lang/forms.py.
             workspace: uint8[self.workspace_nbytes(rows["numel"], threads, ranks)], or None to
                 allocate it.
-            ranks, rank, stride, factor, threads: as in `Call`.
+            ranks, rank, distances, factor, threads: as in `Call`.
 
         Raises:
             CodecError: a payload that cannot be decoded; on a GPU, `check` says so.
@@ -92,11 +92,18 @@ class Kernels:
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
         assert threads >= 1, threads
+        payloads = ranks - (rank >= 0)
+        assert not payloads or distances is not None, f"{payloads} payloads without distances"
+        if distances is not None:
+            assert distances.dtype == np.int64, distances.dtype
+            assert distances.flags.c_contiguous
+            assert distances.size >= payloads, (distances, payloads)
         needed = self.workspace_nbytes(rows["numel"], threads, ranks)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
-        self._backend.run(form, rows, Call(ranks, rank, stride, factor, threads, workspace))
+        call = Call(ranks, rank, distances, factor, threads, workspace)
+        self._backend.run(form, rows, call)
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs on this target."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # sources are generated where there is neither
 
 _ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
-    ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p,
+    ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p,
 )  # fmt: skip
 
 
@@ -48,8 +48,9 @@ class Library:
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""
         workspace = None if call.workspace is None else call.workspace.data_ptr()
+        distances = None if call.distances is None else call.distances.ctypes.data
         failed = self._functions[form](
-            rows.ctypes.data, rows.size, call.ranks, call.rank, call.stride, call.factor,
+            rows.ctypes.data, rows.size, call.ranks, call.rank, distances, call.factor,
             call.threads, workspace, self._table,
         )  # fmt: skip
         if failed:

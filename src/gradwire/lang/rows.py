@@ -9,7 +9,7 @@ ROW = np.dtype(
         ("values", "<u8"),  # address of the flat values, in the kernel's dtype
         ("residual", "<u8"),  # address of fp32[numel]
         ("payload", "<u8"),  # address of uint8[layout.nbytes(numel)]
-        ("source", "<u8"),  # address of the peers' payloads, `stride` bytes apart
+        ("source", "<u8"),  # address of the first of the peers' payloads; see `Call.distances`
         ("numel", "<i8"),
         ("start", "<i8"),  # position of the first value in its parameter
         ("key", "<u8"),  # of the random numbers, see rng.step_keys

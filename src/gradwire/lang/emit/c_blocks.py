@@ -235,7 +235,7 @@ class Blocks(Writer):
         self.close("} else {")
         self.indent += 1
         self.put("const int own_before = 0 <= call->rank && call->rank < k;")
-        self.put("const uint8_t *source = place->row->source + (k - own_before) * call->stride;")
+        self.put("const uint8_t *source = place->row->source + call->distances[k - own_before];")
         for inner in step.body:
             self.STEPS[type(inner)](self, inner)
         self.close()

@@ -161,7 +161,8 @@ def cursors(own: bool, sources: bool) -> str:
     if sources:
         lines += [
             "      for (int k = 0; k < call->ranks - (call->rank >= 0); k++)",
-            "        cursors[k + 1] = cursor_at(call, &place, row->source + k * call->stride, b);",
+            "        cursors[k + 1] =",
+            "            cursor_at(call, &place, row->source + call->distances[k], b);",
         ]
     return "\n".join([*lines, ""]) if own or sources else ""
 
@@ -313,10 +314,11 @@ static void {form}_clear(const Call *call, int thread, int threads) {{
 def entry(form: str, sweeps: tuple[passes.Sweep, ...], layout: Layout) -> str:
     """The function that lang/native.py calls."""
     lines = [
-        f"int {form}(const Row *rows, int64_t n, int32_t ranks, int32_t rank, int64_t stride,",
-        "    float factor, int32_t threads, void *workspace, const float *table) {",
+        f"int {form}(const Row *rows, int64_t n, int32_t ranks, int32_t rank,",
+        "    const int64_t *distances, float factor, int32_t threads, void *workspace,",
+        "    const float *table) {",
         "  int failed = 0;",
-        "  Call call = {rows, n, stride, ranks, rank, factor, workspace, table, &failed};",
+        "  Call call = {rows, n, distances, ranks, rank, factor, workspace, table, &failed};",
     ]
     if form == "decode":
         lines += [

@@ -21,7 +21,8 @@ typedef struct Staging Staging; /* of codecs that select: see selection.h */
 typedef struct Cursor Cursor;
 typedef struct {
   const Row *rows;
-  int64_t n, stride;
+  int64_t n;
+  const int64_t *distances; /* from a row's source to each payload that is summed */
   int32_t ranks, rank;
   float factor;
   float *workspace;
