@@ -254,6 +254,8 @@ OPERATIONS: dict[str, Op] = {
         in_every_spelling,
         wrong_sizes,
     )
+    # torch 2.9's gloo ends the process instead of raising.
+    if op is not wrong_sizes or torch.__version__ >= (2, 13)
 }
 
 
