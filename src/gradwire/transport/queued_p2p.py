@@ -33,7 +33,9 @@ class Host(Protocol):
     """What a link asks of the transport of the same ranks between their hosts: see TorchP2P."""
 
     timeout: float
-    waiting: dict[Any, float]
+
+    @property
+    def waiting(self) -> dict[Any, float]: ...
 
     def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError: ...
 
