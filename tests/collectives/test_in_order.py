@@ -14,6 +14,7 @@ from gradwire import (
     QSGD,
     Codec,
     CodecError,
+    ConfigError,
     Identity,
     Options,
     TransportError,
@@ -173,6 +174,15 @@ def test_a_bad_payload_breaks_the_group_and_peers_are_told() -> None:
     assert first[1] is first[0]
     assert isinstance(second[0], TransportError)
     assert (0, 0) in fifo.blamed
+
+
+def test_a_checksum_that_nobody_would_compare_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        return caught(lambda: all_reduce(torch.ones(3), group=comm, options=Options(checksum=True)))
+
+    for error in as_threads(2, body, fifo=FifoHub(2)):
+        assert isinstance(error, ConfigError)
+        assert "checksum" in str(error)
 
 
 def test_a_closed_communicator_refuses() -> None:

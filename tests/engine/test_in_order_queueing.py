@@ -20,7 +20,7 @@ from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.engine import Buffer, Communicator, Graph, Task
 from gradwire.engine.in_order import InOrder
 from gradwire.engine.schedule import Stage, lower
-from gradwire.engine.stream_future import StreamFuture
+from gradwire.engine.streams import StreamFuture
 from gradwire.lang import rng
 from gradwire.lang.gpu import Verdict
 from gradwire.lang.kernels import Kernels

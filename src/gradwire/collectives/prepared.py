@@ -50,7 +50,8 @@ class Collective:
 
     Raises:
         ConfigError: ranks disagree on the specs or options, a dtype is not a supported float, a
-            tensor cannot be cut into shards, or a codec is not defined in the algorithm.
+            tensor cannot be cut into shards, a codec is not defined in the algorithm or has no
+            kernels for the device, or a checksum is asked for over NCCL.
         TransportError: a peer did not answer.
 
     Attributes:
@@ -88,6 +89,11 @@ class Collective:
         chunks = options.partitions or algorithm.chunks(comm.world_size)
         shards = kind != "all_reduce"
         self._in_order = comm.in_order(device)
+        if self._in_order is not None and options.checksum:
+            raise ConfigError(
+                f"tensors on {device} travel in stream order, where no host could compare a "
+                "checksum: leave Options(checksum=None)"
+            )
         # A GPU's messages are not the work of its kernels' cores, wherever they go.
         in_memory = self._in_order is None and comm.in_memory()
         self.checksum = not in_memory if options.checksum is None else options.checksum

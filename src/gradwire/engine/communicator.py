@@ -12,6 +12,7 @@ import torch
 from gradwire.engine.executor import Executor
 from gradwire.engine.in_order import InOrder
 from gradwire.engine.pool import Pool
+from gradwire.engine.streams import on
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
 from gradwire.transport.link import Link
@@ -188,7 +189,7 @@ class Communicator:
 
         def make(nbytes: int) -> torch.Tensor:
             # In the side stream's own memory: no other stream's work may still use it.
-            with torch.cuda.stream(stream):
+            with on(stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
         with self._lock:

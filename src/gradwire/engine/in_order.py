@@ -27,7 +27,7 @@ import torch
 
 from gradwire.engine.executor import Outcome
 from gradwire.engine.schedule import Stage
-from gradwire.engine.stream_future import StreamFuture
+from gradwire.engine.streams import StreamFuture, on
 from gradwire.engine.task import Buffer, Kind, Task
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport.link import Link, Message
@@ -115,7 +115,7 @@ class InOrder:
             begun = time.perf_counter()
             future: StreamFuture[Outcome] = StreamFuture(self.stream)
             try:
-                with torch.cuda.stream(self.stream):  # without effect where there is none
+                with on(self.stream):
                     wire_bytes = self._run(job)
                     self._verdicts.extend(job.verdicts())
             except BaseException as error:

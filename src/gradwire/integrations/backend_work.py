@@ -13,7 +13,7 @@ from torch.autograd import Variable
 
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
-from gradwire.engine.stream_future import StreamFuture
+from gradwire.engine.streams import StreamFuture, on
 from gradwire.errors import ConfigError, TransportError
 
 NO_BACKWARD = -1  # what autograd calls the running backward where there is none
@@ -56,7 +56,7 @@ class Pending(dist.Work):
 
     def _end(self, running: Future[Outcome]) -> None:
         try:
-            with torch.cuda.stream(self._stream):  # without effect where there is none
+            with on(self._stream):
                 self._finish(running.result())
         except BaseException as error:
             self._ended.set_exception(error)

@@ -1,18 +1,23 @@
-"""The future of work that is queued on a stream: it ends when the work is queued.
+"""Work on a stream, and its future, which ends when the work is queued.
 
-Who asks for the result has their own stream wait for the work, not themselves; what is to be done
-with the result is queued behind the work. Without a stream, on the CPU, it is a plain future.
+None stands for no stream, on the CPU, where work has ended when its call returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Within it `stream` is current; torch's own would start CUDA even for none."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class StreamFuture(Future[T]):
@@ -40,7 +45,7 @@ class StreamFuture(Future[T]):
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         def within(future: Future[T]) -> None:
-            with torch.cuda.stream(self._stream):  # without effect where there is none
+            with on(self._stream):
                 fn(future)
 
         super().add_done_callback(within)
