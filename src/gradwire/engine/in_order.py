@@ -122,7 +122,7 @@ class InOrder:
                 self._fail(error)
                 if not isinstance(error, Exception):
                     raise
-                future.set_exception(error)
+                future.set_exception(self.error)
             else:
                 future.set_result(Outcome(time.perf_counter() - begun, wire_bytes, 0.0))
         return future
@@ -153,6 +153,7 @@ class InOrder:
             f"rank {self.link.rank}: this process group was destroyed; attach again in the new one"
         )
         self.error = self.error or error
+        self.link.close()
 
     def _look(self) -> None:
         """Take in the verdicts that are known by now."""
@@ -164,6 +165,8 @@ class InOrder:
 
     def _fail(self, error: BaseException) -> None:
         """The first error breaks the group, and peers are told."""
+        if self.error is not None:
+            return  # closed meanwhile
         if isinstance(error, GradwireError):
             log.error("%s", error)
         else:

@@ -93,8 +93,7 @@ class QueuedP2P:
         self.host.fail(peer)
 
     def close(self) -> None:
-        """Let go of the group."""
-        del self.group
+        del self.group  # nothing of ours may keep a destroyed process group alive
 
 
 class _Wait:
