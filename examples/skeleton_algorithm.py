@@ -4,9 +4,10 @@
 
 To write your own: copy this file, rename the class, and change `build`. It lists what one rank
 does, in the order in which the rank expects it to become possible; what waits for what follows from
-the buffers. Then state the same in `wire_bytes`, `rounds` and `seconds`. A line in the registry
-makes it known by its name, wherever options are taken. tests/examples/test_skeleton_algorithm.py
-shows the tests an algorithm should pass; docs/algorithms.md says what holds for all.
+the buffers. Then state the same in `hop`, `wire_bytes`, `rounds` and `seconds`. A line in the
+registry makes it known by its name, wherever options are taken.
+tests/examples/test_skeleton_algorithm.py shows the tests an algorithm should pass;
+docs/algorithms.md says what holds for all.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Star:
                 tasks.append(Task(Kind.RECV, s, writes=(result,), peer=0))
                 tasks.append(Task(Kind.DECODE, s, reads=(result,)))
         return Graph(tasks)
+
+    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+        return self.ROLES.index(buffer.role)  # results come after contributions
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         sent = world_size - 1 if rank == 0 else 1

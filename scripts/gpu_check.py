@@ -118,7 +118,7 @@ def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
     with context.Pool(workers, maxtasksperchild=1) as pool:  # leaving it ends what still runs
         asked = [(case_name(n), pool.apply_async(run_case, (n,))) for n in wanted]
         asked += [(("other", name), pool.apply_async(run_other, (name,)))
-                  for name in ([] if only else gpu_checks.OTHERS)]  # fmt: skip
+                  for name in ([] if only else possible())]  # fmt: skip
         asked += [(("compiles what is measured", name), pool.apply_async(warm, (name,)))
                   for name in bench_names(only)]  # fmt: skip
         while asked:
@@ -134,6 +134,17 @@ def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
                     "seconds": round(seconds, 2),
                 }  # fmt: skip
             time.sleep(0.05)
+
+
+def possible() -> list[str]:
+    """The names of the other checks, without those that lack something here; which is printed."""
+    import gpu_checks
+
+    lacking = {name: why() for name, why in gpu_checks.LACKING.items()}
+    for name, reason in lacking.items():
+        if reason is not None:
+            print(f"     other  {name}  is left out: {reason}", flush=True)
+    return [name for name in gpu_checks.OTHERS if lacking.get(name) is None]
 
 
 def case_name(number: int) -> tuple[str, str]:

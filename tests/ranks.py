@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from fifo import FifoHub
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
 
@@ -22,12 +23,17 @@ def as_threads(
     body: Callable[[Communicator], Any],
     hub: Hub | None = None,
     timeout: float = 60.0,
+    fifo: FifoHub | None = None,
 ) -> list[Any]:
-    """Run `body` on every rank at once; what it returned, in rank order, or the first error."""
+    """Run `body` on every rank at once; what it returned, in rank order, or the first error.
+
+    Collectives run in order over `fifo` where it is given; else with tags, over `hub`.
+    """
     hub = hub or Hub(world_size)
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
-    comms = [Communicator(hub.transport(rank)) for rank in range(world_size)]
+    links: list[Any] = [lambda device, r=r: fifo and fifo.link(r) for r in range(world_size)]
+    comms = [Communicator(hub.transport(r), links=links[r]) for r in range(world_size)]
 
     def run(rank: int) -> None:
         try:

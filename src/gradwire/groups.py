@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import threading
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
-from gradwire.transport import Mixed
+from gradwire.transport import Mixed, TorchP2P
+from gradwire.transport.companion import carries, companion
+from gradwire.transport.queued_p2p import Host, QueuedP2P
 
 
 class _Entry:
@@ -55,8 +59,30 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         other.close()
     with entry.lock:
         if entry.communicator is None:
-            entry.communicator = Communicator(Mixed(actual))
+            host = host_transport(actual)
+            entry.communicator = Communicator(host, links=partial(link, actual, host))
         return entry.communicator
+
+
+def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
+    """What carries messages between the hosts of `group`'s ranks, who all make theirs at once."""
+    if carries(group, torch.device("cpu")):
+        return Mixed(group)
+    return TorchP2P(companion(group))
+
+
+def link(group: dist.ProcessGroup, host: Host, device: torch.device) -> QueuedP2P | None:
+    """What carries messages between tensors on `device` in stream order; None if nothing does."""
+    return QueuedP2P(group, device, host) if keeps_order(group, device) else None
+
+
+def keeps_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries what is on `device`."""
+    return (
+        device.type == "cuda"
+        and carries(group, device)
+        and str(group._get_backend(device).name()).startswith("nccl")
+    )
 
 
 def _is_gone(group: dist.ProcessGroup) -> bool:

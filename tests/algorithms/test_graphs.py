@@ -78,6 +78,7 @@ def served(partitions: int) -> Algorithm:
     class Served:
         ROLES = parameter_server.ROLES
         build = staticmethod(parameter_server.build)
+        hop = staticmethod(parameter_server.hop)
         wire_bytes = staticmethod(parameter_server.wire_bytes)
         rounds = staticmethod(parameter_server.rounds)
         seconds = staticmethod(parameter_server.seconds)

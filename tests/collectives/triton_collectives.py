@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gradwire.collectives.job as job_module
+from fifo import FifoHub
 from gradwire import Options, all_reduce
 from gradwire.engine import Communicator
 from gradwire.lang import gpu
@@ -30,8 +31,8 @@ def run(self: gpu.Device, *arguments: Any) -> None:
         _run(self, *arguments)
 
 
-def reduce_with(target: str) -> list[list[torch.Tensor]]:
-    """By rank: results and residuals."""
+def reduce_with(target: str, fifo: FifoHub | None = None) -> list[list[torch.Tensor]]:
+    """By rank: results and residuals; in order, over `fifo`, if it is given."""
 
     def body(comm: Communicator) -> list[torch.Tensor]:
         found = []
@@ -43,7 +44,7 @@ def reduce_with(target: str) -> list[list[torch.Tensor]]:
             found += [values, residual]
         return found
 
-    return as_threads(3, body, timeout=200)
+    return as_threads(3, body, timeout=200, fifo=fifo)
 
 
 def main() -> None:
@@ -51,9 +52,13 @@ def main() -> None:
     expected = reduce_with("c")
     for staged in (False, True):
         job_module.is_staged = lambda device, staged=staged: staged  # type: ignore[assignment, misc]
-        found = reduce_with("triton")
-        same = all(all(map(torch.equal, a, b)) for a, b in zip(found, expected, strict=True))
-        print("staged" if staged else "plain", "same" if same else "other")
+        say("staged" if staged else "plain", reduce_with("triton"), expected)
+    say("in order", reduce_with("triton", FifoHub(3)), expected)
+
+
+def say(way: str, found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    same = all(all(map(torch.equal, a, b)) for a, b in zip(found, expected, strict=True))
+    print(way, "same" if same else "other")
 
 
 if __name__ == "__main__":

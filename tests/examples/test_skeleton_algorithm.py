@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fifo import FifoHub
 from gradwire import QSGD, Codec, Identity, Options, TernGrad, all_reduce
 from gradwire.algorithms import REGISTRY
 from gradwire.codecs import TopK
@@ -44,6 +45,19 @@ def test_replicas_agree_and_nothing_is_lost(codec: Codec, n: int) -> None:
     assert all(torch.equal(mine, average) for mine, _ in results)
     brought = torch.stack(data).double().sum(0)
     torch.testing.assert_close(n * average.double() + kept, brought, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_messages_may_match_by_their_order_alone(n: int) -> None:
+    """As over NCCL: `hop` puts them into one order on both ends."""
+
+    def body(comm: Communicator) -> torch.Tensor:
+        mine = torch.randn(1003, generator=torch.Generator().manual_seed(comm.rank))
+        all_reduce(mine, "qsgd", group=comm, options=Options(algorithm=NAME, segments=3))
+        return mine
+
+    ordered = as_threads(n, body, fifo=FifoHub(n, lazy=True))
+    assert all(map(torch.equal, ordered, as_threads(n, body)))
 
 
 @pytest.mark.parametrize("n", WORLD_SIZES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -100,15 +101,38 @@ def nothing_allocated() -> str:
     return ", ".join(wrong)
 
 
-def ranks_share(world_size: int, device: str = DEVICE) -> str:
-    """Ranks that share the GPU reduce its tensors over gloo to the bits of the CPU, and train."""
+def nccl_alone(device: str = DEVICE) -> str:
+    """One rank sends to itself over NCCL, in stream order, and the host waits for nothing."""
+    script = str(Path(__file__).with_name("nccl_alone.py"))
+    try:
+        ended = subprocess.run(
+            [sys.executable, script, device],
+            capture_output=True, check=False, text=True, timeout=SHARE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"did not end within {SHARE_SECONDS} s"
+    said = (ended.stdout + (ended.stderr if ended.returncode else "")).strip()
+    return f"exit code {ended.returncode}: {said[-1500:]}" if ended.returncode or said else ""
+
+
+def missing_for_nccl(ranks: int) -> str | None:
+    """Why so many ranks cannot meet over NCCL here, or None."""
+    if not torch.distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    found = torch.cuda.device_count()
+    return None if found >= ranks else f"NCCL wants a GPU for each of {ranks} ranks: here {found}"
+
+
+def ranks_share(world_size: int, device: str = DEVICE, backend: str = "gloo") -> str:
+    """Ranks reduce CUDA tensors to the bits of the CPU, and train: over gloo they share the GPU,
+    over NCCL each has its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     script = str(Path(__file__).with_name("share.py"))
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(world_size), port, device],
+            [sys.executable, script, str(rank), str(world_size), port, device, backend],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world_size)
@@ -125,12 +149,22 @@ def ranks_share(world_size: int, device: str = DEVICE) -> str:
     return "\n".join(wrong)
 
 
-# Checks that take one GPU, by name.
-OTHERS = {
+# By name.
+OTHERS: dict[str, Callable[[], str]] = {
     "one launch a bucket": one_launch,
     "nothing is allocated": nothing_allocated,
     "bad payloads, topk": lambda: bad_payloads(TopK(0.05)),
     "2 ranks share the GPU": lambda: ranks_share(2),
     "3 ranks share the GPU": lambda: ranks_share(3),
+    "NCCL, 1 rank": nccl_alone,
+    "NCCL, 2 ranks": lambda: ranks_share(2, backend="nccl"),
+    "NCCL, 3 ranks": lambda: ranks_share(3, backend="nccl"),
     "bad payloads, adacomp": lambda: bad_payloads(AdaComp(block=100, density=0.1)),
+}
+
+# Why one of these cannot be made here; the others take one GPU, and nothing else.
+LACKING = {
+    "NCCL, 1 rank": lambda: missing_for_nccl(1),
+    "NCCL, 2 ranks": lambda: missing_for_nccl(2),
+    "NCCL, 3 ranks": lambda: missing_for_nccl(3),
 }

@@ -1,9 +1,10 @@
-"""One of several ranks that share a GPU: collectives of CUDA tensors over gloo.
+"""One of several ranks that share a GPU, over gloo, or that have one each, over NCCL: collectives
+of CUDA tensors.
 
-    python share.py RANK WORLD_SIZE PORT DEVICE
+    python share.py RANK WORLD_SIZE PORT DEVICE BACKEND
 
 Prints what is wrong, or nothing. What it reduces on the device must be, bit by bit, what the same
-collective makes on the CPU. DEVICE is cuda; cpu tries the script itself.
+collective makes on the CPU. DEVICE is cuda; cpu, with gloo, tries the script itself.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.groups import communicator
 
 SIZES = (1, 1000, 300_007)
 STEPS = 20
 
 
-def main(rank: int, world_size: int, port: int, device: torch.device) -> None:
+def main(rank: int, world_size: int, port: int, device: torch.device, backend: str) -> None:
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
+        backend, f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
     )
     for codec in ("identity", "qsgd", "topk"):
-        for algorithm in ("sra", "ring"):
+        for algorithm in ("sra", "ring", "tree"):
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
+    in_order = communicator().in_order(device)
+    if (in_order is not None) != (backend == "nccl"):
+        print(f"over {backend}, tensors on {device} go by way of {in_order}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -64,7 +72,8 @@ def train(device: torch.device) -> None:
         losses.append(float(loss.detach()))
     if losses[-1] > 0.5 * losses[0]:
         print(f"the loss went from {losses[0]} to {losses[-1]}")
-    weights = torch.cat([p.detach().cpu().view(-1) for p in model.parameters()])
+    weights = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    weights = weights if dist.get_backend() == "nccl" else weights.cpu()
     gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, weights)
     if not all(torch.equal(weights, other) for other in gathered):
@@ -74,4 +83,4 @@ def train(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), torch.device(sys.argv[4]))
+    main(*map(int, sys.argv[1:4]), torch.device(sys.argv[4]), sys.argv[5])

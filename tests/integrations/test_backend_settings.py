@@ -6,13 +6,18 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.integrations import backend
 from gradwire.integrations.backend_layouts import Layouts, Part
+from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import from_environment
+from gradwire.lang import gpu
 
 
 def test_defaults_are_those_of_attach() -> None:
@@ -55,6 +60,39 @@ def test_bad_values_name_their_variable(variable: str, value: str, said: str) ->
         from_environment({variable: value})
     assert variable in str(error.value)
     assert said in str(error.value)
+
+
+# ---- devices
+
+
+def test_what_cannot_be_compressed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking("cpu") is None
+    assert "CUDA" in str(lacking("xpu"))
+    monkeypatch.setattr(gpu, "missing", lambda: "triton is not installed")
+    assert lacking("cuda") == "triton is not installed"
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    monkeypatch.setattr(gpu, "interpreting", lambda: False)
+    assert lacking("cuda") is None
+    monkeypatch.setattr(gpu, "interpreting", lambda: True)
+    assert "TRITON_INTERPRET" in str(lacking("cuda"))
+
+
+def test_ranks_of_which_some_have_no_kernels_are_named() -> None:
+    """Else some would compress, and wait for others who do not."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> str:
+        try:
+            backend._agreed(store, number, 2, ("cpu", "xpu")[number])
+        except gw.ConfigError as error:
+            return str(error)
+        return "agreed"
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(rank, range(2)))
+    assert all(
+        "rank 1 has" in text and "none on xpu: gradwire has kernels" in text for text in said
+    )
 
 
 # ---- layouts

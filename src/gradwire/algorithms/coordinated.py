@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gradwire.algorithms.protocol import Algorithm, Sizes
-from gradwire.engine import Graph, Kind, Task
+from gradwire.engine import Buffer, Graph, Kind, Task
 
 WINDOW = 2
 
@@ -80,6 +80,13 @@ class Coordinated:
         if task.kind is Kind.ENCODE:
             return at, step, 0
         return at, step, world_size  # once the step's last round has brought what it needs
+
+    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+        """As many rounds of a step together as a rank may be ahead."""
+        shift = (receiver - sender) % world_size
+        step = self.algorithm.hop(buffer, sender, receiver, world_size)
+        of_a_step = -(-(world_size - 1) // self.window)
+        return step * of_a_step + (shift - 1) // self.window
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         """Bytes that `rank` sends, headers included."""

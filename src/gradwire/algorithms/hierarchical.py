@@ -109,6 +109,12 @@ class Hierarchical:
         """Where `sizes` has what a member sends of a chunk."""
         return chunk + machines if self.inside == "full" else chunk
 
+    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+        """In the order of the roles that there are; results reach members last."""
+        members = self.chunks(world_size) < world_size
+        to_member = buffer.role == "result" and self.leader(receiver, world_size) != receiver
+        return self.ROLES.index(buffer.role) - (not members) + to_member
+
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         """Bytes that `rank` sends, headers included."""
         leaders = self.leaders(world_size)

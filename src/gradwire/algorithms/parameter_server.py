@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import contribute, receive, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Graph
+from gradwire.engine import Buffer, Graph
 
 ROLES = ("contribution", "result")
 
@@ -52,6 +52,11 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
             *receive(rank, owners, sizes),
         ]
     )
+
+
+def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    """Contributions first, results after them."""
+    return ROLES.index(buffer.role)
 
 
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradwire.engine import HEADER_BYTES, Graph
+from gradwire.engine import HEADER_BYTES, Buffer, Graph
 
 Sizes = Sequence[Sequence[int]]
 
@@ -40,6 +40,14 @@ class Algorithm(Protocol):
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
         """The graph of `rank`."""
+        ...
+
+    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+        """How late a message comes: 0 or more, and more than that of every message, on any rank,
+        without which it cannot be sent. Both of its ends compute it from nothing else.
+
+        It puts messages in an order where the transport has none to itself (engine/schedule.py).
+        """
         ...
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:

@@ -71,6 +71,14 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     return Graph(tasks)
 
 
+def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    """How far round the ring a chunk has come: a partial begins behind its owner, and its result
+    where that ends."""
+    first = buffer.chunk if buffer.role == "result" else buffer.chunk + 1
+    before = world_size - 1 if buffer.role == "result" else 0
+    return before + (sender - first) % world_size
+
+
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
     """Bytes that `rank` sends, headers included."""
     if world_size == 1:

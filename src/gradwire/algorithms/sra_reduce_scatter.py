@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import contribute, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Graph
+from gradwire.engine import Buffer, Graph
 
 ROLES = ("contribution",)
 
@@ -35,6 +35,11 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     ranks = owners = range(world_size)
     tasks = contribute(rank, owners, sizes) + reduce(rank, ranks, owners, sizes, encode=False)
     return Graph(tasks)
+
+
+def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    """No message waits for another."""
+    return 0
 
 
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:

@@ -75,6 +75,14 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     return Graph(tasks)
 
 
+def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    """Levels below the sender on the way up; on the way down, all of them and those above it."""
+    if buffer.role == "result":
+        return world_size.bit_length() - 1 + sender.bit_count()
+    below = min(sender & -sender, world_size - sender)  # ranks at and below the sender
+    return below.bit_length() - 1
+
+
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
     """Bytes that `rank` sends, headers included."""
     sent = len(children(rank, world_size)) + (rank > 0)

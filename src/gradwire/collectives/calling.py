@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,8 +67,9 @@ def communicator_of(
     return comm
 
 
-def future_on(device: torch.device) -> Async:
-    """A future for tensors on `device`."""
+def future_on(device: torch.device) -> torch.futures.Future[Any]:
+    """A future for tensors on `device`: who waits for it has their stream wait for what the stream
+    holds that is current when its result is set."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 

@@ -42,11 +42,12 @@ def all_reduce(
     Every rank ends with bit-identical values. With one rank nothing is sent and nothing changes.
 
     Args:
-        tensor: fp32, fp16 or bf16 on the CPU, any shape and layout.
+        tensor: fp32, fp16 or bf16 on the CPU or a GPU, any shape and layout.
         codec: a name (see `gradwire codec list`) with its options as keywords, or a Codec.
         op: "sum" or "avg".
         group: a process group; None is the default one.
-        async_op: return a future at once; its `wait()` gives the tensor.
+        async_op: return a future at once; its `wait()` gives the tensor. Over NCCL nothing waits
+            on the host, with it or without: the current stream does.
         residual: error feedback: fp32, `tensor.numel()` values, zeros at first; it is added before
             encoding, and holds what was not sent afterwards.
         seed, step, name: what the codec's random numbers derive from, with the rank. Give every

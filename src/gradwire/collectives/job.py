@@ -93,20 +93,9 @@ class Job:
 
     def compute(self, task: Task) -> None:
         c = self.collective
-        merge = task.kind is Kind.MERGE
         begun = time.perf_counter()
         with self.held.kernels(map(self._slice, task.reads), map(self._slice, task.writes)):
-            for call in c.calls.of[task]:
-                c.kernels[call.kernel].run(
-                    call.form,
-                    self.rows[call.first : call.last],
-                    ranks=len(task.reads) + (task.own is not None) if merge else 1,
-                    rank=(-1 if task.own is None else task.own) if merge else 0,
-                    distances=c.calls.distances[task] if merge else None,
-                    factor=self.factor if task.final else 1.0,
-                    threads=c.threads,
-                    workspace=self.held.arena[c.workspace_offset :],
-                )
+            self.run_kernels(task)
         if c.device.type == "cuda":
             with torch.cuda.device(c.device):
                 for call in c.calls.of[task]:
@@ -114,6 +103,21 @@ class Job:
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))
         self.kernel_seconds += time.perf_counter() - begun
+
+    def run_kernels(self, task: Task) -> None:
+        c = self.collective
+        merge = task.kind is Kind.MERGE
+        for call in c.calls.of[task]:
+            c.kernels[call.kernel].run(
+                call.form,
+                self.rows[call.first : call.last],
+                ranks=len(task.reads) + (task.own is not None) if merge else 1,
+                rank=(-1 if task.own is None else task.own) if merge else 0,
+                distances=c.calls.distances[task] if merge else None,
+                factor=self.factor if task.final else 1.0,
+                threads=c.threads,
+                workspace=self.held.arena[c.workspace_offset :],
+            )
 
     def received(self, task: Task) -> None:
         buffer = task.writes[0]

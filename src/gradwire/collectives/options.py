@@ -17,7 +17,8 @@ class Options:
     Attributes:
         algorithm: a name of `gradwire.algorithms.REGISTRY`.
         segments: pipeline units a chunk; None chooses by size: more of them over a network.
-        checksum: whether messages carry one; None: if any leaves the memory of its machine.
+        checksum: whether messages carry one; None: if any leaves the memory of its machine. Over
+            NCCL none does.
         target: which kernels ("auto", "c", "eager"); all make the same bytes.
         threads: of a kernel; None takes torch's number.
         partitions: of the algorithm parameter_server; None: as many as there are ranks.

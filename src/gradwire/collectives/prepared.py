@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,8 +20,10 @@ from gradwire.collectives.calls import Calls
 from gradwire.collectives.defined import check_defined
 from gradwire.collectives.job import Item, Job, check_item
 from gradwire.collectives.options import Options
+from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.collectives.topology import machines
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
+from gradwire.engine.schedule import Stage, lower
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
 from gradwire.partition import SEGMENT_BYTES, Spec, partition
@@ -42,11 +45,13 @@ class Collective:
         options: how to run it.
         kind: "all_reduce", or one of its halves: "reduce_scatter", "all_gather". Of a half, each
             tensor holds every rank's shard, in rank order.
-        device: of the tensors: the CPU, or a GPU, from which messages go by way of pinned memory.
+        device: of the tensors: the CPU, or a GPU, from which messages go over NCCL, or by way of
+            pinned memory where the group has none.
 
     Raises:
         ConfigError: ranks disagree on the specs or options, a dtype is not a supported float, a
-            tensor cannot be cut into shards, or a codec is not defined in the algorithm.
+            tensor cannot be cut into shards, a codec is not defined in the algorithm or has no
+            kernels for the device, or a checksum is asked for over NCCL.
         TransportError: a peer did not answer.
 
     Attributes:
@@ -83,7 +88,14 @@ class Collective:
         plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
         chunks = options.partitions or algorithm.chunks(comm.world_size)
         shards = kind != "all_reduce"
-        in_memory = comm.in_memory()
+        self._in_order = comm.in_order(device)
+        if self._in_order is not None and options.checksum:
+            raise ConfigError(
+                f"tensors on {device} travel in stream order, where no host could compare a "
+                "checksum: leave Options(checksum=None)"
+            )
+        # A GPU's messages are not the work of its kernels' cores, wherever they go.
+        in_memory = self._in_order is None and comm.in_memory()
         self.checksum = not in_memory if options.checksum is None else options.checksum
         segment_bytes = IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
         cut = partition(self.specs, chunks, options.segments, plain, shards, segment_bytes)
@@ -94,6 +106,16 @@ class Collective:
         kinds = list(dict.fromkeys((row.codec, self.specs[row.item].dtype) for row in cut.rows))
         target = _target(options.target, device)
         self.kernels = [kernels(codec, dtype, target) for codec, dtype in kinds]
+        for made in self.kernels:
+            if made.device.type != device.type:
+                raise ConfigError(
+                    f"{made.codec} has no kernels for tensors on {device}: its matrices are "
+                    "computed on the CPU. Use another codec there"
+                )
+        self.schedule: tuple[Stage, ...] = ()
+        if self._in_order is not None:
+            hop = partial(algorithm.hop, world_size=comm.world_size)
+            self.schedule = lower(self.graph, comm.rank, hop)
 
         self.offsets, self.workspace_offset = place(self.graph, self.message_bytes)
         index = {kind: i for i, kind in enumerate(kinds)}
@@ -134,14 +156,18 @@ class Collective:
             average: divide the sum by the world size.
 
         Returns:
-            A future that ends when the result is in place, or with the error that prevented it.
+            A future that ends when the result is in place, or with the error that prevented it;
+            over NCCL, when it is queued: `result()` has the caller's stream wait for it.
 
         Raises:
             ConfigError: memory that is not what the spec says; nothing has been sent then.
             TransportError: the group is broken.
+            CodecError: likewise, by a payload on a GPU.
         """
         for spec, item in zip(self.specs, items, strict=True):
             check_item(spec, item, self.comm.world_size, self.device)
+        if self._in_order is not None:
+            return self._in_order.submit(OrderedJob(self, items, average))
         return self.comm.executor.submit(Job(self, items, average))
 
 

@@ -50,8 +50,8 @@ def reduce_scatter(
     Args:
         output: this rank's shard of the result; `input`'s dtype, any shape. It may be this rank's
             shard of `input` itself; else `input` is left as it is.
-        input: fp32, fp16 or bf16 on the CPU; world_size * output.numel() values, the shards in rank
-            order.
+        input: fp32, fp16 or bf16 on the CPU or a GPU; world_size * output.numel() values, the
+            shards in rank order.
         residual: error feedback: fp32, `input.numel()` values, zeros at first. What it holds of the
             own shard is neither used nor changed.
         codec, op, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
@@ -105,8 +105,8 @@ def all_gather(
 
     Args:
         output: `input`'s dtype, world_size * input.numel() values, any shape.
-        input: fp32, fp16 or bf16 on the CPU, any shape; left as it is, unless it is this rank's
-            shard of `output`.
+        input: fp32, fp16 or bf16 on the CPU or a GPU, any shape; left as it is, unless it is this
+            rank's shard of `output`.
         codec, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
             `output`. `options.algorithm` is "sra", of which this is a half.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
 from gradwire.engine.executor import Executor
+from gradwire.engine.in_order import InOrder
 from gradwire.engine.pool import Pool
+from gradwire.engine.streams import on
 from gradwire.errors import ConfigError
 from gradwire.transport import Transport
+from gradwire.transport.link import Link
 
 # A job's tag: 9 bits of its plan, 20 bits that count. Agreements use the tags from there on.
 _COUNTED = 1 << 20
@@ -28,18 +31,27 @@ class Communicator:
         transport: moves the bytes.
         in_flight: how many collectives may own memory at a time (two overlap encoding with
             sending).
+        links: what carries messages between tensors of a device in stream order; None: nothing
+            does, so that they go by way of `transport`. All ranks ask, and are told alike.
 
     Attributes:
-        executor: runs the graphs.
+        executor: runs the graphs whose messages go by `transport`.
         preparing: held while something is looked up in `kept`, or agreed on.
         kept: what is prepared once and used every step, by what it is for; the least used first.
     """
 
-    def __init__(self, transport: Transport, in_flight: int = 2) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        in_flight: int = 2,
+        links: Callable[[torch.device], Link | None] = lambda device: None,
+    ) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.executor = Executor(transport, in_flight)
+        self._links = links
+        self._in_order: dict[torch.device, InOrder | None] = {}
         self._in_memory: bool | None = None
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.preparing = threading.RLock()
@@ -54,7 +66,24 @@ class Communicator:
     def close(self) -> None:
         """End the threads; collectives under way are abandoned."""
         self.executor.close()
+        self._links = lambda device: None  # nothing of ours may keep a process group alive
+        for in_order in self._in_order.values():
+            if in_order is not None:
+                in_order.close()
         self.transport.close()
+
+    def in_order(self, device: torch.device) -> InOrder | None:
+        """What runs the graphs of tensors on `device` where their messages keep a stream's order,
+        else None. All ranks ask at once the first time.
+
+        Raises:
+            TransportError: the ranks do not find together.
+        """
+        if device not in self._in_order:
+            link = self._links(device)
+            made = None if link is None else InOrder(link, self.stream(device))
+            self._in_order[device] = made
+        return self._in_order[device]
 
     # ---- numbers that are the same on all ranks, because collectives start in the same order ----
 
@@ -160,7 +189,7 @@ class Communicator:
 
         def make(nbytes: int) -> torch.Tensor:
             # In the side stream's own memory: no other stream's work may still use it.
-            with torch.cuda.stream(stream):
+            with on(stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
         with self._lock:

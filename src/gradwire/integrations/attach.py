@@ -49,8 +49,8 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU or on one GPU, in fp32, fp16 or bf16; its process group
-            carries CPU tensors ("gloo", or "cpu:gloo,cuda:nccl").
+        model: its parameters are on the CPU or on one GPU, in fp32, fp16 or bf16. Over NCCL, what
+            a GPU has goes from GPU to GPU; over gloo alone by way of the host's memory.
         codec: for parameters of two dimensions and more: a name with its options as further
             keywords (see `gradwire codec list`), a Codec, or None for none.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
@@ -234,7 +234,8 @@ class Handle(Plug):
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
-            kernel_seconds: of these, in kernels, and in checksums of what they wrote.
+            kernel_seconds: of these, in kernels, and in checksums of what they wrote. Over NCCL
+                nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             residual_bytes: memory of error feedback.
             shared_bytes: of memory shared with the machine's other ranks, whatever is sent.
             peak_extra_bytes: most other memory held beyond plain DDP's: messages in flight (shared

@@ -1,13 +1,14 @@
 """The drop-in backend: `init_process_group("gradwire")`, and the training script stays as it is.
 
 A group wraps one of torch's own, over gloo for the CPU and NCCL for CUDA, which carries out every
-operation but two: all-reduces and reduce-scatters (FSDP's) of large float tensors on the CPU, with
-SUM or AVG, issued by a backward pass. Those go through `Blobs`. What is registered (`gw.register`)
+operation but two: all-reduces and reduce-scatters (FSDP's) of large float tensors, with SUM or AVG,
+issued by a backward pass. Those go through `Blobs`. What is registered (`gw.register`)
 is compressed parameter by parameter instead.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from gradwire.integrations.backend_entry import NAME
 from gradwire.integrations.backend_scope import (
     averages,
     in_backward,
+    lacking,
     mirrors_backward,
 )
 from gradwire.integrations.backend_settings import Settings, from_environment
@@ -66,6 +68,7 @@ class Group(dist.ProcessGroup):
                 group._register_backend(torch.device(device), kind, backend)
         self._backends = backends
         self.blobs = Blobs(self, settings)
+        self._lacking = functools.cache(lacking)
         self._announced = False
 
     # ---- the two that carry gradients
@@ -109,14 +112,12 @@ class Group(dist.ProcessGroup):
         return new or self._plain._reduce_scatter_base
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        """Whether the engine can take it; where not, that is said once."""
-        if tensor.device.type != "cpu" and not self._announced:
+        """Whether there are kernels for it; where not, that is said once."""
+        reason = self._lacking(tensor.device.type)
+        if reason is not None and not self._announced:
             self._announced = True
-            log.warning(
-                "gradwire: gradients on %s go uncompressed: this version compresses on the CPU",
-                tensor.device.type,
-            )
-        return tensor.device.type == "cpu"
+            log.warning("gradwire: gradients on %s go uncompressed: %s", tensor.device.type, reason)
+        return reason is None
 
     tells_its_end = True  # see gradwire.groups
 
@@ -246,9 +247,10 @@ def make(options: Any, given: object) -> Group:
     # would take the addresses that it finds there for its peers'.
     attempt = options.store.add(f"gradwire/attempts of {rank}", 1)
     store = options.store = dist.PrefixStore(f"gradwire/{attempt}/", options.store)
-    settings = _agreed(store, rank, size)
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    settings = _agreed(store, rank, size, "cuda" if has_nccl else "cpu")
     backends: Backends = {"cpu": (Type.GLOO, _gloo(options))}
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    if has_nccl:
         backends["cuda"] = (Type.NCCL, _nccl(options, given))
     return Group(store, rank, size, backends, settings)
 
@@ -276,8 +278,8 @@ def _nccl(options: Any, given: object) -> Any:
     return backend
 
 
-def _agreed(store: dist.Store, rank: int, size: int) -> Settings:
-    """The settings of the environment, if all ranks have the same.
+def _agreed(store: dist.Store, rank: int, size: int, device_type: str) -> Settings:
+    """The settings of the environment, if all ranks have the same, and the same kernels.
 
     Ranks that compress and ranks that do not would wait for each other, so this is settled at the
     start: rank 0 reads what every rank holds, and all read its verdict.
@@ -287,7 +289,8 @@ def _agreed(store: dist.Store, rank: int, size: int) -> Settings:
     except ConfigError as error:
         store.set("verdict" if rank == 0 else str(rank), f"rank {rank}: {error}")
         raise
-    mine = settings.describe()
+    reason = lacking(device_type)
+    mine = settings.describe() + ("" if reason is None else f", none on {device_type}: {reason}")
     store.set(str(rank), mine)
     if rank == 0:
         held = [store.get(str(other)).decode() for other in range(size)]
@@ -298,6 +301,6 @@ def _agreed(store: dist.Store, rank: int, size: int) -> Settings:
     if found != "agreed":
         raise ConfigError(
             f"ranks disagree on the environment of the backend {NAME}: {found}. Set the same "
-            "variables on every rank"
+            "variables on every rank, and install the same packages"
         )
     return settings

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import DTYPES
 from gradwire.integrations.backend_work import NO_BACKWARD
+from gradwire.lang import gpu
 
 
 def in_backward() -> bool:
@@ -45,6 +46,16 @@ def averages(op: object) -> bool | None:
         if op == known:
             return average
     return None
+
+
+def lacking(device_type: str) -> str | None:
+    """Why tensors on such devices cannot be compressed here, or None."""
+    if device_type == "cpu":
+        return None
+    if device_type != "cuda":
+        return "gradwire has kernels for the CPU and for CUDA"
+    reason = gpu.missing()
+    return "TRITON_INTERPRET=1 is set" if reason is None and gpu.interpreting() else reason
 
 
 def is_float(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
+from gradwire.engine.streams import StreamFuture, on
 from gradwire.errors import ConfigError, TransportError
 
 NO_BACKWARD = -1  # what autograd calls the running backward where there is none
@@ -30,6 +32,9 @@ class Pending(dist.Work):
             goes on.
         tensors: what the collective was asked to fill.
         watch: raises errors that DDP would lose.
+
+    Of tensors on a GPU it has ended when it is queued, as torch's work over NCCL has: `wait` makes
+    the current stream wait, and so does that of the future.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class Pending(dist.Work):
         self._finish = finish
         self._tensors = tensors
         self._watch = watch
-        self._ended: Future[None] = Future()
+        self._stream = comm.stream(tensors[0].device)
+        self._ended: Future[None] = StreamFuture(self._stream)
         running.add_done_callback(self._end)
 
     def _end(self, running: Future[Outcome]) -> None:
         try:
-            self._finish(running.result())
+            with on(self._stream):
+                self._finish(running.result())
         except BaseException as error:
             self._ended.set_exception(error)
         else:
@@ -93,7 +100,7 @@ class Pending(dist.Work):
         forgiving = torch._C._current_graph_task_id() != NO_BACKWARD
         if forgiving:
             self._watch.add(self)
-        future: Tensors = torch.futures.Future()
+        future: Tensors = future_on(self._tensors[0].device)
 
         def tell(ended: Future[None]) -> None:
             error = ended.exception()

@@ -133,13 +133,15 @@ class Device:
 
         What such a payload decodes to is not said, but nothing is written out of its bounds.
         """
+        verdict = self.verdict()
+        if verdict is not None:
+            verdict.check()
+
+    def verdict(self) -> Verdict | None:
+        """The same for those who do not wait; None where no payload can be bad."""
         if not self.layout.variable:
-            return
-        failed = self.failed(self.current())
-        number = int(failed.item())
-        if number:
-            failed.zero_()
-            raise CodecError(f"row {number - 1}: a payload that {self.codec!r} never makes")
+            return None
+        return Verdict(self.codec, self.failed(self.current()))
 
     def current(self) -> torch.device:
         """The device that launches go to."""
@@ -155,6 +157,35 @@ class Device:
         staged = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
         staged.numpy()[:] = table
         return staged.to(self.device, non_blocking=True)
+
+
+class Verdict:
+    """Whether the payloads were good that the current stream has decoded up to here.
+
+    Args:
+        codec: of the payloads.
+        failed: int32[1] on the device: the number of a bad row, counted from 1, or 0.
+    """
+
+    def __init__(self, codec: Codec, failed: torch.Tensor) -> None:
+        self._codec = codec
+        self._failed = failed
+        self._found = torch.empty(1, dtype=torch.int32, pin_memory=failed.is_cuda)
+        self._found.copy_(failed, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if failed.is_cuda else None
+
+    def known(self) -> bool:
+        """Whether the device has come to it; asking does not wait."""
+        return self._copied is None or self._copied.query()
+
+    def check(self) -> None:
+        """Wait for the device, and raise `CodecError` if a payload was bad."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        number = int(self._found.item())
+        if number:
+            self._failed.zero_()
+            raise CodecError(f"row {number - 1}: a payload that {self._codec!r} never makes")
 
 
 class Launches:

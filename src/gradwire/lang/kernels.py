@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
+
+if TYPE_CHECKING:
+    from gradwire.lang import gpu
 
 
 class Backend(Protocol):
@@ -120,6 +123,14 @@ class Kernels:
         check = getattr(self._backend, "check", None)
         if check is not None:
             check()
+
+    def verdict(self) -> gpu.Verdict | None:
+        """What `check` would say at this place of the current stream, for those who do not wait.
+
+        None where `run` has said so, or no payload can be bad.
+        """
+        verdict = getattr(self._backend, "verdict", None)
+        return None if verdict is None else verdict()
 
 
 def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:

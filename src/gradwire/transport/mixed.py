@@ -6,6 +6,7 @@ Which it is, is decided for each peer when the transport is made, together with 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,15 @@ class Mixed:
         if self._shm is not None and peer in self.reached:
             return self._shm.irecv(data, peer, tag)
         return self._p2p.irecv(data, peer, tag)
+
+    @property
+    def waiting(self) -> dict[Any, float]:
+        """What has a peer -> when the wait for it began; see TorchP2P."""
+        return self._p2p.waiting
+
+    def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError:
+        """The error to raise when something else failed that these ranks do; see TorchP2P."""
+        return self._explain(peer, what, str(error), None)
 
     def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
         if blamed is not None:

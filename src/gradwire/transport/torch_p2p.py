@@ -1,4 +1,4 @@
-"""torch.distributed point-to-point messages as a transport (gloo now; NCCL and MPI later).
+"""torch.distributed point-to-point messages as a transport (gloo; NCCL is a link, queued_p2p.py).
 
 gloo facts that shape this file, each found by experiment:
 - a receive whose size differs from what was sent aborts the process, so ranks compare plans first;

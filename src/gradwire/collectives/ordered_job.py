@@ -1,0 +1,55 @@
+"""One run of a prepared collective in stream order: what the in-order executor asks for.
+
+Kernels and messages have one arena, on the tensors' device. Messages keep room for a header, so
+that they lie, and count, as everywhere else; nobody writes or reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.collectives.job import Job
+from gradwire.collectives.memory import HostMemory
+from gradwire.engine import Communicator, Task
+from gradwire.engine.in_order import Verdict
+from gradwire.engine.schedule import Stage
+
+
+class OrderedMemory(HostMemory):
+    """An arena on the tensors' device, in the side stream's own memory.
+
+    It may be given back as soon as all work on it is queued: who takes it next works behind that.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, nbytes: int) -> None:
+        self._pool = comm.pool(device)
+        self.arena = self.messages = self._pool.take(nbytes)
+
+
+class OrderedJob(Job):
+    """Fulfils gradwire.engine.in_order.OrderedJob."""
+
+    @property
+    def schedule(self) -> Sequence[Stage]:
+        return self.collective.schedule
+
+    def start(self) -> None:
+        c = self.collective
+        self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
+        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
+        stream = c.comm.stream(c.device)
+        if stream is not None and self.ready is not None:
+            stream.wait_event(self.ready)
+            # What the caller lets go of must outlive what is queued here.
+            given = [t for i in self.items for t in (i.values, i.residual, i.home) if t is not None]
+            for tensor in {t.untyped_storage().data_ptr(): t for t in given}.values():
+                tensor.record_stream(stream)
+
+    def compute(self, task: Task) -> None:
+        self.run_kernels(task)
+
+    def verdicts(self) -> Sequence[Verdict]:
+        found = [kernel.verdict() for kernel in self.collective.kernels]
+        return [verdict for verdict in found if verdict is not None]

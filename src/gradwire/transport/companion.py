@@ -1,0 +1,64 @@
+"""A gloo group beside a process group that carries no CPU tensors, such as "nccl" alone.
+
+Ranks compare plans, and tell each other of failures, between their hosts. No gradient goes there.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.errors import TransportError
+
+CPU = torch.device("cpu")
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` has a backend for tensors on `device`."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks over gloo, through the store of `group`; all make theirs at once.
+
+    It has the timeout of `group`, and ends when nobody holds it.
+
+    Raises:
+        TransportError: there is no gloo, or the ranks do not find together.
+    """
+    if not dist.is_gloo_available():
+        raise TransportError(
+            "this torch has no gloo, over which ranks compare plans and tell of failures; use a "
+            "torch that has it"
+        )
+    rank, size = group.rank(), group.size()
+    store = group.get_group_store()
+    # An earlier companion's entries may still be there, and would be taken for this one's.
+    attempt = store.add(f"gradwire/companions of {rank}", 1)
+    store = dist.PrefixStore(f"gradwire/companion/{attempt}/", store)
+    try:
+        backend = c10d.ProcessGroupGloo(store, rank, size, timeout=_timeout(group))
+    except RuntimeError as error:
+        text = f"rank {rank}: gloo did not find the other ranks of the group: {error}"
+        raise TransportError(text) from error
+    beside = dist.ProcessGroup(store, rank, size)
+    beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    beside._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    return beside
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """That of the group's first backend; torch has no public getter for it."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout

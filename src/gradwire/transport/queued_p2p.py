@@ -1,0 +1,125 @@
+"""A process group's own messages as a link: NCCL's; or gloo's without their tags, for tests.
+
+Facts of torch's NCCL groups that shape this file, from its documentation and source (no NCCL has
+run this):
+- only messages issued together (a coalesced group) may be of several pairs at a time, and all of
+  them go through the group's one communicator, on one stream of its own;
+- `torch.distributed.batch_isend_irecv` coalesces only where the group is of torch's own class, so
+  it would not for a group of the backend gradwire: hence its parts are called here;
+- the work of a coalesced group is one; `wait()` makes the current stream wait for it, whereas
+  `wait(timeout)` blocks the host;
+- making the communicator is a call of all ranks, so there is one before the first batch, in which
+  some ranks may have no part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import TransportError
+from gradwire.transport.link import Message
+
+# Of all messages on gloo, where the user's own must not match them; below that of notices.
+_TAG = (1 << 31) - 2
+
+
+class Host(Protocol):
+    """What a link asks of the transport of the same ranks between their hosts: see TorchP2P."""
+
+    timeout: float
+
+    @property
+    def waiting(self) -> dict[Any, float]: ...
+
+    def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError: ...
+
+    def fail(self, peer: int) -> None: ...
+
+
+class QueuedP2P:
+    """Messages within a process group, in the order of issue; all of its ranks make theirs at once.
+
+    Args:
+        group: a process group of tensors on `device`.
+        device: of the messages.
+        host: knows, when a wait fails, who failed first.
+
+    Raises:
+        TransportError: the ranks do not find together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, host: Host) -> None:
+        self.group = group
+        self.device = device
+        self.host = host
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.coalesces = bool(group._get_backend(device).supports_coalescing)
+        if self.world_size > 1:
+            first = torch.zeros(1, dtype=torch.uint8, device=device)
+            self._queued([(0, group.broadcast(first, 0))]).wait()
+
+    def post(self, batch: Sequence[Message]) -> _Batch:
+        peer = batch[0].peer
+        try:
+            if not self.coalesces:
+                return self._queued([(message.peer, self._issue(message)) for message in batch])
+            self.group._start_coalescing(self.device)
+            try:
+                for message in batch:
+                    peer = message.peer
+                    self._issue(message)
+            finally:
+                work = self.group._end_coalescing(self.device)
+            return self._queued([(peer, work)])
+        except RuntimeError as error:
+            raise self.host.explain(peer, "exchange with", error) from error
+
+    def _issue(self, message: Message) -> dist.Work:
+        start = self.group.recv if message.incoming else self.group.send
+        work: dist.Work = start([message.memory], message.peer, 0 if self.coalesces else _TAG)
+        return work
+
+    def _queued(self, works: Iterable[tuple[int, dist.Work]]) -> _Batch:
+        return _Batch(self, list(works))
+
+    def fail(self, peer: int) -> None:
+        self.host.fail(peer)
+
+    def close(self) -> None:
+        del self.group  # nothing of ours may keep a destroyed process group alive
+
+
+class _Wait:
+    """What the host's watch sees of a wait: its peer."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+
+
+class _Batch:
+    def __init__(self, link: QueuedP2P, works: list[tuple[int, dist.Work]]) -> None:
+        self._link = link
+        self._works = works
+
+    def wait(self) -> None:
+        host = self._link.host
+        for peer, work in self._works:
+            waiting = _Wait(peer)
+            host.waiting[waiting] = time.monotonic()
+            try:
+                if self._link.coalesces:
+                    work.wait()  # a timeout would block the host
+                else:
+                    work.wait(timedelta(seconds=host.timeout))
+            except RuntimeError as error:
+                raise host.explain(peer, "exchange with", error) from error
+            finally:
+                del host.waiting[waiting]
+        self._works = []

@@ -1,0 +1,111 @@
+"""Schedules of all algorithms: in-order batches without tags never deadlock and lose nothing."""
+
+from __future__ import annotations
+
+import pytest
+import symbolic
+import symbolic_schedule
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_graphs import draw_sizes, served
+
+from gradwire.algorithms import HALVES, REGISTRY, Algorithm, Coordinated, Hierarchical
+from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine.schedule import lower
+
+WORLDS = [1, 2, 3, 4, 5, 8, 16]
+quickly = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def machines(n: int, of: int, inside: str) -> Hierarchical:
+    return Hierarchical(tuple(r // of for r in range(n)), inside)
+
+
+ALGORITHMS = {
+    **{name: lambda n, a=a: a for name, a in REGISTRY.items()},
+    "two_servers": lambda n: served(2),
+    "many_servers": lambda n: served(2 * n + 1),
+    "coordinated": lambda n: Coordinated(REGISTRY["sra"]),
+    "coordinated_closely": lambda n: Coordinated(REGISTRY["sra"], window=1),
+    "coordinated_servers": lambda n: Coordinated(served(3), window=3),
+    "pairs": lambda n: machines(n, 2, "full"),
+    "threes": lambda n: machines(n, 3, "codec"),
+    "one_machine": lambda n: machines(n, n, "full"),
+    "in_turn": lambda n: Hierarchical(tuple(r % 3 for r in range(n)), "codec"),
+    **{f"half_{name}": lambda n, a=a: a for name, a in HALVES.items()},
+    **{f"coordinated_half_{name}": lambda n, a=a: Coordinated(a) for name, a in HALVES.items()},
+}
+
+
+def even_sizes(algorithm: Algorithm, n: int, segments: int) -> list[list[int]]:
+    return [uncompressed(algorithm, [16] * algorithm.chunks(n)) for _ in range(segments)]
+
+
+def uncompressed(algorithm: Algorithm, segment: list[int]) -> list[int]:
+    """With the columns of what travels in full precision, where there are any."""
+    plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
+    return segment + [4 * size for size in segment] if plain else segment
+
+
+def check(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
+    """What schedules make is what graphs make."""
+    scheduled = symbolic_schedule.run(algorithm, sizes, n)
+    for found, expected in zip(scheduled, symbolic.run(algorithm, sizes, n), strict=True):
+        assert found.values == expected.values
+        assert found.maker == expected.maker
+        assert found.held == expected.held
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_nobody_waits_for_ever(name: str, n: int, segments: int) -> None:
+    algorithm = ALGORITHMS[name](n)
+    check(algorithm, even_sizes(algorithm, n, segments), n)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@quickly
+@given(n=st.integers(1, 9), data=st.data())
+def test_whatever_holds_nothing(name: str, n: int, data: st.DataObject) -> None:
+    """Chunks of some segments are empty, and not sent."""
+    algorithm = ALGORITHMS[name](n)
+    sizes = draw_sizes(data, algorithm.chunks(n))
+    check(algorithm, [uncompressed(algorithm, segment) for segment in sizes], n)
+
+
+@pytest.mark.parametrize("name", ["sra", "ring", "parameter_server", "hierarchical", "in_turn"])
+def test_kernels_of_a_segment_run_beside_messages_of_another(name: str) -> None:
+    """Every kernel but those of the first and the last segment has a batch beside it."""
+    n, segments = 4, 4
+    algorithm = ALGORITHMS[name](n)
+    for stages in symbolic_schedule.schedules(algorithm, even_sizes(algorithm, n, segments), n):
+        posted = 0
+        for stage in stages:
+            inner = any(0 < task.segment < segments - 1 for task in stage.kernels)
+            assert posted > stage.ended or not inner, stages
+            posted += bool(stage.messages)
+        assert posted <= segments * max(1, algorithm.rounds(n))
+
+
+def test_a_single_segment_costs_a_batch_a_round() -> None:
+    for name in ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical"):
+        algorithm = REGISTRY[name]
+        for n in (2, 4, 8):
+            plans = symbolic_schedule.schedules(algorithm, even_sizes(algorithm, n, 1), n)
+            batches = max(sum(bool(s.messages) for s in plan) for plan in plans)
+            # Of a tree's rounds, no rank has a part in all.
+            rounds = algorithm.rounds(n)
+            assert batches <= rounds if name == "tree" else batches == rounds
+
+
+def test_a_hop_that_does_not_rise_is_found() -> None:
+    came, made = Buffer("a", 0, 0, 1), Buffer("b", 0, 0, 0)
+    tasks = [
+        Task(Kind.RECV, 0, writes=(came,), peer=1),
+        Task(Kind.MERGE, 0, reads=(came,), writes=(made,), own=0),
+        Task(Kind.SEND, 0, reads=(made,), peer=1),
+    ]
+    lower(Graph(tasks), 0, lambda buffer, *_: int(buffer.role == "b"))
+    with pytest.raises(AssertionError, match="hop is not above"):
+        lower(Graph(tasks), 0, lambda *_: 0)

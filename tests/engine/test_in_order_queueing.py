@@ -1,0 +1,319 @@
+"""What the in-order executor leaves to streams: it waits for nothing, and orders everything.
+
+Links here never deliver, and streams are records of what was asked of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import QSGD, Codec, CodecError, Identity, Options
+from gradwire.algorithms import REGISTRY
+from gradwire.codecs import TopK
+from gradwire.collectives import Item, prepare
+from gradwire.collectives.ordered_job import OrderedJob
+from gradwire.engine import Buffer, Communicator, Graph, Task
+from gradwire.engine.in_order import InOrder
+from gradwire.engine.schedule import Stage, lower
+from gradwire.engine.streams import StreamFuture
+from gradwire.lang import rng
+from gradwire.lang.gpu import Verdict
+from gradwire.lang.kernels import Kernels
+from gradwire.partition import Spec
+from gradwire.transport import Hub
+from gradwire.transport.link import Message
+
+KEYS = rng.Keys(0, 0)
+
+
+class Nowhere:
+    """A link that takes everything and never delivers; `log` is what it was asked."""
+
+    def __init__(self, log: list[str] | None = None, world_size: int = 2) -> None:
+        self.log = [] if log is None else log
+        self.rank, self.world_size = 0, world_size
+        self.posted = 0
+        self.failed: list[int] = []
+
+    def post(self, batch: Sequence[Message]) -> Any:
+        number, self.posted = self.posted, self.posted + 1
+        self.log.append(f"post {number}")
+        for message in batch:
+            if message.incoming:
+                message.memory.zero_()  # a payload that every codec here decodes
+        log = self.log
+
+        class Pending:
+            def wait(self) -> None:
+                log.append(f"wait {number}")
+
+        return Pending()
+
+    def fail(self, peer: int) -> None:
+        self.failed.append(peer)
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+class Symbols:
+    """A job of nothing but its schedule."""
+
+    def __init__(self, stages: Sequence[Stage], log: list[str], verdicts: Sequence[Any] = ()):
+        self.schedule = stages
+        self.log = log
+        self.left = verdicts
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def memory(self, buffer: Buffer) -> torch.Tensor:
+        return torch.zeros(10, dtype=torch.uint8)
+
+    def compute(self, task: Task) -> None:
+        self.log.append(f"compute {task.kind.value} {task.segment}")
+
+    def verdicts(self) -> Sequence[Any]:
+        return self.left
+
+    def finish(self) -> None:
+        self.log.append("finish")
+
+
+def stages_of(graph: Graph, rank: int, n: int, name: str) -> tuple[Stage, ...]:
+    return lower(graph, rank, lambda *letter: REGISTRY[name].hop(*letter, n))
+
+
+def test_kernels_and_batches_are_queued_stage_by_stage() -> None:
+    """SRA on 2 ranks, 3 segments: encoding runs ahead of the batch that is under way."""
+    log: list[str] = []
+    graph = REGISTRY["sra"].build(0, 2, [[16, 16]] * 3)
+    InOrder(Nowhere(log)).submit(Symbols(stages_of(graph, 0, 2, "sra"), log)).result(0)
+    expected = """
+        start
+        compute encode 0, post 0,
+        compute encode 1, post 1,
+        wait 0, compute encode 2, compute merge 0, post 2,
+        wait 1, compute merge 1, post 3,
+        wait 2, compute merge 2, compute decode 0, post 4,
+        wait 3, compute decode 1,
+        wait 4, compute decode 2,
+        finish
+    """
+    assert log == [step.strip() for step in expected.replace("\n", ",").split(",") if step.strip()]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_memory_is_given_back_behind_all_batches(name: str) -> None:
+    for rank in range(4):
+        log: list[str] = []
+        graph = REGISTRY[name].build(rank, 4, [[16] * REGISTRY[name].chunks(4)] * 2)
+        link = Nowhere(log, 4)
+        InOrder(link).submit(Symbols(stages_of(graph, rank, 4, name), log)).result(0)
+        waits = [step for step in log if step.startswith("wait")]
+        assert waits == [f"wait {i}" for i in range(link.posted)]
+        assert log[-1] == "finish"
+
+
+@pytest.mark.parametrize("name", ["sra", "ring", "tree", "all_gather"])
+@pytest.mark.parametrize("codec", [Identity(), QSGD(), TopK()], ids=["identity", "qsgd", "topk"])
+def test_the_host_waits_for_nothing(
+    name: str, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective whose peers never answer is queued to its end; nobody asks a device."""
+    comm = Communicator(Hub(2).transport(0), links=lambda device: Nowhere())
+    comm.exchange = lambda mine, sizes: [mine] * 2  # type: ignore[method-assign]
+    options = Options(algorithm=name, segments=2)
+    collective = prepare(comm, [Spec("w", 5000, torch.float32, codec, True)], options)
+    item = Item(torch.randn(5000), KEYS, 0, torch.zeros(5000))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the host waits for a device")
+
+    for owner, names in (
+        (torch.cuda, ("synchronize",)),
+        (torch.cuda.Stream, ("synchronize",)),
+        (torch.cuda.Event, ("synchronize",)),
+        (torch.Tensor, ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__")),
+        (Kernels, ("check",)),
+    ):
+        for what in names:
+            monkeypatch.setattr(owner, what, never)
+    for _ in range(3):
+        future = collective.start([item], average=True)
+        assert future.done()
+        assert future.result(0).wire_bytes == collective.wire_bytes
+    monkeypatch.undo()
+    comm.close()
+
+
+# ---- streams
+
+
+class Stream:
+    """In place of a CUDA stream."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device, self.events = name, log, torch.device("cpu"), 0
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.log.append(f"{self.name} records {self.events}")
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, list[str]]]:
+    """The side stream, and the log; the caller's stream is current at first."""
+    log: list[str] = []
+    current = [Stream("caller", log)]
+
+    @contextmanager
+    def stream(which: Stream) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    yield Stream("side", log), log
+    assert len(current) == 1
+
+
+def test_a_future_has_the_streams_wait(streams: tuple[Any, list[str]]) -> None:
+    side, log = streams
+    future: StreamFuture[int] = StreamFuture(side)
+
+    def early(_: object) -> None:
+        log.append(f"early on {torch.cuda.current_stream().name}")  # type: ignore[attr-defined]
+
+    future.add_done_callback(early)
+    future.set_result(7)
+    assert future.result() == 7
+    future.add_done_callback(lambda f: log.append(f"late {f.result()}"))
+    assert log == [
+        "side records 1",
+        "early on side",
+        "caller waits for side 1",
+        "side waits for side 1",  # within the callback: of no effect
+        "late 7",
+    ]
+
+
+def test_a_future_with_an_error_has_nobody_wait(streams: tuple[Any, list[str]]) -> None:
+    side, log = streams
+    future: StreamFuture[int] = StreamFuture(side)
+    future.set_exception(CodecError("bad"))
+    with pytest.raises(CodecError, match="bad"):
+        future.result()
+    assert log == []
+
+
+def test_a_collective_runs_on_the_side_stream_behind_the_callers(
+    streams: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, log = streams
+    monkeypatch.setattr(Communicator, "stream", lambda comm, device: side)
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: recorded.append(t))
+    run = Kernels.run
+
+    def logged(kernels: Kernels, form: str, *args: Any, **options: Any) -> None:
+        log.append(f"{form} on {torch.cuda.current_stream().name}")
+        run(kernels, form, *args, **options)
+
+    monkeypatch.setattr(Kernels, "run", logged)
+    comm = Communicator(Hub(2).transport(0), links=lambda device: Nowhere(log))
+    comm.exchange = lambda mine, sizes: [mine] * 2  # type: ignore[method-assign]
+    collective = prepare(comm, [Spec("w", 500, torch.float32, QSGD(), True)])
+    values, residual = torch.randn(500), torch.zeros(500)
+    job = OrderedJob(collective, [Item(values, KEYS, 0, residual)], average=True)
+    job.ready = torch.cuda.current_stream().record_event()
+    in_order = comm.in_order(torch.device("cpu"))
+    assert in_order is not None
+    in_order.submit(job).result(0)
+    assert log == [
+        "caller records 1",
+        "side waits for caller 1",
+        "encode_ef on side",
+        "post 0",
+        "wait 0",
+        "reduce_encode_ef on side",
+        "post 1",
+        "wait 1",
+        "decode on side",
+        "side records 1",
+        "caller waits for side 1",
+    ]
+    # Neither may be given to others before the side stream is done with it.
+    assert {t.data_ptr() for t in recorded} == {values.data_ptr(), residual.data_ptr()}
+    comm.close()
+
+
+# ---- verdicts: what a GPU says later
+
+
+class Later:
+    """A verdict that is not known at once."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.is_known = False
+
+    def known(self) -> bool:
+        return self.is_known
+
+    def check(self) -> None:
+        assert self.is_known, "the host waits"
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_bad_payload_breaks_the_group_once_it_is_known() -> None:
+    link = Nowhere()
+    in_order = InOrder(link)
+    verdicts = [Later(), Later(CodecError("row 3: a payload that TopK never makes")), Later()]
+    for verdict in verdicts:
+        in_order.submit(Symbols((), [], [verdict])).result(0)
+    verdicts[1].is_known = True  # but it is behind the first
+    in_order.submit(Symbols((), [])).result(0)
+    verdicts[0].is_known = True
+    for _ in range(2):
+        with pytest.raises(CodecError, match="row 3"):
+            in_order.submit(Symbols((), []))
+    assert link.failed == [0]
+
+
+def test_a_verdict_is_taken_where_the_stream_is_and_says_it_once() -> None:
+    failed = torch.zeros(1, dtype=torch.int32)
+    good = Verdict(TopK(), failed)
+    failed.fill_(4)
+    bad = Verdict(TopK(), failed)
+    assert good.known()
+    good.check()
+    with pytest.raises(CodecError, match="row 3"):
+        bad.check()
+    Verdict(TopK(), failed).check()
+
+
+def test_an_error_in_the_middle_breaks_the_group() -> None:
+    class Broken(Symbols):
+        def compute(self, task: Task) -> None:
+            raise CodecError("no such payload")
+
+    link = Nowhere()
+    in_order = InOrder(link)
+    stages = stages_of(REGISTRY["sra"].build(0, 2, [[16, 16]]), 0, 2, "sra")
+    future = in_order.submit(Broken(stages, []))
+    assert isinstance(future.exception(0), CodecError)
+    assert link.failed == [0]
+    with pytest.raises(CodecError, match="no such payload"):
+        in_order.submit(Symbols((), []))

@@ -1,0 +1,219 @@
+"""Collectives in stream order between processes, over gloo without tags.
+
+In every process there are two groups of all ranks; one is taken for NCCL's. What it does must be,
+bit by bit, what the other does with tags and three queues.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire import groups
+from gradwire.engine import Communicator
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT = 8.0
+
+OPTIONS = [
+    gw.Options(segments=3),
+    gw.Options(algorithm="ring", segments=2),
+    gw.Options(algorithm="tree", segments=2),
+    gw.Options(algorithm="parameter_server", partitions=3),
+    gw.Options(algorithm="all_gather", segments=2),
+    gw.Options(algorithm="hierarchical"),
+    gw.Options(coordinated=True, segments=3),
+]
+
+
+def ordered_group() -> dist.ProcessGroup:
+    """Another group of all ranks, which from now on is taken for one that keeps order."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    groups.keeps_order = lambda asked, device: asked is group
+    return group
+
+
+def equal(ordered: dist.ProcessGroup, act: Any) -> bool:
+    """Whether `act(group)` gives the same tensors over both groups."""
+    return all(map(torch.equal, act(ordered), act(dist.group.WORLD)))
+
+
+def reductions(rank: int) -> list[str]:
+    """Which of them differ."""
+    n, ordered = dist.get_world_size(), ordered_group()
+    torch.manual_seed(rank)
+    values = torch.randn(n * 30_001)
+
+    def all_reduce(group: Any, codec: str, options: gw.Options) -> list[torch.Tensor]:
+        mine, residual = values.clone(), torch.zeros_like(values)
+        for step in range(2):
+            gw.all_reduce(
+                mine, codec, op="avg", group=group, residual=residual, step=step, options=options
+            )
+        return [mine, residual]
+
+    def halves(group: Any) -> list[torch.Tensor]:
+        shard, whole = torch.empty(30_001), torch.empty_like(values)
+        gw.reduce_scatter(shard, values, group=group)
+        gw.all_gather(whole, shard, group=group)
+        return [shard, whole]
+
+    wrong = [
+        f"{codec}, {options}"
+        for options in OPTIONS
+        for codec in ("identity", "qsgd", "topk")
+        if not equal(ordered, partial(all_reduce, codec=codec, options=options))
+    ]
+    assert groups.communicator(ordered).in_order(torch.device("cpu")) is not None
+    assert groups.communicator().in_order(torch.device("cpu")) is None
+    return wrong + ["the halves"] * (not equal(ordered, halves))
+
+
+def training(rank: int) -> tuple[bool, dict[str, Any]]:
+    """Whether DDP modules end alike over both groups, and the statistics of the one in order."""
+    ordered, stats = ordered_group(), {}
+
+    def train(group: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = DDP(
+            nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 10)),
+            process_group=group,
+            bucket_cap_mb=0.1,
+        )
+        handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            torch.manual_seed(100 * step + rank)
+            model(torch.randn(16, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats.update(handle.stats())
+        return [p.detach() for p in model.parameters()]
+
+    alike = all(map(torch.equal, train(dist.group.WORLD), train(ordered)))
+    return alike, stats
+
+
+def dropped_in(rank: int) -> bool:
+    """Whether DDP's buckets are averaged over a group of the backend gradwire that is in order."""
+    groups.keeps_order = lambda group, device: True
+    model = DDP(nn.Linear(300, 200, bias=False))
+    x = [torch.full((1, 300), float(r + 1)) for r in range(dist.get_world_size())]
+    model(x[rank]).sum().backward()
+    assert dist.group.WORLD.stats()["calls"] == 1
+    assert dist.group.WORLD.stats()["ratio"] > 3
+    assert groups.communicator().in_order(torch.device("cpu")) is not None
+    (weight,) = model.parameters()
+    return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_same_bits_as_with_tags(n: int) -> None:
+    assert as_processes(n, reductions) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_training_ends_alike(n: int) -> None:
+    for alike, stats in as_processes(n, training):
+        assert alike
+        assert stats["steps"] == 4
+        assert stats["ratio"] > 4
+
+
+def test_the_backend_goes_in_order_where_its_group_does() -> None:
+    assert as_processes(2, dropped_in, backend="gradwire") == [True, True]
+
+
+# ---- failure
+
+
+def reduce_until(rank: int, dying: int, blow: signal.Signals) -> tuple[str, int | None, str, float]:
+    """All-reduces in order until one fails; `dying` gets `blow` in the middle of them."""
+    group = ordered_group()
+    tensor = torch.randn(3_000_000)
+    for step in range(3):
+        gw.all_reduce(tensor, op="avg", group=group, step=step)
+    begun = time.monotonic()
+    if rank == dying:
+        os.kill(os.getpid(), blow)
+
+    def forever() -> None:
+        for step in range(1_000_000):
+            gw.all_reduce(tensor, op="avg", group=group, step=step)
+
+    error = caught(forever)
+    again = caught(forever)
+    assert again is error
+    seconds = time.monotonic() - begun
+    return type(error).__name__, getattr(error, "peer", None), str(error), seconds
+
+
+@pytest.mark.parametrize(
+    ("blow", "within"),
+    [(signal.SIGKILL, 20.0), (signal.SIGSTOP, TIMEOUT + 10)],
+    ids=["killed", "stopped"],
+)
+def test_survivors_name_who_failed(blow: signal.Signals, within: float) -> None:
+    reports = as_processes(3, reduce_until, 1, blow, expect_death=(1,))
+    for rank in (0, 2):
+        kind, peer, text, seconds = reports[rank]
+        assert (kind, peer) == ("TransportError", 1), text
+        assert "rank 1" in text
+        assert seconds < within
+
+
+def backward_after_death(rank: int) -> tuple[str, int | None]:
+    model = DDP(nn.Linear(300, 100), process_group=ordered_group())
+    gw.attach(model)
+    for _ in range(2):
+        model(torch.randn(4, 300)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = caught(lambda: model(torch.randn(4, 300)).sum().backward())
+    return type(error).__name__, getattr(error, "peer", None)
+
+
+def test_backward_raises_the_named_error() -> None:
+    reports = as_processes(2, backward_after_death, expect_death=(1,))
+    assert reports[0] == ("TransportError", 1)
+
+
+# ---- groups without a backend for CPU tensors, such as "nccl" alone
+
+
+def beside_nothing(rank: int) -> tuple[int, str, float]:
+    """A group that carries no CPU tensors gets a companion that does."""
+    size = dist.get_world_size()
+    store = dist.PrefixStore("bare/", dist.group.WORLD.get_group_store())
+    bare = dist.ProcessGroup(store, rank, size)
+    found = []
+    for _ in range(2):  # the second must not meet the first one's entries
+        comm = Communicator(groups.host_transport(bare))
+        found.append(comm.agree("a test", ["alike"]))
+        error = str(caught(lambda comm=comm: comm.agree("a test", [f"rank {rank}"])))
+        timeout = comm.transport.timeout
+        comm.close()
+    assert found[0] == found[1]
+    return found[0], error, timeout
+
+
+def test_a_group_without_cpu_tensors_gets_a_companion() -> None:
+    reports = as_processes(3, beside_nothing)
+    assert len({number for number, _, _ in reports}) == 1
+    for rank, (_, error, timeout) in enumerate(reports):
+        assert "ranks disagree on a test" in error
+        assert f"rank {rank} has 'rank {rank}'" in error
+        assert timeout > 0

@@ -1,0 +1,167 @@
+"""A process group's messages as a link, over groups that only record what they are asked.
+
+tests/multiprocess/test_in_order_processes.py has real ones, over gloo.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import TransportError, groups
+from gradwire.transport.link import Message
+from gradwire.transport.queued_p2p import QueuedP2P
+
+CPU = torch.device("cpu")
+
+
+class Work:
+    def __init__(self, log: list[Any], name: str, error: bool = False) -> None:
+        self.log, self.name, self.error = log, name, error
+
+    def wait(self, *timeout: timedelta) -> None:
+        self.log.append(("wait", self.name, *timeout))
+        if self.error:
+            raise RuntimeError("NCCL communicator was aborted")
+
+
+class Group:
+    """Like one over NCCL if it `coalesces`, else like one over gloo."""
+
+    def __init__(self, coalesces: bool, size: int = 3, failing: str = "") -> None:
+        self.log: list[Any] = []
+        self.supports_coalescing = coalesces
+        self.failing = failing
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        return Work(self.log, f"broadcast from {root}")
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.log.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self.log.append("end")
+        return Work(self.log, "batch", self.failing == "batch")
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._take("send", peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._take("recv", peer, tag)
+
+    def _take(self, what: str, peer: int, tag: int) -> Any:
+        self.log.append((what, peer, tag))
+        if what == self.failing:
+            raise RuntimeError("NCCL error: unhandled system error")
+        return None if self.supports_coalescing else Work(self.log, f"{what} {peer}")
+
+
+class Host:
+    timeout = 7.0
+
+    def __init__(self) -> None:
+        self.waiting: dict[Any, float] = {}
+        self.failed: list[int] = []
+
+    def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError:
+        return TransportError(f"{what} rank {peer} failed ({error})", peer=peer)
+
+    def fail(self, peer: int) -> None:
+        self.failed.append(peer)
+
+
+def batch() -> list[Message]:
+    memory = torch.zeros(4, dtype=torch.uint8)
+    return [Message(memory, 1, False), Message(memory, 2, True), Message(memory, 1, True)]
+
+
+def made(group: Group) -> QueuedP2P:
+    link = QueuedP2P(group, CPU, Host())  # type: ignore[arg-type]
+    group.log.clear()
+    return link
+
+
+def test_a_batch_over_nccl_is_one_group_and_only_the_stream_waits() -> None:
+    group = Group(coalesces=True)
+    link = made(group)
+    pending = link.post(batch())
+    assert group.log == ["start", ("send", 1, 0), ("recv", 2, 0), ("recv", 1, 0), "end"]
+    group.log.clear()
+    pending.wait()
+    assert group.log == [("wait", "batch")]  # with a timeout the host would wait
+    assert not link.host.waiting
+
+
+def test_a_batch_over_gloo_waits_for_each_in_time() -> None:
+    group = Group(coalesces=False)
+    pending = made(group).post(batch())
+    tags = {step[2] for step in group.log}
+    assert [step[:2] for step in group.log] == [("send", 1), ("recv", 2), ("recv", 1)]
+    assert len(tags) == 1  # it might as well have none
+    group.log.clear()
+    pending.wait()
+    limit = timedelta(seconds=7)
+    assert group.log == [("wait", name, limit) for name in ("send 1", "recv 2", "recv 1")]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_meet_before_the_first_batch(size: int) -> None:
+    group = Group(coalesces=True, size=size)
+    QueuedP2P(group, CPU, Host())  # type: ignore[arg-type]
+    assert group.log == ([("wait", "broadcast from 0")] if size > 1 else [])
+
+
+@pytest.mark.parametrize(("failing", "peer"), [("send", 1), ("recv", 2)])
+def test_a_batch_that_cannot_be_posted_ends_its_group(failing: str, peer: int) -> None:
+    """Else NCCL would wait for the rest of it for ever."""
+    group = Group(coalesces=True, failing=failing)
+    link = made(group)
+    with pytest.raises(TransportError, match="exchange with rank"):
+        link.post(batch())
+    assert group.log[-1] == "end"
+
+
+def test_a_wait_that_fails_is_explained_by_the_host() -> None:
+    link = made(Group(coalesces=True, failing="batch"))
+    pending = link.post(batch())
+    with pytest.raises(TransportError, match="aborted") as caught:
+        pending.wait()
+    assert caught.value.peer == 1
+    assert not link.host.waiting
+    link.fail(2)
+    assert link.host.failed == [2]  # type: ignore[attr-defined]
+
+
+class Named:
+    """A group whose backend for CUDA has a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        return self._name
+
+    def _get_backend(self, device: torch.device) -> Named:
+        if device.type != "cuda":
+            raise RuntimeError("no backend for that device")
+        return self
+
+
+def test_nccl_is_taken_where_it_carries_the_device() -> None:
+    cuda = torch.device("cuda", 0)
+    assert groups.keeps_order(Named("nccl"), cuda)  # type: ignore[arg-type]
+    assert not groups.keeps_order(Named("gloo"), cuda)  # type: ignore[arg-type]
+    assert not groups.keeps_order(Named("nccl"), CPU)  # type: ignore[arg-type]
