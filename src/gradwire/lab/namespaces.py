@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator
 
 _NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
-# A lab inherits nothing of its host's tuning. Reno is in every kernel, and all namespaces may use it.
-# (BBR, some hosts' default, measures each connection's own rate, which three peers' bursts deny it.)
-CONGESTION_CONTROL = "reno"
-
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+# Of every node, whatever the host has: results must not depend on that (docs/lab.md). Reno is in
+# every kernel, and every namespace may choose it.
+CONGESTION_CONTROL = "reno"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
