@@ -6,6 +6,7 @@ start      fill in addresses and RNG keys, hand the job to the executor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,10 +15,11 @@ import torch
 
 from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
-from gradwire.collectives.arena import place
+from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls
 from gradwire.collectives.defined import check_defined
 from gradwire.collectives.job import Item, Job, check_item
+from gradwire.collectives.memory import is_staged
 from gradwire.collectives.options import Options
 from gradwire.collectives.topology import machines
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
@@ -52,6 +54,8 @@ class Collective:
     Attributes:
         wire_bytes: what one run sends from this rank, in bytes, by the algorithm's formula.
         arena_bytes: memory that one run owns: its messages, and the kernels' workspace.
+        borrowed: bytes of the messages that are read where the peer that sends them has put them.
+        readers: how many tasks read each of these.
     """
 
     def __init__(
@@ -95,7 +99,14 @@ class Collective:
         target = _target(options.target, device)
         self.kernels = [kernels(codec, dtype, target) for codec, dtype in kinds]
 
-        self.offsets, self.workspace_offset = place(self.graph, self.message_bytes)
+        lenders = frozenset[int]() if is_staged(device) else comm.transport.lenders
+        self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
+        self.readers = Counter(
+            b for task in self.graph.tasks for b in task.reads if b in self.borrowed
+        )
+        self.offsets, self.workspace_offset = place(
+            self.graph, self.message_bytes, elsewhere=self.borrowed
+        )
         index = {kind: i for i, kind in enumerate(kinds)}
         self.calls = Calls(
             self.graph, cut.rows, self.specs, index, self.offsets, comm.rank, options.batched

@@ -54,6 +54,9 @@ class Communicator:
     def close(self) -> None:
         """End the threads; collectives under way are abandoned."""
         self.executor.close()
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
         self.transport.close()
 
     # ---- numbers that are the same on all ranks, because collectives start in the same order ----
@@ -155,16 +158,26 @@ class Communicator:
         """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
         pinned = staging and device.type == "cuda"
         place = torch.device("cpu") if staging else device
-
         stream = None if staging else self.stream(device)
+        # What kernels on the CPU write, peers on this machine may read where it lies.
+        lends = device.type == "cpu" and not staging
 
         def make(nbytes: int) -> torch.Tensor:
+            store = self.transport.store if lends else None
+            arena = None if store is None else store.take(nbytes)
+            if arena is not None:
+                return arena
             # In the side stream's own memory: no other stream's work may still use it.
             with torch.cuda.stream(stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
+        def unmake(arena: torch.Tensor) -> None:
+            store = self.transport.store if lends else None
+            if store is not None:
+                store.give(arena)
+
         with self._lock:
-            return self._pools.setdefault((device, staging), Pool(make))
+            return self._pools.setdefault((device, staging), Pool(make, unmake))
 
     @property
     def peak_bytes(self) -> int:

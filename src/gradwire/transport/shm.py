@@ -1,11 +1,11 @@
-"""Shared memory between ranks of one machine: one copy into a ring, one copy out of it.
+"""Shared memory between ranks of one machine: read where it lies, or copied through a ring.
 
-Each rank owns one segment, which nothing in the file system names (memfd): a page, and a ring for
-each peer. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves once its
-receive is posted, so nothing is ever stored for later, and a message larger than a ring streams
-through it. So whatever is sent, a rank takes 4096 + peers x (4096 + ring) bytes, where a ring has
-512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up
-to 16 peers.
+Each rank owns one segment, which nothing in the file system names (memfd): a page, a ring for each
+peer, and a store. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves
+once its receive is posted, so nothing is ever stored for later. What lies in its sender's store is
+lent; all else streams through the ring. So whatever is sent, a rank takes 4096 + peers x (4096 +
+ring) bytes, where a ring has 512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else
+128 KiB: at most 2 MiB for up to 16 peers; and what was taken from its store.
 
 The peers' segments come from `shm_handshake`; here they are descriptors.
 """
@@ -13,17 +13,22 @@ The peers' segments come from `shm_handshake`; here they are descriptors.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 
 from gradwire.errors import TransportError
-from gradwire.transport import shm_library
+from gradwire.transport import shm_library, shm_store
 from gradwire.transport.shm_library import Result
+from gradwire.transport.shm_store import Mapped, Store
+
+log = logging.getLogger("gradwire")
 
 # A rank's rings together, as long as each has at least the least: small enough to stay in cache,
 # large enough to hide the waking of a thread.
@@ -42,6 +47,8 @@ _REASONS = {
     Result.GONE: "it has destroyed its process group",
     Result.CORRUPT: "its ring holds what no peer writes",
 }
+
+_Started = TypeVar("_Started", bound="_Operation")
 
 # (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
 Explain = Callable[[int, str, str, "int | None"], TransportError]
@@ -66,19 +73,42 @@ _DONE = _Done()
 class _Operation:
     """A send or receive under way."""
 
-    __slots__ = ("data", "handle", "peer", "receives", "shm")
+    __slots__ = ("data", "ended", "handle", "nbytes", "peer", "receives", "shm")
 
     def __init__(
-        self, shm: Shm, handle: int, data: torch.Tensor, peer: int, receives: bool
+        self,
+        shm: Shm,
+        handle: int,
+        data: torch.Tensor | None,
+        nbytes: int,
+        peer: int,
+        receives: bool,
     ) -> None:
         self.shm = shm
         self.handle = handle
         self.data = data  # read and written by any of the rank's threads until the wait returns
+        self.nbytes = nbytes
         self.peer = peer
         self.receives = receives
+        self.ended = False
 
     def wait(self) -> None:
         self.shm._wait(self)
+
+
+class _Loan(_Operation):
+    """A receive that borrows; see `protocol.Loan`."""
+
+    __slots__ = ()
+
+    def wait(self) -> torch.Tensor:  # type: ignore[override]
+        self.shm._wait(self)
+        return self.shm._message(self)
+
+    def give_back(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            self.shm._library.shm_give_back(self.shm._handle, handle)
 
 
 class Shm:
@@ -92,7 +122,9 @@ class Shm:
 
     Attributes:
         fd: descriptor of our segment, for the peers; closed by `passed`.
-        nbytes: size of our segment.
+        nbytes: size of our segment without its store.
+        store: where messages lie that peers can borrow; None if there is none.
+        lenders: the peers from whose stores we can borrow.
         waiting: when each wait under way began (time.monotonic).
         explain: makes the error to raise; it also keeps it in `error`.
 
@@ -118,14 +150,17 @@ class Shm:
         self.explain: Explain = self._explain
         self.waiting: dict[Any, float] = {}
         self.in_memory = len(peers) == world_size - 1
-        self.nbytes = self.shared_bytes = int(library.shm_size(len(peers), ring_bytes))
+        self.nbytes = int(library.shm_size(len(peers), ring_bytes))
         self._slots = {peer: slot for slot, peer in enumerate(sorted(peers))}
         self._library = library
         self._pid = os.getpid()
         self._under_way: set[_Operation] = set()  # their buffers stay, whoever forgets to wait
+        self._stores: dict[int, Mapped] = {}
+        self._first = int(library.shm_store(len(peers), ring_bytes))
+        room = shm_store.room(self._first, len(peers))
         self.fd = os.memfd_create(f"gradwire-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, self.nbytes)
+            os.ftruncate(self.fd, self._first + room)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             crowded = len(peers) + 1 > (os.cpu_count() or 1)  # a rank may be bound to one
             spin = int(1e9 * (_SPIN_CROWDED_S if crowded else _SPIN_S))
@@ -136,6 +171,30 @@ class Shm:
             os.close(self.fd)
             raise
         weakref.finalize(self, _let_go, library, self._handle, self._pid).atexit = False
+        self.store = self._own_store(room)
+
+    def _own_store(self, room: int) -> Store | None:
+        try:
+            if not room:
+                raise OSError("the limits on files or address space leave it no room")
+            store = Store(self._library, self.fd, self._first, room)
+        except OSError as error:
+            log.warning("rank %d: messages are copied through rings: %s", self.rank, error)
+            return None
+        self._library.shm_lend(self._handle, store.address, room)
+        return store
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.nbytes + (0 if self.store is None else self.store.used)
+
+    @property
+    def lent_bytes(self) -> int:
+        return int(self._library.shm_lent_bytes(self._handle))
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        return frozenset(self._stores)
 
     def connect(self, peer: int, fd: int, alive_fd: int) -> None:
         """Use `peer`'s segment, `fd` (still the caller's). `alive_fd` becomes ours: it is readable
@@ -144,13 +203,18 @@ class Shm:
         Raises:
             OSError: it is no segment like ours, or cannot be mapped.
         """
-        if os.fstat(fd).st_size != self.nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
-            raise OSError("the peer's segment has another size, or could change its size")
+        room = os.fstat(fd).st_size - self._first
+        if room < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
+            raise OSError("the peer's segment is too small, or could change its size")
         near = self._slots[peer]
         far = sum(other < self.rank for other in self._slots) - (peer < self.rank)
         failed = self._library.shm_connect(self._handle, near, fd, far, alive_fd)
         if failed:
             raise OSError(failed, f"cannot map the peer's segment: {os.strerror(failed)}")
+        with suppress(OSError):  # then it is told with every receive that we cannot borrow
+            if room:
+                self._stores[peer] = store = Mapped(self._library, fd, self._first, room)
+                self._library.shm_borrow_from(self._handle, near, store.address, room)
 
     def passed(self) -> None:
         """Every peer has our segment: close its descriptor."""
@@ -163,7 +227,9 @@ class Shm:
         handle = self._library.shm_send(
             self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
         )
-        return _DONE if handle is None else self._started(handle, data, peer, False)
+        if handle is None:
+            return _DONE
+        return self._started(_Operation(self, handle, data, data.numel(), peer, False))
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Operation:
         if self.error is not None:
@@ -171,17 +237,32 @@ class Shm:
         handle = self._library.shm_receive(
             self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
         )
-        return self._started(handle, data, peer, True)
+        return self._started(_Operation(self, handle, data, data.numel(), peer, True))
 
-    def _started(self, handle: int, data: torch.Tensor, peer: int, receives: bool) -> _Operation:
-        if handle == shm_library.REFUSED:
+    def borrow(self, nbytes: int, peer: int, tag: int) -> _Loan:
+        if self.error is not None:
+            raise self.error
+        handle = self._library.shm_receive(self._handle, self._slots[peer], None, nbytes, tag)
+        return self._started(_Loan(self, handle, None, nbytes, peer, True))
+
+    def _started(self, operation: _Started) -> _Started:
+        if operation.handle == shm_library.REFUSED:
             raise self.error or self._stopped()
-        operation = _Operation(self, handle, data, peer, receives)
         self._under_way.add(operation)
         return operation
 
+    def _message(self, loan: _Loan) -> torch.Tensor:
+        """What a loan that has come holds."""
+        address, library = self._library.shm_message(loan.handle), self._library
+        if not address:
+            reason = f"no memory for a message of {loan.nbytes} bytes"
+            raise self.explain(loan.peer, "receive from", reason, self.rank)
+        copied = library.shm_copy(loan.handle)
+        owner = shm_store.Copy(library, address) if copied else self._stores[loan.peer]
+        return shm_store.view(address, loan.nbytes, owner)
+
     def _wait(self, operation: _Operation) -> None:
-        if not operation.handle:
+        if operation.ended:
             return
         begun = left = time.monotonic()
         self.waiting[operation] = begun
@@ -193,10 +274,10 @@ class Shm:
                 result, detail = Result(answer & 255), answer >> 8
         finally:
             del self.waiting[operation]
-        peer, expected = operation.peer, operation.data.numel()
+        peer, expected = operation.peer, operation.nbytes
         what = "receive from" if operation.receives else "send to"
         if result == Result.OK:
-            operation.handle = 0
+            operation.ended = True
             self._under_way.discard(operation)
             if operation.receives and detail != expected:
                 reason = f"rank {peer} sent {detail} bytes where {expected} were expected"
@@ -231,6 +312,7 @@ class Shm:
             return  # a forked child has none of the memory
         linger = 0.0 if self.error is not None else min(_LINGER_S, self.timeout)
         self._library.shm_stop(self._handle, int(linger * 1e9))
+        self.store, self._stores = None, {}  # views of them may still be in use
         if self.fd >= 0:
             self.passed()
 
