@@ -133,7 +133,7 @@ class Job:
             return None
         places = np.array([self._address(buffer) for buffer in task.reads], dtype="u8")
         calls = self.collective.calls.of[task]
-        if calls and task.reads[0] in self.loans:
+        if calls and task.reads and task.reads[0] in self.loans:
             column = "source" if task.kind is Kind.MERGE else "payload"
             assert task.kind is Kind.MERGE or len(task.reads) == 1, task
             moved = places[:1] - np.uint64(self.held.arena.data_ptr())

@@ -99,7 +99,9 @@ class Collective:
         target = _target(options.target, device)
         self.kernels = [kernels(codec, dtype, target) for codec, dtype in kinds]
 
-        lenders = frozenset[int]() if is_staged(device) else comm.transport.lenders
+        # Coordinated rounds count on sends that end as soon as the message has left.
+        copies = is_staged(device) or options.coordinated
+        lenders = frozenset[int]() if copies else comm.transport.lenders
         self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
         self.readers = Counter(
             b for task in self.graph.tasks for b in task.reads if b in self.borrowed

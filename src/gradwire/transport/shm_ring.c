@@ -5,7 +5,7 @@
  *
  *   a page       the bell on which the rank's threads sleep, and what it tells its peers
  *   for each peer a ring of what that peer sends to the rank:
- *     a page     four counters, three flags, and announcements
+ *     a page     five counters, three flags, announcements, and loans that are over
  *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
  *   the store    what the rank lends: messages that were made here are read where they lie
  *
@@ -17,8 +17,8 @@
  *
  * A message that lies in its sender's store is lent, if its receiver has announced that it can reach
  * the store: its frame holds a loan, which says where it lies, instead of its bytes. The receiver
- * reads it there, or copies it from there, and then gives the loan back with an announcement of
- * another kind; only then the send ends.
+ * reads it there, or copies it from there, and then gives the loan back; only then the send ends. A
+ * link has at most LOANS at a time, so there is always room to give one back; more are not made.
  *
  * Each counter and each end of a ring has one writer at a time: the thread that holds the link's
  * lock for that direction. A flag is raised by the side that is about to wait, which then looks
@@ -46,11 +46,11 @@ enum {
     PAGE = 4096,
     UNIT = 16,       /* frames begin at multiples of it, and so do all pieces but a message's last */
     POSTS = 128,     /* announcements that the sender has not read yet */
+    LOANS = 128,     /* messages of a link that are lent at a time */
     PIECE = 1 << 15, /* the other side is told after so many bytes, and can work beside us */
 };
 
 #define LOAN (1ull << 63) /* in a frame's size: a loan follows; in an announcement's: may be lent */
-#define RETURN (1ull << 62) /* in an announcement's size: a loan, named in place of a tag, is over */
 
 struct frame { u64 tag, size; };
 
@@ -69,10 +69,12 @@ struct ring {
     _Alignas(64) _Atomic u64 tail;   /* bytes read, by the receiver */
     _Alignas(64) _Atomic u64 posted; /* announcements written, by the receiver */
     _Alignas(64) _Atomic u64 taken;  /* announcements read, by the sender */
+    _Alignas(64) _Atomic u64 returned; /* loans given back, by the receiver */
     _Alignas(64) _Atomic u32 full;   /* the sender waits for room */
-    _Atomic u32 starved;             /* the sender waits for an announcement */
+    _Atomic u32 starved;             /* the sender waits for an announcement, or a loan's end */
     _Atomic u32 behind;              /* the receiver waits for room for announcements */
     _Alignas(64) struct frame posts[POSTS];
+    u64 returns[LOANS]; /* numbers of loans */
     _Alignas(PAGE) char bytes[];
 };
 
@@ -96,8 +98,9 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
     pthread_mutex_t tx;
     struct ring *out;
     struct queue waiting, ready, announced; /* sends without announcement, with; the reverse */
-    struct queue lent;                      /* sends whose loans are not over; by number */
-    u64 loans;
+    struct queue lent;                      /* sends whose loans are not over */
+    u64 loans;                              /* made */
+    _Atomic u64 over;                       /* of these, known to be over */
     _Atomic(struct op *) leaving;           /* the send whose bytes are being written */
     _Atomic int sends;                      /* whether `leaving` or `ready` has any */
 
@@ -106,8 +109,6 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
     struct queue posted;
     struct op *arriving;
     _Atomic(struct op *) unannounced; /* the first of `posted` that the sender was not told of */
-    struct queue over;                /* loans that the sender was not told of yet */
-    _Atomic int returns;              /* whether there are any */
 
     struct segment *far;
     size_t far_bytes;
@@ -203,19 +204,14 @@ static struct op *take_lent(struct link *l, u64 number) {
     return 0;
 }
 
-/* Read what the receiver has announced; how many sends but `mine` have ended. */
-static int take_announcements(struct link *l, struct op *mine) {
+static void take_announcements(struct link *l) {
     struct ring *r = l->out;
     u64 taken = r->taken, posted = look(&r->posted);
-    int ended = 0;
-    if (taken == posted) return 0;
+    if (taken == posted) return;
     for (; taken != posted; taken++) {
         struct frame post = r->posts[taken % POSTS];
-        struct op *op = post.size & RETURN ? take_lent(l, post.tag) : take(&l->waiting, post.tag);
-        if (post.size & RETURN) {
-            if (op) ended += finish(op, mine);
-            l->corrupt |= !op;
-        } else if (op) {
+        struct op *op = take(&l->waiting, post.tag);
+        if (op) {
             announced(op, post.size);
             append(&l->ready, op);
         } else if ((op = calloc(1, sizeof *op))) {
@@ -227,6 +223,17 @@ static int take_announcements(struct link *l, struct op *mine) {
     }
     publish(&r->taken, taken);
     answer(&r->behind, l->far);
+}
+
+/* End the sends whose loans are over; how many but `mine`. */
+static int take_returns(struct link *l, struct op *mine) {
+    struct ring *r = l->out;
+    int ended = 0;
+    for (u64 returned = look(&r->returned); l->over != returned && !l->corrupt; l->over++) {
+        struct op *op = take_lent(l, r->returns[l->over % LOANS]);
+        if (op) ended += finish(op, mine);
+        l->corrupt |= !op;
+    }
     return ended;
 }
 
@@ -243,7 +250,7 @@ static void start_send(struct link *l, struct op *op) {
 static struct frame begin_frame(struct shm *s, struct link *l, struct op *op) {
     const u64 at = op->data - s->store;
     op->lent = op->may_lend && op->size == op->other && op->data >= s->store &&
-                within(at, op->size, s->store_bytes);
+               within(at, op->size, s->store_bytes) && l->loans - l->over < LOANS;
     op->bytes = op->data, op->count = op->size == op->other ? op->size : 0;
     if (op->lent) {
         op->loan = (struct loan){at, l->loans++};
@@ -293,15 +300,21 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
     return ended;
 }
 
+/* Whether the receiver has said what we have not read. */
+static int is_told(struct link *l) {
+    return look(&l->out->posted) != look(&l->out->taken) || look(&l->out->returned) != look(&l->over);
+}
+
 static int transmit(struct shm *s, struct link *l, struct op *mine) {
     int ended = 0;
     do {
-        ended += take_announcements(l, mine);
+        take_announcements(l);
+        ended += take_returns(l, mine);
         ended += write_ready(s, l, mine);
         if (!l->waiting.first && !l->lent.first) break;
         atomic_store(&l->out->starved, 1);
         atomic_thread_fence(memory_order_seq_cst);
-    } while (look(&l->out->posted) != l->out->taken && !l->corrupt);
+    } while (is_told(l) && !l->corrupt);
     return ended;
 }
 
@@ -309,28 +322,20 @@ static int transmit(struct shm *s, struct link *l, struct op *mine) {
 
 static void announce(struct link *l) {
     struct ring *r = l->in;
-    struct op *op = l->unannounced, *over;
+    struct op *op = l->unannounced;
     const u64 before = r->posted;
     u64 posted = before;
-    while (op || l->over.first) {
+    while (op) {
         if (posted - look(&r->taken) >= POSTS) {
             atomic_store(&r->behind, 1);
             atomic_thread_fence(memory_order_seq_cst);
             if (posted - look(&r->taken) >= POSTS) break;
         }
-        struct frame post;
-        if ((over = l->over.first)) {
-            post = (struct frame){over->loan.number, RETURN};
-            free(take_at(&l->over, &l->over.first));
-        } else {
-            post = (struct frame){op->tag, op->size | (op->may_lend ? LOAN : 0)};
-            op = op->next;
-        }
-        r->posts[posted % POSTS] = post;
+        r->posts[posted % POSTS] = (struct frame){op->tag, op->size | (op->may_lend ? LOAN : 0)};
         publish(&r->posted, ++posted);
+        op = op->next;
     }
     l->unannounced = op;
-    l->returns = l->over.first != 0;
     if (posted != before) answer(&r->starved, l->far);
 }
 
@@ -348,25 +353,23 @@ static void begin_arrival(struct op *op, u64 size) {
     }
 }
 
-/* Give a loan back, through an operation that is used no more. */
-static void give_back(struct link *l, struct op *op) {
-    append(&l->over, op);
-    l->returns = 1;
+static void give_back(struct link *l, u64 number) {
+    struct ring *r = l->in;
+    r->returns[r->returned % LOANS] = number;
+    publish(&r->returned, r->returned + 1);
+    answer(&r->starved, l->far);
 }
 
 /* A loan has come: a receive with memory of its own copies the message at once. */
 static void take_loan(struct link *l, struct op *op) {
     char *message = l->store + op->loan.at;
-    struct op *over = op->borrows ? 0 : calloc(1, sizeof *over);
-    if (!op->may_lend || (!op->borrows && !over) || op->size != op->other || !within(op->loan.at, op->size, l->store_bytes)) {
+    if (!op->may_lend || op->size != op->other || !within(op->loan.at, op->size, l->store_bytes)) {
         l->corrupt = 1;
-        free(over);
     } else if (op->borrows) {
         op->data = message;
     } else {
         memcpy(op->data, message, op->size);
-        over->loan = op->loan;
-        give_back(l, over);
+        give_back(l, op->loan.number);
     }
 }
 
@@ -405,6 +408,5 @@ static int receive(struct shm *s, struct link *l, struct op *mine) {
         /* Half a ring of room is worth waking a sender for. */
         if (size - (look(&r->head) - tail) >= size / 2) answer(&r->full, l->far);
     }
-    if (l->over.first) announce(l);
     return ended;
 }

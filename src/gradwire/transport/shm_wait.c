@@ -52,12 +52,12 @@ static void tell_own(struct shm *s, int counted) {
 static int can_receive(struct link *l) {
     if (!l->in || l->corrupt) return 0;
     if (look(&l->in->head) != look(&l->in->tail)) return 1;
-    return (l->unannounced || l->returns) && look(&l->in->posted) - look(&l->in->taken) < POSTS;
+    return l->unannounced && look(&l->in->posted) - look(&l->in->taken) < POSTS;
 }
 
 static int can_transmit(struct shm *s, struct link *l) {
     if (!l->out || l->corrupt) return 0;
-    if (look(&l->out->posted) != look(&l->out->taken)) return 1;
+    if (is_told(l)) return 1;
     return l->sends && s->ring_bytes - (look(&l->out->head) - look(&l->out->tail)) >= UNIT;
 }
 
@@ -240,10 +240,9 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
     if (op == (struct op *)-1) return op;
     if (op) {
         pthread_mutex_lock(&l->tx);
-        int ended = take_announcements(l, op); /* those of earlier sends of this tag first */
+        take_announcements(l); /* those of earlier sends of this tag first */
         start_send(l, op);
-        ended += transmit(s, l, op);
-        int own = op->done;
+        int ended = transmit(s, l, op), own = op->done;
         pthread_mutex_unlock(&l->tx);
         if (ended) tell_own(s, 0);
         if (own) {
@@ -294,13 +293,11 @@ void shm_give_back(struct shm *s, struct op *op) {
     struct link *l = op->link;
     if (op->lent && enter(s)) {
         pthread_mutex_lock(&l->rx);
-        give_back(l, op);
-        announce(l);
+        give_back(l, op->loan.number);
         pthread_mutex_unlock(&l->rx);
         leave(s);
-    } else {
-        free(op);
     }
+    free(op);
 }
 
 /* Wait for an operation, once; on OK it is freed, unless it borrows. The result is in the lowest 8 bits; above them is
@@ -340,8 +337,8 @@ void shm_fail(struct shm *s, u32 blamed) {
     leave(s);
 }
 
-/* End our waits, and let go of all memory but stores. Sends that the peers are ready for, and loans
- * that are over, are first given `linger_ns` to get into their rings. */
+/* End our waits, and let go of all memory but stores. Sends that the peers are ready for are first
+ * given `linger_ns` to get into their rings. */
 void shm_stop(struct shm *s, int64_t linger_ns) {
     if (!enter(s)) return;
     int64_t end = now_ns() + linger_ns;
@@ -350,7 +347,7 @@ void shm_stop(struct shm *s, int64_t linger_ns) {
         check_alive(s, now_ns());
         left = 0;
         for (struct link *l = s->link; l < s->link + s->links; l++)
-            left |= (l->sends || l->returns) && !trouble(l);
+            left |= l->sends && !trouble(l);
         if (left) usleep(200);
     }
     s->near->closed = 1;
@@ -382,7 +379,6 @@ void shm_free(struct shm *s) {
         free_all(l->announced.first);
         free_all(l->posted.first);
         free_all(l->lent.first);
-        free_all(l->over.first);
         free(l->leaving);
         if (l->arriving && l->arriving->owns) free(l->arriving->data);
         free(l->arriving);
