@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
 from gradwire.codecs import TopK
-from gradwire.collectives import Item, Options, prepare
+from gradwire.collectives import Item, Options, arena, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -99,11 +99,12 @@ def lend(rank: int) -> list[tuple[bool, bool, int, int]]:
     reports = []
     for room in (None, 1 << 20, 0):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arena, "BORROWED_BYTES", 1 << 16)
             if rank == 1 and room is not None:
                 patch.setattr(shm_store, "room", lambda *_, room=room: room)
             transport = Mixed(dist.new_group())
-        lenders = len(transport.lenders)
-        found, accounted = reduce_everything(transport)
+            lenders = len(transport.lenders)
+            found, accounted = reduce_everything(transport)
         reports.append((found == expected, accounted, transport.lent_bytes, lenders))
     return reports
 

@@ -25,7 +25,7 @@ from gradwire.transport.shm import Shm
 from transport.shm_ends import at_once, ends
 from transport.test_shm import RING, Key, content, plans
 
-SIZE = 100_000  # more than is worth lending
+SIZE = 300_000  # more than is worth lending
 LOAN, LOANS = 1 << 63, 128  # as in shm_ring.c
 
 

@@ -17,7 +17,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -152,9 +151,13 @@ class Shm:
         failed = self.library.shm_connect(self.handle, near, fd, far, alive_fd)
         if failed:
             raise OSError(failed, f"cannot map the peer's segment: {os.strerror(failed)}")
-        with suppress(OSError):  # then it is told with every receive that we cannot borrow
-            if room:
-                self.stores[peer] = store = Mapped(self.library, fd, self._first, room)
+        if room:
+            try:
+                store = Mapped(self.library, fd, self._first, room)
+            except OSError as error:  # the peer is told with every receive that we cannot borrow
+                log.warning("rank %d: rank %d's messages are copied: %s", self.rank, peer, error)
+            else:
+                self.stores[peer] = store
                 self.library.shm_borrow_from(self.handle, near, store.address, room)
 
     def passed(self) -> None:

@@ -87,7 +87,8 @@ struct op { /* a send or a receive under way */
     char *bytes; /* what goes through the ring: the message, or the loan */
     u64 count, at;
     struct loan loan;
-    int may_lend, lent; /* the receiver can reach the sender's store; a loan goes through the ring */
+    int may_lend;       /* the receiver can reach the sender's store */
+    _Atomic int lent;   /* a loan goes through the ring */
     int borrows, owns;  /* a receive without memory; it has allocated some after all */
     _Atomic int done;
 };

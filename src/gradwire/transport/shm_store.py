@@ -111,7 +111,7 @@ class Store(Mapped):
                 at = address + taken
             reason = None
             if at + needed > self.address + self.nbytes:
-                reason = f"its store of {self.nbytes} bytes is full"
+                reason = f"the store of {self.nbytes} bytes is full"
             elif error := self._library.shm_fill(at, needed):
                 self._library.shm_empty(at, needed)
                 reason = os.strerror(error)

@@ -15,7 +15,7 @@ enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what
 enum {
     SLICE_NS = 100000000,
     TIRED = 8,       /* waits without spinning, after one that has spun in vain */
-    LENT = 1 << 16,  /* from so many bytes on a message is copied from where it lies */
+    LENT = 1 << 18,  /* from so many bytes on a message is copied from where it lies */
     STORE = 1 << 21, /* stores begin at multiples of it, for large pages */
     POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE, which older headers do not know */
 };
@@ -105,8 +105,10 @@ static int trouble(struct link *l) {
 /* Until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
 static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadline) {
     int64_t now = begun;
-    const int64_t spin_ns = !op || s->tired > 0 ? 0 : s->spin_ns;
-    if (op && s->tired > 0) s->tired--;
+    /* Nobody is in a hurry for what we have lent: it takes as long as a kernel. */
+    const int keen = op && (op->borrows || !op->lent);
+    const int64_t spin_ns = !keen || s->tired > 0 ? 0 : s->spin_ns;
+    if (keen && s->tired > 0) s->tired--;
     for (;;) {
         const int sleeps = now - begun >= spin_ns; /* this time, unless it has ended */
         u32 rings = s->near->rings;
