@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,6 +224,19 @@ def test_a_full_store_says_so_once(
         assert torch.equal(loan.wait(), data)
         loan.give_back()
         sent.wait()
+
+
+def test_memory_that_cannot_be_had_is_not_taken(
+    alone: Shm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = alone.store
+    assert store is not None
+    refusing = SimpleNamespace(shm_fill=lambda *_: errno.ENOMEM, shm_empty=lambda *_: None)
+    monkeypatch.setattr(store, "_library", refusing)
+    with caplog.at_level(logging.WARNING):
+        assert store.take(SIZE) is None
+    assert "Cannot allocate memory" in caplog.text
+    assert store.used == 0
 
 
 @pytest.mark.parametrize("which", ["RLIMIT_AS", "RLIMIT_FSIZE"])
