@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
-        """Start receiving `nbytes` from `peer`, one of `lenders`, without memory to put them."""
+        """Start receiving `nbytes` (1 or more) from `peer`, one of `lenders`, where they lie."""
         ...
 
     def fail(self, peer: int) -> None:

@@ -179,14 +179,15 @@ class Shm:
         if self.error is not None:
             raise self.error
         handle = self.library.shm_receive(
-            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag, False
         )
         return self._started(Operation(self, handle, data, data.numel(), peer, True))
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
         if self.error is not None:
             raise self.error
-        handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag)
+        assert nbytes > 0
+        handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
         return Loan(self._started(Operation(self, handle, None, nbytes, peer, True)))
 
     def _started(self, operation: Operation) -> Operation:

@@ -347,7 +347,7 @@ static void begin_arrival(struct op *op, u64 size) {
     op->bytes = op->data, op->count = op->size == op->other ? op->size : 0;
     if (op->lent) {
         op->bytes = (char *)&op->loan, op->count = sizeof op->loan;
-    } else if (!op->data && op->count) {
+    } else if (op->borrows && op->count) {
         op->owns = 1;
         op->data = op->bytes = malloc(op->count);
         if (!op->data) op->count = 0; /* shm_wait's caller finds no message, and fails */

@@ -258,15 +258,15 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
     return op;
 }
 
-/* Begin a receive; with data = 0 one that borrows. -1: stopped, or no memory. Else what shm_wait
+/* Begin a receive; one that borrows has no data. -1: stopped, or no memory. Else what shm_wait
  * takes, and, if it borrows, shm_message and shm_give_back. */
-struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag) {
+struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag, int borrows) {
     struct link *l = &s->link[slot];
     if (!enter(s)) return (struct op *)-1;
     struct op *op = new_op(l, data, size, tag);
     if (op) {
-        op->borrows = !data;
-        op->may_lend = l->store && (op->borrows || size >= LENT);
+        op->borrows = borrows;
+        op->may_lend = l->store && (borrows || size >= LENT);
         pthread_mutex_lock(&l->rx);
         append(&l->posted, op);
         if (!l->unannounced) l->unannounced = op;
