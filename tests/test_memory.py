@@ -9,9 +9,19 @@ from gradwire import QSGD, Codec, Identity
 from gradwire.collectives import prepare
 from gradwire.engine import Communicator
 from gradwire.partition import Spec
+from gradwire.transport import Hub
 from ranks import as_threads
 
 NUMEL = 1_000_000
+
+
+def arenas(codec: Codec, dtype: torch.dtype, hub: Hub) -> list[float]:
+    """Each rank's arena, as a share of its bucket's bytes."""
+
+    def body(comm: Communicator) -> int:
+        return prepare(comm, [Spec("w", NUMEL, dtype, codec)]).arena_bytes
+
+    return [n / (NUMEL * dtype.itemsize) for n in as_threads(hub.world_size, body, hub)]
 
 
 @pytest.mark.parametrize(
@@ -25,9 +35,22 @@ NUMEL = 1_000_000
 def test_an_arena_is_this_share_of_its_bucket(
     codec: Codec, dtype: torch.dtype, shares: dict[int, float]
 ) -> None:
-    def body(comm: Communicator) -> int:
-        return prepare(comm, [Spec("w", NUMEL, dtype, codec)]).arena_bytes
-
     for world_size, share in shares.items():
-        for arena_bytes in as_threads(world_size, body):
-            assert arena_bytes / (NUMEL * dtype.itemsize) == pytest.approx(share, abs=0.011)
+        for found in arenas(codec, dtype, Hub(world_size)):
+            assert found == pytest.approx(share, abs=0.011)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "share"),
+    [
+        (QSGD(), torch.float32, 0.13),
+        (QSGD(), torch.bfloat16, 0.27),
+        (Identity(), torch.float32, 1.0),
+    ],
+)
+def test_an_arena_holds_one_payload_where_messages_are_borrowed(
+    codec: Codec, dtype: torch.dtype, share: float, world_size: int
+) -> None:
+    for found in arenas(codec, dtype, Hub(world_size, lends=True)):
+        assert found == pytest.approx(share, abs=0.011)

@@ -18,7 +18,9 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
+from gradwire.transport.shm import Shm
 from ranks import WORLD_SIZES, as_threads, caught
+from transport.shm_ends import ends
 
 SIZES = [1, 17, 0, 128, 129, 1000, 1025]
 CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05), RandomK(density=0.1)]
@@ -303,3 +305,42 @@ def test_memory_of_another_device_is_refused() -> None:
 
     (error,) = as_threads(1, body)
     assert "w: its values holds 10 x torch.float32 on meta" in str(error)
+
+
+class Machine:
+    """Ranks that share memory; stands for a hub."""
+
+    def __init__(self, made: list[Shm]) -> None:
+        self.transport = made.__getitem__
+
+
+@every_way
+@pytest.mark.parametrize("codec", [Identity(), QSGD(), TopK(density=0.05)], ids=str)
+@every_world
+def test_borrowed_messages_change_no_bit(
+    way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that are read where they lie, over a hub that spoils what is given back, and in
+    shared memory; all of them, however small."""
+    made = torch.Generator().manual_seed(4)
+    data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]
+
+    def body(comm: Communicator) -> tuple[list[torch.Tensor], bool]:
+        tensors = [t.clone() for t in data[comm.rank]]
+        residuals = [torch.zeros(m) for m in SIZES]
+        for _ in range(2):  # the second time in memory that the first has left
+            sent, counted = reduce_all(comm, tensors, codec, WAYS[way](n), residuals)
+            assert sent == counted
+        return tensors + residuals, any(c.borrowed for c in comm.kept.values())
+
+    plain = as_threads(n, body)
+    assert not any(borrows for _, borrows in plain)
+    monkeypatch.setattr("gradwire.collectives.arena.BORROWED_BYTES", 0)
+    over_hub = as_threads(n, body, Hub(n, lends=True))
+    with ends(n) as machine:
+        in_memory = as_threads(n, body, Machine(machine))  # type: ignore[arg-type]
+    for borrowing in (over_hub, in_memory):
+        for (found, _), (expected, _) in zip(borrowing, plain, strict=True):
+            assert all(map(torch.equal, found, expected))
+        # Where sends are gates they must end early, so nothing is borrowed.
+        assert any(borrows for _, borrows in borrowing) == (n > 1 and "coordinated" not in way)

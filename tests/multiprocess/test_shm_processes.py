@@ -16,11 +16,18 @@ import torch.distributed as dist
 
 from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
 from gradwire.codecs import TopK
-from gradwire.collectives import Item, Options, prepare
+from gradwire.collectives import Item, Options, arena, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
-from gradwire.transport import Mixed, TorchP2P, Transport, shm_handshake, shm_library
+from gradwire.transport import (
+    Mixed,
+    TorchP2P,
+    Transport,
+    shm_handshake,
+    shm_library,
+    shm_store,
+)
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -83,6 +90,35 @@ def test_collectives_are_those_over_gloo(layouts: list[str]) -> None:
                 assert name == "shm"
             else:
                 assert name == ("shm+torch_p2p" if here else "torch_p2p")
+
+
+def lend(rank: int) -> list[tuple[bool, bool, int, int]]:
+    """With stores; with one that is soon full on rank 1; with none there: whether results are
+    gloo's, and bytes as reckoned; bytes lent, and how many peers lend."""
+    expected, _ = reduce_everything(TorchP2P(dist.new_group()))
+    reports = []
+    for room in (None, 1 << 20, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arena, "BORROWED_BYTES", 1 << 16)
+            if rank == 1 and room is not None:
+                patch.setattr(shm_store, "room", lambda *_, room=room: room)
+            transport = Mixed(dist.new_group())
+            lenders = len(transport.lenders)
+            found, accounted = reduce_everything(transport)
+        reports.append((found == expected, accounted, transport.lent_bytes, lenders))
+    return reports
+
+
+def test_what_cannot_be_lent_is_copied() -> None:
+    for rank, (ample, full, none) in enumerate(as_processes(3, lend)):
+        for same, accounted, _, _ in (ample, full, none):
+            assert same
+            assert accounted
+        assert ample[2:] == (max(ample[2], 1), 2)
+        assert full[3] == 2
+        assert (full[2] < ample[2]) == (rank == 1)
+        assert (none[2] == 0) == (rank == 1)
+        assert none[3] == (2 if rank == 1 else 1)
 
 
 def wait_for_the_dead(rank: int, dying: int) -> tuple[int | None, str, float]:
@@ -188,12 +224,12 @@ def test_nothing_is_left_after_an_end_or_a_crash() -> None:
     before = set(os.listdir("/dev/shm"))
     report = as_processes(2, end_and_crash, expect_death=(1,))[0]
     (maps, open_ones), named, in_child, after, at_the_crash = report
-    assert len(maps) == 2  # ours and the peer's
+    assert len(maps) == 4  # ours and the peer's, each in two parts
     assert open_ones == ["anon_inode:[pidfd]"]
     assert not named
     assert in_child == []
     assert after == ([], [])
-    assert len(at_the_crash) == 2
+    assert len(at_the_crash) == 4
     assert not [n for n in set(os.listdir("/dev/shm")) - before if "gradwire" in n]
     assert not is_named()
 

@@ -174,8 +174,25 @@ def announce(a: Shm, b: Shm) -> None:
         at_once(partial(send, 400 * turn), partial(receive, 400 * turn))
 
 
+def lend(a: Shm, b: Shm) -> None:
+    """Each send waits for its loan to be given back, and sleeps by then."""
+    assert a.store is not None
+    data = a.store.take(1000)
+    assert data is not None
+
+    def read() -> None:
+        for tag in range(400):
+            loan = b.borrow(1000, 0, tag)
+            loan.wait()
+            time.sleep(0.001)
+            loan.give_back()
+
+    at_once(lambda: [a.isend(data, 1, tag).wait() for tag in range(400)], read)
+    assert a.lent_bytes == 400_000
+
+
 @pytest.mark.usefixtures("drowsy")
-@pytest.mark.parametrize("what", ["talk", "pour", "announce"])
+@pytest.mark.parametrize("what", ["talk", "pour", "announce", "lend"])
 def test_no_wake_is_lost(what: str) -> None:
     """A lost wake costs nine tenths of a second: some of them are more than all the rest."""
     begun = time.monotonic()
@@ -186,7 +203,7 @@ def test_no_wake_is_lost(what: str) -> None:
                 seconds=200,
             )
         else:
-            {"pour": pour, "announce": announce}[what](*made)
+            {"pour": pour, "announce": announce, "lend": lend}[what](*made)
     assert time.monotonic() - begun < 9
 
 

@@ -61,13 +61,13 @@ class Calls:
         rows: of the partition.
         specs: of the tensors.
         kernel_of: (codec, dtype) -> index of the kernels.
-        offsets: where each message starts in the arena, in bytes.
+        offsets: where each message starts in the arena, in bytes; borrowed ones lie elsewhere, so
+            a step counts them from the arena's start.
         rank: whose calls these are.
         batched: one call for all rows of a task, codec and dtype; else one for each row.
 
     Attributes:
         of: task -> its calls.
-        distances: merge -> bytes from the first message that it reads to each of them.
         numel: number of values of each row of the table.
     """
 
@@ -85,17 +85,13 @@ class Calls:
         for row in rows:
             by_message.setdefault((row.segment, row.chunk), []).append(row)
         self.of: dict[Task, list[Call]] = {}
-        self.distances: dict[Task, np.ndarray] = {}
         placed: list[tuple[Row, int, int, int]] = []  # row, payload, source, phase
         for task in graph.tasks:
             if task.kind in (Kind.SEND, Kind.RECV):
                 continue
             merges = task.kind is Kind.MERGE
             messages = task.writes or (task.reads[:1] if merges else task.reads)
-            source = offsets[task.reads[0]] if merges and task.reads else 0
-            if merges:
-                places = np.array([offsets[b] for b in task.reads], dtype="i8")
-                self.distances[task] = places - source
+            source = offsets.get(task.reads[0], 0) if merges and task.reads else 0
             phase = 0 if not merges else 1 if task.final else 2
             covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
             kinds = [
@@ -111,7 +107,7 @@ class Calls:
                     calls[-1] = Call(*kinds[i], calls[-1].first, at + 1)
                 else:
                     calls.append(Call(*kinds[i], at, at + 1))
-                placed.append((row, offsets[message] + inside, source + inside, phase))
+                placed.append((row, offsets.get(message, 0) + inside, source + inside, phase))
 
         def column(values: list[int], dtype: str = "u8") -> np.ndarray:
             return np.array(values, dtype=dtype)

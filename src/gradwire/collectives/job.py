@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from gradwire.engine.message import Envelope, check, seal
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
 from gradwire.partition import Spec
+from gradwire.transport import Loan
 
 if TYPE_CHECKING:
     from gradwire.collectives.prepared import Collective
@@ -50,6 +51,9 @@ class Job:
         self.collective = collective
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
+        self.borrowed: Mapping[Buffer, int] = collective.borrowed
+        self.readers = dict(collective.readers)  # that are left
+        self.loans: dict[Buffer, tuple[Loan, torch.Tensor]] = {}
         self.kernel_seconds = 0.0
         on_gpu = collective.device.type == "cuda"
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
@@ -82,7 +86,12 @@ class Job:
         self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
+        if buffer in self.loans:
+            return self.loans[buffer][1]
         return self.held.messages[slice(*self._slice(buffer))]
+
+    def lend(self, buffer: Buffer, loan: Loan, message: torch.Tensor) -> None:
+        self.loans[buffer] = loan, message
 
     def _slice(self, buffer: Buffer) -> tuple[int, int]:
         offset = self.collective.offsets[buffer]
@@ -94,17 +103,19 @@ class Job:
     def compute(self, task: Task) -> None:
         c = self.collective
         begun = time.perf_counter()
+        distances = self.find(task)
         with self.held.kernels(map(self._slice, task.reads), map(self._slice, task.writes)):
-            self.run_kernels(task)
+            self.run_kernels(task, distances)
         if c.device.type == "cuda":
             with torch.cuda.device(c.device):
                 for call in c.calls.of[task]:
                     c.kernels[call.kernel].check()  # a GPU says afterwards what was wrong
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))
+        self._give_back(task)
         self.kernel_seconds += time.perf_counter() - begun
 
-    def run_kernels(self, task: Task) -> None:
+    def run_kernels(self, task: Task, distances: np.ndarray | None) -> None:
         c = self.collective
         merge = task.kind is Kind.MERGE
         for call in c.calls.of[task]:
@@ -113,11 +124,39 @@ class Job:
                 self.rows[call.first : call.last],
                 ranks=len(task.reads) + (task.own is not None) if merge else 1,
                 rank=(-1 if task.own is None else task.own) if merge else 0,
-                distances=c.calls.distances[task] if merge else None,
+                distances=distances,
                 factor=self.factor if task.final else 1.0,
                 threads=c.threads,
                 workspace=self.held.arena[c.workspace_offset :],
             )
+
+    def find(self, task: Task) -> np.ndarray | None:
+        """Of a merge, the distances between what it reads; its rows, and a decode's, are told where
+        borrowed messages lie."""
+        if task.kind not in (Kind.MERGE, Kind.DECODE):
+            return None
+        places = np.array([self._address(buffer) for buffer in task.reads], dtype="u8")
+        calls = self.collective.calls.of[task]
+        if calls and task.reads and task.reads[0] in self.loans:
+            column = "source" if task.kind is Kind.MERGE else "payload"
+            assert task.kind is Kind.MERGE or len(task.reads) == 1, task
+            moved = places[:1] - np.uint64(self.held.arena.data_ptr())
+            self.rows[calls[0].first : calls[-1].last][column] += moved
+        return (places - places[:1]).view("i8") if task.kind is Kind.MERGE else None
+
+    def _address(self, buffer: Buffer) -> int:
+        """Where kernels read a message."""
+        if buffer in self.loans:
+            return self.loans[buffer][1].data_ptr()
+        return self.held.arena.data_ptr() + self.collective.offsets[buffer]
+
+    def _give_back(self, task: Task) -> None:
+        """The borrowed messages that no other task reads."""
+        for buffer in task.reads:
+            if buffer in self.loans:
+                self.readers[buffer] -= 1
+                if not self.readers[buffer]:
+                    self.loans.pop(buffer)[0].give_back()
 
     def received(self, task: Task) -> None:
         buffer = task.writes[0]

@@ -48,7 +48,7 @@ class OrderedJob(Job):
                 tensor.record_stream(stream)
 
     def compute(self, task: Task) -> None:
-        self.run_kernels(task)
+        self.run_kernels(task, self.find(task))
 
     def verdicts(self) -> Sequence[Verdict]:
         found = [kernel.verdict() for kernel in self.collective.kernels]

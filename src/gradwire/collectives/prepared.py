@@ -6,6 +6,7 @@ start      fill in addresses and RNG keys, hand the job to the executor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,10 +16,11 @@ import torch
 
 from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
-from gradwire.collectives.arena import place
+from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls
 from gradwire.collectives.defined import check_defined
 from gradwire.collectives.job import Item, Job, check_item
+from gradwire.collectives.memory import is_staged
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.collectives.topology import machines
@@ -57,6 +59,8 @@ class Collective:
     Attributes:
         wire_bytes: what one run sends from this rank, in bytes, by the algorithm's formula.
         arena_bytes: memory that one run owns: its messages, and the kernels' workspace.
+        borrowed: bytes of the messages that are read where the peer that sends them has put them.
+        readers: how many tasks read each of these.
     """
 
     def __init__(
@@ -117,7 +121,17 @@ class Collective:
             hop = partial(algorithm.hop, world_size=comm.world_size)
             self.schedule = lower(self.graph, comm.rank, hop)
 
-        self.offsets, self.workspace_offset = place(self.graph, self.message_bytes)
+        # Coordinated rounds count on sends that end as soon as the message has left; links and
+        # pinned memory bring messages to a place of their own.
+        copies = self._in_order is not None or is_staged(device) or options.coordinated
+        lenders = frozenset[int]() if copies else comm.transport.lenders
+        self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
+        self.readers = Counter(
+            b for task in self.graph.tasks for b in task.reads if b in self.borrowed
+        )
+        self.offsets, self.workspace_offset = place(
+            self.graph, self.message_bytes, elsewhere=self.borrowed
+        )
         index = {kind: i for i, kind in enumerate(kinds)}
         self.calls = Calls(
             self.graph, cut.rows, self.specs, index, self.offsets, comm.rank, options.batched

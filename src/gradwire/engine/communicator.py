@@ -70,6 +70,9 @@ class Communicator:
         for in_order in self._in_order.values():
             if in_order is not None:
                 in_order.close()
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
         self.transport.close()
 
     def in_order(self, device: torch.device) -> InOrder | None:
@@ -184,16 +187,26 @@ class Communicator:
         """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
         pinned = staging and device.type == "cuda"
         place = torch.device("cpu") if staging else device
-
         stream = None if staging else self.stream(device)
+        # What kernels on the CPU write, peers on this machine may read where it lies.
+        lends = device.type == "cpu" and not staging
 
         def make(nbytes: int) -> torch.Tensor:
+            store = self.transport.store if lends else None
+            arena = None if store is None else store.take(nbytes)
+            if arena is not None:
+                return arena
             # In the side stream's own memory: no other stream's work may still use it.
             with on(stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
+        def unmake(arena: torch.Tensor) -> None:
+            store = self.transport.store if lends else None
+            if store is not None:
+                store.give(arena)
+
         with self._lock:
-            return self._pools.setdefault((device, staging), Pool(make))
+            return self._pools.setdefault((device, staging), Pool(make, unmake))
 
     @property
     def peak_bytes(self) -> int:

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from gradwire.engine.task import Buffer, Kind, Task
 from gradwire.engine.trace import Trace, Traced
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
-from gradwire.transport.protocol import Pending
+from gradwire.transport.protocol import Loan, Pending
 
 log = logging.getLogger("gradwire")
 
@@ -47,10 +47,12 @@ class Job(Protocol):
 
     Attributes:
         graph: what to do.
+        borrowed: bytes of the messages that are read where the peer that sends them has put them.
         kernel_seconds: what kernels have taken so far, checksums of what they wrote included.
     """
 
     graph: Graph
+    borrowed: Mapping[Buffer, int]
     kernel_seconds: float
 
     def start(self) -> None:
@@ -59,6 +61,10 @@ class Job(Protocol):
 
     def memory(self, buffer: Buffer) -> torch.Tensor:
         """The message (uint8) of `buffer`."""
+        ...
+
+    def lend(self, buffer: Buffer, loan: Loan, message: torch.Tensor) -> None:
+        """The message of a borrowed buffer is here; the job gives it back after its last reader."""
         ...
 
     def tag(self, buffer: Buffer) -> int:
@@ -183,9 +189,13 @@ class Executor:
             if task.kind is Kind.RECV:
                 assert task.peer is not None
                 buffer = task.writes[0]
-                memory = run.job.memory(buffer)
-                pending = self.transport.irecv(memory, task.peer, run.job.tag(buffer))
-                _put(self._inbound, self._receive, run, index, pending)
+                tag, borrowed = run.job.tag(buffer), run.job.borrowed.get(buffer)
+                if borrowed is not None:
+                    loan = self.transport.borrow(borrowed, task.peer, tag)
+                    _put(self._inbound, self._borrow, run, index, loan)
+                else:
+                    pending = self.transport.irecv(run.job.memory(buffer), task.peer, tag)
+                    _put(self._inbound, self._receive, run, index, pending)
         for index, waits in enumerate(graph.waits):
             if waits == 0 and graph.tasks[index].kind is not Kind.RECV:
                 self._release(run, index)
@@ -211,6 +221,11 @@ class Executor:
         pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
         _put(self._outbound, self._sent, run, index, pending)
         self._count(run, message.numel())
+
+    def _borrow(self, run: _Run, index: int, loan: Loan) -> None:
+        run.job.lend(run.job.graph.tasks[index].writes[0], loan, loan.wait())
+        run.job.received(run.job.graph.tasks[index])
+        self._done(run, index)
 
     def _receive(self, run: _Run, index: int, pending: Pending) -> None:
         pending.wait()

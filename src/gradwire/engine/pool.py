@@ -16,14 +16,20 @@ class Pool:
 
     Args:
         make: makes an arena (uint8) of so many bytes.
+        unmake: is told of an arena that is let go.
 
     Attributes:
         owned: bytes of all arenas that exist.
         peak_bytes: the most of that so far.
     """
 
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], torch.Tensor],
+        unmake: Callable[[torch.Tensor], None] = lambda arena: None,
+    ) -> None:
         self.make = make
+        self.unmake = unmake
         self.owned = 0
         self.peak_bytes = 0
         self._lock = threading.Lock()
@@ -53,6 +59,11 @@ class Pool:
         with self._lock:
             self._free.append(arena)
 
+    def close(self) -> None:
+        """Let go of what lies free."""
+        with self._lock:
+            self._forget(self._free)
+
     def _is_needed(self, arena: torch.Tensor) -> bool:
         """Whether more than one recent collective would fill most of `arena`.
 
@@ -61,6 +72,8 @@ class Pool:
         return sum(nbytes >= 0.8 * arena.numel() for nbytes in self._recent) > 1
 
     def _forget(self, arenas: list[torch.Tensor]) -> None:
-        self.owned -= sum(a.numel() for a in arenas)
+        for arena in arenas:
+            self.owned -= arena.numel()
+            self.unmake(arena)
         gone = {id(a) for a in arenas}
         self._free = [a for a in self._free if id(a) not in gone]

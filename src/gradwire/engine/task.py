@@ -58,7 +58,8 @@ class Task:
         own: of a merge: the position of the own values in the sum; None sums payloads alone.
         final: of a merge: whether it makes the result, so that an average is divided here.
         after: tasks that must end first though no buffer says so: they change the values, or use
-            the link. A send ends when its transport says so.
+            the link. A send ends when its transport says so: if its message is read where it lies,
+            with the last reader.
         reuses: of a recv: a buffer, read by sends alone, whose memory the message may take, since
             no rank sends the message before that buffer has reached all its receivers.
     """

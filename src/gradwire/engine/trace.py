@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradwire.transport import Transport
-from gradwire.transport.protocol import Pending
+from gradwire.transport.protocol import Loan, Pending
 
 WIRE = "wire: "  # begins what a transport's own steps are called; they lie within a thread's steps
 
@@ -90,7 +90,16 @@ class Traced:
         self.world_size = transport.world_size
         self.timeout = transport.timeout
         self.in_memory = transport.in_memory
-        self.shared_bytes = transport.shared_bytes
+        self.lenders = transport.lenders
+        self.store = transport.store
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.transport.shared_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.transport.lent_bytes
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         begun = self.trace.begin()
@@ -103,6 +112,12 @@ class Traced:
         pending = self.transport.irecv(data, peer, tag)
         self.trace.end(begun, _thread(), f"{WIRE}post receive from rank {peer}")
         return _TracedPending(pending, self.trace, f"{WIRE}receive from rank {peer}")
+
+    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+        begun = self.trace.begin()
+        loan = self.transport.borrow(nbytes, peer, tag)
+        self.trace.end(begun, _thread(), f"{WIRE}post receive from rank {peer}")
+        return _TracedLoan(loan, self.trace, f"{WIRE}receive from rank {peer}")
 
     def fail(self, peer: int) -> None:
         self.transport.fail(peer)
@@ -121,6 +136,22 @@ class _TracedPending:
         begun = self.trace.begin()
         self.pending.wait()
         self.trace.end(begun, _thread(), self.what)
+
+
+class _TracedLoan:
+    def __init__(self, loan: Loan, trace: Trace, what: str) -> None:
+        self.loan = loan
+        self.trace = trace
+        self.what = what
+
+    def wait(self) -> torch.Tensor:
+        begun = self.trace.begin()
+        message = self.loan.wait()
+        self.trace.end(begun, _thread(), self.what)
+        return message
+
+    def give_back(self) -> None:
+        self.loan.give_back()
 
 
 def _thread() -> str:

@@ -237,9 +237,12 @@ class Handle(Plug):
             kernel_seconds: of these, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             residual_bytes: memory of error feedback.
-            shared_bytes: of memory shared with the machine's other ranks, whatever is sent.
-            peak_extra_bytes: most other memory held beyond plain DDP's: messages in flight (shared
-                by all handles of the process group) and residuals.
+            shared_bytes: of memory shared with the machine's other ranks now: rings, whatever is
+                sent, and what this rank's messages take of its store.
+            lent_bytes: of wire_bytes, what ranks of this machine read where it lay (of all handles
+                of the process group).
+            peak_extra_bytes: most memory held beyond plain DDP's and rings: messages in flight (of
+                all handles of the process group), wherever they lie, and residuals.
             parameters: name -> codec, numel, payload_bytes (of one whole gradient), ratio.
         """
         n = self._comm.world_size
@@ -268,6 +271,7 @@ class Handle(Plug):
             "ratio": raw / wire if wire else None,
             "residual_bytes": residual,
             "shared_bytes": self._comm.transport.shared_bytes,
+            "lent_bytes": self._comm.transport.lent_bytes,
             "peak_extra_bytes": self._comm.peak_bytes + residual,
             "parameters": parameters,
         }

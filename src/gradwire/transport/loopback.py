@@ -20,11 +20,19 @@ class Hub:
     Args:
         world_size: number of ranks.
         timeout: seconds that a wait may last.
+        lends: whether ranks can borrow each other's messages.
         corrupt: where given, called with every message's (source, destination, tag, bytes as a
             uint8 tensor, to change in place) on its way, for tests of what a bad link does.
     """
 
-    def __init__(self, world_size: int, timeout: float = 30.0, corrupt: object = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = 30.0,
+        corrupt: object = None,
+        lends: bool = False,
+    ) -> None:
+        self.lends = lends
         self.world_size = world_size
         self.timeout = timeout
         self.corrupt = corrupt
@@ -50,12 +58,20 @@ class _Sent:
 
 
 class _Receive:
-    def __init__(self, hub: Hub, key: tuple[int, int, int], data: torch.Tensor) -> None:
+    def __init__(
+        self, hub: Hub, key: tuple[int, int, int], nbytes: int, data: torch.Tensor | None = None
+    ) -> None:
         self.hub = hub
         self.key = key
+        self.nbytes = nbytes
         self.data = data
 
     def wait(self) -> None:
+        assert self.data is not None
+        self.data.copy_(self.message())
+
+    def message(self) -> torch.Tensor:
+        """What was sent, once it has come."""
         source, me, _ = self.key
         hub = self.hub
         deadline = time.monotonic() + hub.timeout
@@ -74,26 +90,43 @@ class _Receive:
             message = queue.pop(0)
             if not queue:
                 del hub.mail[self.key]
-        if message.numel() != self.data.numel():
+        if message.numel() != self.nbytes:
             raise TransportError(
                 f"rank {me}: rank {source} sent {message.numel()} bytes where "
-                f"{self.data.numel()} were expected",
+                f"{self.nbytes} were expected",
                 peer=source,
             )
-        self.data.copy_(message)
+        return message
+
+
+class _Borrowed:
+    """A loan is the message itself; the hub's is nobody else's."""
+
+    def __init__(self, receive: _Receive) -> None:
+        self.receive = receive
+        self.message = torch.zeros(0)
+
+    def wait(self) -> torch.Tensor:
+        self.message = self.receive.message()
+        return self.message
+
+    def give_back(self) -> None:
+        self.message.fill_(0xA5)  # who reads on is found out
 
 
 class Loopback:
     """One rank's end of a `Hub`."""
 
     in_memory = False  # it stands for a network
-    shared_bytes = 0
+    shared_bytes = lent_bytes = 0
+    store = None
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank
         self.world_size = hub.world_size
         self.timeout = hub.timeout
+        self.lenders = frozenset(range(hub.world_size) if hub.lends else ())
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Sent:
         message = data.clone()
@@ -106,7 +139,10 @@ class Loopback:
         return _Sent()
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Receive:
-        return _Receive(self.hub, (peer, self.rank, tag), data)
+        return _Receive(self.hub, (peer, self.rank, tag), data.numel(), data)
+
+    def borrow(self, nbytes: int, peer: int, tag: int) -> _Borrowed:
+        return _Borrowed(_Receive(self.hub, (peer, self.rank, tag), nbytes))
 
     def fail(self, peer: int) -> None:
         self.hub.kill(peer)

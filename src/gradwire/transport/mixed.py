@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from gradwire.errors import TransportError
 from gradwire.transport import shm_handshake
-from gradwire.transport.protocol import Pending
+from gradwire.transport.protocol import Loan, Pending
+from gradwire.transport.shm_store import Store
 from gradwire.transport.torch_p2p import TorchP2P
 
 
@@ -27,7 +28,7 @@ class Mixed:
     Attributes:
         reached: the peers with which memory is shared.
         in_memory: whether these are all others.
-        shared_bytes: of this rank's segment of shared memory.
+        shared_bytes: of this rank's segment of shared memory, and of what it lends from it now.
 
     Raises:
         TransportError: the group cannot carry CPU tensors between ranks, or a peer did not answer.
@@ -44,9 +45,7 @@ class Mixed:
             self._p2p.close()
             raise
         self.in_memory = self._shm is not None and len(self.reached) == self.world_size - 1
-        self.shared_bytes = 0
         if self._shm is not None:
-            self.shared_bytes = self._shm.nbytes
             # One rank has one failure, and one account of whom it waits for.
             self._shm.explain = self._explain
             self._shm.waiting = self._p2p.waiting
@@ -61,6 +60,22 @@ class Mixed:
         names += ["torch_p2p"] * (len(self.reached) < self.world_size - 1 or not self.reached)
         return "+".join(names)
 
+    @property
+    def shared_bytes(self) -> int:
+        return 0 if self._shm is None else self._shm.shared_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return 0 if self._shm is None else self._shm.lent_bytes
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        return frozenset() if self._shm is None else self._shm.lenders & self.reached
+
+    @property
+    def store(self) -> Store | None:
+        return None if self._shm is None else self._shm.store
+
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         if self._shm is not None and peer in self.reached:
             return self._shm.isend(data, peer, tag)
@@ -70,6 +85,10 @@ class Mixed:
         if self._shm is not None and peer in self.reached:
             return self._shm.irecv(data, peer, tag)
         return self._p2p.irecv(data, peer, tag)
+
+    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+        assert self._shm is not None
+        return self._shm.borrow(nbytes, peer, tag)
 
     @property
     def waiting(self) -> dict[Any, float]:

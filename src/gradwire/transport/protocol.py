@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from gradwire.transport.shm_store import Store
+
 
 class Pending(Protocol):
     """A send or receive under way. The transport keeps its buffer alive until `wait` returns."""
@@ -16,6 +18,22 @@ class Pending(Protocol):
         Raises:
             TransportError: the peer or the link failed, or the transport's timeout passed.
         """
+
+
+class Loan(Protocol):
+    """A receive under way that borrows its message."""
+
+    def wait(self) -> torch.Tensor:
+        """The message (uint8), where it lies: it does not change until it is given back.
+
+        Raises:
+            TransportError: as `Pending.wait`.
+        """
+        ...
+
+    def give_back(self) -> None:
+        """It is read no more; once, after `wait`. Only then the peer's send ends."""
+        ...
 
 
 class Transport(Protocol):
@@ -33,14 +51,25 @@ class Transport(Protocol):
         rank, world_size: as in torch, within the group.
         timeout: seconds that a wait may last.
         in_memory: whether all messages of this rank stay in the memory of its machine.
-        shared_bytes: of memory shared with other processes.
+        shared_bytes: of memory shared with other processes, what was taken from `store` included.
+        lent_bytes: of messages that peers have read where they lay, so far.
+        lenders: the peers whose messages can be borrowed.
+        store: memory for messages that peers can borrow; None if none can.
     """
 
     rank: int
     world_size: int
     timeout: float
     in_memory: bool
-    shared_bytes: int
+
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def lent_bytes(self) -> int: ...
+    @property
+    def lenders(self) -> frozenset[int]: ...
+    @property
+    def store(self) -> Store | None: ...
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending `data` (uint8, contiguous, on the CPU) to `peer`."""
@@ -48,6 +77,10 @@ class Transport(Protocol):
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start receiving `data.numel()` bytes from `peer` into `data`."""
+        ...
+
+    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+        """Start receiving `nbytes` (1 or more) from `peer`, one of `lenders`, where they lie."""
         ...
 
     def fail(self, peer: int) -> None:

@@ -1,11 +1,11 @@
-"""Shared memory between ranks of one machine: one copy into a ring, one copy out of it.
+"""Shared memory between ranks of one machine: read where it lies, or copied through a ring.
 
-Each rank owns one segment, which nothing in the file system names (memfd): a page, and a ring for
-each peer. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves once its
-receive is posted, so nothing is ever stored for later, and a message larger than a ring streams
-through it. So whatever is sent, a rank takes 4096 + peers x (4096 + ring) bytes, where a ring has
-512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up
-to 16 peers.
+Each rank owns one segment, which nothing in the file system names (memfd): a page, a ring for each
+peer, and a store. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves
+once its receive is posted, so nothing is ever stored for later. What lies in its sender's store is
+lent; all else streams through the ring. So whatever is sent, a rank takes 4096 + peers x (4096 +
+ring) bytes, where a ring has 512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else
+128 KiB: at most 2 MiB for up to 16 peers; and what was taken from its store.
 
 The peers' segments come from `shm_handshake`; here they are descriptors.
 """
@@ -13,8 +13,8 @@ The peers' segments come from `shm_handshake`; here they are descriptors.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +22,11 @@ from typing import Any
 import torch
 
 from gradwire.errors import TransportError
-from gradwire.transport import shm_library
-from gradwire.transport.shm_library import Result
+from gradwire.transport import shm_library, shm_store
+from gradwire.transport.shm_operation import DONE, Done, Loan, Operation
+from gradwire.transport.shm_store import Mapped, Store
+
+log = logging.getLogger("gradwire")
 
 # A rank's rings together, as long as each has at least the least: small enough to stay in cache,
 # large enough to hide the waking of a thread.
@@ -35,14 +38,6 @@ _SPIN_CROWDED_S = (
 _LINGER_S = 2.0  # for the last sends, on closing
 _SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, which only Linux has: the size stays
 
-_REASONS = {
-    Result.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
-    Result.DEAD: "its process has ended",
-    Result.FAILED: "it has failed, and holds rank {blamed} responsible",
-    Result.GONE: "it has destroyed its process group",
-    Result.CORRUPT: "its ring holds what no peer writes",
-}
-
 # (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
 Explain = Callable[[int, str, str, "int | None"], TransportError]
 
@@ -51,34 +46,6 @@ def ring_bytes_for(peers: int) -> int:
     """Bytes of each ring of a rank with so many peers: a power of two."""
     share = _RINGS_BYTES // max(1, peers)
     return max(_RING_LEAST, min(_RING_MOST, 1 << share.bit_length() - 1))
-
-
-class _Done:
-    """A send that has ended when it starts."""
-
-    def wait(self) -> None:
-        return
-
-
-_DONE = _Done()
-
-
-class _Operation:
-    """A send or receive under way."""
-
-    __slots__ = ("data", "handle", "peer", "receives", "shm")
-
-    def __init__(
-        self, shm: Shm, handle: int, data: torch.Tensor, peer: int, receives: bool
-    ) -> None:
-        self.shm = shm
-        self.handle = handle
-        self.data = data  # read and written by any of the rank's threads until the wait returns
-        self.peer = peer
-        self.receives = receives
-
-    def wait(self) -> None:
-        self.shm._wait(self)
 
 
 class Shm:
@@ -92,8 +59,13 @@ class Shm:
 
     Attributes:
         fd: descriptor of our segment, for the peers; closed by `passed`.
-        nbytes: size of our segment.
+        nbytes: size of our segment without its store.
+        store: where messages lie that peers can borrow; None if there is none.
+        lenders: the peers from whose stores we can borrow.
         waiting: when each wait under way began (time.monotonic).
+        library, handle: the compiled part, and what it knows us by.
+        stores: of the lenders.
+        under_way: what has not ended: its buffers stay, whoever forgets to wait.
         explain: makes the error to raise; it also keeps it in `error`.
 
     Raises:
@@ -118,24 +90,51 @@ class Shm:
         self.explain: Explain = self._explain
         self.waiting: dict[Any, float] = {}
         self.in_memory = len(peers) == world_size - 1
-        self.nbytes = self.shared_bytes = int(library.shm_size(len(peers), ring_bytes))
+        self.nbytes = int(library.shm_size(len(peers), ring_bytes))
         self._slots = {peer: slot for slot, peer in enumerate(sorted(peers))}
-        self._library = library
+        self.library = library
         self._pid = os.getpid()
-        self._under_way: set[_Operation] = set()  # their buffers stay, whoever forgets to wait
+        self.under_way: set[Operation] = set()
+        self.stores: dict[int, Mapped] = {}
+        self._first = int(library.shm_store(len(peers), ring_bytes))
+        room = shm_store.room(self._first, len(peers))
         self.fd = os.memfd_create(f"gradwire-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, self.nbytes)
+            os.ftruncate(self.fd, self._first + room)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             crowded = len(peers) + 1 > (os.cpu_count() or 1)  # a rank may be bound to one
             spin = int(1e9 * (_SPIN_CROWDED_S if crowded else _SPIN_S))
-            self._handle = library.shm_begin(self.fd, len(peers), ring_bytes, spin)
-            if not self._handle:
+            self.handle = library.shm_begin(self.fd, len(peers), ring_bytes, spin)
+            if not self.handle:
                 raise OSError(f"cannot map {self.nbytes} bytes")
         except OSError:
             os.close(self.fd)
             raise
-        weakref.finalize(self, _let_go, library, self._handle, self._pid).atexit = False
+        weakref.finalize(self, _let_go, library, self.handle, self._pid).atexit = False
+        self.store = self._own_store(room)
+
+    def _own_store(self, room: int) -> Store | None:
+        try:
+            if not room:
+                raise OSError("the limits on files or address space leave it no room")
+            store = Store(self.library, self.fd, self._first, room)
+        except OSError as error:
+            log.warning("rank %d: messages are copied through rings: %s", self.rank, error)
+            return None
+        self.library.shm_lend(self.handle, store.address, room)
+        return store
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.nbytes + (0 if self.store is None else self.store.used)
+
+    @property
+    def lent_bytes(self) -> int:
+        return int(self.library.shm_lent_bytes(self.handle))
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        return frozenset(self.stores)
 
     def connect(self, peer: int, fd: int, alive_fd: int) -> None:
         """Use `peer`'s segment, `fd` (still the caller's). `alive_fd` becomes ours: it is readable
@@ -144,69 +143,58 @@ class Shm:
         Raises:
             OSError: it is no segment like ours, or cannot be mapped.
         """
-        if os.fstat(fd).st_size != self.nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
-            raise OSError("the peer's segment has another size, or could change its size")
+        room = os.fstat(fd).st_size - self._first
+        if room < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
+            raise OSError("the peer's segment is too small, or could change its size")
         near = self._slots[peer]
         far = sum(other < self.rank for other in self._slots) - (peer < self.rank)
-        failed = self._library.shm_connect(self._handle, near, fd, far, alive_fd)
+        failed = self.library.shm_connect(self.handle, near, fd, far, alive_fd)
         if failed:
             raise OSError(failed, f"cannot map the peer's segment: {os.strerror(failed)}")
+        if room:
+            try:
+                store = Mapped(self.library, fd, self._first, room)
+            except OSError as error:  # the peer is told with every receive that we cannot borrow
+                log.warning("rank %d: rank %d's messages are copied: %s", self.rank, peer, error)
+            else:
+                self.stores[peer] = store
+                self.library.shm_borrow_from(self.handle, near, store.address, room)
 
     def passed(self) -> None:
         """Every peer has our segment: close its descriptor."""
         os.close(self.fd)
         self.fd = -1
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Operation | _Done:
+    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Operation | Done:
         if self.error is not None:
             raise self.error
-        handle = self._library.shm_send(
-            self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+        handle = self.library.shm_send(
+            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag
         )
-        return _DONE if handle is None else self._started(handle, data, peer, False)
+        if handle is None:
+            return DONE
+        return self._started(Operation(self, handle, data, data.numel(), peer, False))
 
-    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Operation:
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Operation:
         if self.error is not None:
             raise self.error
-        handle = self._library.shm_receive(
-            self._handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+        handle = self.library.shm_receive(
+            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag, False
         )
-        return self._started(handle, data, peer, True)
+        return self._started(Operation(self, handle, data, data.numel(), peer, True))
 
-    def _started(self, handle: int, data: torch.Tensor, peer: int, receives: bool) -> _Operation:
-        if handle == shm_library.REFUSED:
-            raise self.error or self._stopped()
-        operation = _Operation(self, handle, data, peer, receives)
-        self._under_way.add(operation)
+    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+        if self.error is not None:
+            raise self.error
+        assert nbytes > 0
+        handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
+        return Loan(self._started(Operation(self, handle, None, nbytes, peer, True)))
+
+    def _started(self, operation: Operation) -> Operation:
+        if operation.handle == shm_library.REFUSED:
+            raise self.error or self.stopped()
+        self.under_way.add(operation)
         return operation
-
-    def _wait(self, operation: _Operation) -> None:
-        if not operation.handle:
-            return
-        begun = left = time.monotonic()
-        self.waiting[operation] = begun
-        try:
-            result = Result.INTERRUPTED
-            while result == Result.INTERRUPTED:  # by a signal; Python has now handled it
-                left = max(0.0, begun + self.timeout - time.monotonic())
-                answer = self._library.shm_wait(self._handle, operation.handle, int(left * 1e9))
-                result, detail = Result(answer & 255), answer >> 8
-        finally:
-            del self.waiting[operation]
-        peer, expected = operation.peer, operation.data.numel()
-        what = "receive from" if operation.receives else "send to"
-        if result == Result.OK:
-            operation.handle = 0
-            self._under_way.discard(operation)
-            if operation.receives and detail != expected:
-                reason = f"rank {peer} sent {detail} bytes where {expected} were expected"
-                raise self.explain(peer, what, reason, None)
-        elif result == Result.STOPPED:
-            raise self.error or self._stopped()
-        else:
-            blamed = detail if result == Result.FAILED else None
-            reason = _REASONS[result].format(timeout=self.timeout, blamed=blamed)
-            raise self.explain(peer, what, reason, blamed)
 
     def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
         if self.error is None:
@@ -215,22 +203,23 @@ class Shm:
             self.error = TransportError(text, peer=culprit)
         return self.error
 
-    def _stopped(self) -> TransportError:
+    def stopped(self) -> TransportError:
         return TransportError(f"rank {self.rank}: this process group was destroyed, or has failed")
 
     def drive(self) -> None:
         """Move bytes until we are closed: for a thread of its own, where all others may wait for
         something else."""
-        self._library.shm_drive(self._handle)
+        self.library.shm_drive(self.handle)
 
     def fail(self, peer: int) -> None:
-        self._library.shm_fail(self._handle, peer)
+        self.library.shm_fail(self.handle, peer)
 
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has none of the memory
         linger = 0.0 if self.error is not None else min(_LINGER_S, self.timeout)
-        self._library.shm_stop(self._handle, int(linger * 1e9))
+        self.library.shm_stop(self.handle, int(linger * 1e9))
+        self.store, self.stores = None, {}  # views of them may still be in use
         if self.fd >= 0:
             self.passed()
 

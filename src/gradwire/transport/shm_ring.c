@@ -5,14 +5,20 @@
  *
  *   a page       the bell on which the rank's threads sleep, and what it tells its peers
  *   for each peer a ring of what that peer sends to the rank:
- *     a page     four counters, three flags, and announcements
+ *     a page     five counters, three flags, announcements, and loans that are over
  *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
+ *   the store    what the rank lends: messages that were made here are read where they lie
  *
  * A message moves once its receive is posted: the receiver announces (tag, size) in the ring, and
  * the sender writes only what was announced. So whatever lies in a ring has a place to go, no
  * message stands in another's way, nothing unexpected is ever stored, and ranks cannot block each
  * other by the order in which they send or receive. Announcements, too, need no storage of their
  * own beyond the ring's: those that do not fit wait in the receiver's list of posted receives.
+ *
+ * A message that lies in its sender's store is lent, if its receiver has announced that it can reach
+ * the store: its frame holds a loan, which says where it lies, instead of its bytes. The receiver
+ * reads it there, or copies it from there, and then gives the loan back; only then the send ends. A
+ * link has at most LOANS at a time, so there is always room to give one back; more are not made.
  *
  * Each counter and each end of a ring has one writer at a time: the thread that holds the link's
  * lock for that direction. A flag is raised by the side that is about to wait, which then looks
@@ -40,16 +46,22 @@ enum {
     PAGE = 4096,
     UNIT = 16,       /* frames begin at multiples of it, and so do all pieces but a message's last */
     POSTS = 128,     /* announcements that the sender has not read yet */
+    LOANS = 128,     /* messages of a link that are lent at a time */
     PIECE = 1 << 15, /* the other side is told after so many bytes, and can work beside us */
 };
 
+#define LOAN (1ull << 63) /* in a frame's size: a loan follows; in an announcement's: may be lent */
+
 struct frame { u64 tag, size; };
+
+struct loan { u64 at, number; }; /* where in the sender's store; which of the link's loans */
 
 struct segment {
     _Alignas(64) _Atomic u32 rings; /* the bell: how often it rang; the futex */
     _Atomic u32 asleep;             /* whether a thread waits for it, or is about to */
     _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner holds responsible */
     _Atomic u32 closed;
+    u64 size; /* of what comes before the store */
 };
 
 struct ring {
@@ -57,19 +69,27 @@ struct ring {
     _Alignas(64) _Atomic u64 tail;   /* bytes read, by the receiver */
     _Alignas(64) _Atomic u64 posted; /* announcements written, by the receiver */
     _Alignas(64) _Atomic u64 taken;  /* announcements read, by the sender */
+    _Alignas(64) _Atomic u64 returned; /* loans given back, by the receiver */
     _Alignas(64) _Atomic u32 full;   /* the sender waits for room */
-    _Atomic u32 starved;             /* the sender waits for an announcement */
+    _Atomic u32 starved;             /* the sender waits for an announcement, or a loan's end */
     _Atomic u32 behind;              /* the receiver waits for room for announcements */
     _Alignas(64) struct frame posts[POSTS];
+    u64 returns[LOANS]; /* numbers of loans */
     _Alignas(PAGE) char bytes[];
 };
 
 struct op { /* a send or a receive under way */
     struct op *next;
     struct link *link;
-    char *data;
-    u64 tag, size, at;
+    char *data; /* the message; 0: of a receive that borrows and has not got it yet */
+    u64 tag, size;
     u64 other; /* the size that the other end has named */
+    char *bytes; /* what goes through the ring: the message, or the loan */
+    u64 count, at;
+    struct loan loan;
+    int may_lend;       /* the receiver can reach the sender's store */
+    _Atomic int lent;   /* a loan goes through the ring */
+    int borrows, owns;  /* a receive without memory; it has allocated some after all */
     _Atomic int done;
 };
 
@@ -79,6 +99,9 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
     pthread_mutex_t tx;
     struct ring *out;
     struct queue waiting, ready, announced; /* sends without announcement, with; the reverse */
+    struct queue lent;                      /* sends whose loans are not over */
+    u64 loans;                              /* made */
+    _Atomic u64 over;                       /* of these, known to be over */
     _Atomic(struct op *) leaving;           /* the send whose bytes are being written */
     _Atomic int sends;                      /* whether `leaving` or `ready` has any */
 
@@ -90,6 +113,8 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
 
     struct segment *far;
     size_t far_bytes;
+    char *store; /* the peer's; 0: out of reach */
+    u64 store_bytes;
     int alive_fd; /* readable when the peer's process has ended */
     _Atomic int dead, corrupt;
 };
@@ -98,9 +123,12 @@ struct shm {
     struct segment *near;
     size_t near_bytes;
     u64 ring_bytes;
+    char *store; /* ours */
+    u64 store_bytes;
     int64_t spin_ns;
     int links;
     struct link *link;
+    _Atomic u64 lent_bytes;
     _Atomic int users, sleepers, stopped, checking, tired;
     _Atomic int64_t checked; /* when the peers were last seen alive */
 };
@@ -112,15 +140,17 @@ static void append(struct queue *q, struct op *op) {
     q->last = &op->next;
 }
 
+static struct op *take_at(struct queue *q, struct op **at) {
+    struct op *op = *at;
+    if (q->last == &op->next) q->last = at;
+    *at = op->next;
+    return op;
+}
+
 /* The first operation with this tag, taken out; 0 if there is none. */
 static struct op *take(struct queue *q, u64 tag) {
     for (struct op **at = &q->first; *at; at = &(*at)->next)
-        if ((*at)->tag == tag) {
-            struct op *op = *at;
-            if (q->last == &op->next) q->last = at;
-            *at = op->next;
-            return op;
-        }
+        if ((*at)->tag == tag) return take_at(q, at);
     return 0;
 }
 
@@ -153,6 +183,8 @@ static void answer(_Atomic u32 *flag, struct segment *far) {
         ring_bell(far);
 }
 
+static int within(u64 at, u64 size, u64 bytes) { return at <= bytes && size <= bytes - at; }
+
 /* End an operation; whether a thread other than the caller, who waits for `mine`, may wait for it. */
 static int finish(struct op *op, struct op *mine) {
     atomic_store_explicit(&op->done, 1, memory_order_release);
@@ -160,6 +192,18 @@ static int finish(struct op *op, struct op *mine) {
 }
 
 /* ---- the sending side; the caller holds `tx` ------------------------------------------------- */
+
+static void announced(struct op *op, u64 size) {
+    op->may_lend = (size & LOAN) != 0;
+    op->other = size & ~LOAN;
+}
+
+/* The send of this loan, taken out. */
+static struct op *take_lent(struct link *l, u64 number) {
+    for (struct op **at = &l->lent.first; *at; at = &(*at)->next)
+        if ((*at)->loan.number == number) return take_at(&l->lent, at);
+    return 0;
+}
 
 static void take_announcements(struct link *l) {
     struct ring *r = l->out;
@@ -169,7 +213,7 @@ static void take_announcements(struct link *l) {
         struct frame post = r->posts[taken % POSTS];
         struct op *op = take(&l->waiting, post.tag);
         if (op) {
-            op->other = post.size;
+            announced(op, post.size);
             append(&l->ready, op);
         } else if ((op = calloc(1, sizeof *op))) {
             *op = (struct op){.tag = post.tag, .size = post.size};
@@ -182,12 +226,39 @@ static void take_announcements(struct link *l) {
     answer(&r->behind, l->far);
 }
 
+/* End the sends whose loans are over; how many but `mine`. */
+static int take_returns(struct link *l, struct op *mine) {
+    struct ring *r = l->out;
+    int ended = 0;
+    for (u64 returned = look(&r->returned); l->over != returned && !l->corrupt; l->over++) {
+        struct op *op = take_lent(l, r->returns[l->over % LOANS]);
+        if (op) ended += finish(op, mine);
+        l->corrupt |= !op;
+    }
+    return ended;
+}
+
 /* A send that begins: it waits for its announcement, unless that is there. */
 static void start_send(struct link *l, struct op *op) {
-    struct op *announced = take(&l->announced, op->tag);
-    if (announced) op->other = announced->size;
-    append(announced ? &l->ready : &l->waiting, op);
-    free(announced);
+    struct op *early = take(&l->announced, op->tag);
+    if (early) announced(op, early->size);
+    append(early ? &l->ready : &l->waiting, op);
+    free(early);
+}
+
+/* What a send writes behind its frame: the message, or a loan of it. Where the sizes differ the
+ * receiver gets the frame alone, and fails. */
+static struct frame begin_frame(struct shm *s, struct link *l, struct op *op) {
+    const u64 at = op->data - s->store;
+    op->lent = op->may_lend && op->size == op->other && op->data >= s->store &&
+               within(at, op->size, s->store_bytes) && l->loans - l->over < LOANS;
+    op->bytes = op->data, op->count = op->size == op->other ? op->size : 0;
+    if (op->lent) {
+        op->loan = (struct loan){at, l->loans++};
+        s->lent_bytes += op->size;
+        op->bytes = (char *)&op->loan, op->count = sizeof op->loan;
+    }
+    return (struct frame){op->tag, op->size | (op->lent ? LOAN : 0)};
 }
 
 /* Write what is ready while there is room, at most a ring's bytes; how many sends of others, so
@@ -209,35 +280,42 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
         struct op *op = l->leaving;
         if (!op) {
             l->leaving = op = take(&l->ready, l->ready.first->tag);
-            *(struct frame *)(r->bytes + head % size) = (struct frame){op->tag, op->size};
+            *(struct frame *)(r->bytes + head % size) = begin_frame(s, l, op);
             head += UNIT, room -= UNIT;
-            /* Where the sizes differ the receiver gets the frame alone, and fails. */
-            op->at = op->size == op->other ? 0 : op->size;
         }
-        u64 n = least(least(op->size - op->at, room), least(PIECE, size - head % size));
-        memcpy(r->bytes + head % size, op->data + op->at, n);
+        u64 n = least(least(op->count - op->at, room), least(PIECE, size - head % size));
+        memcpy(r->bytes + head % size, op->bytes + op->at, n);
         op->at += n;
         head += round_up(n);
         publish(&r->head, head);
         ring_bell(l->far);
-        if (op->at == op->size) {
+        if (op->at == op->count) {
             l->leaving = 0;
-            ended += finish(op, mine);
+            if (op->lent)
+                append(&l->lent, op);
+            else
+                ended += finish(op, mine);
         }
     }
     l->sends = l->leaving || l->ready.first;
     return ended;
 }
 
+/* Whether the receiver has said what we have not read. */
+static int is_told(struct link *l) {
+    return look(&l->out->posted) != look(&l->out->taken) || look(&l->out->returned) != look(&l->over);
+}
+
 static int transmit(struct shm *s, struct link *l, struct op *mine) {
     int ended = 0;
     do {
         take_announcements(l);
+        ended += take_returns(l, mine);
         ended += write_ready(s, l, mine);
-        if (!l->waiting.first) break;
+        if (!l->waiting.first && !l->lent.first) break;
         atomic_store(&l->out->starved, 1);
         atomic_thread_fence(memory_order_seq_cst);
-    } while (look(&l->out->posted) != l->out->taken && !l->corrupt);
+    } while (is_told(l) && !l->corrupt);
     return ended;
 }
 
@@ -254,12 +332,46 @@ static void announce(struct link *l) {
             atomic_thread_fence(memory_order_seq_cst);
             if (posted - look(&r->taken) >= POSTS) break;
         }
-        r->posts[posted % POSTS] = (struct frame){op->tag, op->size};
+        r->posts[posted % POSTS] = (struct frame){op->tag, op->size | (op->may_lend ? LOAN : 0)};
         publish(&r->posted, ++posted);
         op = op->next;
     }
     l->unannounced = op;
     if (posted != before) answer(&r->starved, l->far);
+}
+
+/* Where the bytes behind a frame go: to the message, or to the loan. */
+static void begin_arrival(struct op *op, u64 size) {
+    op->lent = (size & LOAN) != 0;
+    op->other = size & ~LOAN;
+    op->bytes = op->data, op->count = op->size == op->other ? op->size : 0;
+    if (op->lent) {
+        op->bytes = (char *)&op->loan, op->count = sizeof op->loan;
+    } else if (op->borrows && op->count) {
+        op->owns = 1;
+        op->data = op->bytes = malloc(op->count);
+        if (!op->data) op->count = 0; /* shm_wait's caller finds no message, and fails */
+    }
+}
+
+static void give_back(struct link *l, u64 number) {
+    struct ring *r = l->in;
+    r->returns[r->returned % LOANS] = number;
+    publish(&r->returned, r->returned + 1);
+    answer(&r->starved, l->far);
+}
+
+/* A loan has come: a receive with memory of its own copies the message at once. */
+static void take_loan(struct link *l, struct op *op) {
+    char *message = l->store + op->loan.at;
+    if (!op->may_lend || op->size != op->other || !within(op->loan.at, op->size, l->store_bytes)) {
+        l->corrupt = 1;
+    } else if (op->borrows) {
+        op->data = message;
+    } else {
+        memcpy(op->data, message, op->size);
+        give_back(l, op->loan.number);
+    }
 }
 
 /* Read what has come, at most a ring's bytes; how many receives but `mine` have ended. */
@@ -281,15 +393,16 @@ static int receive(struct shm *s, struct link *l, struct op *mine) {
                 break;
             }
             tail += UNIT, there -= UNIT;
-            op->other = f.size;
-            op->at = op->size == f.size ? 0 : op->size;
+            begin_arrival(op, f.size);
         }
-        u64 n = least(least(op->size - op->at, there), least(PIECE, size - tail % size));
-        memcpy(op->data + op->at, r->bytes + tail % size, n);
+        u64 n = least(least(op->count - op->at, there), least(PIECE, size - tail % size));
+        memcpy(op->bytes + op->at, r->bytes + tail % size, n);
         op->at += n;
         tail += round_up(n);
         publish(&r->tail, tail);
-        if (op->at == op->size) {
+        if (op->at == op->count) {
+            if (op->lent) take_loan(l, op);
+            if (l->corrupt) break;
             l->arriving = 0;
             ended += finish(op, mine);
         }

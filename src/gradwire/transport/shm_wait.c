@@ -14,7 +14,10 @@ enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what
 
 enum {
     SLICE_NS = 100000000,
-    TIRED = 8, /* waits without spinning, after one that has spun in vain */
+    TIRED = 8,       /* waits without spinning, after one that has spun in vain */
+    LENT = 1 << 18,  /* from so many bytes on a message is copied from where it lies */
+    STORE = 1 << 21, /* stores begin at multiples of it, for large pages */
+    POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE, which older headers do not know */
 };
 
 static int64_t now_ns(void) {
@@ -54,7 +57,7 @@ static int can_receive(struct link *l) {
 
 static int can_transmit(struct shm *s, struct link *l) {
     if (!l->out || l->corrupt) return 0;
-    if (look(&l->out->posted) != look(&l->out->taken)) return 1;
+    if (is_told(l)) return 1;
     return l->sends && s->ring_bytes - (look(&l->out->head) - look(&l->out->tail)) >= UNIT;
 }
 
@@ -102,8 +105,10 @@ static int trouble(struct link *l) {
 /* Until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
 static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadline) {
     int64_t now = begun;
-    const int64_t spin_ns = !op || s->tired > 0 ? 0 : s->spin_ns;
-    if (op && s->tired > 0) s->tired--;
+    /* Nobody is in a hurry for what we have lent: it takes as long as a kernel. */
+    const int keen = op && (op->borrows || !op->lent);
+    const int64_t spin_ns = !keen || s->tired > 0 ? 0 : s->spin_ns;
+    if (keen && s->tired > 0) s->tired--;
     for (;;) {
         const int sleeps = now - begun >= spin_ns; /* this time, unless it has ended */
         u32 rings = s->near->rings;
@@ -153,12 +158,30 @@ static struct op *new_op(struct link *l, char *data, u64 size, u64 tag) {
 
 u64 shm_size(int links, u64 ring_bytes) { return PAGE + links * (sizeof(struct ring) + ring_bytes); }
 
-static void *map(int fd, size_t bytes) {
-    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+/* Where a segment's store begins. */
+u64 shm_store(int links, u64 ring_bytes) {
+    return (shm_size(links, ring_bytes) + STORE - 1) / STORE * STORE;
+}
+
+/* A part of a segment, in memory; 0: errno says why not. */
+void *shm_map(int fd, u64 first, u64 bytes) {
+    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, first);
     if (at == MAP_FAILED) return 0;
     madvise(at, bytes, MADV_DONTFORK); /* or a child that outlives us would keep the memory */
+    madvise(at, bytes, MADV_DONTDUMP); /* or a dump would fill the store's holes */
     return at;
 }
+
+void shm_unmap(void *at, u64 bytes) { munmap(at, bytes); }
+
+/* Fill a hole of our store with memory; 0, or errno. Kernels before 5.14 fill it when it is first
+ * touched, as they do with all memory. */
+int shm_fill(void *at, u64 bytes) {
+    return madvise(at, bytes, POPULATE_WRITE) && errno != EINVAL ? errno : 0;
+}
+
+/* Give the memory back to the machine. */
+void shm_empty(void *at, u64 bytes) { madvise(at, bytes, MADV_REMOVE); }
 
 static struct ring *ring_at(struct segment *s, int slot, u64 ring_bytes) {
     return (void *)((char *)s + PAGE + slot * (sizeof(struct ring) + ring_bytes));
@@ -171,12 +194,13 @@ struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
     *s = (struct shm){.ring_bytes = ring_bytes, .spin_ns = spin_ns, .links = links};
     s->near_bytes = shm_size(links, ring_bytes);
     s->link = calloc(links, sizeof *s->link);
-    s->near = s->link ? map(fd, s->near_bytes) : 0;
+    s->near = s->link ? shm_map(fd, 0, s->near_bytes) : 0;
     if (!s->near) {
         free(s->link);
         free(s);
         return 0;
     }
+    s->near->size = s->near_bytes;
     for (int i = 0; i < links; i++) {
         pthread_mutex_init(&s->link[i].tx, 0);
         pthread_mutex_init(&s->link[i].rx, 0);
@@ -190,13 +214,25 @@ struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
 int shm_connect(struct shm *s, int near_slot, int fd, int far_slot, int alive_fd) {
     struct link *l = &s->link[near_slot];
     l->far_bytes = s->near_bytes;
-    l->far = map(fd, l->far_bytes);
+    l->far = shm_map(fd, 0, l->far_bytes);
     if (!l->far) return errno;
+    if (l->far->size != l->far_bytes) return EINVAL; /* rings of another size */
     l->alive_fd = alive_fd;
     l->in = ring_at(s->near, near_slot, s->ring_bytes);
     l->out = ring_at(l->far, far_slot, s->ring_bytes);
     return 0;
 }
+
+/* Lend what lies in our store, `bytes` at `store`: once, before the first send. */
+void shm_lend(struct shm *s, char *store, u64 bytes) { s->store = store, s->store_bytes = bytes; }
+
+/* Where the store of a peer is mapped: once, before the first receive from it. */
+void shm_borrow_from(struct shm *s, int slot, char *store, u64 bytes) {
+    s->link[slot].store = store, s->link[slot].store_bytes = bytes;
+}
+
+/* What peers have been lent so far. */
+u64 shm_lent_bytes(struct shm *s) { return s->lent_bytes; }
 
 /* Begin a send, moving what can be moved at once. 0: it has ended already. -1: stopped, or no
  * memory. Else what shm_wait takes. */
@@ -222,12 +258,15 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
     return op;
 }
 
-/* Begin a receive. -1: stopped, or no memory. Else what shm_wait takes. */
-struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag) {
+/* Begin a receive; one that borrows has no data. -1: stopped, or no memory. Else what shm_wait
+ * takes, and, if it borrows, shm_message and shm_give_back. */
+struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag, int borrows) {
     struct link *l = &s->link[slot];
     if (!enter(s)) return (struct op *)-1;
     struct op *op = new_op(l, data, size, tag);
     if (op) {
+        op->borrows = borrows;
+        op->may_lend = l->store && (borrows || size >= LENT);
         pthread_mutex_lock(&l->rx);
         append(&l->posted, op);
         if (!l->unannounced) l->unannounced = op;
@@ -238,7 +277,32 @@ struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag) {
     return op ? op : (struct op *)-1;
 }
 
-/* Wait for an operation, once; on OK it is freed. The result is in the lowest 8 bits; above them is
+/* Where a borrowed message lies; 0: there was no memory for it. */
+char *shm_message(struct op *op) { return op->data; }
+
+/* Whether it lies in memory of its own, since its sender could not lend it; that is the caller's
+ * from now on, to free. */
+int shm_copy(struct op *op) {
+    const int owns = op->owns;
+    op->owns = 0;
+    return owns;
+}
+
+void shm_free_copy(char *message) { free(message); }
+
+/* A borrowed message is read no more. */
+void shm_give_back(struct shm *s, struct op *op) {
+    struct link *l = op->link;
+    if (op->lent && enter(s)) {
+        pthread_mutex_lock(&l->rx);
+        give_back(l, op->loan.number);
+        pthread_mutex_unlock(&l->rx);
+        leave(s);
+    }
+    free(op);
+}
+
+/* Wait for an operation, once; on OK it is freed, unless it borrows. The result is in the lowest 8 bits; above them is
  * the size that the other end named (OK), or the rank that it blames (FAILED). */
 int64_t shm_wait(struct shm *s, struct op *op, int64_t timeout_ns) {
     if (!enter(s)) return STOPPED;
@@ -246,7 +310,7 @@ int64_t shm_wait(struct shm *s, struct op *op, int64_t timeout_ns) {
     int result = op->done ? OK : wait_for(s, op, begun, begun + timeout_ns);
     if (result == OK) {
         detail = op->other;
-        free(op);
+        if (!op->borrows) free(op);
     } else if (result == FAILED) {
         detail = (int64_t)op->link->far->blamed - 1;
     }
@@ -275,8 +339,8 @@ void shm_fail(struct shm *s, u32 blamed) {
     leave(s);
 }
 
-/* End our waits, and let go of all memory. Sends that the peers are ready for are first given
- * `linger_ns` to get into their rings. */
+/* End our waits, and let go of all memory but stores. Sends that the peers are ready for are first
+ * given `linger_ns` to get into their rings. */
 void shm_stop(struct shm *s, int64_t linger_ns) {
     if (!enter(s)) return;
     int64_t end = now_ns() + linger_ns;
@@ -303,6 +367,7 @@ void shm_stop(struct shm *s, int64_t linger_ns) {
 static void free_all(struct op *op) {
     while (op) {
         struct op *next = op->next;
+        if (op->owns) free(op->data);
         free(op);
         op = next;
     }
@@ -315,7 +380,9 @@ void shm_free(struct shm *s) {
         free_all(l->ready.first);
         free_all(l->announced.first);
         free_all(l->posted.first);
+        free_all(l->lent.first);
         free(l->leaving);
+        if (l->arriving && l->arriving->owns) free(l->arriving->data);
         free(l->arriving);
     }
     free(s->link);

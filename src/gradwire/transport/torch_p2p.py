@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from gradwire.errors import TransportError
 from gradwire.transport.notices import Notices
+from gradwire.transport.protocol import Loan
 
 # Our tags start high, so that a user's own point-to-point messages on the group never match them.
 _TAG_BASE = 1 << 30
@@ -41,7 +42,9 @@ class TorchP2P:
     """
 
     in_memory = False
-    shared_bytes = 0
+    shared_bytes = lent_bytes = 0
+    lenders: frozenset[int] = frozenset()
+    store = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group: dist.ProcessGroup = group if group is not None else _default_group()
@@ -69,6 +72,9 @@ class TorchP2P:
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start(self.group.recv, data, peer, tag, "receive from")
+
+    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+        raise AssertionError("nobody lends")
 
     def _start(
         self,

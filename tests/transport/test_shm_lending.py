@@ -1,0 +1,375 @@
+"""What lies in a store is read where it lies, and the send ends once it has been given back."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import random
+import resource
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from gradwire.errors import TransportError
+from gradwire.transport import Hub, Loan, Pending, Transport, shm_store
+from gradwire.transport.shm import Shm
+from transport.shm_ends import at_once, ends
+from transport.test_shm import RING, Key, content, plans
+
+SIZE = 300_000  # more than is worth lending
+LOAN, LOANS = 1 << 63, 128  # as in shm_ring.c
+
+
+def stored(end: Shm, size: int = SIZE, seed: int = 0) -> torch.Tensor:
+    """A message in the store of a rank."""
+    assert end.store is not None
+    memory = end.store.take(size)
+    assert memory is not None
+    return memory.copy_(content((end.rank, 0, seed), 0, size))
+
+
+@contextmanager
+def waiting(pending: Pending) -> Iterator[threading.Thread]:
+    """A thread that waits for an operation; on leaving it has ended."""
+    thread = threading.Thread(target=pending.wait, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_message_is_read_where_it_lies_until_it_is_given_back() -> None:
+    with ends(2) as (a, b):
+        data = stored(a)
+        loan, sent = b.borrow(SIZE, 0, 7), a.isend(data, 1, 7)
+        message = loan.wait()
+        assert torch.equal(message, data)
+        data[0] += 1
+        assert message[0] == data[0]  # it is the same memory
+        assert a.lent_bytes == SIZE
+        with waiting(sent) as waits:
+            waits.join(0.2)
+            assert waits.is_alive()
+            loan.give_back()
+
+
+def test_what_does_not_lie_in_a_store_is_copied() -> None:
+    with ends(2) as (a, b):
+        assert a.store is not None
+        beside = torch.zeros(SIZE, dtype=torch.uint8)
+        outside = content((0, 1, 0), 0, SIZE)
+        for data in (outside, beside):
+            loan, sent = b.borrow(SIZE, 0, 7), a.isend(data, 1, 7)
+            message = loan.wait()
+            sent.wait()
+            loan.give_back()
+            assert torch.equal(message, data)  # a copy is its reader's own
+        assert a.lent_bytes == 0
+
+
+@pytest.mark.parametrize(("size", "lent"), [(SIZE, SIZE), (100, 0), (0, 0)])
+def test_a_receive_with_memory_copies_large_messages_from_the_store(size: int, lent: int) -> None:
+    with ends(2) as (a, b):
+        data, inbox = stored(a, size), torch.zeros(size, dtype=torch.uint8)
+        coming = b.irecv(inbox, 0, 7)
+        sent = a.isend(data, 1, 7)
+        coming.wait()
+        sent.wait()
+        assert torch.equal(inbox, data)
+        assert a.lent_bytes == lent
+
+
+@pytest.mark.parametrize("borrowed", [SIZE - 1, SIZE + 1, 1])
+def test_a_loan_of_another_size_is_an_error(borrowed: int) -> None:
+    with ends(2) as (a, b):
+        loan = b.borrow(borrowed, 0, 7)
+        a.isend(stored(a), 1, 7).wait()
+        with pytest.raises(TransportError, match=f"sent {SIZE} bytes where {borrowed} were"):
+            loan.wait()
+
+
+def test_many_loans_of_one_tag_are_given_back_in_any_order() -> None:
+    """More of them than a link lends: the rest is copied."""
+    count = 500
+    with ends(2) as (a, b):
+        data = [stored(a, 1000, seed) for seed in range(count)]
+        loans = [b.borrow(1000, 0, 7) for _ in range(count)]
+        sends = [a.isend(each, 1, 7) for each in data]
+
+        assert a.lent_bytes == LOANS * 1000
+        found: list[torch.Tensor] = []
+        at_once(
+            lambda: [sent.wait() for sent in sends[LOANS:]],
+            lambda: found.extend(loan.wait() for loan in loans),
+        )
+        assert all(map(torch.equal, found, data))
+        random.Random(1).shuffle(loans)
+        for loan in loans:
+            loan.give_back()
+        for sent in sends[:LOANS]:
+            sent.wait()
+        b.borrow(SIZE, 0, 8)
+        a.isend(stored(a), 1, 8)
+        assert a.lent_bytes == LOANS * 1000 + SIZE  # there is room again
+
+
+def play(transport: Transport, messages: dict[Key, list[int]], seed: int) -> dict[object, bytes]:
+    """A rank's part: in an order of its own it starts sends, of what lies in its store or not, and
+    receives, that borrow or not; it ends the receives before its sends, as borrowers must."""
+    rank, mixed = transport.rank, random.Random(seed * 10 + transport.rank)
+    steps = [(k, k[0] == rank) for k, sizes in messages.items() if rank in k[:2] for _ in sizes]
+    mixed.shuffle(steps)
+    begun = dict.fromkeys(messages, 0)
+    receives: list[tuple[object, Pending | Loan, torch.Tensor | None]] = []
+    sends = []
+    for key, sending in steps:
+        place = begun[key]
+        begun[key] += 1
+        size, lends = messages[key][place], bool(mixed.getrandbits(1))
+        if sending:
+            data = content(key, place, size)
+            room = transport.store.take(size) if lends and transport.store is not None else None
+            sends.append(transport.isend(data if room is None else room.copy_(data), *key[1:]))
+        elif lends and size:
+            receives.append(((key, place), transport.borrow(size, key[0], key[2]), None))
+        else:
+            inbox = torch.zeros(size, dtype=torch.uint8)
+            receives.append(((key, place), transport.irecv(inbox, key[0], key[2]), inbox))
+    found = {}
+    held = []
+    for which, pending, inbox in receives:
+        message = pending.wait()
+        found[which] = (message if inbox is None else inbox).numpy().tobytes()  # type: ignore[union-attr]
+        held += [pending] * (inbox is None)
+        if mixed.getrandbits(1):
+            for each in held:
+                each.give_back()  # type: ignore[union-attr]
+            held.clear()
+    for each in held:
+        each.give_back()  # type: ignore[union-attr]
+    for sent in sends:
+        sent.wait()
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_any_messages_lent_or_not_arrive(plan: tuple[int, dict[Key, list[int]], int]) -> None:
+    world_size, messages, seed = plan
+    hub = Hub(world_size, lends=True)
+    expected = at_once(
+        *(partial(play, hub.transport(rank), messages, seed) for rank in range(world_size))
+    )
+    with ends(world_size, ring_bytes=RING) as made:
+        found = at_once(*(partial(play, end, messages, seed) for end in made))
+    assert found == expected
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[Shm]:
+    """A rank that has not handed its segment on."""
+    end = Shm(0, 2, [1], 5.0, 1 << 12)
+    yield end
+    end.close()
+
+
+def test_memory_is_taken_first_fit_and_given_back(alone: Shm) -> None:
+    store = alone.store
+    assert store is not None
+    before = os.fstat(alone.fd).st_blocks
+    taken = [store.take(1 << 20) for _ in range(3)]
+    addresses = [memory.data_ptr() for memory in taken if memory is not None]
+    assert len(addresses) == 3
+    assert all(address % mmap.PAGESIZE == 0 for address in addresses)
+    assert store.used == 3 << 20
+    assert alone.shared_bytes == alone.nbytes + (3 << 20)
+    assert os.fstat(alone.fd).st_blocks - before == (3 << 20) // 512
+    assert taken[1] is not None
+    taken[1].fill_(1)
+    store.give(taken[1])
+    assert os.fstat(alone.fd).st_blocks - before == (2 << 20) // 512
+    again = store.take(1 << 19)
+    assert again is not None
+    assert again.data_ptr() == addresses[1]
+    assert not again.any()
+    store.give(torch.zeros(10))  # which is none of the store's
+    assert store.used == (2 << 20) + (1 << 19)
+
+
+def test_a_full_store_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shm_store, "room", lambda *_: 1 << 20)
+    with ends(2) as (a, b), caplog.at_level(logging.WARNING):
+        data = stored(a, 1 << 19)
+        assert a.store is not None
+        assert a.store.take(1 << 20) is None
+        assert a.store.take(1 << 20) is None
+        assert [r.getMessage().count("is full") for r in caplog.records] == [1]
+        loan, sent = b.borrow(1 << 19, 0, 7), a.isend(data, 1, 7)
+        assert torch.equal(loan.wait(), data)
+        loan.give_back()
+        sent.wait()
+
+
+def test_memory_that_cannot_be_had_is_not_taken(
+    alone: Shm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = alone.store
+    assert store is not None
+    refusing = SimpleNamespace(shm_fill=lambda *_: errno.ENOMEM, shm_empty=lambda *_: None)
+    monkeypatch.setattr(store, "_library", refusing)
+    with caplog.at_level(logging.WARNING):
+        assert store.take(SIZE) is None
+    assert "Cannot allocate memory" in caplog.text
+    assert store.used == 0
+
+
+@pytest.mark.parametrize("which", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_limits_leave_no_room(
+    which: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {getattr(resource, which): 1 << 22}
+    none = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, none), none))
+    with caplog.at_level(logging.WARNING), ends(2) as (a, b):
+        assert a.store is None
+        assert "limits" in caplog.text
+        assert a.lenders == frozenset()
+        data, inbox = content((0, 1, 0), 0, SIZE), torch.zeros(SIZE, dtype=torch.uint8)
+        coming = b.irecv(inbox, 0, 7)
+        a.isend(data, 1, 7).wait()
+        coming.wait()
+        assert torch.equal(inbox, data)
+
+
+def test_one_rank_may_lend_and_the_other_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = iter([0, 1 << 24])
+    monkeypatch.setattr(shm_store, "room", lambda *_: next(rooms))
+    with ends(2) as (a, b):
+        assert (a.lenders, b.lenders) == ({1}, set())
+        loan, sent = a.borrow(SIZE, 1, 7), b.isend(data := stored(b), 0, 7)
+        assert torch.equal(loan.wait(), data)
+        loan.give_back()
+        sent.wait()
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def with_a_process() -> Iterator[tuple[Shm, Shm, subprocess.Popen[bytes]]]:
+    """Two ends; the second is taken to live in a process that can be killed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first, second = Shm(0, 2, [1], 60.0), Shm(1, 2, [0], 60.0)
+    first.connect(1, second.fd, os.pidfd_open(process.pid))
+    second.connect(0, first.fd, os.pidfd_open(os.getpid()))
+    yield first, second, process
+    process.kill()
+    process.wait()
+    first.close()
+    second.close()
+
+
+def test_a_borrower_that_is_killed_ends_the_send() -> None:
+    with with_a_process() as (lender, borrower, process):
+        loan, sent = borrower.borrow(SIZE, 0, 7), lender.isend(stored(lender), 1, 7)
+        loan.wait()
+        threading.Timer(0.2, process.kill).start()
+        with pytest.raises(TransportError, match="its process has ended") as caught:
+            sent.wait()
+        assert caught.value.peer == 1
+
+
+def test_what_a_killed_lender_has_lent_stays() -> None:
+    with with_a_process() as (borrower, lender, process):
+        data = stored(lender)
+        loans = [borrower.borrow(SIZE, 1, tag) for tag in range(2)]
+        lender.isend(data, 0, 0)
+        process.kill()
+        process.wait()
+        message = loans[0].wait()
+        lender.close()
+        assert torch.equal(message, data)
+        loans[0].give_back()
+        with pytest.raises(TransportError, match=r"its process has ended|has destroyed") as caught:
+            loans[1].wait()
+        assert caught.value.peer == 1
+
+
+def test_a_message_outlives_both_ends() -> None:
+    with ends(2) as (a, b):
+        expected = content((0, 0, 0), 0, SIZE)
+        loan = b.borrow(SIZE, 0, 7)
+        a.isend(stored(a), 1, 7)
+        message = loan.wait()
+    del a
+    loan.give_back()  # without effect
+    assert torch.equal(message, expected)
+
+
+def test_a_send_whose_loan_is_never_given_back_ends() -> None:
+    with ends(2, timeout=0.3) as (a, b):
+        loan, sent = b.borrow(SIZE, 0, 7), a.isend(stored(a), 1, 7)
+        loan.wait()
+        with pytest.raises(TransportError, match="within the timeout"):
+            sent.wait()
+
+
+def forged(frame: tuple[int, int], loan: tuple[int, int], borrows: bool = True) -> TransportError:
+    """What a receive of tag 7 ends in, where the peer writes this into the ring."""
+    first, second = Shm(0, 2, [1], 5.0, 1 << 12), Shm(1, 2, [0], 5.0, 1 << 12)
+    first.connect(1, second.fd, os.pidfd_open(os.getpid()))
+    size = SIZE if borrows else 100
+    coming = (
+        first.borrow(size, 1, 7)
+        if borrows
+        else first.irecv(torch.zeros(size, dtype=torch.uint8), 1, 7)
+    )
+    with mmap.mmap(first.fd, first.nbytes) as segment:
+        segment[8192:8224] = struct.pack("<4Q", *frame, *loan)
+        segment[4096:4104] = (32).to_bytes(8, "little")  # bytes written
+        with pytest.raises(TransportError) as caught:
+            coming.wait()
+    first.close()
+    second.close()
+    return caught.value
+
+
+@pytest.mark.parametrize("at", ["behind the end", "across the end", "before the start"])
+def test_a_loan_out_of_the_store_is_refused(at: str) -> None:
+    room = shm_store.room(1 << 21, 1)
+    offset = {"behind the end": room, "across the end": room - SIZE + 1, "before the start": -1}[at]
+    error = forged((7, SIZE | LOAN), (offset % (1 << 64), 0))
+    assert error.peer == 1
+    assert "no peer writes" in str(error)
+
+
+def test_a_loan_that_nobody_asked_for_is_refused() -> None:
+    assert "no peer writes" in str(forged((7, 100 | LOAN), (0, 0), borrows=False))
+
+
+def test_a_loan_that_was_never_made_cannot_be_given_back() -> None:
+    lender, other = Shm(0, 2, [1], 5.0, 1 << 12), Shm(1, 2, [0], 5.0, 1 << 12)
+    lender.connect(1, other.fd, os.pidfd_open(os.getpid()))
+    with mmap.mmap(other.fd, other.nbytes) as segment:
+        ring = 4096  # of what rank 0 sends
+        segment[ring + 256 : ring + 264] = (1).to_bytes(8, "little")  # loans given back
+        with pytest.raises(TransportError, match="no peer writes"):
+            lender.isend(stored(lender), 1, 7).wait()
+    lender.close()
+    other.close()
