@@ -192,7 +192,8 @@ def lower(program: ir.Program) -> tuple[Sweep, ...]:
                 clears=any(s.kind == "flag" for s in sinks),
             )
         )
-        left |= {p.node.args[0]: p.index for p in plain}
+        # sums are added up where the shares lie
+        left |= {p.node.args[0]: p.index for p in plain if p.node.attr in ("min", "max")}
     return tuple(sweeps)
 
 
