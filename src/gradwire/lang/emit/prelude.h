@@ -229,14 +229,14 @@ INLINE void unpack_trits(const uint8_t *in, int32_t *codes, int m) {
   const int length = (m + 4) / 5;
   for (int from = 0; from < length; from += TRITS) {
     const int n = length - from < TRITS ? length - from : TRITS;
-    int32_t byte[TRITS];
+    uint16_t byte[TRITS];
     for (int j = 0; j < n; j++) byte[j] = in[from + j];
 #pragma GCC unroll 5
     for (int k = 0; k < 5; k++)
 #pragma omp simd
       for (int j = 0; j < n; j++) {
-        const int32_t rest = byte[j] * 171 >> 9; /* a third, of a byte */
-        codes[from + j + k * length] = byte[j] - rest * 3, byte[j] = rest;
+        const uint16_t rest = (uint16_t)(byte[j] * 171) >> 9; /* a third, of a byte */
+        codes[from + j + k * length] = (uint16_t)(byte[j] - rest * 3), byte[j] = rest;
       }
   }
 }
