@@ -1,4 +1,4 @@
-enum { BLOCK = 1024, GROUP = 4, PARTIALS = 0 };
+enum { BLOCK = 1024, PARTIALS = 0 };
 
 /* Where a row's fields begin, its random streams, its part of the workspace. */
 typedef struct {
@@ -23,6 +23,7 @@ INLINE int64_t floats_of(int64_t numel) {
 }
 
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   for (int g = 0; g < count; g++) {
@@ -40,12 +41,13 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void encode_rest0(
+static __attribute__((noinline, noipa)) void encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_group0(call, place, b, count, m);
 }
 
 static void encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -81,6 +83,7 @@ int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   for (int g = 0; g < count; g++) {
@@ -104,12 +107,13 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   }
 }
 
-static __attribute__((noinline)) void encode_ef_rest0(
+static __attribute__((noinline, noipa)) void encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_ef_group0(call, place, b, count, m);
 }
 
 static void encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -145,6 +149,7 @@ int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   for (int g = 0; g < count; g++) {
@@ -164,12 +169,13 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void decode_rest0(
+static __attribute__((noinline, noipa)) void decode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_group0(call, place, b, count, m);
 }
 
 static void decode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -209,6 +215,7 @@ int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   for (int g = 0; g < count; g++) {
@@ -227,12 +234,13 @@ INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_add_rest0(
+static __attribute__((noinline, noipa)) void decode_add_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_add_group0(call, place, b, count, m);
 }
 
 static void decode_add_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -268,6 +276,7 @@ int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   float a2_[GROUP][BLOCK] __attribute__((aligned(64)));
@@ -311,12 +320,13 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_sum_rest0(
+static __attribute__((noinline, noipa)) void decode_sum_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_sum_group0(call, place, b, count, m);
 }
 
 static void decode_sum_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -352,6 +362,7 @@ int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   float a2_[GROUP][BLOCK] __attribute__((aligned(64)));
@@ -398,12 +409,13 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -439,6 +451,7 @@ int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   float a4_[GROUP][BLOCK] __attribute__((aligned(64)));
@@ -474,8 +487,6 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     const float *restrict a4 = a4_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
     f32 *restrict p7 = (f32 *)(payload + place->at[0] + b * 4096);
 #pragma omp simd
     for (int i = 0; i < m; i++) {
@@ -494,12 +505,13 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_ef_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_ef_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;

@@ -1,4 +1,4 @@
-enum { BLOCK = 128, GROUP = 32, PARTIALS = 0 };
+enum { BLOCK = 128, PARTIALS = 0 };
 
 /* Where a row's fields begin, its random streams, its part of the workspace. */
 typedef struct {
@@ -26,6 +26,7 @@ INLINE int64_t floats_of(int64_t numel) {
 }
 
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -98,7 +99,7 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c23 + m, 0, 8);
+    memset(c23 + m, 0, 8 * sizeof *c23);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -109,8 +110,8 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
       const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
       const int32_t n23 = to_uint(n22, 15.0f);
-      stream0_weyl += WEYL;
       c23[i] = (uint8_t)n23;
+      stream0_weyl += WEYL;
     }
     uint8_t *out23 = payload + place->at[2] + b * 64;
     out23 = pack(out23, c23, m, 4, 0);
@@ -131,12 +132,13 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void encode_rest0(
+static __attribute__((noinline, noipa)) void encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_group0(call, place, b, count, m);
 }
 
 static void encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 32 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -172,6 +174,7 @@ int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 8 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -249,7 +252,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c25 + m, 0, 8);
+    memset(c25 + m, 0, 8 * sizeof *c25);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -269,9 +272,9 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      stream0_weyl += WEYL;
       c25[i] = (uint8_t)n25;
       residual[i] = n32;
+      stream0_weyl += WEYL;
     }
     uint8_t *out25 = payload + place->at[2] + b * 64;
     out25 = pack(out25, c25, m, 4, 0);
@@ -292,12 +295,13 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   }
 }
 
-static __attribute__((noinline)) void encode_ef_rest0(
+static __attribute__((noinline, noipa)) void encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_ef_group0(call, place, b, count, m);
 }
 
 static void encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 8 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -333,6 +337,7 @@ int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   uint32_t s0_[GROUP];
@@ -382,12 +387,13 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void decode_rest0(
+static __attribute__((noinline, noipa)) void decode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_group0(call, place, b, count, m);
 }
 
 static void decode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 32 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -427,6 +433,7 @@ int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   uint32_t s1_[GROUP];
@@ -475,12 +482,13 @@ INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_add_rest0(
+static __attribute__((noinline, noipa)) void decode_add_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_add_group0(call, place, b, count, m);
 }
 
 static void decode_add_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 32 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -516,6 +524,7 @@ int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   float a10_[GROUP][BLOCK] __attribute__((aligned(64)));
@@ -570,12 +579,13 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_sum_rest0(
+static __attribute__((noinline, noipa)) void decode_sum_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_sum_group0(call, place, b, count, m);
 }
 
 static void decode_sum_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 32 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -611,6 +621,7 @@ int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -721,7 +732,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c35 + m, 0, 8);
+    memset(c35 + m, 0, 8 * sizeof *c35);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -737,9 +748,9 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       const float n38 = n18 + n37;
       const float n39 = n38 + n37;
       const float n40 = to_fp32(n39);
-      stream0_weyl += WEYL;
       c35[i] = (uint8_t)n35;
       values[i] = n40;
+      stream0_weyl += WEYL;
     }
     uint8_t *out35 = payload + place->at[2] + b * 64;
     out35 = pack(out35, c35, m, 4, 0);
@@ -760,12 +771,13 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 32 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -801,6 +813,7 @@ int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 8 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -914,7 +927,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c37[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c37 + m, 0, 8);
+    memset(c37 + m, 0, 8 * sizeof *c37);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -935,10 +948,10 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       const int n45 = is_finite(n44);
       const float n1 = residual[i];
       const float n46 = n45 ? n44 : n1;
-      stream0_weyl += WEYL;
       c37[i] = (uint8_t)n37;
       values[i] = n42;
       residual[i] = n46;
+      stream0_weyl += WEYL;
     }
     uint8_t *out37 = payload + place->at[2] + b * 64;
     out37 = pack(out37, c37, m, 4, 0);
@@ -959,12 +972,13 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_ef_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_ef_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 8 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;

@@ -1,4 +1,4 @@
-enum { BLOCK = 1024, GROUP = 4, PARTIALS = 2 };
+enum { BLOCK = 1024, PARTIALS = 2 };
 
 /* Where a row's fields begin, its random streams, its part of the workspace. */
 typedef struct {
@@ -26,6 +26,7 @@ INLINE int64_t floats_of(int64_t numel) {
 }
 
 INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -70,12 +71,13 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void encode_rest0(
+static __attribute__((noinline, noipa)) void encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_group0(call, place, b, count, m);
 }
 
 static void encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -113,6 +115,7 @@ static void encode_complete0(const Call *call, int thread, int threads) {
 }
 
 INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -133,7 +136,7 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     uint8_t c23[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c23 + m, 0, 8);
+    memset(c23 + m, 0, 8 * sizeof *c23);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -144,8 +147,8 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
       const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
       const int32_t n23 = to_uint(n22, 3.0f);
-      stream0_weyl += WEYL;
       c23[i] = (uint8_t)n23;
+      stream0_weyl += WEYL;
     }
     uint8_t *out23 = payload + place->at[2] + b * 256;
     out23 = pack(out23, c23, m, 2, 0);
@@ -154,12 +157,13 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n12;
 }
 
-static __attribute__((noinline)) void encode_rest1(
+static __attribute__((noinline, noipa)) void encode_rest1(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_group1(call, place, b, count, m);
 }
 
 static void encode_sweep1(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -199,6 +203,7 @@ int encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -245,12 +250,13 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   }
 }
 
-static __attribute__((noinline)) void encode_ef_rest0(
+static __attribute__((noinline, noipa)) void encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_ef_group0(call, place, b, count, m);
 }
 
 static void encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -288,6 +294,7 @@ static void encode_ef_complete0(const Call *call, int thread, int threads) {
 }
 
 INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -308,7 +315,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
     uint8_t c25[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c25 + m, 0, 8);
+    memset(c25 + m, 0, 8 * sizeof *c25);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -328,9 +335,9 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n30 = n2 - n29;
       const int n31 = is_finite(n30);
       const float n32 = n31 ? n30 : n1;
-      stream0_weyl += WEYL;
       c25[i] = (uint8_t)n25;
       residual[i] = n32;
+      stream0_weyl += WEYL;
     }
     uint8_t *out25 = payload + place->at[2] + b * 256;
     out25 = pack(out25, c25, m, 2, 0);
@@ -339,12 +346,13 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n14;
 }
 
-static __attribute__((noinline)) void encode_ef_rest1(
+static __attribute__((noinline, noipa)) void encode_ef_rest1(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   encode_ef_group1(call, place, b, count, m);
 }
 
 static void encode_ef_sweep1(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -384,6 +392,7 @@ int encode_ef(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const float n0 = ((const f32 *)(payload + place->at[0]))[0];
@@ -416,12 +425,13 @@ INLINE void decode_group0(const Call *call, const Place *place, int64_t b0, cons
   }
 }
 
-static __attribute__((noinline)) void decode_rest0(
+static __attribute__((noinline, noipa)) void decode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_group0(call, place, b, count, m);
 }
 
 static void decode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -461,6 +471,7 @@ int decode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const float n1 = ((const f32 *)(payload + place->at[0]))[0];
@@ -492,12 +503,13 @@ INLINE void decode_add_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_add_rest0(
+static __attribute__((noinline, noipa)) void decode_add_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_add_group0(call, place, b, count, m);
 }
 
 static void decode_add_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -533,6 +545,7 @@ int decode_add(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   float a8_[GROUP][BLOCK] __attribute__((aligned(64)));
@@ -585,12 +598,13 @@ INLINE void decode_sum_group0(const Call *call, const Place *place, int64_t b0, 
   }
 }
 
-static __attribute__((noinline)) void decode_sum_rest0(
+static __attribute__((noinline, noipa)) void decode_sum_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   decode_sum_group0(call, place, b, count, m);
 }
 
 static void decode_sum_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -626,6 +640,7 @@ int decode_sum(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -706,12 +721,13 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -749,6 +765,7 @@ static void reduce_encode_complete0(const Call *call, int thread, int threads) {
 }
 
 INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -805,7 +822,7 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
     float *restrict residual = place->row->residual + b * BLOCK;
     prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c33[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c33 + m, 0, 8);
+    memset(c33 + m, 0, 8 * sizeof *c33);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -821,9 +838,9 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
       const float n36 = n13 + n35;
       const float n37 = n36 + n35;
       const float n38 = to_fp32(n37);
-      stream0_weyl += WEYL;
       c33[i] = (uint8_t)n33;
       values[i] = n38;
+      stream0_weyl += WEYL;
     }
     uint8_t *out33 = payload + place->at[2] + b * 256;
     out33 = pack(out33, c33, m, 2, 0);
@@ -832,12 +849,13 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n22;
 }
 
-static __attribute__((noinline)) void reduce_encode_rest1(
+static __attribute__((noinline, noipa)) void reduce_encode_rest1(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_group1(call, place, b, count, m);
 }
 
 static void reduce_encode_sweep1(const Call *call, int thread, int threads) {
+  enum { GROUP = 4 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -877,6 +895,7 @@ int reduce_encode(const Row *rows, int64_t n, int32_t ranks, int32_t rank,
 }
 
 INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -921,10 +940,6 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
     const int64_t b = b0 + g;
     const uint32_t first = (uint32_t)(place->row->start + b * BLOCK);
     const float *restrict a10 = a10_[g];
-    float *restrict values = (float *)place->row->values + b * BLOCK;
-    float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
     int32_t low12 = INT32_MAX, high12 = INT32_MIN;
 #pragma omp simd reduction(min : low12) reduction(max : high12)
     for (int i = 0; i < m; i++) {
@@ -960,12 +975,13 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   }
 }
 
-static __attribute__((noinline)) void reduce_encode_ef_rest0(
+static __attribute__((noinline, noipa)) void reduce_encode_ef_rest0(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_ef_group0(call, place, b, count, m);
 }
 
 static void reduce_encode_ef_sweep0(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -1003,6 +1019,7 @@ static void reduce_encode_ef_complete0(const Call *call, int thread, int threads
 }
 
 INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_t b0, const int count, const int m) {
+  enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
   const Stream stream0 = place->streams[0];
@@ -1059,10 +1076,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
     const float *restrict a10 = a10_[g];
     float *restrict values = (float *)place->row->values + b * BLOCK;
     float *restrict residual = place->row->residual + b * BLOCK;
-    prefetch(residual + GROUP * BLOCK, m * sizeof *residual);
-    prefetch(values + GROUP * BLOCK, m * sizeof *values);
     uint8_t c35[BLOCK + 8] __attribute__((aligned(64)));
-    memset(c35 + m, 0, 8);
+    memset(c35 + m, 0, 8 * sizeof *c35);
     uint32_t stream0_weyl = (first + stream0.low) * WEYL;
 #pragma omp simd linear(stream0_weyl : WEYL)
     for (int i = 0; i < m; i++) {
@@ -1083,10 +1098,10 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
       const int n43 = is_finite(n42);
       const float n1 = residual[i];
       const float n44 = n43 ? n42 : n1;
-      stream0_weyl += WEYL;
       c35[i] = (uint8_t)n35;
       values[i] = n40;
       residual[i] = n44;
+      stream0_weyl += WEYL;
     }
     uint8_t *out35 = payload + place->at[2] + b * 256;
     out35 = pack(out35, c35, m, 2, 0);
@@ -1095,12 +1110,13 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
   if (b0 == 0) *(f32 *)(payload + place->at[1]) = (f32)n24;
 }
 
-static __attribute__((noinline)) void reduce_encode_ef_rest1(
+static __attribute__((noinline, noipa)) void reduce_encode_ef_rest1(
     const Call *call, const Place *place, int64_t b, int count, int m) {
   reduce_encode_ef_group1(call, place, b, count, m);
 }
 
 static void reduce_encode_ef_sweep1(const Call *call, int thread, int threads) {
+  enum { GROUP = 1 };
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;

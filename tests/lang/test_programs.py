@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from codec_calls import DTYPES, call, gradient, ragged_sizes, same
+from gradwire.codecs.adacomp import AdaComp
+from gradwire.codecs.threelc import ThreeLC
 from gradwire.lang import Codec, forms, ir, layout, passes
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import (
@@ -153,6 +155,19 @@ def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None
     (sweep,) = passes.lower(forms.derive(Stages(), "bf16").programs["encode_ef"])
     first = next(s for s in sweep.steps if isinstance(s, passes.Loop))
     assert "keep" not in [k.kind for k in first.sinks]
+
+
+def test_what_an_earlier_sweep_left_of_blocks_is_recalled() -> None:
+    """3LC's flags follow from the largest of every block, so their sweep reads no values."""
+    programs = forms.derive(ThreeLC(), "fp32").programs
+    for form in ("encode", "encode_ef", "reduce_encode"):
+        _, flags, codes = passes.lower(programs[form])
+        assert not flags.loops
+        assert {type(s) for s in flags.steps} == {passes.Recall, passes.Scalars, passes.Put}
+        assert [s.index for s in codes.steps if isinstance(s, passes.Recall)] == [0]
+    # sums are added up in place
+    sweeps = passes.lower(forms.derive(AdaComp(), "fp32").programs["encode"])
+    assert not any(isinstance(s, passes.Recall) for sweep in sweeps for s in sweep.steps)
 
 
 def test_every_draw_has_its_own_stream() -> None:

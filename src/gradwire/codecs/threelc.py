@@ -33,10 +33,12 @@ class ThreeLC(Codec):
         checks.whole(self, "block", 1, checks.MAX_BLOCK)
 
     def encode(self, g: Value) -> Payload:
-        scale = reduce(max, abs(g)) * self.sparsity
+        x = g.blocks(self.block)
+        largest = reduce(max, abs(x))
+        scale = reduce(max, largest) * self.sparsity
         half = scale * 0.5
-        code = map(lambda v: where(v > half, 1, where(v < -half, 2, 0)), g.blocks(self.block))
-        some = uint(1, reduce(max, code))
+        code = map(lambda v: where(v > half, 1, where(v < -half, 2, 0)), x)
+        some = uint(1, largest > half)
         return concat(scale=scale, some=some, code=keep(trit(code), some))
 
     def decode(self, scale: Value, some: Value, code: Value) -> Value:

@@ -17,7 +17,7 @@ The passes, in the order of `lower`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from gradwire.lang import ir
@@ -75,6 +75,14 @@ class Scalars:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """Read what an earlier sweep left of the blocks for tensor reduction number `index`."""
+
+    index: int
+    node: Node
+
+
+@dataclass(frozen=True)
 class Unpack:
     """Bring a field of uint codes from its planes into an array."""
 
@@ -129,7 +137,7 @@ class Partial:
     node: Node
 
 
-Step = Loop | Scalars | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
+Step = Loop | Scalars | Recall | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,18 @@ class Sweep:
     entries: tuple[Step, ...] = ()
     clears: bool = False
 
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """Those over a block's elements; of a fold, that over the own ones."""
+        steps = (s.own if isinstance(s, Fold) else s for s in self.steps)
+        return tuple(s for s in steps if isinstance(s, Loop))
+
+    @property
+    def rotates(self) -> bool:
+        """Whether a block, or a peer's in a fold, is rotated."""
+        peers = (inner for s in self.steps if isinstance(s, Fold) for inner in s.body)
+        return any(isinstance(s, Rotate) for s in (*self.steps, *peers))
+
 
 def lower(program: ir.Program) -> tuple[Sweep, ...]:
     """The sweeps of a program."""
@@ -158,19 +178,22 @@ def lower(program: ir.Program) -> tuple[Sweep, ...]:
     entries = entry_steps(program)
     cut = cut_sweeps(program, reductions)
     sweeps = []
+    left: dict[Node, int] = {}  # a block's share of a tensor reduction, which an earlier sweep took
     for number, (sinks, partials) in enumerate(cut):
         ranks = [p for p in partials if isinstance(p.node.attr, ir.Rank)]
         plain = [p for p in partials if p not in ranks]
         sampled = [Sink("sample", p.node) for p in ranks if not is_local(p.node.args[0])]
         sweeps.append(
             Sweep(
-                order_steps(sinks + sampled, plain),
+                order_steps(sinks + sampled, plain, left),
                 tuple((p.index, str(p.node.attr)) for p in plain),
                 tuple((p.index, p.node) for p in ranks),
                 entries if number == len(cut) - 1 else (),
                 clears=any(s.kind == "flag" for s in sinks),
             )
         )
+        # sums are added up where the shares lie
+        left |= {p.node.args[0]: p.index for p in plain if p.node.attr in ("min", "max")}
     return tuple(sweeps)
 
 
@@ -279,11 +302,11 @@ def cut_sweeps(
     return [*sweeps, (sinks, [])]
 
 
-def stages(nodes: Iterable[Node]) -> dict[Node, int]:
+def stages(nodes: Iterable[Node], ready: Container[Node] = ()) -> dict[Node, int]:
     """The stage of every node, given operands first; tensor reductions are ready from the start."""
     stage: dict[Node, int] = {}
     for n in nodes:
-        if n.op == "reduce" and n.scope is Scope.TENSOR:
+        if n in ready or (n.op == "reduce" and n.scope is Scope.TENSOR):
             stage[n] = 0
         elif n.op in ("reduce", "fold", "rotate"):
             stage[n] = stage[n.args[0]] + 1
@@ -294,13 +317,19 @@ def stages(nodes: Iterable[Node]) -> dict[Node, int]:
     return stage
 
 
-def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
-    """A block's steps: for every stage its scalars, unpacking, transforms, folds, its loop."""
+def order_steps(
+    sinks: list[Sink], partials: list[Partial], left: Mapping[Node, int] | None = None
+) -> tuple[Step, ...]:
+    """A block's steps: for every stage its scalars, unpacking, transforms, folds, its loop.
+
+    `left`: numbers of blocks that earlier sweeps left, and of which tensor reduction.
+    """
+    left = left or {}
     visits = [s for s in sinks if s.selection is not None]
     staged = [s for s in sinks if s.kind == "stage"]
     roots = [n for s in sinks for n in (*s.reads, s.node) if s.kind != "sample" or n is not s.node]
-    needed = _needed(roots + [p.node.args[0] for p in partials])
-    stage = stages(needed)
+    needed = _needed(roots + [p.node.args[0] for p in partials], left)
+    stage = stages(needed, left)
     for n in needed:
         if n.op == "select":  # staging waits for all that is gathered
             stage[n] = max(stage[a] for a in (*n.args, *(s.element for s in staged))) + 1
@@ -309,7 +338,7 @@ def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
     # a store overwrites what loads read, so it waits for the last loop
     at: dict[int, list[Sink]] = {s: [] for s in range(last + 1)}
     for n in needed:
-        if n.op == "reduce" and n.scope is Scope.BLOCK:
+        if n.op == "reduce" and n.scope is Scope.BLOCK and n not in left:
             at[stage[n] - 1].append(Sink("reduce", n))
         elif n.op == "rotate":
             at[stage[n] - 1].append(Sink("rotate", n))
@@ -336,8 +365,8 @@ def order_steps(sinks: list[Sink], partials: list[Partial]) -> tuple[Step, ...]:
         wanted.append(at[s])
     loops = fill_loops(wanted)
 
-    steps: list[Step] = []
-    done: set[Node] = set()
+    steps: list[Step] = [Recall(left[n], n) for n in needed if n in left]
+    done: set[Node] = set(left)
     for (s, special), loop in zip(order, loops, strict=True):
         ready = [n for n in needed if stage[n] <= s and n not in done]
         done.update(ready)
@@ -440,7 +469,7 @@ def _is_computed(n: Node) -> bool:
     return n.op not in ("const", "param")
 
 
-def _needed(roots: Iterable[Node]) -> list[Node]:
+def _needed(roots: Iterable[Node], ready: Container[Node] = ()) -> list[Node]:
     """Every node a sweep computes, operands first; tensor reductions and fold bodies are closed."""
     order: list[Node] = []
     seen: set[Node] = set()
@@ -451,7 +480,7 @@ def _needed(roots: Iterable[Node]) -> list[Node]:
         seen.add(n)
         if n.op == "fold":
             visit(n.args[0])
-        elif not (n.op == "reduce" and n.scope is Scope.TENSOR):
+        elif n not in ready and not (n.op == "reduce" and n.scope is Scope.TENSOR):
             for a in n.args:
                 visit(a)
         order.append(n)

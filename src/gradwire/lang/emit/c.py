@@ -23,7 +23,7 @@ def prelude() -> str:
     return _text("prelude.h")
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
 
@@ -33,6 +33,8 @@ def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
     programs = tuple(programs)
     drawn = streams(programs)
     parts = [_text("selection.h")] if layout.variable or layout.samples else []
+    if any(isinstance(n.attr, ir.Rotation) for p in programs for n in ir.walk(p.roots)):
+        parts.append(_text("rotation.h"))
     parts.append(c_rows.place(layout, drawn))
     if layout.staged:
         parts.append(c_rows.divide())
@@ -62,15 +64,16 @@ def _sweep(
     if sweep.steps:
         parts += [group().emit(number, sweep), c_rows.rest(form, number)]
         cursors = c_rows.cursors(*_visited(program, sweep))
+        size = c_rows.group_size(layout, sweep)
         if sweep.entries:
             gathered = len(passes.gathered(program))
             ranked = passes.is_ranked(program)
             parts += [
                 group().emit_run(sweep.entries),
-                c_rows.select(form, number, layout, ranked, gathered, cursors),
+                c_rows.select(form, number, layout, size, ranked, gathered, cursors),
             ]
         else:
-            parts.append(c_rows.sweep(form, number, cursors, final=not sweep.completes))
+            parts.append(c_rows.sweep(form, number, size, cursors, final=not sweep.completes))
     if sweep.clears:
         parts.append(c_rows.clear(form, layout))
     if sweep.completes:

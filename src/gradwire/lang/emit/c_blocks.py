@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from gradwire.lang import ir, passes
+from gradwire.lang.emit import c_rows
 from gradwire.lang.emit.c_nodes import MEMORY, Writer, cell, register, stream_name
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
@@ -31,6 +32,7 @@ class Blocks(Writer):
             f"INLINE void {self.program.form}_group{number}("
             "const Call *call, const Place *place, int64_t b0, const int count, const int m)"
         )
+        self.put(c_rows.group_size(self.layout, sweep))
         self.arguments()
         self.plan_prefetch(sweep)
         for step in sweep.steps:
@@ -39,13 +41,14 @@ class Blocks(Writer):
         return "\n".join([*self.lines, ""])
 
     def plan_prefetch(self, sweep: passes.Sweep) -> None:
-        """A sweep of several loops reads memory in the first only: let the last ask ahead."""
-        loops = [
-            s.own if isinstance(s, passes.Fold) else s
-            for s in sweep.steps
-            if isinstance(s, (passes.Loop, passes.Fold))
-        ]
-        if len(loops) > 1:
+        """A sweep of several loops reads memory in the first only: let the last ask ahead.
+
+        Where blocks are taken one by one, loops follow so closely that the CPU sees a stream. One
+        that skips blocks whose codes are not kept looks like none, even with a single loop.
+        """
+        loops = sweep.loops
+        skips = any(sink.node.op == "keep" for loop in loops for sink in loop.sinks)
+        if (len(loops) > 1 or skips) and c_rows.group(self.layout, sweep) > 1:
             self.prefetching = loops[-1]
             loads = {str(n.attr) for loop in loops for n in loop.nodes if n.op == "load"}
             self.prefetched = tuple(sorted(loads))
@@ -82,6 +85,10 @@ class Blocks(Writer):
                 self.put(f"s{self.number[n]}_[g] = {self.name(n)};")
             self.close()
 
+    def recall(self, step: passes.Recall) -> None:
+        at = f"place->partials + {step.index} * place->blocks + b0"
+        self.put(f"const float *s{self.number[step.node]}_ = {at};")
+
     def element_loop(self, loop: passes.Loop) -> None:
         for sink in loop.sinks:
             self.declare(sink)
@@ -116,7 +123,7 @@ class Blocks(Writer):
         clauses += "".join(f" reduction(+ : count{self.number[n]})" for n in counts)
         for x in extremes:
             self.put(f"int32_t low{x} = INT32_MAX, high{x} = INT32_MIN;")
-        drawn = [stream_name(n.attr) for n in loop.nodes if isinstance(n.attr, ir.Stream)]
+        drawn = self.drawn(loop)
         for stream in drawn:
             self.put(f"uint32_t {stream}_weyl = (first + {stream}.low) * WEYL;")
             clauses += f" linear({stream}_weyl : WEYL)"
@@ -124,14 +131,14 @@ class Blocks(Writer):
         self.open("for (int i = 0; i < m; i++)")
         for n in loop.nodes:
             self.define(n)
-        for stream in drawn:
-            self.put(f"{stream}_weyl += WEYL;")
         for x, operand in extremes.items():
             self.put(f"const int32_t o{x} = ordered({self.name(operand)});")
             self.put(f"low{x} = o{x} < low{x} ? o{x} : low{x};")
             self.put(f"high{x} = o{x} > high{x} ? o{x} : high{x};")
         for sink in loop.sinks:
             self.SINKS[sink.kind][1](self, sink)
+        for stream in drawn:
+            self.put(f"{stream}_weyl += WEYL;")
         self.close()
         for x in extremes:
             self.put(f"low{x}_[g] = low{x}, high{x}_[g] = high{x};")
@@ -146,6 +153,14 @@ class Blocks(Writer):
         for n in dict.fromkeys(loop.operands):
             if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.nodes:
                 self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
+
+    def drawn(self, loop: passes.Loop) -> list[str]:
+        """The streams that a loop steps through: of random elements, and of signs that it flips."""
+        found = [n.attr for n in loop.nodes if isinstance(n.attr, ir.Stream)]
+        for nodes, inverse in (([s.node for s in loop.sinks], False), (loop.operands, True)):
+            turned = [n.attr for n in nodes if isinstance(n.attr, ir.Rotation)]
+            found += [rotation.stream for rotation in turned if rotation.inverse is inverse]
+        return [stream_name(s) for s in dict.fromkeys(found)]
 
     def extremes(self, loop: passes.Loop) -> dict[int, Node]:
         """What minima and maxima are taken of: the two share their work, by number of operand."""
@@ -173,7 +188,7 @@ class Blocks(Writer):
 
     def unpack(self, step: passes.Unpack) -> None:
         i = self.number[step.node]
-        self.put(f"uint8_t a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
+        self.put(f"{cell(step.node)} a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
         if not self.folding:
             self.over_blocks([])
         if step.node.args:
@@ -186,7 +201,7 @@ class Blocks(Writer):
             for width, at in planes(ir.BITS[step.node.dtype]):
                 self.put(f"in{i} = unpack(in{i}, a{i}_[g], m, {width}, {at});")
         if step.node.args:
-            self.close(f"}} else memset(a{i}_[g], 0, m);")
+            self.close(f"}} else memset(a{i}_[g], 0, m * sizeof *a{i}_[g]);")
         if not self.folding:
             self.close()
 
@@ -212,14 +227,9 @@ class Blocks(Writer):
         return self.field(n.attr.name)
 
     def rotate(self, step: passes.Rotate) -> None:
-        i, rotation = self.number[step.node], step.node.attr
-        assert isinstance(rotation, ir.Rotation)
         if not self.folding:
             self.over_blocks([])
-        self.put(f"hadamard(a{i}_[g], m);")
-        if rotation.inverse:
-            stream = stream_name(rotation.stream)
-            self.put(f"flip(a{i}_[g], m, {stream}, first);")
+        self.put(f"hadamard(a{self.number[step.node]}_[g], m);")
         if not self.folding:
             self.close()
 
@@ -283,14 +293,11 @@ class Blocks(Writer):
             self.put(f"sum{i}_[g] = (float)count{i};")
 
     def in_rotate(self, sink: passes.Sink) -> None:
-        self.put(f"a{self.number[sink.node]}_[g][i] = {self.name(sink.element)};")
-
-    def after_rotate(self, sink: passes.Sink) -> None:
-        rotation = sink.node.attr
+        rotation, element = sink.node.attr, self.name(sink.element)
         assert isinstance(rotation, ir.Rotation)
         if not rotation.inverse:
-            stream = stream_name(rotation.stream)
-            self.put(f"flip(a{self.number[sink.node]}_[g], m, {stream}, first);")
+            element = self.flipped(element, rotation)
+        self.put(f"a{self.number[sink.node]}_[g][i] = {element};")
 
     def in_keep(self, sink: passes.Sink) -> None:
         self.put(f"a{self.number[sink.node]}_[g][i] = {self.name(sink.node)};")
@@ -298,8 +305,8 @@ class Blocks(Writer):
     def before_field(self, sink: passes.Sink) -> None:
         i = self.number[sink.node]
         if sink.node.dtype in ir.CODES:
-            self.put(f"uint8_t c{i}[BLOCK + 8] __attribute__((aligned(64)));")
-            self.put(f"memset(c{i} + m, 0, 8);")
+            self.put(f"{cell(sink.node)} c{i}[BLOCK + 8] __attribute__((aligned(64)));")
+            self.put(f"memset(c{i} + m, 0, 8 * sizeof *c{i});")
         else:
             memory = MEMORY[sink.node.dtype]
             self.put(f"{memory} *restrict p{i} = ({memory} *)({self.target(sink)});")
@@ -307,7 +314,7 @@ class Blocks(Writer):
     def in_field(self, sink: passes.Sink) -> None:
         i, value = self.number[sink.node], self.name(sink.node)
         if sink.node.dtype in ir.CODES:
-            self.put(f"c{i}[i] = (uint8_t){value};")
+            self.put(f"c{i}[i] = ({cell(sink.node)}){value};")
         else:
             self.put(f"p{i}[i] = ({MEMORY[sink.node.dtype]}){value};")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from gradwire.lang import ir, passes
 from gradwire.lang.emit.c_blocks import Blocks
-from gradwire.lang.emit.c_nodes import MEMORY
+from gradwire.lang.emit.c_nodes import MEMORY, code_cell
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, planes, run_nbytes
 
@@ -104,7 +104,8 @@ class Group(Blocks):
             at, dtype = self.field(sink.name), sink.node.dtype
             start = f"payload + tail_{at}(place, entries) + done / RUN * {run_nbytes(dtype, RUN)}"
             if dtype in ir.CODES:
-                self.put(f"uint8_t c{at}[RUN + 8] = {{0}}, *out{at} = {start};")
+                self.put(f"{code_cell(dtype)} c{at}[RUN + 8] = {{0}};")
+                self.put(f"uint8_t *out{at} = {start};")
             else:
                 self.put(f"{MEMORY[dtype]} *restrict out{at} = ({MEMORY[dtype]} *)({start});")
         self.open("for (int e = 0; e < m; e++)")
@@ -115,7 +116,8 @@ class Group(Blocks):
             if sink.kind == "patch":
                 self.put(f"{sink.name}[i] = {self.name(sink.node)};")
             elif sink.node.dtype in ir.CODES:
-                self.put(f"c{self.field(sink.name)}[e] = (uint8_t){self.name(sink.node)};")
+                code = f"({code_cell(sink.node.dtype)}){self.name(sink.node)}"
+                self.put(f"c{self.field(sink.name)}[e] = {code};")
             else:
                 memory = MEMORY[sink.node.dtype]
                 self.put(f"out{self.field(sink.name)}[e] = ({memory}){self.name(sink.node)};")
@@ -229,6 +231,7 @@ def rank_function(group: Group, index: int, reduction: Node) -> str:
 
 Group.STEPS = {
     passes.Scalars: Group.scalars,
+    passes.Recall: Group.recall,
     passes.Loop: Group.element_loop,
     passes.Unpack: Group.unpack,
     passes.Rotate: Group.rotate,
@@ -243,7 +246,7 @@ Group.STEPS = {
 Group.SINKS = {
     "reduce": (Group.before_reduce, Group.in_reduce, Group.after_reduce),
     "keep": (Group.nothing, Group.in_keep, Group.nothing),
-    "rotate": (Group.nothing, Group.in_rotate, Group.after_rotate),
+    "rotate": (Group.nothing, Group.in_rotate, Group.nothing),
     "sample": (Group.before_sample, Group.in_sample, Group.after_sample),
     "key": (Group.before_key, Group.in_key, Group.nothing),
     "field": (Group.before_field, Group.in_field, Group.after_field),

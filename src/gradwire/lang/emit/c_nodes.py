@@ -83,7 +83,12 @@ def register(n: Node) -> str:
 
 def cell(n: Node) -> str:
     """The type of an element kept in an array."""
-    return "uint8_t" if n.dtype in ir.CODES else register(n)
+    return code_cell(n.dtype) if n.dtype in ir.CODES else register(n)
+
+
+def code_cell(dtype: str) -> str:
+    """The type of a code before it is packed, or after: see pack_trits."""
+    return "int32_t" if dtype == "trit" else "uint8_t"
 
 
 class Writer:
@@ -146,7 +151,17 @@ class Writer:
         if n.op == "param":
             return f"table{n.attr}" if isinstance(n.attr, int) else str(n.attr)
         in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.nodes)
-        return f"a{self.number[n]}[i]" if in_array else f"n{self.number[n]}"
+        if not in_array:
+            return f"n{self.number[n]}"
+        element = f"a{self.number[n]}[i]"
+        if isinstance(n.attr, ir.Rotation) and n.attr.inverse:
+            return self.flipped(element, n.attr)
+        return element
+
+    def flipped(self, element: str, rotation: ir.Rotation) -> str:
+        """An element on its way to a rotation, or from the inverse one, its sign flipped."""
+        stream = rotation.stream
+        return f"flipped({element}, {stream_name(stream)}, {self.weyl(stream)})"
 
     def node_alu(self, n: Node) -> str:
         return ALU[str(n.attr)].format(*(self.name(a) for a in n.args))
@@ -180,12 +195,14 @@ class Writer:
     def node_random(self, n: Node) -> str:
         assert isinstance(n.attr, ir.Stream)
         stream = stream_name(n.attr)
-        weyl = f"(first + {stream}.low) * WEYL"
         if n.scope is Scope.ELEMENT:
-            weyl = (
-                f"(first + (uint32_t)i + {stream}.low) * WEYL" if self.sparse else f"{stream}_weyl"
-            )
-        return f"uniform({stream}, {weyl})"
+            return f"uniform({stream}, {self.weyl(n.attr)})"
+        return f"uniform({stream}, (first + {stream}.low) * WEYL)"
+
+    def weyl(self, stream: ir.Stream) -> str:
+        """Where the loop's element is in a stream: a dense loop steps through it."""
+        name = stream_name(stream)
+        return f"(first + (uint32_t)i + {name}.low) * WEYL" if self.sparse else f"{name}_weyl"
 
     def node_index(self, n: Node) -> str:
         if n.attr == "block":  # a sparse loop counts in the row

@@ -15,19 +15,30 @@ from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
 
 LARGE_VALUES = 1 << 18  # of a call: what a cache of a core hardly holds
-GROUP_VALUES = 4096  # values of a group: 16 KiB in fp32, so that a group and its arrays stay in L1
+GROUP_VALUES = (
+    4096  # values of a group: 16 KiB in fp32, so that it stays in L1 with what it asks for
+)
+GROUP_VALUES_OF_SEVERAL = 1024  # where it is several arrays: of values, of a residual, rotated ones
 MAX_GROUP = 32  # blocks whose scalars make one vector
 ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
 
 
-def group(layout: Layout) -> int:
-    """Blocks that are taken together, so that their scalars are computed as vectors."""
-    return max(1, min(MAX_GROUP, GROUP_VALUES // layout.block))
+def group(layout: Layout, sweep: passes.Sweep) -> int:
+    """Blocks that a sweep takes together, so that their scalars are computed as vectors."""
+    memory = {str(n.attr) for loop in sweep.loops for n in loop.nodes if n.op == "load"}
+    memory |= {s.name for loop in sweep.loops for s in loop.sinks if s.kind == "store"}
+    values = GROUP_VALUES if len(memory) + sweep.rotates <= 1 else GROUP_VALUES_OF_SEVERAL
+    return max(1, min(MAX_GROUP, values // layout.block))
+
+
+def group_size(layout: Layout, sweep: passes.Sweep) -> str:
+    """A local declaration."""
+    return f"enum {{ GROUP = {group(layout, sweep)} }};"
 
 
 def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     """The struct Place, the function that fills it, and where variable parts of fields begin."""
-    sizes = {"BLOCK": layout.block, "GROUP": group(layout), "PARTIALS": layout.partials}
+    sizes = {"BLOCK": layout.block, "PARTIALS": layout.partials}
     if layout.staged:
         sizes["STAGED"] = layout.staged
     lines = [
@@ -183,19 +194,24 @@ def _walk(form: str, number: int, cursors: str, final: bool = True) -> str:
 
 
 def rest(form: str, number: int) -> str:
-    """A copy of the group function for groups that are not full."""
+    """A copy of the group function for groups that are not full.
+
+    Nothing about its callers is to be known in it: where `count` can only be 1, gcc 12 drops the
+    loop over blocks and forgets that those over elements are simd.
+    """
     return f"""\
-static __attribute__((noinline)) void {form}_rest{number}(
+static __attribute__((noinline, noipa)) void {form}_rest{number}(
     const Call *call, const Place *place, int64_t b, int count, int m) {{
   {form}_group{number}(call, place, b, count, m);
 }}
 """
 
 
-def sweep(form: str, number: int, cursors: str, final: bool) -> str:
-    """The walk over rows of one sweep."""
+def sweep(form: str, number: int, size: str, cursors: str, final: bool) -> str:
+    """The walk over rows of one sweep; `size` declares that of a group."""
     return f"""\
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
+  {size}
   int64_t total = 0, seen = 0;
   for (int64_t r = 0; r < call->n; r++) total += blocks_of(call->rows[r].numel, BLOCK);
   const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
@@ -217,7 +233,7 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 
 
 def select(
-    form: str, number: int, layout: Layout, ranked: bool, gathered: int, cursors: str
+    form: str, number: int, layout: Layout, size: str, ranked: bool, gathered: int, cursors: str
 ) -> str:
     """The walk over rows that stages a selection, and the end of each row that stores it."""
     known = len(layout.fields)
@@ -246,6 +262,7 @@ static void {form}_finish(const Call *call, const Place *place, Staging *staged,
 }}
 
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
+  {size}
   float *partials = call->workspace;
   for (int64_t r = 0; r < call->n; r++) {{
     const Row *row = &call->rows[r];

@@ -210,62 +210,35 @@ INLINE const uint8_t *unpack(const uint8_t *in, uint8_t *codes, int m, int width
   return in + length;
 }
 
-/* Five trits in a byte: byte j holds trits j, j + length, ... `codes` is zero past m. */
-INLINE void pack_trits(uint8_t *out, const uint8_t *codes, int m) {
+/* Five trits in a byte: byte j holds trits j, j + length, ... `codes` is zero past m. They are as
+   wide as the numbers that they are made of, and narrowed by themselves: where widths mix in a loop,
+   compilers take 64 values at once, and a block of 80 leaves them 16. */
+enum { TRITS = 64 };
+INLINE void pack_trits(uint8_t *out, const int32_t *codes, int m) {
   const int length = (m + 4) / 5;
+  for (int from = 0; from < length; from += TRITS) {
+    const int n = length - from < TRITS ? length - from : TRITS;
+    int32_t byte[TRITS] = {0};
 #pragma omp simd
-  for (int j = 0; j < length; j++) {
-    unsigned byte = 0;
-    for (int k = 4; k >= 0; k--) byte = byte * 3 + codes[j + k * length];
-    out[j] = (uint8_t)byte;
-  }
-}
-INLINE void unpack_trits(const uint8_t *in, uint8_t *codes, int m) {
-  const int length = (m + 4) / 5;
-#pragma omp simd
-  for (int j = 0; j < length; j++) {
-    unsigned byte = in[j];
+    for (int j = 0; j < n; j++)
 #pragma GCC unroll 5
-    for (int k = 0; k < 5; k++) codes[j + k * length] = (uint8_t)(byte % 3), byte /= 3;
+      for (int k = 4; k >= 0; k--) byte[j] = byte[j] * 3 + codes[from + j + k * length];
+    for (int j = 0; j < n; j++) out[from + j] = (uint8_t)byte[j];
   }
 }
-
-/* Sums and differences of values at a distance. Short distances are constants to the compiler,
-   which then shuffles within vectors. */
-INLINE void butterflies(float *x, int size, int distance) {
-  for (int low = 0; low < size; low += 2 * distance)
+INLINE void unpack_trits(const uint8_t *in, int32_t *codes, int m) {
+  const int length = (m + 4) / 5;
+  for (int from = 0; from < length; from += TRITS) {
+    const int n = length - from < TRITS ? length - from : TRITS;
+    uint16_t byte[TRITS];
+    for (int j = 0; j < n; j++) byte[j] = in[from + j];
+#pragma GCC unroll 5
+    for (int k = 0; k < 5; k++)
 #pragma omp simd
-    for (int i = low; i < low + distance; i++) {
-      const float a = x[i], b = x[i + distance];
-      x[i] = a + b, x[i + distance] = a - b;
-    }
-}
-INLINE void short_butterflies(float *x, int size, const int distance) {
-  for (int low = 0; low < size; low += 16) {
-    float y[16];
-    for (int i = 0; i < 16; i++) {
-      const float own = x[low + i], other = x[low + (i ^ distance)];
-      y[i] = i & distance ? other - own : own + other;
-    }
-    for (int i = 0; i < 16; i++) x[low + i] = y[i];
-  }
-}
-
-/* Normalised Hadamard transforms of the powers of two that make up m, the largest first. */
-INLINE void hadamard(float *x, int m) {
-  for (int begin = 0, size; begin < m; begin += size) {
-    for (size = 1; size * 2 <= m - begin; size *= 2) {}
-    float *part = x + begin;
-    if (size >= 16) {
-      short_butterflies(part, size, 1);
-      short_butterflies(part, size, 2);
-      short_butterflies(part, size, 4);
-      short_butterflies(part, size, 8);
-    }
-    for (int distance = size < 16 ? 1 : 16; distance < size; distance *= 2)
-      butterflies(part, size, distance);
-    const float scale = (float)(1.0 / sqrt((double)size));
-    for (int i = 0; i < size; i++) part[i] *= scale;
+      for (int j = 0; j < n; j++) {
+        const uint16_t rest = (uint16_t)(byte[j] * 171) >> 9; /* a third, of a byte */
+        codes[from + j + k * length] = (uint16_t)(byte[j] - rest * 3), byte[j] = rest;
+      }
   }
 }
 
@@ -281,16 +254,12 @@ INLINE Stream stream(uint64_t key, uint64_t number) {
 }
 /* `weyl` is (index + s.low) * WEYL, a sequence that a loop over indices steps by addition. */
 #define WEYL 0x9E3779B1u
-INLINE float uniform(Stream s, uint32_t weyl) {
+INLINE uint32_t mixed(Stream s, uint32_t weyl) {
   uint32_t x = weyl ^ weyl >> 16;
   x = (x ^ s.high) * 0x7FEB352Du;
   x ^= x >> 15;
-  x *= 0x846CA68Bu;
-  return (float)(int32_t)(x >> 8) * 0x1p-24f;
+  return x * 0x846CA68Bu;
 }
-/* Flip the signs of a block's elements, the first of which stands at index `first`. */
-INLINE void flip(float *x, int m, Stream s, uint32_t first) {
-#pragma omp simd
-  for (int i = 0; i < m; i++)
-    x[i] *= uniform(s, (first + (uint32_t)i + s.low) * WEYL) < 0.5f ? 1.0f : -1.0f;
+INLINE float uniform(Stream s, uint32_t weyl) {
+  return (float)(int32_t)(mixed(s, weyl) >> 8) * 0x1p-24f;
 }
