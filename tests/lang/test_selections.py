@@ -251,5 +251,8 @@ def test_kernels_allocate_nothing_and_keep_to_their_workspace(codec: Codec) -> N
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
         for form in FORMS:
             ranks = 2 if form.startswith("reduce") or form == "decode_sum" else 1
-            made.run(form, rows, threads=threads, workspace=workspace, ranks=ranks)
+            made.run(
+                form, rows, threads=threads, workspace=workspace, ranks=ranks,
+                distances=np.zeros(ranks, dtype="i8"),
+            )  # fmt: skip
             assert bool((workspace[needed:] == 0xA5).all()), form

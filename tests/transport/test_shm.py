@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -191,19 +193,58 @@ def lend(a: Shm, b: Shm) -> None:
     assert a.lent_bytes == 400_000
 
 
+def beside(a: Shm, b: Shm) -> None:
+    """Many rings' bytes, posted by one thread while another sleeps: it must go on with them."""
+    assert a.store is not None
+    lent = a.store.take(1000)
+    assert lent is not None
+    loan = b.borrow(1000, 0, 0)
+    asleep = a.isend(lent, 1, 0)
+    loan.wait()
+    waiting = threading.Thread(target=asleep.wait)
+    waiting.start()
+    data, inbox = (torch.zeros(8 << 20, dtype=torch.uint8) for _ in range(2))
+    posted: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for tag in range(1, 161):
+            coming = b.irecv(inbox, 0, tag)
+            begun = time.monotonic()
+            posted.put(tag)
+            coming.wait()
+            seconds.append(time.monotonic() - begun)
+        loan.give_back()
+
+    sends: list[Pending] = []
+    seconds: list[float] = []
+
+    def send() -> None:
+        for _ in range(160):
+            tag = posted.get()
+            time.sleep(0.002)  # the receiver sleeps by now
+            sends.append(a.isend(data, 1, tag))
+
+    at_once(send, receive)
+    for each in sends:
+        each.wait()
+    waiting.join()
+    assert sum(took > 0.8 for took in seconds) <= 1, seconds  # as long as nobody wakes a sleeper
+
+
 @pytest.mark.usefixtures("drowsy")
-@pytest.mark.parametrize("what", ["talk", "pour", "announce", "lend"])
+@pytest.mark.parametrize("what", ["talk", "pour", "announce", "lend", "beside"])
 def test_no_wake_is_lost(what: str) -> None:
     """A lost wake costs nine tenths of a second: some of them are more than all the rest."""
     begun = time.monotonic()
-    with ends(3 if what == "talk" else 2, ring_bytes=RING) as made:
+    ring = None if what == "beside" else RING  # which is large enough to be drained meanwhile
+    with ends(3 if what == "talk" else 2, ring_bytes=ring) as made:
         if what == "talk":
             at_once(
                 *(partial(talk, end, lane, 100, 4000 * lane) for end in made for lane in range(3)),
                 seconds=200,
             )
         else:
-            {"pour": pour, "announce": announce, "lend": lend}[what](*made)
+            {"pour": pour, "announce": announce, "lend": lend, "beside": beside}[what](*made)
     assert time.monotonic() - begun < 9
 
 

@@ -210,6 +210,22 @@ def test_memory_is_taken_first_fit_and_given_back(alone: Shm) -> None:
     assert store.used == (2 << 20) + (1 << 19)
 
 
+def test_a_forked_child_leaves_the_store_alone(alone: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store was, a child may have mapped something else."""
+    store = alone.store
+    assert store is not None
+    memory = store.take(1 << 20)
+    assert memory is not None
+    memory.fill_(7)
+    parent = os.getpid()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: parent + 1)
+        store.give(memory)
+        assert store.take(10) is None
+    assert bool((memory == 7).all())
+    assert store.used == 1 << 20
+
+
 def test_a_full_store_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

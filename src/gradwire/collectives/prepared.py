@@ -86,7 +86,7 @@ class Collective:
                 check_defined(options.algorithm, spec.codec)
         # Before anything else is exchanged: what follows is the same on every rank.
         # Once: `options` may differ between ranks, and change on one, in what its text leaves out.
-        agreed = [kind, str(options), *map(str, self.specs)]
+        agreed = [kind, f"on {device.type}", str(options), *map(str, self.specs)]
         self.plan = comm.agree("a collective", agreed, once=True)
         algorithm = _algorithm(comm, options, kind)
         plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
@@ -122,8 +122,13 @@ class Collective:
             self.schedule = lower(self.graph, comm.rank, hop)
 
         # Coordinated rounds count on sends that end as soon as the message has left; links and
-        # pinned memory bring messages to a place of their own.
-        copies = self._in_order is not None or is_staged(device) or options.coordinated
+        # pinned memory bring messages to a place of their own; triton's are at equal distances.
+        copies = (
+            self._in_order is not None
+            or is_staged(device)
+            or options.coordinated
+            or options.target == "triton"
+        )
         lenders = frozenset[int]() if copies else comm.transport.lenders
         self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
         self.readers = Counter(

@@ -119,9 +119,13 @@ class InOrder:
                     wire_bytes = self._run(job)
                     self._verdicts.extend(job.verdicts())
             except BaseException as error:
-                self._fail(error)
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception):  # a KeyboardInterrupt: half of it is queued
+                    text = (
+                        f"rank {self.link.rank}: {type(error).__name__} while a collective started"
+                    )
+                    self._fail(TransportError(text))
                     raise
+                self._fail(error)
                 future.set_exception(self.error)
             else:
                 future.set_result(Outcome(time.perf_counter() - begun, wire_bytes, 0.0))

@@ -38,6 +38,7 @@ class Pool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
+        nbytes = max(nbytes, 1)  # an empty tensor has no address, by which memory is given back
         with self._lock:
             self._recent.append(nbytes)
             self._forget([a for a in self._free if not self._is_needed(a)])

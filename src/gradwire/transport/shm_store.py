@@ -91,6 +91,7 @@ class Store(Mapped):
         self._library = library
         self._lock = threading.Lock()
         self._taken: dict[int, int] = {}  # address -> bytes
+        self._pid = os.getpid()  # a forked child has none of the memory, and perhaps other there
         self._warned = False
 
     @property
@@ -101,7 +102,9 @@ class Store(Mapped):
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Memory (uint8), the first that fits; None, with one warning that says why, if there is
-        none."""
+        none, and None in a forked child."""
+        if os.getpid() != self._pid:
+            return None
         needed = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             at = self.address
@@ -123,6 +126,8 @@ class Store(Mapped):
 
     def give(self, memory: torch.Tensor) -> None:
         """Give back what was taken, if it was taken here; nobody reads it any more."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             nbytes = self._taken.pop(memory.data_ptr(), 0)
             if nbytes:

@@ -246,7 +246,8 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
         start_send(l, op);
         int ended = transmit(s, l, op), own = op->done;
         pthread_mutex_unlock(&l->tx);
-        if (ended) tell_own(s, 0);
+        /* What a ring's bytes did not end, a thread of ours that sleeps goes on with. */
+        if (ended || can_transmit(s, l)) tell_own(s, 0);
         if (own) {
             free(op);
             op = 0;
