@@ -35,7 +35,8 @@ def there_and_back(transport: Transport, data: torch.Tensor, times: int, tag: in
 
     Tags from `tag` on are used.
     """
-    peer, inboxes = 1 - transport.rank, [torch.empty_like(data) for _ in range(2)]
+    peer = 1 - transport.rank
+    inboxes = [data.clone() for _ in range(2)]  # written, so that no page is made in the time
     coming = transport.irecv(inboxes[0], peer, tag)
     _meet(transport, tag + times)
     seconds = []
