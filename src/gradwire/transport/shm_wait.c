@@ -303,8 +303,8 @@ void shm_give_back(struct shm *s, struct op *op) {
     free(op);
 }
 
-/* Wait for an operation, once; on OK it is freed, unless it borrows. The result is in the lowest 8 bits; above them is
- * the size that the other end named (OK), or the rank that it blames (FAILED). */
+/* Wait for an operation, once; on OK it is freed, unless it borrows. The result is in the lowest 8
+ * bits; above them is the size that the other end named (OK), or the rank that it blames (FAILED). */
 int64_t shm_wait(struct shm *s, struct op *op, int64_t timeout_ns) {
     if (!enter(s)) return STOPPED;
     int64_t begun = now_ns(), detail = 0;
