@@ -33,6 +33,7 @@ from gradwire.lang.ops import (
     uint,
     where,
 )
+from gradwire.lang.sweeps import Loop, Put, Recall, Scalars
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,13 @@ def test_sweeps_are_cut_at_tensor_reductions() -> None:
 
 def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None:
     (sweep,) = passes.lower(forms.derive(Stages(), "fp32").programs["encode"])
-    loops = [s for s in sweep.steps if isinstance(s, passes.Loop)]
+    loops = [s for s in sweep.steps if isinstance(s, Loop)]
     assert len(loops) == 3
     assert [[k.kind for k in loop.sinks] for loop in loops] == [
         ["reduce", "reduce"], ["reduce", "keep"], ["field"],
     ]  # fmt: skip
     (sweep,) = passes.lower(forms.derive(Stages(), "bf16").programs["encode_ef"])
-    first = next(s for s in sweep.steps if isinstance(s, passes.Loop))
+    first = next(s for s in sweep.steps if isinstance(s, Loop))
     assert "keep" not in [k.kind for k in first.sinks]
 
 
@@ -163,11 +164,11 @@ def test_what_an_earlier_sweep_left_of_blocks_is_recalled() -> None:
     for form in ("encode", "encode_ef", "reduce_encode"):
         _, flags, codes = passes.lower(programs[form])
         assert not flags.loops
-        assert {type(s) for s in flags.steps} == {passes.Recall, passes.Scalars, passes.Put}
-        assert [s.index for s in codes.steps if isinstance(s, passes.Recall)] == [0]
+        assert {type(s) for s in flags.steps} == {Recall, Scalars, Put}
+        assert [s.index for s in codes.steps if isinstance(s, Recall)] == [0]
     # sums are added up in place
     sweeps = passes.lower(forms.derive(AdaComp(), "fp32").programs["encode"])
-    assert not any(isinstance(s, passes.Recall) for sweep in sweeps for s in sweep.steps)
+    assert not any(isinstance(s, Recall) for sweep in sweeps for s in sweep.steps)
 
 
 def test_every_draw_has_its_own_stream() -> None:

@@ -1,11 +1,8 @@
 """Lowering: from a program to sweeps over memory, made of steps over one block.
 
 Vocabulary
-    sweep  one pass over memory; a whole-tensor reduction ends one and the next uses its result
-    step   what a sweep does to a block while it lies in L1: loops, scalars, packing
     stage  how many block reductions stand below a node: loop s computes elements of stage s
-    sink   what a loop does with an element besides computing it
-    entry  an element of a selection: staged by a sweep, then stored; or visited in a payload
+    (sweep, step, sink, entry: see gradwire.lang.sweeps)
 
 The passes, in the order of `lower`:
     1. tensor_reductions   number the whole-tensor reductions: their place in the workspace
@@ -18,158 +15,28 @@ The passes, in the order of `lower`:
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 
 from gradwire.lang import ir
 from gradwire.lang.ir import Node, Scope
+from gradwire.lang.sweeps import (
+    Fold,
+    Loop,
+    Partial,
+    Put,
+    Recall,
+    Rotate,
+    Scalars,
+    Sink,
+    Stage,
+    Step,
+    Sweep,
+    Unpack,
+    Visit,
+    operands,
+)
 
 RECOMPUTE = 2  # an element this cheap is computed again rather than kept in an array
 _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
-
-
-@dataclass(frozen=True)
-class Sink:
-    """What a loop does with a node.
-
-    kind: "reduce", "keep", "rotate", "sample" (for an order statistic); "key" and "stage" (of a
-    selection); "field" and "flag" (of kept codes; name of the field); "store" and "patch" (values
-    or residual); "accumulate" (into the fold that `fold` names).
-    """
-
-    kind: str
-    node: Node
-    name: str = ""
-    fold: Node | None = None
-    selection: Node | None = None  # received, whose entries it is served for
-
-    @property
-    def reads(self) -> tuple[Node, ...]:
-        """What it needs of an element."""
-        return self.node.args if self.kind == "key" else (self.element,)
-
-    @property
-    def element(self) -> Node:
-        """The one node that it reads."""
-        indirect = self.kind in ("reduce", "rotate", "stage", "sample")
-        return self.node.args[0] if indirect else self.node
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Over the block's elements: compute `nodes` in order, then serve the sinks."""
-
-    nodes: tuple[Node, ...]
-    sinks: tuple[Sink, ...]
-
-    @property
-    def operands(self) -> list[Node]:
-        """What its nodes and sinks read."""
-        return _operands(self.nodes, self.sinks)
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """Numbers of the block, the row or the call, in order."""
-
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Read what an earlier sweep left of the blocks for tensor reduction number `index`."""
-
-    index: int
-    node: Node
-
-
-@dataclass(frozen=True)
-class Unpack:
-    """Bring a field of uint codes from its planes into an array."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class Rotate:
-    """Transform the array that a loop has filled for this node."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Over the elements that may be selected: what the sinks of kind "stage" gather."""
-
-    node: Node
-    loop: Loop
-
-
-@dataclass(frozen=True)
-class Visit:
-    """Over the entries of this block in a payload."""
-
-    selection: Node
-    loop: Loop
-
-
-@dataclass(frozen=True)
-class Fold:
-    """For every rank in order: run `own` or, with a peer's payload, `body`; both accumulate."""
-
-    node: Node
-    own: Loop
-    body: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class Put:
-    """Write a field of block or tensor scope."""
-
-    name: str
-    node: Node
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Leave the block's share of tensor reduction number `index` in the workspace."""
-
-    index: int
-    node: Node
-
-
-Step = Loop | Scalars | Recall | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Steps for every block, then what needs all of them.
-
-    Attributes:
-        steps: for every block.
-        completes: (index, kind) of the tensor reductions that are complete after it.
-        ranks: (index, node) of order statistics of a sample, complete after it. Those of elements
-            that can be computed one at a time, from memory alone, need no steps.
-        entries: after a selection is staged: numbers of the row, and the loop over its entries.
-        clears: the flags of kept codes are known after it: their memory is zeroed.
-    """
-
-    steps: tuple[Step, ...]
-    completes: tuple[tuple[int, str], ...] = ()
-    ranks: tuple[tuple[int, Node], ...] = ()
-    entries: tuple[Step, ...] = ()
-    clears: bool = False
-
-    @property
-    def loops(self) -> tuple[Loop, ...]:
-        """Those over a block's elements; of a fold, that over the own ones."""
-        steps = (s.own if isinstance(s, Fold) else s for s in self.steps)
-        return tuple(s for s in steps if isinstance(s, Loop))
-
-    @property
-    def rotates(self) -> bool:
-        """Whether a block, or a peer's in a fold, is rotated."""
-        peers = (inner for s in self.steps if isinstance(s, Fold) for inner in s.body)
-        return any(isinstance(s, Rotate) for s in (*self.steps, *peers))
 
 
 def lower(program: ir.Program) -> tuple[Sweep, ...]:
@@ -411,7 +278,7 @@ def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
             nodes.append(n)
             if all(sink.kind != "stage" for sink in sinks):  # it does not run for every element
                 home.setdefault(n, number)
-        for n in _operands(nodes, sinks):
+        for n in operands(nodes, sinks):
             if n in home and n not in nodes and n not in kept.setdefault(home[n], []):
                 kept[home[n]].append(n)
         computed.append(nodes)
@@ -440,10 +307,6 @@ def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
         for n in sink.reads:
             visit(n)
     return nodes
-
-
-def _operands(nodes: Iterable[Node], sinks: Iterable[Sink]) -> list[Node]:
-    return [a for n in nodes for a in n.args] + [n for sink in sinks for n in sink.reads]
 
 
 def in_array(n: Node) -> bool:

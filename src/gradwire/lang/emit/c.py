@@ -15,6 +15,7 @@ from gradwire.lang.emit import c_rows
 from gradwire.lang.emit.c_entries import Group, rank_function
 from gradwire.lang.emit.c_nodes import streams
 from gradwire.lang.layout import Layout
+from gradwire.lang.sweeps import Loop, Sweep
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +53,7 @@ def _sweep(
     native: str,
     drawn: tuple[ir.Stream, ...],
     number: int,
-    sweep: passes.Sweep,
+    sweep: Sweep,
 ) -> list[str]:
     """The functions of one sweep."""
     form = program.form
@@ -81,7 +82,7 @@ def _sweep(
     return parts
 
 
-def _visited(program: ir.Program, sweep: passes.Sweep) -> tuple[bool, bool]:
+def _visited(program: ir.Program, sweep: Sweep) -> tuple[bool, bool]:
     """Whether a sweep reads entries or kept blocks of its own payload, and of its peers'."""
     own = sources = False
     for n in ir.walk(program.roots):
@@ -91,7 +92,7 @@ def _visited(program: ir.Program, sweep: passes.Sweep) -> tuple[bool, bool]:
     stores_kept = any(
         sink.node.op == "keep"
         for step in sweep.steps
-        if isinstance(step, passes.Loop)
+        if isinstance(step, Loop)
         for sink in step.sinks
         if sink.kind == "field"
     )

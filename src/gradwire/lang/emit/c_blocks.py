@@ -10,11 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
-from gradwire.lang import ir, passes
+from gradwire.lang import ir
 from gradwire.lang.emit import c_rows
 from gradwire.lang.emit.c_nodes import MEMORY, Writer, cell, register, stream_name
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
+from gradwire.lang.sweeps import (
+    Fold,
+    Loop,
+    Partial,
+    Put,
+    Recall,
+    Rotate,
+    Scalars,
+    Sink,
+    Sweep,
+    Unpack,
+)
 
 MOST_FRESH = 4096  # values of a block that takes the way by L1
 
@@ -24,10 +36,10 @@ class Blocks(Writer):
 
     STEPS: ClassVar[dict[type, Callable[..., None]]]
     SINKS: ClassVar[dict[str, tuple[Callable[..., None], ...]]]
-    prefetching: passes.Loop | None = None
+    prefetching: Loop | None = None
     prefetched: tuple[str, ...] = ()
 
-    def emit(self, number: int, sweep: passes.Sweep) -> str:
+    def emit(self, number: int, sweep: Sweep) -> str:
         self.open(
             f"INLINE void {self.program.form}_group{number}("
             "const Call *call, const Place *place, int64_t b0, const int count, const int m)"
@@ -40,7 +52,7 @@ class Blocks(Writer):
         self.close()
         return "\n".join([*self.lines, ""])
 
-    def plan_prefetch(self, sweep: passes.Sweep) -> None:
+    def plan_prefetch(self, sweep: Sweep) -> None:
         """A sweep of several loops reads memory in the first only: let the last ask ahead.
 
         Where blocks are taken one by one, loops follow so closely that the CPU sees a stream. One
@@ -66,7 +78,7 @@ class Blocks(Writer):
 
     # steps ---------------------------------------------------------------------------------------
 
-    def scalars(self, step: passes.Scalars) -> None:
+    def scalars(self, step: Scalars) -> None:
         of_blocks = [n for n in step.nodes if n.scope is Scope.BLOCK]
         if self.folding:
             for n in step.nodes:
@@ -85,11 +97,11 @@ class Blocks(Writer):
                 self.put(f"s{self.number[n]}_[g] = {self.name(n)};")
             self.close()
 
-    def recall(self, step: passes.Recall) -> None:
+    def recall(self, step: Recall) -> None:
         at = f"place->partials + {step.index} * place->blocks + b0"
         self.put(f"const float *s{self.number[step.node]}_ = {at};")
 
-    def element_loop(self, loop: passes.Loop) -> None:
+    def element_loop(self, loop: Loop) -> None:
         for sink in loop.sinks:
             self.declare(sink)
         if self.folding:
@@ -99,7 +111,7 @@ class Blocks(Writer):
         self.loop_body(loop)
         self.close()
 
-    def loop_body(self, loop: passes.Loop) -> None:
+    def loop_body(self, loop: Loop) -> None:
         """One block's elements."""
         self.loop = loop
         self.arrays(loop)
@@ -148,13 +160,13 @@ class Blocks(Writer):
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
 
-    def arrays(self, loop: passes.Loop) -> None:
+    def arrays(self, loop: Loop) -> None:
         """The elements that earlier steps have left in arrays."""
         for n in dict.fromkeys(loop.operands):
             if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.nodes:
                 self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
 
-    def drawn(self, loop: passes.Loop) -> list[str]:
+    def drawn(self, loop: Loop) -> list[str]:
         """The streams that a loop steps through: of random elements, and of signs that it flips."""
         found = [n.attr for n in loop.nodes if isinstance(n.attr, ir.Stream)]
         for nodes, inverse in (([s.node for s in loop.sinks], False), (loop.operands, True)):
@@ -162,14 +174,14 @@ class Blocks(Writer):
             found += [rotation.stream for rotation in turned if rotation.inverse is inverse]
         return [stream_name(s) for s in dict.fromkeys(found)]
 
-    def extremes(self, loop: passes.Loop) -> dict[int, Node]:
+    def extremes(self, loop: Loop) -> dict[int, Node]:
         """What minima and maxima are taken of: the two share their work, by number of operand."""
         operands = [
             s.element for s in loop.sinks if s.kind == "reduce" and s.node.attr in ("min", "max")
         ]
         return {self.number[x]: x for x in operands}
 
-    def declare(self, sink: passes.Sink) -> None:
+    def declare(self, sink: Sink) -> None:
         """Storage that outlives a loop over blocks."""
         n = sink.node
         if sink.kind == "keep":
@@ -186,7 +198,7 @@ class Blocks(Writer):
             if line not in self.lines:
                 self.lines.append(line)
 
-    def unpack(self, step: passes.Unpack) -> None:
+    def unpack(self, step: Unpack) -> None:
         i = self.number[step.node]
         self.put(f"{cell(step.node)} a{i}_[GROUP][BLOCK + 64] __attribute__((aligned(64)));")
         if not self.folding:
@@ -226,14 +238,14 @@ class Blocks(Writer):
         assert isinstance(n.attr, ir.FieldRef)
         return self.field(n.attr.name)
 
-    def rotate(self, step: passes.Rotate) -> None:
+    def rotate(self, step: Rotate) -> None:
         if not self.folding:
             self.over_blocks([])
         self.put(f"hadamard(a{self.number[step.node]}_[g], m);")
         if not self.folding:
             self.close()
 
-    def fold(self, step: passes.Fold) -> None:
+    def fold(self, step: Fold) -> None:
         i = self.number[step.node]
         self.put(f"float a{i}_[GROUP][BLOCK] __attribute__((aligned(64)));")
         self.over_blocks(step.own.operands)
@@ -253,7 +265,7 @@ class Blocks(Writer):
         self.folding = False
         self.close()
 
-    def put_field(self, step: passes.Put) -> None:
+    def put_field(self, step: Put) -> None:
         at = [f.name for f in self.layout.fields].index(step.name)
         f = self.layout.fields[at]
         memory = MEMORY.get(f.dtype, "uint8_t")
@@ -265,44 +277,44 @@ class Blocks(Writer):
         self.put(f"({target})[b] = ({memory}){self.name(step.node)};")
         self.close()
 
-    def partial(self, step: passes.Partial) -> None:
+    def partial(self, step: Partial) -> None:
         self.over_blocks([step.node])
         self.put(f"place->partials[{step.index} * place->blocks + b] = {self.name(step.node)};")
         self.close()
 
     # sinks: before a block's loop, in its body, after it -----------------------------------------
 
-    def nothing(self, sink: passes.Sink) -> None:
+    def nothing(self, sink: Sink) -> None:
         """For a sink that has nothing to do at this point."""
 
-    def before_reduce(self, sink: passes.Sink) -> None:
+    def before_reduce(self, sink: Sink) -> None:
         if sink.node.attr == "sum":
             self.put(f"float t{self.number[sink.node]}[BLOCK] __attribute__((aligned(64)));")
 
-    def in_reduce(self, sink: passes.Sink) -> None:
+    def in_reduce(self, sink: Sink) -> None:
         if sink.node.attr == "sum":
             self.put(f"t{self.number[sink.node]}[i] = {self.name(sink.node.args[0])};")
         elif sink.node.attr == "count":
             self.put(f"count{self.number[sink.node]} += {self.name(sink.node.args[0])};")
 
-    def after_reduce(self, sink: passes.Sink) -> None:
+    def after_reduce(self, sink: Sink) -> None:
         i = self.number[sink.node]
         if sink.node.attr == "sum":
             self.put(f"sum{i}_[g] = tree_sum(t{i}, m);")
         elif sink.node.attr == "count":
             self.put(f"sum{i}_[g] = (float)count{i};")
 
-    def in_rotate(self, sink: passes.Sink) -> None:
+    def in_rotate(self, sink: Sink) -> None:
         rotation, element = sink.node.attr, self.name(sink.element)
         assert isinstance(rotation, ir.Rotation)
         if not rotation.inverse:
             element = self.flipped(element, rotation)
         self.put(f"a{self.number[sink.node]}_[g][i] = {element};")
 
-    def in_keep(self, sink: passes.Sink) -> None:
+    def in_keep(self, sink: Sink) -> None:
         self.put(f"a{self.number[sink.node]}_[g][i] = {self.name(sink.node)};")
 
-    def before_field(self, sink: passes.Sink) -> None:
+    def before_field(self, sink: Sink) -> None:
         i = self.number[sink.node]
         if sink.node.dtype in ir.CODES:
             self.put(f"{cell(sink.node)} c{i}[BLOCK + 8] __attribute__((aligned(64)));")
@@ -311,14 +323,14 @@ class Blocks(Writer):
             memory = MEMORY[sink.node.dtype]
             self.put(f"{memory} *restrict p{i} = ({memory} *)({self.target(sink)});")
 
-    def in_field(self, sink: passes.Sink) -> None:
+    def in_field(self, sink: Sink) -> None:
         i, value = self.number[sink.node], self.name(sink.node)
         if sink.node.dtype in ir.CODES:
             self.put(f"c{i}[i] = ({cell(sink.node)}){value};")
         else:
             self.put(f"p{i}[i] = ({MEMORY[sink.node.dtype]}){value};")
 
-    def after_field(self, sink: passes.Sink) -> None:
+    def after_field(self, sink: Sink) -> None:
         i = self.number[sink.node]
         if sink.node.dtype not in ir.CODES:
             return
@@ -340,9 +352,9 @@ class Blocks(Writer):
         for width, at in planes(ir.BITS[dtype]):
             self.put(f"{out} = pack({out}, {codes}, m, {width}, {at});")
 
-    def in_store(self, sink: passes.Sink) -> None:
+    def in_store(self, sink: Sink) -> None:
         self.put(f"{sink.name}[i] = {self.name(sink.node)};")
 
-    def in_accumulate(self, sink: passes.Sink) -> None:
+    def in_accumulate(self, sink: Sink) -> None:
         assert sink.fold is not None
         self.put(f"a{self.number[sink.fold]}_[g][i] += {self.name(sink.node)};")

@@ -8,6 +8,20 @@ from gradwire.lang.emit.c_blocks import Blocks
 from gradwire.lang.emit.c_nodes import MEMORY, code_cell
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, planes, run_nbytes
+from gradwire.lang.sweeps import (
+    Fold,
+    Loop,
+    Partial,
+    Put,
+    Recall,
+    Rotate,
+    Scalars,
+    Sink,
+    Stage,
+    Step,
+    Unpack,
+    Visit,
+)
 
 
 class Group(Blocks):
@@ -15,7 +29,7 @@ class Group(Blocks):
 
     # steps ---------------------------------------------------------------------------------------
 
-    def stage(self, step: passes.Stage) -> None:
+    def stage(self, step: Stage) -> None:
         """Set aside the elements of this group that may be selected, with what is gathered."""
         key = f"k{self.number[step.node]}"
         self.over_blocks(step.loop.operands)
@@ -43,7 +57,7 @@ class Group(Blocks):
         self.close()
         self.densely()
 
-    def visit(self, step: passes.Visit) -> None:
+    def visit(self, step: Visit) -> None:
         """Do something with every entry of this block in a payload."""
         base, cursor = self.received(step.selection)
         if not self.folding:
@@ -76,7 +90,7 @@ class Group(Blocks):
             self.close()
         self.densely()
 
-    def sparsely(self, loop: passes.Loop) -> None:
+    def sparsely(self, loop: Loop) -> None:
         self.loop, self.sparse = loop, True
 
     def densely(self) -> None:
@@ -84,11 +98,11 @@ class Group(Blocks):
 
     # entries -------------------------------------------------------------------------------------
 
-    def emit_run(self, steps: tuple[passes.Step, ...]) -> str:
+    def emit_run(self, steps: tuple[Step, ...]) -> str:
         """The function that stores a run of at most RUN entries, of which `done` came before."""
         scalars, loop = steps
-        assert isinstance(scalars, passes.Scalars)
-        assert isinstance(loop, passes.Loop)
+        assert isinstance(scalars, Scalars)
+        assert isinstance(loop, Loop)
         self.open(
             f"INLINE void {self.program.form}_run(const Call *call, const Place *place, "
             "const Run *run, int64_t done, const int m, int64_t entries)"
@@ -147,12 +161,12 @@ class Group(Blocks):
 
     # sinks ---------------------------------------------------------------------------------------
 
-    def before_key(self, sink: passes.Sink) -> None:
+    def before_key(self, sink: Sink) -> None:
         key = f"k{self.number[sink.node]}"
         self.put(f"uint32_t *restrict {key} = {key}_[g];")
         self.put(f"memset({key} + m, 0, 64);")
 
-    def in_key(self, sink: passes.Sink) -> None:
+    def in_key(self, sink: Sink) -> None:
         n = sink.node
         conditions = [self.name(a) for a in n.args if a.dtype == "bool"]
         keys = [f"key_of({self.name(a)})" for a in n.args if a.dtype != "bool"]
@@ -162,13 +176,13 @@ class Group(Blocks):
 
     # order statistics ----------------------------------------------------------------------------
 
-    def before_sample(self, sink: passes.Sink) -> None:
+    def before_sample(self, sink: Sink) -> None:
         self.put(f"uint32_t sample{self.number[sink.node]}[BLOCK];")
 
-    def in_sample(self, sink: passes.Sink) -> None:
+    def in_sample(self, sink: Sink) -> None:
         self.put(f"sample{self.number[sink.node]}[i] = key_of({self.name(sink.element)});")
 
-    def after_sample(self, sink: passes.Sink) -> None:
+    def after_sample(self, sink: Sink) -> None:
         """Of the windows that touch this block, keep those whose chosen element is in it."""
         rank = sink.node.attr
         assert isinstance(rank, ir.Rank)
@@ -197,7 +211,7 @@ class Group(Blocks):
         self.window(rank)
         self.put("const int64_t i = at;")
         self.put("const uint32_t first = (uint32_t)place->row->start;")
-        self.sparsely(passes.Loop(nodes, ()))
+        self.sparsely(Loop(nodes, ()))
         for n in nodes:
             self.define(n)
         self.put(f"place->samples[w] = key_of({self.name(reduction.args[0])});")
@@ -230,16 +244,16 @@ def rank_function(group: Group, index: int, reduction: Node) -> str:
 
 
 Group.STEPS = {
-    passes.Scalars: Group.scalars,
-    passes.Recall: Group.recall,
-    passes.Loop: Group.element_loop,
-    passes.Unpack: Group.unpack,
-    passes.Rotate: Group.rotate,
-    passes.Stage: Group.stage,
-    passes.Visit: Group.visit,
-    passes.Fold: Group.fold,
-    passes.Put: Group.put_field,
-    passes.Partial: Group.partial,
+    Scalars: Group.scalars,
+    Recall: Group.recall,
+    Loop: Group.element_loop,
+    Unpack: Group.unpack,
+    Rotate: Group.rotate,
+    Stage: Group.stage,
+    Visit: Group.visit,
+    Fold: Group.fold,
+    Put: Group.put_field,
+    Partial: Group.partial,
 }
 
 # before a block's loop, in its body, after it

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from gradwire.lang import ir, passes
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.sweeps import Loop, Sink
 
 REGISTER = {
     "fp32": "float", "bool": "int", "uint32": "uint32_t", "bf16": "uint32_t", "fp16": "uint32_t",
@@ -103,7 +104,7 @@ class Writer:
         self.gathered = passes.gathered(program)
         self.lines: list[str] = []
         self.indent = 0
-        self.loop: passes.Loop | None = None
+        self.loop: Loop | None = None
         self.sparse = False  # the loop visits some elements only
         self.folding = False  # inside a fold, one block at a time
 
@@ -234,7 +235,7 @@ class Writer:
         size = element_nbytes(n.dtype, self.layout.block) if n.scope is Scope.ELEMENT else 0
         return self.within(base, n.attr.name, size)
 
-    def target(self, sink: passes.Sink) -> str:
+    def target(self, sink: Sink) -> str:
         """Where a block's elements of a field are written."""
         return self.within("payload", sink.name, element_nbytes(sink.node.dtype, self.layout.block))
 

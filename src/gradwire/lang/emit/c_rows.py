@@ -9,21 +9,22 @@ FORM            the entry point, with the signature that lang/native.py calls
 
 from __future__ import annotations
 
-from gradwire.lang import ir, passes
+from gradwire.lang import ir
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
+from gradwire.lang.sweeps import Sweep
 
 LARGE_VALUES = 1 << 18  # of a call: what a cache of a core hardly holds
-GROUP_VALUES = (
-    4096  # values of a group: 16 KiB in fp32, so that it stays in L1 with what it asks for
-)
-GROUP_VALUES_OF_SEVERAL = 1024  # where it is several arrays: of values, of a residual, rotated ones
+# Values of a group: 16 KiB in fp32, so that it stays in L1 with what it asks for; fewer where it is
+# several arrays, as with a residual or rotated values.
+GROUP_VALUES = 4096
+GROUP_VALUES_OF_SEVERAL = 1024
 MAX_GROUP = 32  # blocks whose scalars make one vector
 ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
 
 
-def group(layout: Layout, sweep: passes.Sweep) -> int:
+def group(layout: Layout, sweep: Sweep) -> int:
     """Blocks that a sweep takes together, so that their scalars are computed as vectors."""
     memory = {str(n.attr) for loop in sweep.loops for n in loop.nodes if n.op == "load"}
     memory |= {s.name for loop in sweep.loops for s in loop.sinks if s.kind == "store"}
@@ -31,7 +32,7 @@ def group(layout: Layout, sweep: passes.Sweep) -> int:
     return max(1, min(MAX_GROUP, values // layout.block))
 
 
-def group_size(layout: Layout, sweep: passes.Sweep) -> str:
+def group_size(layout: Layout, sweep: Sweep) -> str:
     """A local declaration."""
     return f"enum {{ GROUP = {group(layout, sweep)} }};"
 
@@ -328,7 +329,7 @@ static void {form}_clear(const Call *call, int thread, int threads) {{
 """
 
 
-def entry(form: str, sweeps: tuple[passes.Sweep, ...], layout: Layout) -> str:
+def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
     """The function that lang/native.py calls."""
     lines = [
         f"int {form}(const Row *rows, int64_t n, int32_t ranks, int32_t rank,",

@@ -31,6 +31,7 @@ from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_entries import Kernel
 from gradwire.lang.emit.triton_nodes import ALU, CASTS, literal
 from gradwire.lang.layout import Layout
+from gradwire.lang.sweeps import Partial
 
 __all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
 
@@ -91,7 +92,7 @@ def _form(
     return kernels, steps
 
 
-def _alike(partials: list[passes.Partial]) -> list[tuple[int, int, str]]:
+def _alike(partials: list[Partial]) -> list[tuple[int, int, str]]:
     """(index of the first, how many, kind) of reductions that one launch can complete."""
     runs: list[tuple[int, int, str]] = []
     for p in partials:

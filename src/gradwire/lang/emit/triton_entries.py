@@ -12,18 +12,19 @@ Names: hitP, entryP, entriesP of a selection, P being the node's number and the 
 
 from __future__ import annotations
 
-from gradwire.lang import ir, passes
+from gradwire.lang import ir
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_nodes import LOADS, STORES, Nodes
 from gradwire.lang.emit.triton_rows import planes_of
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes
+from gradwire.lang.sweeps import Partial, Sink
 
 
 class Kernel(Nodes):
     """Emits the kernel of one sweep."""
 
-    def emit(self, name: str, sinks: list[passes.Sink], partials: list[passes.Partial]) -> str:
+    def emit(self, name: str, sinks: list[Sink], partials: list[Partial]) -> str:
         """What reduces, or what leaves fields, stores and patches behind."""
         for p in partials:
             self.partial(p)

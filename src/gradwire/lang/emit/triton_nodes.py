@@ -18,6 +18,7 @@ from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_rows import Plane, main_view, planes_of
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
+from gradwire.lang.sweeps import Partial
 
 ALU = {
     "add": "{} + {}",
@@ -97,7 +98,7 @@ class Nodes:
 
     # what a sweep leaves behind -------------------------------------------------------------------
 
-    def partial(self, p: passes.Partial) -> None:
+    def partial(self, p: Partial) -> None:
         self.used.blocks = True
         value = self.value(p.node.args[0], self.main)
         if p.node.args[0].dtype == "bool":
