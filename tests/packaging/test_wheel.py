@@ -28,7 +28,8 @@ KERNELS = {"GRADWIRE_BUILD": "identity qsgd:bits=4 shm", "GRADWIRE_BUILD_ISA": "
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-TRAINING = """
+TRAINING = r"""
+    import sys
     import warnings
 
     import torch
@@ -55,10 +56,11 @@ TRAINING = """
         loss.backward()
         optimizer.step()
         if dist.get_rank() == 0:
-            print("loss", loss.item())
+            # In one piece: the ranks write to one pipe, and print cuts its line in several.
+            sys.stdout.write(f"loss {loss.item()}\n")
     assert kernels(gw.QSGD(bits=4), torch.float32).target == "c"
     assert shm_library.unavailable() is None, shm_library.unavailable()
-    print("kernels from", prebuilt.loaded()[1])
+    sys.stdout.write(f"kernels from {prebuilt.loaded()[1]}\n")
     dist.destroy_process_group()
 """
 
