@@ -57,3 +57,17 @@ def test_a_task_is_listed_once() -> None:
     task = Task(Kind.ENCODE, 0)
     with pytest.raises(AssertionError, match="twice"):
         Graph([task, task])
+
+
+def test_every_source_has_its_share_of_the_receives_before_it() -> None:
+    sources = [Task(Kind.ENCODE, s, writes=(Buffer("own", s, 0, 0),)) for s in range(2)]
+    receives = [
+        Task(Kind.RECV, s, writes=(Buffer("theirs", s, 0, peer),), peer=peer)
+        for peer in (1, 2)
+        for s in range(2)
+    ]
+    merge = Task(Kind.MERGE, 0, reads=(Buffer("theirs", 0, 0, 1),), own=0)
+    assert Graph([*sources, *receives, merge]).opening == (2, 3, 0, 4, 5, 1)
+    assert Graph([*receives, merge]).opening == (0, 1, 2, 3)
+    assert Graph(sources).opening == (0, 1)
+    assert Graph([]).opening == ()

@@ -6,7 +6,8 @@
     outbound  a thread that awaits sends, so that buffers are not reused before they are on the wire
 
 Kernels and waits release the GIL, so the three run beside backward. All receives of a job are
-posted when it starts: a transport that waits for both ends to be ready then loses no round trip.
+posted among its first kernels: a transport that waits for both ends to be ready then loses no round
+trip.
 Jobs own memory `in_flight` at a time, in their order; later ones queue, and nobody blocks.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -183,24 +185,30 @@ class Executor:
                 _put(self._compute, self._start, run)
 
     def _start(self, run: _Run) -> None:
-        graph = run.job.graph
         run.job.start()
-        for index, task in enumerate(graph.tasks):
-            if task.kind is Kind.RECV:
-                assert task.peer is not None
-                buffer = task.writes[0]
-                tag, borrowed = run.job.tag(buffer), run.job.borrowed.get(buffer)
-                if borrowed is not None:
-                    loan = self.transport.borrow(borrowed, task.peer, tag)
-                    _put(self._inbound, self._borrow, run, index, loan)
-                else:
-                    pending = self.transport.irecv(run.job.memory(buffer), task.peer, tag)
-                    _put(self._inbound, self._receive, run, index, pending)
-        for index, waits in enumerate(graph.waits):
-            if waits == 0 and graph.tasks[index].kind is not Kind.RECV:
-                self._release(run, index)
+        graph = run.job.graph
+        for receives, group in groupby(graph.opening, lambda i: graph.tasks[i].kind is Kind.RECV):
+            if receives:
+                _put(self._compute, self._expect, run, tuple(group))
+            else:
+                for index in group:
+                    self._release(run, index)
         if not graph.tasks:
             self._ended(run)
+
+    def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
+        """Post these receives."""
+        for index in receives:
+            task = run.job.graph.tasks[index]
+            assert task.peer is not None
+            buffer = task.writes[0]
+            tag, borrowed = run.job.tag(buffer), run.job.borrowed.get(buffer)
+            if borrowed is not None:
+                loan = self.transport.borrow(borrowed, task.peer, tag)
+                _put(self._inbound, self._borrow, run, index, loan)
+            else:
+                pending = self.transport.irecv(run.job.memory(buffer), task.peer, tag)
+                _put(self._inbound, self._receive, run, index, pending)
 
     def _release(self, run: _Run, index: int) -> None:
         """Task `index` has all that it needs."""
@@ -348,4 +356,6 @@ def _describe(step: partial[None]) -> str:
     """A step of a thread in words: what it does, and the task it does it for."""
     name = step.func.__name__.lstrip("_").replace("_", " ")
     run, *rest = step.args
+    if rest and isinstance(rest[0], tuple):
+        return f"{name}: {len(rest[0])} receives"
     return f"{name}: {run.job.graph.tasks[rest[0]]}" if rest else name

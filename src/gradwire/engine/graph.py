@@ -21,6 +21,10 @@ class Graph:
         dependents: for each task, the indices of the tasks that wait for it.
         waits: for each task, how many tasks it waits for.
         buffers: every buffer, in order of first mention.
+        opening: what can begin at once, in order: the sources, tasks that wait for nothing, and
+            the receives, all of them in the order of the list. A transport that needs both ends
+            ready wants receives posted early, yet posting them takes time that the first
+            source should not wait for; so each source has its share of the receives before it.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -43,8 +47,21 @@ class Graph:
                 waits[index] += 1
         self.dependents = tuple(tuple(d) for d in dependents)
         self.waits = tuple(waits)
+        self.opening = _opening(self.tasks, self.waits)
         self.buffers = tuple(dict.fromkeys(b for t in self.tasks for b in (*t.writes, *t.reads)))
 
     def sent(self) -> list[Buffer]:
         """The buffer of every send, in order; law 5 counts their bytes."""
         return [task.reads[0] for task in self.tasks if task.kind is Kind.SEND]
+
+
+def _opening(tasks: Sequence[Task], waits: Sequence[int]) -> tuple[int, ...]:
+    receives = [index for index, task in enumerate(tasks) if task.kind is Kind.RECV]
+    sources = [i for i, task in enumerate(tasks) if task.kind is not Kind.RECV and not waits[i]]
+    opening: list[int] = []
+    posted = 0
+    for place, source in enumerate(sources, start=1):
+        share = len(receives) * place // len(sources)
+        opening += [*receives[posted:share], source]
+        posted = share
+    return (*opening, *receives[posted:])

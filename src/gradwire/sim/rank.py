@@ -2,7 +2,7 @@
 
 A thread runs kernels in the order in which their inputs arrive, and posts the sends that they
 release. Another awaits receives, job by job, in the order of their graphs. All receives of a job
-are posted when it starts, and at most `in_flight` jobs own memory at a time.
+are posted among its first kernels, and at most `in_flight` jobs own memory at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from gradwire.engine import Buffer, Graph, Kind, Task
@@ -133,20 +134,26 @@ class Rank:
         while self._waiting and len(self._running) < self._in_flight:
             run = self._waiting.popleft()
             self._running.append(run)
-            receives = sum(task.kind is Kind.RECV for task in run.graph.tasks)
-            seconds = self._overheads.start + receives * self._overheads.post
-            self._compute.do(seconds, lambda run=run: self._start(run))  # type: ignore[misc]
+            start = self._overheads.start
+            self._compute.do(start, lambda run=run: self._start(run))  # type: ignore[misc]
 
     def _start(self, run: _Run) -> None:
-        for index, task in enumerate(run.graph.tasks):
-            if task.kind is Kind.RECV:
-                name = self._post.expect(self, run.number, task)
-                self._awaited.append((name, run, index))
-        for index, waits in enumerate(run.graph.waits):
-            if waits == 0 and run.graph.tasks[index].kind is not Kind.RECV:
-                self._release(run, index, self._compute)
-        if not run.graph.tasks:
+        tasks = run.graph.tasks
+        for receives, group in groupby(run.graph.opening, lambda i: tasks[i].kind is Kind.RECV):
+            indices = tuple(group)
+            if receives:
+                seconds = len(indices) * self._overheads.post
+                self._compute.do(seconds, lambda indices=indices: self._expect(run, indices))  # type: ignore[misc]
+            else:
+                for index in indices:
+                    self._release(run, index, self._compute)
+        if not tasks:
             self._end(run)
+
+    def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
+        for index in receives:
+            name = self._post.expect(self, run.number, run.graph.tasks[index])
+            self._awaited.append((name, run, index))
 
     def _release(self, run: _Run, index: int, thread: Thread) -> None:
         """Task `index` has all that it needs; `thread` found it out, and posts it if it sends."""
