@@ -11,6 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fifo import FifoHub
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
@@ -85,12 +88,15 @@ def as_processes(
     `timeout` and `backend` are the process group's. Ranks in `expect_death` may die; theirs is
     None.
     """
-    context = mp.get_context("spawn")
+    # Forked from a server that has imported what takes seconds, and has done nothing with it.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "gradwire"])
     queue = context.Queue()
     port = free_port()
     processes = [
         context.Process(
-            target=_process, args=(queue, rank, world_size, port, timeout, backend, body, args)
+            target=_process,
+            args=(queue, rank, world_size, port, timeout, backend, dict(os.environ), body, args),
         )
         for rank in range(world_size)
     ]
@@ -110,12 +116,12 @@ def as_processes(
     return [results.get(rank) for rank in range(world_size)]
 
 
-def _process(queue, rank, world_size, port, timeout, backend, body, args):  # type: ignore[no-untyped-def]
-    import torch
-    import torch.distributed as dist
-
+def _process(  # type: ignore[no-untyped-def]
+    queue, rank, world_size, port, timeout, backend, environment, body, args
+):
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.clear()
+    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group(
             backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
