@@ -246,9 +246,8 @@ class _Row:
             # a copy, since a payload's fields need not be aligned
             result = memory.clone().view(TORCH[n.dtype])
         if n.scope is Scope.MATRIX:
-            shape = self.field(n.attr.name)[1].shape
-            assert shape is not None
-            return result.view(-1, shape[1])
+            assert n.attr.shape is not None
+            return result.view(n.attr.shape.of(self.numel))
         return result.reshape(()) if n.scope is Scope.TENSOR else result
 
     def received_selection(self, name: str, payload: Tensor) -> Tensor:
@@ -409,8 +408,7 @@ class _Row:
 
     def _matrix(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.Shape)
-        columns = n.attr.columns
-        rows = max(1, -(-self.numel // columns))
+        rows, columns = n.attr.of(self.numel)
         padded = torch.zeros(rows * columns)
         padded[: self.numel] = self.everywhere(n.args[0], frame.source)
         return padded.view(rows, columns)

@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.lang import ir
+from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here
-from gradwire.lang.trace import Payload, Value, active, apply, as_number, lift, meet
+from gradwire.lang.trace import Payload, Value, active, apply, as_number, lift
 
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
@@ -57,6 +57,7 @@ def reduce(function: object, value: Value) -> Value:
         raise LanguageError(location, f"reduce: takes min, max or sum, not {function!r}")
     active().uses("reduce")
     value = lift(value)
+    shapes.none(value.node, "reduce", location)
     if value.node.dtype == "bool":
         raise LanguageError(location, "reduce: a condition has no sum: use count(c)")
     return _reduce(name, as_number(value.node), value.blocked, location)
@@ -79,6 +80,7 @@ def count(value: Value) -> Value:
     many times it holds."""
     location = here()
     active().uses("reduce")
+    shapes.none(value.node, "count", location)
     if value.node.dtype == "bool":
         return _reduce("count", value.node, value.blocked, location)
     one = ir.node("const", attr=1.0, scope=ir.Scope.ELEMENT, location=location)
@@ -394,23 +396,25 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
 def matrix(value: Value, columns: int) -> Value:
     """The elements as a matrix of `columns` columns, its last row filled up with zeros."""
     location = here()
-    if not isinstance(columns, int) or columns < 1:
+    if type(columns) is not int or columns < 1:
         raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
-    node = _elements(value, "matrix", location)
-    return Value(
-        ir.node("matrix", (node,), ir.Shape(columns), scope=ir.Scope.MATRIX, location=location)
-    )
+    node, shape = _elements(value, "matrix", location), shapes.of_row(columns)
+    return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
 
 
 def decomp(value: Value, rank: int) -> tuple[Value, Value]:
-    """P and Q of `rank` columns with P Q^T close to a matrix: one step of subspace iteration."""
+    """P and Q of `rank` columns with P Q^T close to a matrix: one step of subspace iteration.
+
+    Of matrix(x, columns), P is ceil(n / columns) x rank and Q columns x rank, of a row of n values.
+    """
     location = here()
     active().uses("decomp")
-    node = value.node
+    node = lift(value).node
     if node.op != "matrix":
         raise LanguageError(location, "decomp: takes matrix(x, columns)")
     if type(rank) is not int or rank < 1:
         raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
+    shapes.factors(node, rank, location)
     stream = _stream("decomp")
     left, right = (
         ir.node("decompose", (node,), ir.Factor(rank, side, stream), location=location)
@@ -420,21 +424,20 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
 
 
 def matmul(a: Value, b: Value) -> Value:
-    """A times B transposed, both matrices."""
+    """A times B transposed, both matrices, and of as many columns: r x k and c x k give r x c."""
     location = here()
     active().uses("matmul")
-    nodes = meet([as_number(a.node), as_number(b.node)], location)
-    if any(n.scope is not ir.Scope.MATRIX for n in nodes):
-        raise LanguageError(location, "matmul: takes two matrices")
-    return Value(ir.node("product", nodes, location=location))
+    left, right = (as_number(shapes.matrix(lift(v).node, "matmul", location)) for v in (a, b))
+    shapes.product(left, right, location)
+    return Value(ir.node("product", (left, right), location=location))
 
 
 def elements(value: Value) -> Value:
     """The elements of a matrix that is shaped as matrix(x, columns) was."""
     location = here()
-    if value.node.scope is not ir.Scope.MATRIX:
-        raise LanguageError(location, "elements: takes a matrix")
-    return Value(ir.node("flatten", (value.node,), scope=ir.Scope.ELEMENT, location=location))
+    node = as_number(shapes.matrix(lift(value).node, "elements", location))
+    shapes.flat(node, location)
+    return Value(ir.node("flatten", (node,), scope=ir.Scope.ELEMENT, location=location))
 
 
 # tables ----------------------------------------------------------------------------------------

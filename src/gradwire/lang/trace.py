@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from gradwire.lang import ir
+from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here
 
 MAX_BLOCK = 65536
@@ -193,6 +193,7 @@ def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
         ir.Scope.BLOCK, ir.Scope.SELECTION, ir.Scope.ELEMENT,
     }:  # fmt: skip
         raise LanguageError(location, "a matrix and elements do not mix: use elements(matrix)")
+    shapes.alike(nodes, location)
     if ir.Scope.SELECTION not in scopes:
         return nodes
     if ir.Scope.ELEMENT in scopes:

@@ -116,6 +116,8 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
         raise LanguageError(at, f"decode must return elements, not {type(result).__name__}")
     if result.node.dtype == "bool":
         raise LanguageError(at, "decode must return numbers, not conditions")
+    if result.node.scope is Scope.MATRIX:
+        raise LanguageError(at, "decode must return elements, not a matrix: use elements(matrix)")
     if result.node.scope is not Scope.ELEMENT:
         raise LanguageError(at, "decode must return one value an element")
     below = set(ir.walk(allowed))
