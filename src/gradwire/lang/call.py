@@ -21,7 +21,7 @@ class Call:
         `source` to each of those that are summed, so the first is 0; None if none are.
     factor: what decode multiplies by; what sums are multiplied by.
     threads: among which blocks are divided (target c); no result depends on it.
-    workspace: uint8[layout.workspace_nbytes(...)], or None for codecs that need none.
+    workspace: uint8[kernels.workspace_nbytes(...)], or None for codecs that need none.
     """
 
     ranks: int = 1

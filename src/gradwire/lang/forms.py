@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwire.lang import ir, shapes, verify
+from gradwire.lang import ir, passes, shapes, verify
 from gradwire.lang.codec import Codec
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.trace import Payload, Trace, Value, as_number, tracing
@@ -96,6 +96,7 @@ def derive(codec: Codec, native: str) -> Forms:
     tracer = _Tracer(codec, native)
     composer = _Composer(tracer, native)
     programs = {p.form: p for p in composer.programs()}
+    verify.gathered(codec, max(len(passes.gathered(p)) for p in programs.values()))
     return Forms(programs, tracer.fields, tracer.block, tuple(tracer.operators), tracer.table)
 
 

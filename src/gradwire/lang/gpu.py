@@ -111,7 +111,7 @@ class Device:
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)
         )
 
-    def workspace_nbytes(self, numels: np.ndarray, ranks: int) -> int:
+    def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs."""
         return tiles.workspace_nbytes(self.layout, numels, ranks)
 

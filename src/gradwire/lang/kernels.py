@@ -112,7 +112,7 @@ class Kernels:
         """Bytes of scratch memory that a call over rows of these sizes needs on this target."""
         own = getattr(self._backend, "workspace_nbytes", None)
         if own is not None:
-            return int(own(numels, ranks))
+            return int(own(numels, threads, ranks))
         return self.layout.workspace_nbytes(numels, threads)
 
     def check(self) -> None:

@@ -19,6 +19,8 @@ from gradwire.lang.trace import MAX_SELECTION_BLOCK, Payload, Value, selection_o
 if TYPE_CHECKING:
     from gradwire.lang.forms import Field
 
+MOST_GATHERED = 16  # of Run in emit/selection.h
+
 
 def takes_latest(encode: Callable[..., Any]) -> bool:
     """Whether `encode` wants the new gradient beside what error feedback made of it."""
@@ -106,6 +108,15 @@ def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
         raise LanguageError(
             _definition(codec, "encode"),
             f"blocks({size}): with a selection a block holds at most {MAX_SELECTION_BLOCK} values",
+        )
+
+
+def gathered(codec: Codec, number: int) -> None:
+    """Kernels have room for as many numbers of an entry; error feedback needs two of them."""
+    if number > MOST_GATHERED:
+        raise LanguageError(
+            _definition(codec, "encode"),
+            f"gather: encode may take {MOST_GATHERED - 2} numbers of every entry, not {number - 2}",
         )
 
 
