@@ -118,6 +118,8 @@ class Collective:
                     f"{made.codec} has no kernels for tensors on {device}: its matrices are "
                     "computed on the CPU. Use another codec there"
                 )
+        # of this communicator's own: others may run the same kernels on payloads that are bad
+        self.marks = [made.mark(device) for made in self.kernels]
         self.schedule: tuple[Stage, ...] = ()
         if self._in_order is not None:
             hop = partial(algorithm.hop, world_size=comm.world_size)
