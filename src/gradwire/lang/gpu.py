@@ -243,13 +243,13 @@ class Launches:
 
     def complete(self, index: int, number: int, kind: str) -> None:
         """Reduce what a sweep left for every block to so many numbers a row, from `index`."""
-        from gradwire.lang.emit import triton_prelude
+        from gradwire.lang.emit import triton_reductions
 
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
-                triton_prelude.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
+                triton_reductions.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,
