@@ -87,6 +87,7 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
         ("rotated", {"rotation": "half"}, "rotation='half'.*'block' or 'full'"),
         ("rotated", {"block": 2.0}, "Rotated: block=2.0"),
         ("lowrank", {"rank": 0}, "LowRank: rank=0.*1 to 256"),
+        ("lowrank", {"rank": 9, "columns": 8}, "rank=9 must be 1 to 8 for columns=8"),
         ("lowrank", {"values": "fp16"}, "values='fp16'.*'bf16' or 'fp32'"),
     ],
 )

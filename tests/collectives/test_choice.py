@@ -11,7 +11,7 @@ from gradwire.algorithms import REGISTRY
 from gradwire.codecs import REGISTRY as CODECS
 from gradwire.codecs import TBQ, Codec, RandomK
 from gradwire.codecs import get as get_codec
-from gradwire.collectives import check_defined
+from gradwire.collectives import check_defined, check_feedback
 from gradwire.collectives.topology import machines, numbered
 from gradwire.engine import Communicator
 from ranks import as_processes, as_threads, caught
@@ -160,6 +160,15 @@ def test_unbiased_randomk_is_unbiased_in_all_gather_and_refused_in_sra() -> None
     assert as_threads(2, body) == [pytest.approx(1.0)] * 2
 
 
+def test_error_feedback_wants_the_biased_randomk() -> None:
+    check_feedback(RandomK(density=0.1))
+    check_feedback(RandomK(density=1.0, unbiased=True))  # it scales by 1
+    with pytest.raises(ConfigError, match=r"sends 10 times .* Use unbiased=False with error feed"):
+        check_feedback(RandomK(density=0.1, unbiased=True))
+    for name in CODECS:
+        check_feedback(get_codec(name))
+
+
 def train(rank: int, algorithm: str, **options: object) -> list[float]:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -177,6 +186,16 @@ def train_with_all(rank: int) -> dict[str, list[float]]:
     refused = caught(lambda: gradwire.attach(_ddp(), "tbq", algorithm="ring", error_feedback=True))
     assert isinstance(refused, ConfigError)
     assert "not defined in the algorithm 'ring'" in str(refused)
+    scaled = RandomK(density=0.1, unbiased=True)
+    for options in ({"codec": scaled}, {"codec": None, "codecs": {"weight": scaled}}):
+        grows = caught(
+            lambda options=options: gradwire.attach(
+                _ddp(), algorithm="all_gather", error_feedback=True, **options
+            )
+        )
+        assert isinstance(grows, ConfigError)
+        assert "unbiased=True without" in str(grows)
+    gradwire.attach(_ddp(), scaled, algorithm="all_gather")
     return {name: train(rank, name) for name in REGISTRY}
 
 

@@ -34,6 +34,9 @@ CODECS: list[Codec] = [
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda c: type(c).__name__)
+with_feedback = pytest.mark.parametrize(
+    "codec", [*CODECS[:-1], RandomK(density=0.1)], ids=lambda c: type(c).__name__
+)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_world = pytest.mark.parametrize("n", WORLD_SIZES)
 
@@ -86,7 +89,7 @@ def test_all_gather_gives_every_rank_the_same(n: int, dtype: torch.dtype, codec:
 
 
 @every_world
-@every_codec
+@with_feedback
 def test_law_2_nothing_is_lost(n: int, codec: Codec) -> None:
     shard = 1000
     inputs = [randn(n * shard, seed=r) for r in range(n)]
@@ -105,7 +108,7 @@ def test_law_2_nothing_is_lost(n: int, codec: Codec) -> None:
     torch.testing.assert_close(sent + kept, brought, rtol=1e-5, atol=1e-5)
 
 
-@every_codec
+@with_feedback
 def test_law_4_non_finite_travels(codec: Codec) -> None:
     n, shard, at = 3, 500, 700
     inputs = [randn(n * shard, seed=r) for r in range(n)]
@@ -149,15 +152,34 @@ def test_law_5_bytes_are_accounted(n: int, codec: Codec, kind: str, segments: in
 
 def test_the_unbiased_randomk_is_unbiased_here() -> None:
     """The own shard is exact and others' are scaled, so over all places the mean is right."""
+    codec, n, pattern = RandomK(density=0.1, values="fp32", unbiased=True), 3, randn(10, seed=4)
 
-    def body(comm: Communicator) -> float:
-        output = torch.empty(100_000)
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        own = (pattern * (comm.rank + 1)).repeat(10_000)
+        output, whole = torch.empty(100_000), torch.empty(n * 100_000)
+        reduce_scatter(output, own.repeat(n), codec, op="avg", group=comm)
+        all_gather(whole, own, codec, group=comm, step=1)
+        return output, whole
+
+    # every block of ten is a draw of the same
+    for output, whole in as_threads(n, body):
+        for rank, draws in ((1, output), *enumerate(whole.split(100_000))):
+            draws = draws.view(-1, 10).double()
+            standard = draws.std(0) / len(draws) ** 0.5 + 1e-7
+            assert ((draws.mean(0) - pattern * (rank + 1)).abs() < 5 * standard).all()
+
+
+def test_error_feedback_of_a_codec_that_scales_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        output, residual = torch.empty(50), torch.zeros(100)
         codec = RandomK(density=0.1, unbiased=True)
-        reduce_scatter(output, torch.ones(300_000), codec, op="avg", group=comm)
-        return float(output.mean())
+        return caught(
+            lambda: reduce_scatter(output, torch.ones(100), codec, group=comm, residual=residual)
+        )
 
-    # two of three contributions are 10 or 0: standard deviation 2 / 300
-    assert all(abs(mean - 1.0) < 0.03 for mean in as_threads(3, body))
+    for error in as_threads(2, body):
+        assert isinstance(error, ConfigError)
+        assert "unbiased=False with error feedback" in str(error)
 
 
 def test_shards_in_place_strided_and_of_any_shape() -> None:

@@ -1,4 +1,5 @@
-"""Collectives whose kernels are target triton's, interpreted: prints whether they are target c's.
+"""Collectives whose kernels are target triton's, interpreted: prints whether they are target c's,
+and who is told of payloads that are not.
 
 A process of its own, since Triton reads TRITON_INTERPRET when it is imported.
 """
@@ -16,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gradwire.collectives.arena as arena_module
 import gradwire.collectives.job as job_module
-from fifo import FifoHub
+from fifo import FifoBatch, FifoHub
 from gradwire import Options, all_reduce
-from gradwire.engine import Communicator
+from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.lang import gpu
 from gradwire.transport import Hub
-from ranks import as_threads
+from ranks import as_threads, caught
 
 RANKS = 4
 _one_at_a_time = threading.Lock()
@@ -60,6 +61,44 @@ def main() -> None:
         job_module.is_staged = lambda device, staged=staged: staged  # type: ignore[assignment, misc]
         say("staged" if staged else "plain", reduce_with("triton"), expected)
     say("in order", reduce_with("triton", FifoHub(RANKS)), expected)
+    for raised in told():
+        print(*raised)
+
+
+class Spoiling(FifoHub):
+    """Every message's payload says that it has more entries than there can be."""
+
+    def begin(self, rank: int, batch: FifoBatch) -> None:
+        for message in batch.messages:
+            if not message.incoming:
+                message.memory[HEADER_BYTES : HEADER_BYTES + 2] = 255
+        super().begin(rank, batch)
+
+
+def told() -> list[list[str]]:
+    """By rank: what calls of two groups raise, of which one gets bad payloads. In order, a later
+    call of the same group is told, and nobody else, though both use the same kernels."""
+    hub, link = Hub(2), FifoHub(2)
+    others = [
+        Communicator(hub.transport(r), links=lambda device, r=r: link.link(r)) for r in range(2)
+    ]
+
+    def body(comm: Communicator) -> list[str]:
+        def call(group: Communicator, step: int) -> str:
+            values, options = torch.ones(800), Options(target="triton")
+            error = caught(
+                lambda: all_reduce(values, "topk", group=group, step=step, options=options)
+            )
+            return type(error).__name__
+
+        other = others[comm.rank]
+        return [call(comm, 0), call(other, 0), call(other, 1), call(comm, 1), call(other, 2)]
+
+    try:
+        return as_threads(2, body, timeout=300, fifo=Spoiling(2))
+    finally:
+        for other in others:
+            other.close()
 
 
 def say(way: str, found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:

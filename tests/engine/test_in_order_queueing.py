@@ -22,7 +22,7 @@ from gradwire.engine.in_order import InOrder
 from gradwire.engine.schedule import Stage, lower
 from gradwire.engine.streams import StreamFuture
 from gradwire.lang import rng
-from gradwire.lang.gpu import Verdict
+from gradwire.lang.gpu import Mark, Verdict
 from gradwire.lang.kernels import Kernels
 from gradwire.partition import Spec
 from gradwire.transport import Hub
@@ -140,7 +140,7 @@ def test_the_host_waits_for_nothing(
         (torch.cuda.Stream, ("synchronize",)),
         (torch.cuda.Event, ("synchronize",)),
         (torch.Tensor, ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__")),
-        (Kernels, ("check",)),
+        (Mark, ("check",)),
     ):
         for what in names:
             monkeypatch.setattr(owner, what, never)

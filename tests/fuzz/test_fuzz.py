@@ -23,7 +23,7 @@ from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.errors import CodecError
 from gradwire.lang import decode, encode, forms, jit, layout
-from gradwire.lang.emit import c
+from gradwire.lang.emit import c, c_stack
 from gradwire.lang.layout import native_name
 
 HARNESS = Path(__file__).with_name("harness.c").read_text("utf-8")
@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Codec, torch.dtype]] = {
     "qsgd of fp16": (codecs.get("qsgd", bits=7, block=50), torch.float16),
     "identity of bf16": (codecs.get("identity"), torch.bfloat16),
     "topk of bf16": (codecs.get("topk", density=0.05), torch.bfloat16),
+    "rotated in large blocks": (codecs.get("rotated", block=16384), torch.float32),
 }
 # Codecs of matrices have no kernels: torch's BLAS does their work.
 FUSED = [name for name, (codec, _) in CASES.items() if forms.derive(codec, "fp32").fused]
@@ -86,10 +87,10 @@ def corpus(codec: Codec, dtype: torch.dtype) -> bytes:
     parts = [struct.pack("<qq", dtype.itemsize, len(table)), np.array(table, "<f4").tobytes()]
     numels = sizes(codec, dtype)
     parts.append(struct.pack("<q", len(numels)))
-    lay = layout(codec, dtype)
+    lay, scratch = layout(codec, dtype), c_stack.scratch_nbytes(kernels(codec, dtype))
     for numel in numels:
         room = [
-            lay.workspace_nbytes(np.full(rows, numel), threads)
+            lay.workspace_nbytes(np.full(rows, numel), threads) + threads * scratch
             for rows in (1, 2)
             for threads in (1, 2)
         ]

@@ -64,6 +64,7 @@ def bad_payloads(codec: Codec) -> str:
         found = triton_checks.verdicts(codec, numel, form, edits, DEVICE)
         if found != ["decoded", "refused", "refused"]:
             wrong.append(f"{form}: {found}")
+    wrong += triton_checks.marked(codec, numel, edits[1], DEVICE)
     return ", ".join(wrong)
 
 

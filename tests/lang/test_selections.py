@@ -247,7 +247,7 @@ def test_kernels_allocate_nothing_and_keep_to_their_workspace(codec: Codec) -> N
     rows["payload"], rows["source"] = payload.data_ptr(), payload.data_ptr()
     rows["numel"] = [90_000, 0]
     for threads in (1, 3):
-        needed = made.layout.workspace_nbytes(rows["numel"], threads)
+        needed = made.workspace_nbytes(rows["numel"], threads)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
         for form in FORMS:
             ranks = 2 if form.startswith("reduce") or form == "decode_sum" else 1

@@ -102,9 +102,9 @@ BETWEEN = ("histogram", "pick", "tally", "scan", "survey")
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_launched_between_sweeps(target: str) -> None:
-    from gradwire.lang.emit import triton_prelude, triton_selection
+    from gradwire.lang.emit import triton_reductions, triton_selection
 
-    kernels = [triton_prelude.complete, *(getattr(triton_selection, name) for name in BETWEEN)]
+    kernels = [triton_reductions.complete, *(getattr(triton_selection, name) for name in BETWEEN)]
     for kernel in kernels:
         known = SIGNATURE | WORDS
         signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}

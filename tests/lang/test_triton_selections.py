@@ -19,7 +19,7 @@ from test_selections import Kept
 from test_triton import interpreting as interpreting  # the fixture
 
 from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC, TopK
-from gradwire.lang import layout, tiles
+from gradwire.lang import kernels, layout, tiles
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
 
@@ -80,6 +80,20 @@ def test_payloads_that_no_encode_makes(interpreting: ProcessPoolExecutor, form: 
     assert set(asked) <= {"refused", "decoded"}, (asked, edits)
     assert asked[0] == "decoded"
     assert asked[1] == asked[4] == "refused"
+
+
+def test_a_bad_payload_is_told_to_who_decoded_it(interpreting: ProcessPoolExecutor) -> None:
+    codec, numel = TopK(0.05), 700
+    counts = layout(codec).offsets(numel)[0]
+    bad = {counts: 255, counts + 1: 255}
+    assert interpreting.submit(triton_checks.marked, codec, numel, bad).result() == []
+
+
+def test_where_no_payload_can_be_bad_there_is_no_mark(interpreting: ProcessPoolExecutor) -> None:
+    for target in ("c", "eager"):
+        assert kernels(TopK(0.05), torch.float32, target).mark() is None
+    asked = interpreting.submit(triton_checks.has_mark, [QSGD(), TopK(0.05), ThreeLC()])
+    assert asked.result() == [False, True, True]
 
 
 def test_flags_are_any_byte(interpreting: ProcessPoolExecutor) -> None:

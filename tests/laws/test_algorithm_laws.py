@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
+from gradwire import QSGD, Codec, ConfigError, Identity, TernGrad, TransportError
 from gradwire.codecs import RandomK, TopK
 from gradwire.collectives import Item, Options, prepare
 from gradwire.engine import Communicator
@@ -207,6 +207,74 @@ def test_law_8_company_changes_nothing(way: str, codec: Codec) -> None:
 
     for alone, fused in zip(variant(False), variant(True), strict=True):
         assert torch.equal(alone, fused)
+
+
+PATTERN = 10  # values that repeat: every block of RandomK(0.1) is a draw of the same
+
+
+@every_way
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+def test_law_3_a_codec_that_scales_is_unbiased_or_refused(way: str, n: int, average: bool) -> None:
+    """RandomK(unbiased=True): over 10^5 draws, at five steps, the mean is within 5 standard errors
+    of the true one, place by place; where an algorithm would be biased, an error says where not."""
+    made = torch.Generator().manual_seed(n)
+    patterns = [torch.randn(PATTERN, generator=made) for _ in range(n)]
+    sizes = [100_000, 100_000 + 3]  # the second has a short last block
+    codec = RandomK(density=1 / PATTERN, values="fp32", unbiased=True)
+
+    def body(comm: Communicator) -> list[torch.Tensor] | BaseException | None:
+        own = patterns[comm.rank].repeat(sizes[1] // PATTERN + 1)
+        found: list[torch.Tensor] = []
+
+        def steps() -> None:
+            specs = [
+                Spec(f"p{i}", m, torch.float32, codec, rotation=i) for i, m in enumerate(sizes)
+            ]
+            collective = prepare(comm, specs, WAYS[way](n))
+            for step in range(5):
+                items = [
+                    Item(own[:m].clone(), rng.parameter_keys(0, f"p{i}", comm.rank), step)
+                    for i, m in enumerate(sizes)
+                ]
+                collective.start(items, average).result()
+                found.extend(item.values[: sizes[0]].view(-1, PATTERN) for item in items)
+
+        return caught(steps) or found
+
+    results = as_threads(n, body)
+    if way != "all_gather":
+        for error in results:
+            assert isinstance(error, ConfigError)
+            assert "Use algorithm 'all_gather'" in str(error)
+        return
+    draws = torch.cat(results[0]).double()
+    assert len(draws) == 100_000
+    expected = torch.stack(patterns).double().sum(0) / (n if average else 1)
+    standard = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - expected).abs() < 5 * standard).all()
+    assert (standard < 0.05 * expected.abs().max()).all()
+
+
+@every_way
+@pytest.mark.parametrize("n", [1, 3])
+def test_error_feedback_of_a_codec_that_scales_is_refused(way: str, n: int) -> None:
+    def body(comm: Communicator) -> list[BaseException | None]:
+        def with_feedback(codec: Codec) -> BaseException | None:
+            tensors, residuals = [torch.ones(50)], [torch.zeros(50)]
+            return caught(lambda: reduce_all(comm, tensors, codec, WAYS[way](n), residuals))
+
+        scaled, kept, whole = (
+            with_feedback(RandomK(density, "fp32", unbiased))
+            for density, unbiased in ((0.1, True), (0.1, False), (1.0, True))
+        )
+        assert kept is whole is None
+        return [scaled]
+
+    for (error,) in as_threads(n, body):
+        assert isinstance(error, ConfigError)
+        wanted = "unbiased=False with error feedback"
+        assert (wanted if way == "all_gather" else "Use algorithm 'all_gather'") in str(error)
 
 
 @every_way

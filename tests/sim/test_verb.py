@@ -134,6 +134,10 @@ def test_a_thousand_ranks_take_seconds(file: str) -> None:
         (["--codec", ""], "nothing to simulate"),
         (["--algorithm", "star"], "star"),
         (["--codec", "tbq", "--algorithm", "ring"], "not defined in the algorithm 'ring'"),
+        (
+            ["--codec", "randomk:unbiased=true:error_feedback=true", "--algorithm", "all_gather"],
+            "not defined with error feedback",
+        ),
         (["--net", "1gbyte"], "1gbyte"),
         (["--net", "0gbit"], "zero"),
         (["--sweep", "ranks"], "NAME=VALUE"),

@@ -101,7 +101,7 @@ def _points(
     for numel in VALUES:
         payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8)
         size = np.array([numel])
-        workspace = torch.empty(made.layout.workspace_nbytes(size, threads), dtype=torch.uint8)
+        workspace = torch.empty(made.workspace_nbytes(size, threads), dtype=torch.uint8)
         rows = np.zeros(1, ROW)
         rows["payload"], rows["numel"], rows["key"] = payload.data_ptr(), numel, 1
         rows["values"], rows["residual"] = values.data_ptr(), residual.data_ptr()

@@ -108,6 +108,7 @@ def _rows(
     payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8, device=device)
     needed = made.workspace_nbytes(np.array([numel]), threads, 1 + PEERS)
     workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+    mark = made.mark()
     peers = torch.zeros(0, dtype=torch.uint8, device=device)
     for op in OPS:
         # what decodes writes elsewhere, so that every op sees the same input
@@ -124,7 +125,7 @@ def _rows(
         def kernel(op: str = op, rows: np.ndarray = rows, ranks: int = ranks) -> None:
             made.run(
                 op, rows, threads=threads, workspace=workspace, ranks=ranks,
-                distances=np.arange(PEERS) * payload.numel(), factor=1.0 / ranks,
+                distances=np.arange(PEERS) * payload.numel(), factor=1.0 / ranks, mark=mark,
             )  # fmt: skip
 
         def copy() -> None:

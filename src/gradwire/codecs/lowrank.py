@@ -16,7 +16,7 @@ class LowRank(Codec):
     """P Q^T of `rank` columns in place of the gradient as a matrix; needs error feedback.
 
     Options:
-        rank: columns of P and Q, 1 to 256.
+        rank: columns of P and Q, 1 to 256, and at most `columns`.
         columns: of the matrix that a row's values are laid out in, 1 to 65536.
         values: how P and Q are sent, "bf16" or "fp32".
 
@@ -33,6 +33,7 @@ class LowRank(Codec):
     def __post_init__(self) -> None:
         checks.whole(self, "rank", 1, 256)
         checks.whole(self, "columns", 1, 65536)
+        checks.whole(self, "rank", 1, min(256, self.columns), given="columns")
         checks.one_of(self, "values", STORED)
 
     def encode(self, g: Value) -> Payload:

@@ -19,7 +19,8 @@ class RandomK(Codec):
             rounded to a whole number of values.
         values: how they are sent, "fp16" or "fp32".
         unbiased: scale what is sent by 1 / density, so that the decoded values are right on
-            average. Without it the codec needs error feedback.
+            average: in the algorithm all_gather, and in reduce-scatter and all-gather of shards.
+            It takes no error feedback; without it the codec needs that.
 
     Places come from a seed that all ranks share, so they are never sent, and sums of payloads stand
     at the same places as the payloads. A sum is not scaled again. The last block may be shorter;
@@ -37,7 +38,7 @@ class RandomK(Codec):
         checks.one_of(self, "unbiased", (False, True))
 
     def encode(self, g: Value) -> Payload:
-        return self.picked(g, float(self.block) if self.unbiased else 1.0)
+        return self.picked(g, self.scale)
 
     def encode_sum(self, g: Value) -> Payload:
         return self.picked(g, 1.0)
@@ -55,6 +56,11 @@ class RandomK(Codec):
     def here(self) -> Value:
         """Whether an element is the one that is picked in its block."""
         return index("block") == floor(random("block", shared="pick") * self.block)
+
+    @property
+    def scale(self) -> float:
+        """What a gradient's picked values are multiplied by."""
+        return float(self.block) if self.unbiased else 1.0
 
     @property
     def block(self) -> int:

@@ -1,6 +1,6 @@
 """Collectives on compressed tensors: choose an algorithm, build its graph, run it."""
 
-from gradwire.collectives.defined import check_defined
+from gradwire.collectives.defined import check_defined, check_feedback
 from gradwire.collectives.functional import all_reduce
 from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
@@ -15,6 +15,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "check_defined",
+    "check_feedback",
     "prepare",
     "reduce_scatter",
 ]

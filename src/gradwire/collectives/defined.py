@@ -1,7 +1,7 @@
 """Which codecs are defined in which algorithms: all in all, but for those named here.
 
 Every algorithm but all_gather encodes sums, and adds own values to decoded payloads. Two codecs do
-not stand that, whatever error feedback does.
+not stand that, whatever error feedback does. And one of them does not stand error feedback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Exception:
 
 _EXCEPTIONS = (
     _Exception(
-        lambda codec: isinstance(codec, RandomK) and codec.unbiased,
+        lambda codec: isinstance(codec, RandomK) and codec.scale > 1,
         ("all_gather",),
         "it scales what it sends, but a rank that adds its own values to received ones does not "
         "scale them, so the average would be biased; or give it unbiased=False and error feedback",
@@ -50,3 +50,17 @@ def check_defined(algorithm: str, codec: Codec) -> None:
                 f"{codec} is not defined in the algorithm {algorithm!r}: {exception.reason}. "
                 f"Use algorithm {allowed}"
             )
+
+
+def check_feedback(codec: Codec) -> None:
+    """Whether error feedback makes up for what `codec` does not send, in any collective.
+
+    Raises:
+        ConfigError: if not; the message says why, and what to use.
+    """
+    if isinstance(codec, RandomK) and codec.scale > 1:
+        raise ConfigError(
+            f"{codec} is not defined with error feedback: it sends {codec.scale:g} times what it "
+            f"picks, so the residual is {1 - codec.scale:g} times that, and grows from step to "
+            "step. Use unbiased=False with error feedback, or unbiased=True without"
+        )

@@ -55,8 +55,8 @@ def all_reduce(
         options: algorithm, segments, checksum.
 
     Raises:
-        ConfigError: unknown codec, op or dtype; a codec that is not defined in the algorithm; ranks
-            that disagree.
+        ConfigError: unknown codec, op or dtype; a codec that is not defined in the algorithm, or
+            with error feedback; ranks that disagree.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,10 +107,11 @@ class Job:
         distances = self.find(task)
         with self.held.kernels(map(self._slice, task.reads), map(self._slice, task.writes)):
             self.run_kernels(task, distances)
-        if c.device.type == "cuda":
-            with torch.cuda.device(c.device):
-                for call in c.calls.of[task]:
-                    c.kernels[call.kernel].check()  # a GPU says afterwards what was wrong
+        with torch.cuda.device(c.device) if c.device.type == "cuda" else nullcontext():
+            for call in c.calls.of[task]:
+                mark = c.marks[call.kernel]
+                if mark is not None:
+                    mark.check()  # a GPU says afterwards what was wrong
         for buffer in task.writes:
             seal(self.memory(buffer), self._envelope(buffer))
         self._give_back(task)
@@ -128,6 +130,7 @@ class Job:
                 factor=self.factor if task.final else 1.0,
                 threads=c.threads,
                 workspace=self.held.arena[c.workspace_offset :],
+                mark=c.marks[call.kernel],
             )
 
     def find(self, task: Task) -> np.ndarray | None:

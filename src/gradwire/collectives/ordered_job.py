@@ -51,5 +51,4 @@ class OrderedJob(Job):
         self.run_kernels(task, self.find(task))
 
     def verdicts(self) -> Sequence[Verdict]:
-        found = [kernel.verdict() for kernel in self.collective.kernels]
-        return [verdict for verdict in found if verdict is not None]
+        return [mark.verdict() for mark in self.collective.marks if mark is not None]

@@ -18,7 +18,7 @@ from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
 from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls
-from gradwire.collectives.defined import check_defined
+from gradwire.collectives.defined import check_defined, check_feedback
 from gradwire.collectives.job import Item, Job, check_item
 from gradwire.collectives.memory import is_staged
 from gradwire.collectives.options import Options
@@ -52,8 +52,8 @@ class Collective:
 
     Raises:
         ConfigError: ranks disagree on the specs or options, a dtype is not a supported float, a
-            tensor cannot be cut into shards, a codec is not defined in the algorithm or has no
-            kernels for the device, or a checksum is asked for over NCCL.
+            tensor cannot be cut into shards, a codec is not defined in the algorithm or with error
+            feedback, or has no kernels for the device, or a checksum is asked for over NCCL.
         TransportError: a peer did not answer.
 
     Attributes:
@@ -84,6 +84,8 @@ class Collective:
                 )
             if kind == "all_reduce":
                 check_defined(options.algorithm, spec.codec)
+            if spec.feedback:
+                check_feedback(spec.codec)
         # Before anything else is exchanged: what follows is the same on every rank.
         # Once: `options` may differ between ranks, and change on one, in what its text leaves out.
         agreed = [kind, f"on {device.type}", str(options), *map(str, self.specs)]
@@ -116,6 +118,8 @@ class Collective:
                     f"{made.codec} has no kernels for tensors on {device}: its matrices are "
                     "computed on the CPU. Use another codec there"
                 )
+        # of this communicator's own: others may run the same kernels on payloads that are bad
+        self.marks = [made.mark(device) for made in self.kernels]
         self.schedule: tuple[Stage, ...] = ()
         if self._in_order is not None:
             hop = partial(algorithm.hop, world_size=comm.world_size)

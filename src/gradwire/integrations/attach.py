@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Member, Rounds
 from gradwire.codecs import Identity
-from gradwire.collectives import Options, check_defined
+from gradwire.collectives import Options, check_defined, check_feedback
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
@@ -102,6 +102,8 @@ def attach(
     for parameter in plan.parameters:
         if parameter.codec is not None:
             check_defined(options.algorithm, parameter.codec)
+            if error_feedback:
+                check_feedback(parameter.codec)
     agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
     comm.agree("what is attached", [*agreed, *plan.describe()])
     handle = Handle(dict(named), plan, comm, seed, options, coalesce_bytes)

@@ -21,7 +21,9 @@ class Call:
         `source` to each of those that are summed, so the first is 0; None if none are.
     factor: what decode multiplies by; what sums are multiplied by.
     threads: among which blocks are divided (target c); no result depends on it.
-    workspace: uint8[layout.workspace_nbytes(...)], or None for codecs that need none.
+    workspace: uint8[kernels.workspace_nbytes(...)], or None for codecs that need none.
+    failed: int32[1] on a GPU: where kernels leave word of a payload that they cannot decode; see
+        `gpu.Mark`. None: the call itself says so, and waits where it must.
     """
 
     ranks: int = 1
@@ -30,6 +32,7 @@ class Call:
     factor: float = 1.0
     threads: int = 1
     workspace: torch.Tensor | None = None
+    failed: torch.Tensor | None = None
 
     @property
     def stride(self) -> int:

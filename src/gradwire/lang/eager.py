@@ -1,6 +1,7 @@
 """The interpreter in plain torch: what it computes is what every other target must compute.
 
-semantics.py defines the operations, this file how a row is evaluated with them.
+semantics.py defines the operations, eager_memory.py what lies where in memory, this file how a row
+is evaluated with them.
 
 It takes one row at a time and evaluates nodes on parts of it: runs of equal blocks as
 [blocks, block] tensors, with the ragged last block a part of its own. Element scope is
@@ -10,34 +11,23 @@ Selections, entries and matrices are of the whole row: int64[entries], [entries]
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from gradwire.errors import CodecError
 from gradwire.lang import forms, ir, rng, semantics
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.forms import Field
+from gradwire.lang.eager_memory import Part, RowMemory, in_runs
 from gradwire.lang.ir import Node, Scope
-from gradwire.lang.layout import RUN, Layout, element_nbytes, layout, native_name, run_nbytes
+from gradwire.lang.layout import RUN, Layout, layout, native_name
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
 PART = 1 << 20  # values evaluated at once: bounds memory, keeps temporaries in cache
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """Blocks first .. first + blocks - 1 of a row, each of `m` values."""
-
-    first: int
-    blocks: int
-    m: int
 
 
 class Interpreter:
@@ -68,7 +58,7 @@ class _Frame:
     memo: dict[Node, Tensor] = field(default_factory=dict)
 
 
-class _Row:
+class _Row(RowMemory):
     def __init__(
         self,
         program: ir.Program,
@@ -78,11 +68,8 @@ class _Row:
         call: Call,
         table: tuple[float, ...],
     ) -> None:
-        self.program, self.layout, self.native, self.row, self.call, self.table = (
-            program, layout, native, row, call, table,
-        )  # fmt: skip
-        self.numel = int(row["numel"])
-        self.offsets = layout.offsets(self.numel)
+        super().__init__(layout, native, row, call)
+        self.program, self.table = program, table
         self.row_memo: dict[tuple[int | None, Node], Tensor] = {}
 
     def run(self) -> None:
@@ -127,53 +114,6 @@ class _Row:
         """An element or a number of its block, for every element of the row: [numel]."""
         return torch.cat([_flat(self.evaluate(n, _Frame(p, source)), p) for p in self.parts()])
 
-    # memory ------------------------------------------------------------------------------------
-
-    def memory(self, target: str) -> Tensor:
-        """The row's values (in their dtype) or its residual (fp32), flat."""
-        dtype = TORCH[self.native] if target == "values" else torch.float32
-        return view(int(self.row[target]), self.numel * dtype.itemsize).view(dtype)
-
-    def payload(self, source: int | None) -> Tensor:
-        """The row's own payload, or that of peer number `source`."""
-        address = int(self.row["payload"])
-        if source is not None:
-            distances = self.call.distances
-            assert distances is not None
-            address = int(self.row["source"]) + int(distances[source])
-        return view(address, self.layout.nbytes(self.numel))
-
-    def field(self, name: str) -> tuple[int, Field]:
-        at = [f.name for f in self.layout.fields].index(name)
-        return at, self.layout.fields[at]
-
-    def field_bytes(self, name: str, part: Part, payload: Tensor) -> Tensor:
-        """The bytes of a field that belong to a part: uint8[blocks, bytes a block]."""
-        at, f = self.field(name)
-        begin, end = self.offsets[at : at + 2]
-        if f.scope in (Scope.TENSOR, Scope.MATRIX):
-            return payload[begin:end].view(1, -1)
-        if f.scope is Scope.BLOCK:
-            size, stride = f.item_nbytes, f.item_nbytes
-        else:
-            size, stride = (
-                element_nbytes(f.dtype, part.m),
-                element_nbytes(f.dtype, self.layout.block),
-            )
-        begin += part.first * stride
-        return payload[begin : begin + part.blocks * size].view(part.blocks, size)
-
-    def put(self, name: str, n: Node, result: Tensor, part: Part) -> None:
-        memory = self.field_bytes(name, part, self.payload(None))
-        if n.scope is Scope.ELEMENT:
-            result = result.expand(part.blocks, part.m)
-        elif n.scope is not Scope.MATRIX:
-            result = result.reshape(-1, 1)
-        if n.dtype in ir.CODES:
-            memory.copy_(semantics.pack(result, n.dtype) if n.scope is Scope.ELEMENT else result)
-        else:
-            memory.copy_(result.reshape(-1).view(torch.uint8).view(memory.shape))
-
     def put_tails(self) -> None:
         """All that has a length which depends on data, and zeros up to the greatest length."""
         payload = self.payload(None)
@@ -188,19 +128,13 @@ class _Row:
                 known = payload[self.offsets[at] : self.offsets[at + 1]]
                 known.copy_(counts.to(torch.int16).view(torch.uint8))
                 positions = chosen % self.layout.block
-                self.put_tail(name, _in_runs(positions, self.layout.position), chosen.numel())
+                self.put_tail(name, in_runs(positions, self.layout.position), chosen.numel())
             elif n.op == "keep":
                 flags = self.everywhere(n.args[1]) != 0
                 codes = self.everywhere(n.args[0])[flags]
-                self.put_tail(name, _in_runs(codes, n.dtype, self.layout.block), codes.numel())
+                self.put_tail(name, in_runs(codes, n.dtype, self.layout.block), codes.numel())
             elif n.scope is Scope.SELECTION:
-                self.put_tail(name, _in_runs(self.evaluate(n, frame), n.dtype), None)
-
-    def put_tail(self, name: str, data: Tensor, entries: int | None) -> None:
-        if entries is not None:
-            self.entries = entries  # the selection stands before what belongs to it
-        begin, nbytes = self.layout.tails(self.numel, self.entries)[self.field(name)[0]]
-        self.payload(None)[begin : begin + nbytes] = data
+                self.put_tail(name, in_runs(self.evaluate(n, frame), n.dtype), None)
 
     # evaluation --------------------------------------------------------------------------------
 
@@ -246,52 +180,9 @@ class _Row:
             # a copy, since a payload's fields need not be aligned
             result = memory.clone().view(TORCH[n.dtype])
         if n.scope is Scope.MATRIX:
-            shape = self.field(n.attr.name)[1].shape
-            assert shape is not None
-            return result.view(-1, shape[1])
+            assert n.attr.shape is not None
+            return result.view(n.attr.shape.of(self.numel))
         return result.reshape(()) if n.scope is Scope.TENSOR else result
-
-    def received_selection(self, name: str, payload: Tensor) -> Tensor:
-        """int64[entries]: the elements that a payload selects. `CodecError` for nonsense."""
-        at, f = self.field(name)
-        assert f.capacity is not None
-        known = payload[self.offsets[at] : self.offsets[at + 1]]
-        counts = known.clone().view(torch.int16).to(torch.int64) & 0xFFFF
-        entries = int(counts.sum())
-        if entries > f.capacity.of(self.numel):
-            raise CodecError(
-                f"{name}: {entries} entries of {self.numel} values, at most "
-                f"{f.capacity.of(self.numel)} can be"
-            )
-        dtype = self.layout.position
-        positions = self.received_tail(name, payload, entries, dtype, RUN)
-        blocks = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-        chosen = blocks * self.layout.block + positions
-        ascending = bool((chosen[1:] > chosen[:-1]).all())
-        if (
-            not ascending
-            or bool((positions >= self.layout.block).any())
-            or (entries and int(chosen[-1]) >= self.numel)
-        ):
-            raise CodecError(f"{name}: positions that are not in order, or beyond the end")
-        return chosen
-
-    def received_tail(
-        self, name: str, payload: Tensor, entries: int, dtype: str, run: int
-    ) -> Tensor:
-        begin, nbytes = self.layout.tails(self.numel, entries)[self.field(name)[0]]
-        data = payload[begin : begin + nbytes].clone()
-        if dtype not in ir.CODES and dtype in TORCH:
-            return data.view(TORCH[dtype])
-        full = run_nbytes(dtype, entries // run * run, run)
-        rows = entries // run
-        pieces = [(data[:full], rows, run), (data[full:], 1, entries % run)]
-        codes = [
-            semantics.unpack(piece.view(blocks, -1), dtype, m).reshape(-1)
-            for piece, blocks, m in pieces
-            if piece.numel()
-        ]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *codes])
 
     def kept_codes(self, n: Node, payload: Tensor, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.FieldRef)
@@ -409,8 +300,7 @@ class _Row:
 
     def _matrix(self, n: Node, frame: _Frame) -> Tensor:
         assert isinstance(n.attr, ir.Shape)
-        columns = n.attr.columns
-        rows = max(1, -(-self.numel // columns))
+        rows, columns = n.attr.of(self.numel)
         padded = torch.zeros(rows * columns)
         padded[: self.numel] = self.everywhere(n.args[0], frame.source)
         return padded.view(rows, columns)
@@ -444,20 +334,3 @@ def _flat(result: Tensor, part: Part) -> Tensor:
 def _of_part(flat: Tensor, part: Part, block: int) -> Tensor:
     first = part.first * block
     return flat[first : first + part.blocks * part.m].view(part.blocks, part.m)
-
-
-def _in_runs(values: Tensor, dtype: str, run: int = RUN) -> Tensor:
-    """Values as they lie in a payload: uint8, in runs."""
-    if dtype in TORCH:
-        return values.contiguous().view(torch.uint8)
-    full = values.numel() // run * run
-    runs = [values[:full].view(-1, run), values[full:].view(1, -1)]
-    packed = [semantics.pack(r, dtype).reshape(-1) for r in runs if r.numel()]
-    return torch.cat([torch.empty(0, dtype=torch.uint8), *packed])
-
-
-def view(address: int, nbytes: int) -> Tensor:
-    """uint8[nbytes] on memory that the caller owns."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

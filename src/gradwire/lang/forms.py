@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwire.lang import ir, verify
+from gradwire.lang import ir, passes, shapes, verify
 from gradwire.lang.codec import Codec
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.trace import Payload, Trace, Value, as_number, tracing
@@ -47,7 +47,7 @@ class Field:
         name, dtype, scope: as `concat` got them.
         capacity: of a selection.
         flag: name of the field that says which blocks a field of kept codes has.
-        shape: (columns, rank, "left" or "right") of a matrix.
+        shape: of a matrix.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Field:
     scope: Scope
     capacity: ir.Size | None = None
     flag: str | None = None
-    shape: tuple[int, int, str] | None = None
+    shape: ir.Shape | None = None
 
     @property
     def item_nbytes(self) -> int:
@@ -96,6 +96,7 @@ def derive(codec: Codec, native: str) -> Forms:
     tracer = _Tracer(codec, native)
     composer = _Composer(tracer, native)
     programs = {p.form: p for p in composer.programs()}
+    verify.gathered(codec, max(len(passes.gathered(p)) for p in programs.values()))
     return Forms(programs, tracer.fields, tracer.block, tuple(tracer.operators), tracer.table)
 
 
@@ -157,7 +158,7 @@ class _Tracer:
             below = [nodes[f.flag]] if f.flag else []
             if f.scope is Scope.SELECTION and f.dtype != "selection" and selection is not None:
                 below = [selection]
-            ref = ir.FieldRef(f.name, source)
+            ref = ir.FieldRef(f.name, source, f.shape)
             nodes[f.name] = ir.node("field", below, ref, dtype=f.dtype, scope=f.scope)
         return self.decode(tuple(nodes.items()))
 
@@ -278,13 +279,7 @@ def _field(name: str, n: Node, stored: dict[str, Node]) -> Field:
         flag = next((other for other, node in stored.items() if node is n.args[1]), None)
         return Field(name, n.dtype, n.scope, flag=flag)
     if n.scope is Scope.MATRIX:
-        made = next((a for a in ir.walk([n]) if a.op == "decompose"), None)
-        if made is not None and isinstance(made.attr, ir.Factor):
-            columns = made.args[0].attr
-            assert isinstance(columns, ir.Shape)
-            return Field(
-                name, n.dtype, n.scope, shape=(columns.columns, made.attr.rank, made.attr.side)
-            )
+        return Field(name, n.dtype, n.scope, shape=shapes.shape_of(n))
     return Field(name, n.dtype, n.scope)
 
 

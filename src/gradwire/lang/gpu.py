@@ -107,41 +107,37 @@ class Device:
         self.statistics = triton_rows.statistics(derived.programs.values())
         table = derived.table or (0.0,)
         self.numbers = functools.cache(lambda device: torch.tensor(table, device=device))
-        self.failed = functools.cache(
+        # given to kernels that read no payload, which never write there
+        self.unread = functools.cache(
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)
         )
 
-    def workspace_nbytes(self, numels: np.ndarray, ranks: int) -> int:
+    def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs."""
         return tiles.workspace_nbytes(self.layout, numels, ranks)
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`.
 
-        Here a payload that no encode makes shows when `check` is called.
+        A payload that no encode makes shows in the call's mark. A call that has none, and reads
+        payloads that can be bad, has one of its own, and waits for the device.
         """
         divided = tiles.divide(rows, self.layout, call.ranks, self.statistics)
-        if divided.number:
-            made = Launches(self, divided, call)
-            for step, *arguments in self.steps[form]:
-                getattr(made, step)(*arguments)
-        if self.device.type == "cpu":
-            self.check()
+        if not divided.number:
+            return
+        failed = call.failed
+        own = self.mark() if failed is None and not form.startswith("encode") else None
+        if failed is None:
+            failed = own.failed if own is not None else self.unread(self.current())
+        made = Launches(self, divided, call, failed)
+        for step, *arguments in self.steps[form]:
+            getattr(made, step)(*arguments)
+        if own is not None:
+            own.check()
 
-    def check(self) -> None:
-        """Wait for the device, and raise `CodecError` if a payload since the last time was bad.
-
-        What such a payload decodes to is not said, but nothing is written out of its bounds.
-        """
-        verdict = self.verdict()
-        if verdict is not None:
-            verdict.check()
-
-    def verdict(self) -> Verdict | None:
-        """The same for those who do not wait; None where no payload can be bad."""
-        if not self.layout.variable:
-            return None
-        return Verdict(self.codec, self.failed(self.current()))
+    def mark(self, device: torch.device | None = None) -> Mark | None:
+        """A mark of the caller's own on a device; None where no payload can be bad."""
+        return Mark(self.codec, device or self.current()) if self.layout.variable else None
 
     def current(self) -> torch.device:
         """The device that launches go to."""
@@ -159,12 +155,36 @@ class Device:
         return staged.to(self.device, non_blocking=True)
 
 
+class Mark:
+    """Where kernels leave word of payloads that no encode makes, for one caller and no other.
+
+    What such a payload decodes to is not said, but nothing is written out of its bounds.
+
+    Attributes:
+        failed: int32[1] on the device: the number of a bad row, counted from 1, or 0.
+    """
+
+    def __init__(self, codec: Codec, device: torch.device) -> None:
+        self.codec = codec
+        # a copy that is waited for: kernels of any stream may write there from now on
+        self.failed = torch.zeros(1, dtype=torch.int32).to(device)
+
+    def check(self) -> None:
+        """Wait for the current stream, and raise `CodecError` if a payload was bad since the last
+        time."""
+        self.verdict().check()
+
+    def verdict(self) -> Verdict:
+        """What `check` would say at this place of the current stream, for those who do not wait."""
+        return Verdict(self.codec, self.failed)
+
+
 class Verdict:
     """Whether the payloads were good that the current stream has decoded up to here.
 
     Args:
         codec: of the payloads.
-        failed: int32[1] on the device: the number of a bad row, counted from 1, or 0.
+        failed: of a `Mark`. It is kept until the device has come to it.
     """
 
     def __init__(self, codec: Codec, failed: torch.Tensor) -> None:
@@ -191,11 +211,11 @@ class Verdict:
 class Launches:
     """The steps of one call, queued on the current stream; emit/triton.py says what they are."""
 
-    def __init__(self, device: Device, divided: Tiles, call: Call) -> None:
+    def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
+        self.failed = failed
         self.table = device.upload(divided.table)
         self.numbers = device.numbers(self.table.device)
-        self.failed = device.failed(self.table.device)
         self.workspace = self.numbers
         if call.workspace is not None:
             self.workspace = call.workspace[: 4 * divided.words].view(torch.float32)
@@ -223,13 +243,13 @@ class Launches:
 
     def complete(self, index: int, number: int, kind: str) -> None:
         """Reduce what a sweep left for every block to so many numbers a row, from `index`."""
-        from gradwire.lang.emit import triton_prelude
+        from gradwire.lang.emit import triton_reductions
 
         columns, done = triton_rows.power2(self.divided.blocks), 0
         while done == 0 or columns > 1:
             columns = max(1, columns // REDUCED)
             self.common(
-                triton_prelude.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
+                triton_reductions.complete, (self.rows[1], -(-columns // REDUCED_COLUMNS), number),
                 self.table, self.workspace, index, done,
                 BLOCK=self.layout.block, PARTIAL=self.layout.partials, KIND=kind,
                 R=REDUCED, LOG=REDUCED.bit_length() - 1, C=REDUCED_COLUMNS,

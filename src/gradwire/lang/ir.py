@@ -112,13 +112,16 @@ class Node:
 
 @dataclass(frozen=True)
 class FieldRef:
-    """attr of a field node: the field's name; source: of the payload that a fold visits."""
+    """attr of a field node: the field's name; source: of the payload that a fold visits; shape: of
+    a matrix."""
 
     name: str
     source: bool = False
+    shape: Shape | None = None
 
     def __repr__(self) -> str:
-        return f"peer's {self.name}" if self.source else self.name
+        name = f"peer's {self.name}" if self.source else self.name
+        return name if self.shape is None else f"{name}: {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,34 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """attr of a matrix node: ceil(n / columns) rows, but at least one."""
+class Quotient:
+    """An extent that is known when a row comes: ceil(n / columns) of n values, but at least one."""
 
-    columns: int
+    divisor: int
+
+    def __str__(self) -> str:
+        return f"ceil(n / {self.divisor})"
+
+    def of(self, n: int) -> int:
+        return max(1, -(-n // self.divisor))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """attr of a matrix node, and the shape of every matrix: rows, columns. See shapes.py."""
+
+    rows: int | Quotient
+    columns: int | Quotient
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}"
+
+    __repr__ = __str__
+
+    def of(self, n: int) -> tuple[int, int]:
+        """The rows and columns where the row holds n values."""
+        rows, columns = (e if isinstance(e, int) else e.of(n) for e in (self.rows, self.columns))
+        return rows, columns
 
 
 @dataclass(frozen=True)

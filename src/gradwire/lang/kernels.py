@@ -76,6 +76,7 @@ class Kernels:
         factor: float = 1.0,
         threads: int = 1,
         workspace: torch.Tensor | None = None,
+        mark: gpu.Mark | None = None,
     ) -> None:
         """Run one of `forms.FORMS` on every row of a table.
 
@@ -85,9 +86,11 @@ class Kernels:
             workspace: uint8[self.workspace_nbytes(rows["numel"], threads, ranks)], or None to
                 allocate it.
             ranks, rank, distances, factor, threads: as in `Call`.
+            mark: what `self.mark` gave the caller: there a GPU leaves word of a payload that cannot
+                be decoded, so that the call need not wait for it.
 
         Raises:
-            CodecError: a payload that cannot be decoded; on a GPU, `check` says so.
+            CodecError: a payload that cannot be decoded; with a mark, the mark says so.
         """
         if form not in forms.FORMS:
             raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
@@ -105,32 +108,24 @@ class Kernels:
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
-        call = Call(ranks, rank, distances, factor, threads, workspace)
+        failed = None if mark is None else mark.failed
+        call = Call(ranks, rank, distances, factor, threads, workspace, failed)
         self._backend.run(form, rows, call)
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs on this target."""
         own = getattr(self._backend, "workspace_nbytes", None)
         if own is not None:
-            return int(own(numels, ranks))
+            return int(own(numels, threads, ranks))
         return self.layout.workspace_nbytes(numels, threads)
 
-    def check(self) -> None:
-        """Raise `CodecError` if a payload since the last time could not be decoded.
+    def mark(self, device: torch.device | None = None) -> gpu.Mark | None:
+        """Where a GPU leaves word of payloads that `run` could not decode: the caller's own memory.
 
-        On a GPU `run` does not wait, so it cannot say; this waits. Elsewhere `run` has said so.
+        None where `run` says so at once, or no payload can be bad. Without `device` on the current.
         """
-        check = getattr(self._backend, "check", None)
-        if check is not None:
-            check()
-
-    def verdict(self) -> gpu.Verdict | None:
-        """What `check` would say at this place of the current stream, for those who do not wait.
-
-        None where `run` has said so, or no payload can be bad.
-        """
-        verdict = getattr(self._backend, "verdict", None)
-        return None if verdict is None else verdict()
+        mark = getattr(self._backend, "mark", None)
+        return None if mark is None else mark(device)
 
 
 def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:
@@ -213,8 +208,6 @@ def decode(
         )
     values = torch.empty(numel, dtype=dtype, device=payload.device)
     _run(k, "decode", values, payload.contiguous(), key)
-    if k.layout.variable:
-        k.check()
     return values
 
 

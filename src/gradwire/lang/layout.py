@@ -126,9 +126,8 @@ class Layout:
         if f.scope is Scope.SELECTION or f.flag is not None:
             return 0
         if f.shape is not None:
-            columns, rank, side = f.shape
-            rows = max(1, -(-numel // columns))
-            return (rows if side == "left" else columns) * rank * ir.BITS[f.dtype] // 8
+            rows, columns = f.shape.of(numel)
+            return rows * columns * ir.BITS[f.dtype] // 8
         if f.scope is Scope.TENSOR:
             return f.item_nbytes
         if f.scope is Scope.BLOCK:

@@ -9,7 +9,7 @@ from gradwire.errors import CodecError
 from gradwire.lang import forms, prebuilt
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.emit import c
+from gradwire.lang.emit import c, c_stack
 from gradwire.lang.layout import layout, native_name
 
 if TYPE_CHECKING:  # sources are generated where there is neither
@@ -38,12 +38,18 @@ class Library:
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
         text = c.prelude() + source(codec, dtype)
+        self._layout = layout(codec, dtype)
+        self._scratch = c_stack.scratch_nbytes(text)
         self._functions, self.prebuilt = prebuilt.functions(text, forms.FORMS)
         for function in self._functions.values():
             function.argtypes = _ARGUMENTS
             function.restype = ctypes.c_int
         numbers = forms.derive(codec, native_name(dtype)).table
         self._table = (ctypes.c_float * max(1, len(numbers)))(*numbers)
+
+    def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
+        """Bytes of scratch memory that a call over rows of these sizes needs."""
+        return self._layout.workspace_nbytes(numels, threads) + threads * self._scratch
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""

@@ -26,14 +26,61 @@
 from __future__ import annotations
 
 import builtins
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from gradwire.lang import ir
+from gradwire.lang import ir, shapes
+from gradwire.lang.matrices import decomp, elements, matmul, matrix
+from gradwire.lang.selections import Sorted, filter, gather, keep, scatter, share, sort, topk
 from gradwire.lang.source import LanguageError, here
-from gradwire.lang.trace import Payload, Value, active, apply, as_number, lift, meet
+from gradwire.lang.trace import (
+    Payload,
+    Value,
+    active,
+    apply,
+    as_number,
+    lift,
+    numbers_of_elements,
+    stream,
+)
+
+__all__ = [
+    "Sorted",
+    "abs",
+    "bf16",
+    "clamp",
+    "concat",
+    "count",
+    "decomp",
+    "elements",
+    "filter",
+    "floor",
+    "fp16",
+    "fp32",
+    "gather",
+    "index",
+    "int32",
+    "inverse",
+    "isfinite",
+    "keep",
+    "lookup",
+    "map",
+    "matmul",
+    "matrix",
+    "native",
+    "random",
+    "reduce",
+    "rotate",
+    "scatter",
+    "share",
+    "sort",
+    "sqrt",
+    "table",
+    "topk",
+    "trit",
+    "uint",
+    "where",
+]
 
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
@@ -57,6 +104,7 @@ def reduce(function: object, value: Value) -> Value:
         raise LanguageError(location, f"reduce: takes min, max or sum, not {function!r}")
     active().uses("reduce")
     value = lift(value)
+    shapes.none(value.node, "reduce", location)
     if value.node.dtype == "bool":
         raise LanguageError(location, "reduce: a condition has no sum: use count(c)")
     return _reduce(name, as_number(value.node), value.blocked, location)
@@ -79,6 +127,7 @@ def count(value: Value) -> Value:
     many times it holds."""
     location = here()
     active().uses("reduce")
+    shapes.none(value.node, "count", location)
     if value.node.dtype == "bool":
         return _reduce("count", value.node, value.blocked, location)
     one = ir.node("const", attr=1.0, scope=ir.Scope.ELEMENT, location=location)
@@ -97,16 +146,8 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     if shared is not None and not isinstance(shared, str):
         raise LanguageError(here(), f"random: shared is a name, not {shared!r}")
     trace.uses("random")
-    node = ir.node("random", attr=_stream(shared), scope=_SCOPES[scope], location=here())
+    node = ir.node("random", attr=stream(shared), scope=_SCOPES[scope], location=here())
     return Value(node)
-
-
-def _stream(shared: str | None = None) -> ir.Stream:
-    if shared is not None:  # numbers that do not depend on the order of calls
-        return ir.Stream(2**16 + zlib.crc32(shared.encode()) % 2**16, shared=True)
-    trace = active()
-    trace.streams += 1
-    return ir.Stream(trace.streams - 1)
 
 
 def index(of: str = "parameter") -> Value:
@@ -231,146 +272,6 @@ def inverse(value: object) -> Value:
     return where(isfinite(quotient), quotient, 0.0)
 
 
-# selections ------------------------------------------------------------------------------------
-
-
-def share(fraction: float, least: int = 1) -> ir.Size:
-    """A size: floor(fraction * n) of n values, but at least `least` and at most n."""
-    known = isinstance(fraction, (int, float)) and type(least) is int
-    if not known or not 0.0 <= fraction <= 1.0 or least < 0:
-        raise LanguageError(
-            here(), f"share({fraction!r}, {least!r}): a fraction of 0 to 1, and a whole number"
-        )
-    return ir.Size(float(fraction), least)
-
-
-def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
-    """The elements of the `k` largest keys; of equal keys, the first. NaN is the largest.
-
-    Args:
-        k: `share(density)`.
-        among: only elements where this condition holds.
-    """
-    location = here()
-    active().uses("topk")
-    args = (_elements(key, "topk", location), *_conditions(among, location))
-    return _select(args, k, location)
-
-
-def filter(condition: Value, capacity: ir.Size) -> Value:
-    """The elements where `condition` holds: the first `capacity` of them."""
-    location = here()
-    active().uses("filter")
-    return _select(_conditions(condition, location), capacity, location)
-
-
-def _select(args: tuple[ir.Node, ...], capacity: ir.Size, location: str) -> Value:
-    if not isinstance(capacity, ir.Size):
-        raise LanguageError(location, f"a selection's size is share(...), not {capacity!r}")
-    return Value(
-        ir.node(
-            "select", args, capacity, dtype="selection", scope=ir.Scope.SELECTION,
-            location=location,
-        )
-    )  # fmt: skip
-
-
-def _conditions(condition: Value | None, location: str) -> tuple[ir.Node, ...]:
-    if condition is None:
-        return ()
-    node = lift(condition).node
-    if node.dtype != "bool" or node.scope is not ir.Scope.ELEMENT:
-        raise LanguageError(location, "a selection needs a condition on elements")
-    return (node,)
-
-
-def _elements(value: Value, operator: str, location: str) -> ir.Node:
-    node = as_number(lift(value).node)
-    if node.scope is not ir.Scope.ELEMENT or node.dtype == "bool":
-        found = "conditions" if node.dtype == "bool" else f"{node.scope.name.lower()} scope"
-        raise LanguageError(location, f"{operator}: takes numbers of elements, not {found}")
-    return node
-
-
-def _selection(value: Value, operator: str, location: str) -> ir.Node:
-    node = lift(value).node
-    if node.dtype != "selection":
-        raise LanguageError(location, f"{operator}: takes a selection, not a {node.dtype}")
-    return node
-
-
-def gather(value: Value, selection: Value) -> Value:
-    """`value` of every selected element: its entries."""
-    location = here()
-    active().uses("gather")
-    chosen = _selection(selection, "gather", location)
-    node = lift(value).node
-    if node.dtype == "bool":
-        node = where(value, 1, 0).node
-    args = (_elements(Value(node), "gather", location), chosen)
-    return Value(ir.node("gather", args, scope=ir.Scope.SELECTION, location=location))
-
-
-def scatter(value: Value, selection: Value) -> Value:
-    """Elements: `value` where an element is selected, else 0. It ends a decode."""
-    location = here()
-    active().uses("scatter")
-    chosen = _selection(selection, "scatter", location)
-    node = as_number(lift(value).node)
-    if node.scope not in (ir.Scope.SELECTION, ir.Scope.TENSOR, ir.Scope.CONSTANT):
-        raise LanguageError(location, "scatter: takes entries, not elements")
-    return Value(ir.node("scatter", (node, chosen), scope=ir.Scope.ELEMENT, location=location))
-
-
-def keep(codes: Value, flag: Value) -> Value:
-    """Codes that are stored only for blocks where `flag`, itself a uint(1) field, is set.
-
-    The others decode as code 0.
-    """
-    location = here()
-    active().uses("filter")
-    stored = codes.node.dtype in ir.CODES and codes.node.scope is ir.Scope.ELEMENT
-    if not stored or (flag.node.dtype, flag.node.scope) != ("uint1", ir.Scope.BLOCK):
-        raise LanguageError(location, "keep: takes codes of elements, and a uint(1) of blocks")
-    args = (codes.node, flag.node)
-    return Value(
-        ir.node("keep", args, dtype=codes.node.dtype, scope=ir.Scope.ELEMENT, location=location)
-    )
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """What `sort` returns: pick from it with [size]."""
-
-    node: ir.Node
-    every: int
-    location: str
-
-    def __getitem__(self, size: ir.Size) -> Value:
-        if not isinstance(size, ir.Size):
-            raise LanguageError(self.location, f"sort(x)[k]: k is share(...), not {size!r}")
-        if size.least < 1:
-            raise LanguageError(self.location, "sort(x)[k]: k must be at least 1")
-        rank = ir.Rank(self.every, size, _stream())
-        return Value(
-            ir.node("reduce", (self.node,), rank, scope=ir.Scope.TENSOR, location=self.location)
-        )
-
-
-def sort(value: Value, every: int = 1) -> Sorted:
-    """All values of the tensor in descending order; only what is picked from them is computed.
-
-    Args:
-        every: sort a sample instead, one value of every `every`, its place drawn at random. Sizes
-            are shares of the sample then.
-    """
-    location = here()
-    active().uses("sort")
-    if not isinstance(every, int) or every < 1:
-        raise LanguageError(location, f"sort: every={every!r} must be 1 or more")
-    return Sorted(_elements(value, "sort", location), every, location)
-
-
 # transforms ------------------------------------------------------------------------------------
 
 
@@ -383,58 +284,12 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
     """
     location = here()
     active().uses("rotate")
-    rotation = ir.Rotation(_stream("rotate"), inverse, full)
-    node = _elements(value, "rotate", location)
+    rotation = ir.Rotation(stream("rotate"), inverse, full)
+    node = numbers_of_elements(value, "rotate", location)
     return Value(
         ir.node("rotate", (node,), rotation, scope=ir.Scope.ELEMENT, location=location),
         blocked=value.blocked,
     )
-
-
-def matrix(value: Value, columns: int) -> Value:
-    """The elements as a matrix of `columns` columns, its last row filled up with zeros."""
-    location = here()
-    if not isinstance(columns, int) or columns < 1:
-        raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
-    node = _elements(value, "matrix", location)
-    return Value(
-        ir.node("matrix", (node,), ir.Shape(columns), scope=ir.Scope.MATRIX, location=location)
-    )
-
-
-def decomp(value: Value, rank: int) -> tuple[Value, Value]:
-    """P and Q of `rank` columns with P Q^T close to a matrix: one step of subspace iteration."""
-    location = here()
-    active().uses("decomp")
-    node = value.node
-    if node.op != "matrix":
-        raise LanguageError(location, "decomp: takes matrix(x, columns)")
-    if type(rank) is not int or rank < 1:
-        raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
-    stream = _stream("decomp")
-    left, right = (
-        ir.node("decompose", (node,), ir.Factor(rank, side, stream), location=location)
-        for side in ("left", "right")
-    )
-    return Value(left), Value(right)
-
-
-def matmul(a: Value, b: Value) -> Value:
-    """A times B transposed, both matrices."""
-    location = here()
-    active().uses("matmul")
-    nodes = meet([as_number(a.node), as_number(b.node)], location)
-    if any(n.scope is not ir.Scope.MATRIX for n in nodes):
-        raise LanguageError(location, "matmul: takes two matrices")
-    return Value(ir.node("product", nodes, location=location))
-
-
-def elements(value: Value) -> Value:
-    """The elements of a matrix that is shaped as matrix(x, columns) was."""
-    location = here()
-    if value.node.scope is not ir.Scope.MATRIX:
-        raise LanguageError(location, "elements: takes a matrix")
-    return Value(ir.node("flatten", (value.node,), scope=ir.Scope.ELEMENT, location=location))
 
 
 # tables ----------------------------------------------------------------------------------------

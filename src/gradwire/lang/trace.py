@@ -10,12 +10,13 @@ value, so data-dependent choices are written `where(condition, a, b)`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from gradwire.lang import ir
+from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here
 
 MAX_BLOCK = 65536
@@ -193,6 +194,7 @@ def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
         ir.Scope.BLOCK, ir.Scope.SELECTION, ir.Scope.ELEMENT,
     }:  # fmt: skip
         raise LanguageError(location, "a matrix and elements do not mix: use elements(matrix)")
+    shapes.alike(nodes, location)
     if ir.Scope.SELECTION not in scopes:
         return nodes
     if ir.Scope.ELEMENT in scopes:
@@ -226,3 +228,21 @@ def as_number(node: ir.Node) -> ir.Node:
     if node.dtype in ("fp32", "bool"):
         return node
     return ir.node("cast", (node,), "nearest", dtype="fp32", location=node.location)
+
+
+def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
+    """The node of numbers of elements, as fp32; anything else is a `LanguageError`."""
+    node = as_number(lift(value).node)
+    if node.scope is not ir.Scope.ELEMENT or node.dtype == "bool":
+        found = "conditions" if node.dtype == "bool" else f"{node.scope.name.lower()} scope"
+        raise LanguageError(location, f"{operator}: takes numbers of elements, not {found}")
+    return node
+
+
+def stream(shared: str | None = None) -> ir.Stream:
+    """The next stream of random numbers, or the one of this name that all ranks share."""
+    if shared is not None:  # numbers that do not depend on the order of calls
+        return ir.Stream(2**16 + zlib.crc32(shared.encode()) % 2**16, shared=True)
+    trace = active()
+    trace.streams += 1
+    return ir.Stream(trace.streams - 1)

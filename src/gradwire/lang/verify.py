@@ -19,6 +19,8 @@ from gradwire.lang.trace import MAX_SELECTION_BLOCK, Payload, Value, selection_o
 if TYPE_CHECKING:
     from gradwire.lang.forms import Field
 
+MOST_GATHERED = 16  # of Run in emit/selection.h
+
 
 def takes_latest(encode: Callable[..., Any]) -> bool:
     """Whether `encode` wants the new gradient beside what error feedback made of it."""
@@ -109,6 +111,15 @@ def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
         )
 
 
+def gathered(codec: Codec, number: int) -> None:
+    """Kernels have room for as many numbers of an entry; error feedback needs two of them."""
+    if number > MOST_GATHERED:
+        raise LanguageError(
+            _definition(codec, "encode"),
+            f"gather: encode may take {MOST_GATHERED - 2} numbers of every entry, not {number - 2}",
+        )
+
+
 def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
     """`decode` returned one number an element, made from the payload's fields alone."""
     at = _definition(codec, "decode")
@@ -116,6 +127,8 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
         raise LanguageError(at, f"decode must return elements, not {type(result).__name__}")
     if result.node.dtype == "bool":
         raise LanguageError(at, "decode must return numbers, not conditions")
+    if result.node.scope is Scope.MATRIX:
+        raise LanguageError(at, "decode must return elements, not a matrix: use elements(matrix)")
     if result.node.scope is not Scope.ELEMENT:
         raise LanguageError(at, "decode must return one value an element")
     below = set(ir.walk(allowed))

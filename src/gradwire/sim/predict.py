@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from gradwire.algorithms import Algorithm, Hierarchical
-from gradwire.collectives import Options, check_defined
+from gradwire.collectives import Options, check_defined, check_feedback
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.sim import models
@@ -83,6 +83,8 @@ class Scenario:
         if nodes is not None and len(nodes) != self.ranks:
             raise ConfigError(f"nodes={nodes}: a machine for each of {self.ranks} ranks")
         check_defined(self.options.algorithm, self.codec)
+        if self.feedback:
+            check_feedback(self.codec)
         models.shapes(self.model)
 
 

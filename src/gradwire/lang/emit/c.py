@@ -1,7 +1,7 @@
 """Plain C from lowered programs: the functions of a codec's forms, in order.
 
 c_nodes.py has a rule for every operation, c_blocks.py and c_entries.py one for every step and
-sink, c_rows.py what surrounds them.
+sink, c_rows.py what surrounds them; c_stack.py says where large arrays lie.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import resources
 
 from gradwire.lang import ir, passes
-from gradwire.lang.emit import c_rows
+from gradwire.lang.emit import c_rows, c_stack
 from gradwire.lang.emit.c_entries import Group, rank_function
 from gradwire.lang.emit.c_nodes import streams
 from gradwire.lang.layout import Layout
@@ -44,7 +44,7 @@ def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
         for number, sweep in enumerate(sweeps):
             parts += _sweep(program, layout, native, drawn, number, sweep)
         parts.append(c_rows.entry(program.form, sweeps, layout))
-    return "\n".join(parts)
+    return c_stack.placed("\n".join(parts), layout.block)
 
 
 def _sweep(

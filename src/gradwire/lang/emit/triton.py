@@ -9,9 +9,9 @@ by a sum over K and unpacked by shifts, whatever m is, and neither moves data be
 1 has the natural order. An element that several views ask for is computed in each.
 
 triton_nodes.py has a rule for every operation, triton_entries.py those for selections and kept
-codes, triton_rows.py what surrounds them; triton_prelude.py, triton_selection.py and
-triton_codes.py have what the generated code calls. A generated file ends with the steps of every
-form, which lang/gpu.py takes:
+codes, triton_rows.py what surrounds them; triton_prelude.py, triton_numbers.py,
+triton_reductions.py, triton_selection.py and triton_codes.py have what the generated code calls. A
+generated file ends with the steps of every form, which lang/gpu.py takes:
 
 | step | is |
 | --- | --- |

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gradwire.lang.emit.triton_numbers import power3
 from gradwire.lang.emit.triton_prelude import (
     BEFORE,
     KEYS,
@@ -16,7 +17,6 @@ from gradwire.lang.emit.triton_prelude import (
     TIED,
     TILES,
     load8,
-    power3,
     store8,
 )
 from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word

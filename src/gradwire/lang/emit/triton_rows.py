@@ -103,7 +103,9 @@ def head(layout: Layout) -> str:
 import triton
 import triton.language as tl
 
+from gradwire.lang.emit.triton_numbers import *
 from gradwire.lang.emit.triton_prelude import *
+from gradwire.lang.emit.triton_reductions import *
 {entries}
 BLOCK = tl.constexpr({layout.block})
 GROUP = tl.constexpr({group(layout)})  # blocks of a full tile

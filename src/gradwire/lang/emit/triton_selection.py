@@ -16,30 +16,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gradwire.lang.emit.triton_numbers import (
+    INFINITY,
+    MAGNITUDE,
+    SIGN,
+    bits_of,
+    float_of,
+    uniform,
+    weyl,
+)
 from gradwire.lang.emit.triton_prelude import (
     BEFORE,
     CAPACITY,
     COLUMNS,
     COUNTED,
-    INFINITY,
     KEYS,
-    MAGNITUDE,
     NUMEL,
     PARTIALS,
     PAYLOAD,
-    SIGN,
     SOURCE,
     STATE,
     TIED,
-    bits_of,
     fail,
     find,
-    float_of,
     load8,
     load16,
     place,
-    uniform,
-    weyl,
 )
 
 BINS = tl.constexpr(256)  # of a histogram: of a byte of keys

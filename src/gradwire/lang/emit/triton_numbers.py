@@ -1,0 +1,166 @@
+"""Numbers in Triton: their bits, what they are stored as and read from, random ones.
+
+lang/eager.py defines the meaning of each of these; this file must give the same bits, as must
+prelude.h. Only generated code imports it, and the files beside it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NAN = tl.constexpr(0x7FC00000)
+INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(0x80000000)
+LEAST = tl.constexpr(-(2**31))
+MOST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number(BITS: tl.constexpr):
+    """A float32 by its bits: those that a literal would lose."""
+    return tl.full((), BITS, tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def negative(x):
+    return float_of(bits_of(x) ^ SIGN)
+
+
+@triton.jit
+def floor(x):
+    """tl.floor takes subnormal numbers for 0 on some GPUs."""
+    small = tl.abs(x) < 8388608.0  # others have no fraction
+    whole = tl.where(small, x, 0.0).to(tl.int32).to(tl.float32)
+    whole = tl.where(whole > x, whole - 1.0, whole)
+    return tl.where(small & (whole != x), whole, x)
+
+
+@triton.jit
+def is_finite(x):
+    return (bits_of(x) & MAGNITUDE) < INFINITY
+
+
+@triton.jit
+def to_fp32(x):
+    return tl.where(x == x, x, number(NAN))
+
+
+@triton.jit
+def to_bf16_nearest(x):
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    r = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+    return _bf16(r, bits, magnitude)
+
+
+@triton.jit
+def to_bf16_down(x):
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    r = (magnitude >> 16) + (((bits >> 31) != 0) & ((magnitude & 0xFFFF) != 0)).to(tl.uint32)
+    return _bf16(r, bits, magnitude)
+
+
+@triton.jit
+def to_bf16_up(x):
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    r = (magnitude >> 16) + (((bits >> 31) == 0) & ((magnitude & 0xFFFF) != 0)).to(tl.uint32)
+    return _bf16(r, bits, magnitude)
+
+
+@triton.jit
+def _bf16(r, bits, magnitude):
+    """Saturate a rounded magnitude, keep infinities, make one NaN."""
+    r = tl.where(r > 0x7F7F, 0x7F7F, r)
+    r = tl.where(magnitude >= INFINITY, 0x7F80, r) | (bits >> 31 << 15)
+    return tl.where(magnitude > INFINITY, 0x7FC0, r)
+
+
+@triton.jit
+def to_fp16_nearest(x):
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    # normal: move the exponent's bias and round the dropped 13 bits to nearest even
+    normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
+    # subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits
+    small = bits_of(float_of(magnitude) + 0.5) - 0x3F000000
+    r = tl.where(magnitude < 0x38800000, small, normal)
+    r = tl.where(magnitude >= 0x477FE000, 0x7BFF, r)
+    r = tl.where(magnitude >= INFINITY, 0x7C00, r) | (bits >> 31 << 15)
+    return tl.where(magnitude > INFINITY, 0x7E00, r)
+
+
+@triton.jit
+def to_code(x, TOP: tl.constexpr):
+    x = tl.where(x > 0.0, x, 0.0)
+    return tl.where(x < TOP, x, TOP).to(tl.int32)
+
+
+@triton.jit
+def to_int32(x):
+    x = tl.where(x == x, x, 0.0)
+    x = tl.where(x < 2147483520.0, x, 2147483520.0)
+    return tl.where(x > -2147483520.0, x, -2147483520.0).to(tl.int32)
+
+
+@triton.jit
+def power3(k):
+    """3^k of 0 to 4."""
+    small = tl.where(k == 0, 1, tl.where(k == 1, 3, 9))
+    return tl.where(k < 3, small, tl.where(k == 3, 27, 81))
+
+
+@triton.jit
+def from_bf16(h):
+    return float_of(h << 16)
+
+
+@triton.jit
+def from_fp16(h):
+    # as a float, the 15 bits are the value times 2^-112, subnormals included
+    scaled = bits_of(float_of((h & 0x7FFF) << 13) * 5.192296858534828e33)
+    special = (h & 0x7C00) == 0x7C00
+    magnitude = tl.where(special, INFINITY | (h & 0x3FF) << 13, scaled)
+    return float_of(magnitude | (h & 0x8000) << 16)
+
+
+# random numbers: lang/rng.py ---------------------------------------------------------------------
+
+
+@triton.jit
+def stream(key, NUMBER: tl.constexpr):
+    """The two 32-bit words that a stream adds to its indices."""
+    x = key.to(tl.uint64, bitcast=True) + (NUMBER + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x & 0xFFFFFFFF).to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
+def weyl(index):
+    """A step of the sequence for every index; the product of a sum is the sum of the products."""
+    return index.to(tl.uint32) * 0x9E3779B1
+
+
+@triton.jit
+def uniform(at, high):
+    """`at` is weyl(index + low)."""
+    x = at ^ (at >> 16)
+    x = (x ^ high) * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08

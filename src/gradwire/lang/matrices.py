@@ -1,0 +1,57 @@
+"""Operators on matrices that are made of a row; shapes.py checks what fits what.
+
+A codec's file imports them from ops.py. They call the BLAS of torch, and are not fused.
+"""
+
+from __future__ import annotations
+
+from gradwire.lang import ir, shapes
+from gradwire.lang.source import LanguageError, here
+from gradwire.lang.trace import Value, active, as_number, lift, numbers_of_elements, stream
+
+
+def matrix(value: Value, columns: int) -> Value:
+    """The elements as a matrix of `columns` columns, its last row filled up with zeros."""
+    location = here()
+    if type(columns) is not int or columns < 1:
+        raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
+    node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(columns)
+    return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
+
+
+def decomp(value: Value, rank: int) -> tuple[Value, Value]:
+    """P and Q of `rank` columns with P Q^T close to a matrix: one step of subspace iteration.
+
+    Of matrix(x, columns), P is ceil(n / columns) x rank and Q columns x rank, of a row of n values.
+    """
+    location = here()
+    active().uses("decomp")
+    node = lift(value).node
+    if node.op != "matrix":
+        raise LanguageError(location, "decomp: takes matrix(x, columns)")
+    if type(rank) is not int or rank < 1:
+        raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
+    shapes.factors(node, rank, location)
+    drawn = stream("decomp")
+    left, right = (
+        ir.node("decompose", (node,), ir.Factor(rank, side, drawn), location=location)
+        for side in ("left", "right")
+    )
+    return Value(left), Value(right)
+
+
+def matmul(a: Value, b: Value) -> Value:
+    """A times B transposed, both matrices, and of as many columns: r x k and c x k give r x c."""
+    location = here()
+    active().uses("matmul")
+    left, right = (as_number(shapes.matrix(lift(v).node, "matmul", location)) for v in (a, b))
+    shapes.product(left, right, location)
+    return Value(ir.node("product", (left, right), location=location))
+
+
+def elements(value: Value) -> Value:
+    """The elements of a matrix that is shaped as matrix(x, columns) was."""
+    location = here()
+    node = as_number(shapes.matrix(lift(value).node, "elements", location))
+    shapes.flat(node, location)
+    return Value(ir.node("flatten", (node,), scope=ir.Scope.ELEMENT, location=location))

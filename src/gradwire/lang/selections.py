@@ -1,0 +1,141 @@
+"""Operators on selections: some elements of a row, and what is sent or done for them alone.
+
+A codec's file imports them from ops.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.lang import ir
+from gradwire.lang.source import LanguageError, here
+from gradwire.lang.trace import Value, active, apply, as_number, lift, numbers_of_elements, stream
+
+
+def share(fraction: float, least: int = 1) -> ir.Size:
+    """A size: floor(fraction * n) of n values, but at least `least` and at most n."""
+    known = isinstance(fraction, (int, float)) and type(least) is int
+    if not known or not 0.0 <= fraction <= 1.0 or least < 0:
+        raise LanguageError(
+            here(), f"share({fraction!r}, {least!r}): a fraction of 0 to 1, and a whole number"
+        )
+    return ir.Size(float(fraction), least)
+
+
+def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
+    """The elements of the `k` largest keys; of equal keys, the first. NaN is the largest.
+
+    Args:
+        k: `share(density)`.
+        among: only elements where this condition holds.
+    """
+    location = here()
+    active().uses("topk")
+    args = (numbers_of_elements(key, "topk", location), *_conditions(among, location))
+    return _select(args, k, location)
+
+
+def filter(condition: Value, capacity: ir.Size) -> Value:
+    """The elements where `condition` holds: the first `capacity` of them."""
+    location = here()
+    active().uses("filter")
+    return _select(_conditions(condition, location), capacity, location)
+
+
+def _select(args: tuple[ir.Node, ...], capacity: ir.Size, location: str) -> Value:
+    if not isinstance(capacity, ir.Size):
+        raise LanguageError(location, f"a selection's size is share(...), not {capacity!r}")
+    return Value(
+        ir.node(
+            "select", args, capacity, dtype="selection", scope=ir.Scope.SELECTION,
+            location=location,
+        )
+    )  # fmt: skip
+
+
+def _conditions(condition: Value | None, location: str) -> tuple[ir.Node, ...]:
+    if condition is None:
+        return ()
+    node = lift(condition).node
+    if node.dtype != "bool" or node.scope is not ir.Scope.ELEMENT:
+        raise LanguageError(location, "a selection needs a condition on elements")
+    return (node,)
+
+
+def _selection(value: Value, operator: str, location: str) -> ir.Node:
+    node = lift(value).node
+    if node.dtype != "selection":
+        raise LanguageError(location, f"{operator}: takes a selection, not a {node.dtype}")
+    return node
+
+
+def gather(value: Value, selection: Value) -> Value:
+    """`value` of every selected element: its entries."""
+    location = here()
+    active().uses("gather")
+    chosen = _selection(selection, "gather", location)
+    node = lift(value).node
+    if node.dtype == "bool":
+        node = apply("where", value, 1, 0).node
+    args = (numbers_of_elements(Value(node), "gather", location), chosen)
+    return Value(ir.node("gather", args, scope=ir.Scope.SELECTION, location=location))
+
+
+def scatter(value: Value, selection: Value) -> Value:
+    """Elements: `value` where an element is selected, else 0. It ends a decode."""
+    location = here()
+    active().uses("scatter")
+    chosen = _selection(selection, "scatter", location)
+    node = as_number(lift(value).node)
+    if node.scope not in (ir.Scope.SELECTION, ir.Scope.TENSOR, ir.Scope.CONSTANT):
+        raise LanguageError(location, "scatter: takes entries, not elements")
+    return Value(ir.node("scatter", (node, chosen), scope=ir.Scope.ELEMENT, location=location))
+
+
+def keep(codes: Value, flag: Value) -> Value:
+    """Codes that are stored only for blocks where `flag`, itself a uint(1) field, is set.
+
+    The others decode as code 0.
+    """
+    location = here()
+    active().uses("filter")
+    stored = codes.node.dtype in ir.CODES and codes.node.scope is ir.Scope.ELEMENT
+    if not stored or (flag.node.dtype, flag.node.scope) != ("uint1", ir.Scope.BLOCK):
+        raise LanguageError(location, "keep: takes codes of elements, and a uint(1) of blocks")
+    args = (codes.node, flag.node)
+    return Value(
+        ir.node("keep", args, dtype=codes.node.dtype, scope=ir.Scope.ELEMENT, location=location)
+    )
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """What `sort` returns: pick from it with [size]."""
+
+    node: ir.Node
+    every: int
+    location: str
+
+    def __getitem__(self, size: ir.Size) -> Value:
+        if not isinstance(size, ir.Size):
+            raise LanguageError(self.location, f"sort(x)[k]: k is share(...), not {size!r}")
+        if size.least < 1:
+            raise LanguageError(self.location, "sort(x)[k]: k must be at least 1")
+        rank = ir.Rank(self.every, size, stream())
+        return Value(
+            ir.node("reduce", (self.node,), rank, scope=ir.Scope.TENSOR, location=self.location)
+        )
+
+
+def sort(value: Value, every: int = 1) -> Sorted:
+    """All values of the tensor in descending order; only what is picked from them is computed.
+
+    Args:
+        every: sort a sample instead, one value of every `every`, its place drawn at random. Sizes
+            are shares of the sample then.
+    """
+    location = here()
+    active().uses("sort")
+    if not isinstance(every, int) or every < 1:
+        raise LanguageError(location, f"sort: every={every!r} must be 1 or more")
+    return Sorted(numbers_of_elements(value, "sort", location), every, location)

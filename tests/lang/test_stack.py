@@ -1,0 +1,211 @@
+"""Kernels run in threads with small stacks: large blocks lie in the workspace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from codec_calls import call, gradient, same
+from gradwire.codecs import (
+    DGC,
+    QSGD,
+    AdaComp,
+    Codec,
+    OneBit,
+    RandomK,
+    Rotated,
+    ThreeLC,
+    TopK,
+)
+from gradwire.lang import LanguageError, jit, kernels, layout, native
+from gradwire.lang.emit import c, c_stack
+from gradwire.lang.forms import FORMS
+from gradwire.lang.ops import (
+    abs,
+    concat,
+    fp32,
+    gather,
+    map,
+    reduce,
+    scatter,
+    share,
+    sqrt,
+    topk,
+    uint,
+)
+
+STACK = 256 << 10  # what docs/kernels.md promises to stay below, in bytes
+MOST = 65536  # values of a block
+
+
+@dataclass(frozen=True)
+class Many(Codec):
+    """Eight fields of codes, and as many elements that are kept from one loop to the next."""
+
+    block: int = MOST
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(self.block)
+        fields, value = {}, x
+        for i in range(4):
+            value = map(lambda v: sqrt(abs(v)) / 1.5 + 0.25, value)
+            largest = fp32(reduce(max, value))
+            scaled = map(lambda v, s=largest: v / s * 15.0, value)
+            fields |= {f"size{i}": largest, f"code{i}": uint(4, scaled), f"few{i}": uint(1, scaled)}
+        return concat(**fields)
+
+    def decode(self, **fields: Any) -> Any:
+        terms = [
+            fields[f"code{i}"] * fields[f"size{i}"] + fields[f"few{i}"] * 1e-3 for i in range(4)
+        ]
+        return map(lambda *t: sum(t[1:], t[0]), *terms)
+
+
+CODECS: list[Codec] = [
+    QSGD(bits=7, block=MOST, scale="l2"),
+    OneBit(block=MOST),
+    Rotated(block=MOST),
+    ThreeLC(block=MOST),
+    RandomK(1 / MOST),
+    TopK(1e-4),
+    Many(),
+]
+SMALL: list[Codec] = [OneBit(block=None), DGC(), AdaComp()]
+
+
+def agree(codec: Codec, threads: int) -> None:
+    """Every form of target c leaves what the interpreter leaves."""
+    numel = 2 * layout(codec).block + 100
+    values, residual = gradient(numel), gradient(numel, seed=3)
+    peer = call(codec, "encode", gradient(numel, seed=1), target="eager").payload
+    for form in FORMS:
+        summed = form.startswith("reduce") or form == "decode_sum"
+        a, b = (
+            call(
+                codec, form, values, target=target, payload=peer, residual=residual,
+                peers=[peer] * summed, factor=0.5, threads=threads,
+            )
+            for target in ("c", "eager")
+        )  # fmt: skip
+        assert torch.equal(a.payload, b.payload), (codec, form)
+        assert same(a.values, b.values), (codec, form)
+        assert same(a.residual, b.residual), (codec, form)
+
+
+def in_a_small_stack(body: Callable[[], None]) -> None:
+    """Run it in a thread that has STACK bytes."""
+    errors: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    before = threading.stack_size(STACK)
+    try:
+        thread = threading.Thread(target=caught)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def run(codecs: list[Codec]) -> None:
+    """What a process of its own does: OpenMP reads OMP_STACKSIZE when it is loaded."""
+    for codec in codecs:
+        kernels(codec)  # compiled where the stack is large
+
+        def calls(codec: Codec = codec) -> None:
+            for form in FORMS:
+                numel = 2 * layout(codec).block + 100
+                values = torch.ones(numel)
+                peer = call(codec, "encode", values, threads=2).payload
+                summed = form.startswith("reduce") or form == "decode_sum"
+                call(codec, form, values, payload=peer, peers=[peer] * summed, threads=2)
+
+        in_a_small_stack(calls)
+    print("done")
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_large_blocks_leave_the_same_bytes(codec: Codec) -> None:
+    for threads in (1, 3):
+        agree(codec, threads)
+
+
+def test_small_stacks_of_callers_and_of_openmp() -> None:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(root / folder) for folder in ("src", "tests", "tests/lang"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_stack; test_stack.run(test_stack.CODECS)"],
+        env=os.environ | {"OMP_STACKSIZE": f"{STACK}B", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "done\n", (done.returncode, done.stderr)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="asks gcc")
+@pytest.mark.parametrize("codec", [*CODECS, *SMALL], ids=repr)
+def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
+    """By what the compiler says: a sweep and the copy that it calls, twice the largest frame."""
+    (tmp_path / "a.c").write_text(c.prelude() + native.source(codec, "fp32"), "utf-8")
+    flags = [flag for flag in jit.FLAGS if flag != "-shared"]
+    subprocess.run(["gcc", *flags, "-fstack-usage", "-c", "a.c"], cwd=tmp_path, check=True)
+    rows = [line.split("\t") for line in (tmp_path / "a.su").read_text("utf-8").splitlines()]
+    largest = max(rows, key=lambda row: int(row[1]))
+    assert 2 * int(largest[1]) <= STACK - 32768, largest
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *SMALL], ids=repr)
+def test_every_thread_has_room_for_large_arrays(codec: Codec) -> None:
+    text = native.source(codec, "fp32")
+    large = codec in CODECS
+    assert (c_stack.scratch_nbytes(text) > 0) == large
+    numels = torch.tensor([1]).numpy()
+    needed = [kernels(codec).workspace_nbytes(numels, threads) for threads in (1, 3)]
+    if large:
+        assert needed[1] - needed[0] >= 2 * c_stack.ON_STACK
+    else:
+        assert needed == [layout(codec).workspace_nbytes(numels, threads) for threads in (1, 3)]
+
+
+def test_blocks_beyond_the_largest_are_refused() -> None:
+    with pytest.raises(LanguageError, match="a block holds 1 to 65536 values"):
+        layout(Many(1 << 20))
+
+
+@dataclass(frozen=True)
+class Gathers(Codec):
+    """So many numbers of every entry."""
+
+    number: int
+
+    def encode(self, g: Any) -> Any:
+        chosen = topk(abs(g), share(0.1))
+        values = {f"v{i}": gather(g * (i + 1.0), chosen) for i in range(self.number)}
+        return concat(chosen=chosen, **values)
+
+    def decode(self, chosen: Any, v0: Any, **others: Any) -> Any:
+        return scatter(v0, chosen)
+
+
+def test_what_is_gathered_of_an_entry_has_room() -> None:
+    agree(Gathers(14), 2)
+    with pytest.raises(LanguageError, match="encode may take 14 numbers of every entry, not 15"):
+        layout(Gathers(15))
