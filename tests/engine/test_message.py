@@ -29,7 +29,7 @@ def test_a_sealed_message_passes(payload: int, checksum: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("plan", 1), ("sequence", 8), ("segment", 0), ("chunk", 0)]
+    ("field", "value"), [("plan", 1), ("sequence", 8), ("call", 1), ("segment", 0), ("chunk", 0)]
 )
 def test_a_foreign_message_is_refused_by_the_name_of_the_field(field: str, value: int) -> None:
     with pytest.raises(CodecError, match=f"rank 5.*{field}"):

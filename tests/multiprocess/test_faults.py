@@ -64,6 +64,18 @@ def attach_without_a_peer(rank: int) -> Report:
     return reported(lambda: gw.attach(model))
 
 
+def states_of_two_steps(rank: int) -> Report:
+    """One rank resumes from an older checkpoint than the other."""
+    model = DDP(nn.Linear(100, 50))
+    handle = gw.attach(model, "rotated")
+    states = []
+    for _ in range(2):
+        model(torch.randn(4, 100)).sum().backward()
+        states.append(handle.state_dict())
+    handle.load_state_dict(states[rank])
+    return reported(lambda: model(torch.randn(4, 100)).sum().backward())
+
+
 def slow_once_then_another_dies(rank: int) -> Report:
     """Rank 0 keeps its peers waiting, within the timeout; much later rank 2 dies."""
     tensor = torch.randn(100_000)
@@ -121,3 +133,9 @@ def test_a_rank_that_never_attaches_is_named() -> None:
     kind, peer, text, seconds = reports[0]
     assert (kind, peer) == ("TransportError", 1), text
     assert seconds < 10
+
+
+def test_states_of_two_steps_are_refused() -> None:
+    reports = as_processes(2, states_of_two_steps, timeout=20)
+    assert all(kind in ("CodecError", "TransportError") for kind, _, _, _ in reports), reports
+    assert any("states of one step" in text for _, _, text, _ in reports), reports

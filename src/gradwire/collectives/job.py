@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Job:
             shared=_column([item.keys.shared for item in items]),
             steps=_column([item.step for item in items]),
         )
+        self.call = zlib.crc32(np.stack([self.step.shared, self.step.steps]).tobytes(), average)
 
     def _home(self, item: Item) -> int:
         """Where `values` would begin if `home` stood at its place among them."""
@@ -167,8 +169,8 @@ class Job:
         check(self.memory(buffer), self._envelope(buffer), task.peer)
 
     def _envelope(self, buffer: Buffer) -> Envelope:
-        c = self.collective
-        return Envelope(c.plan, self.sequence, buffer.segment, buffer.chunk, c.checksum)
+        c, place = self.collective, (buffer.segment, buffer.chunk)
+        return Envelope(c.plan, self.sequence, *place, self.call, c.checksum)
 
     def finish(self) -> None:
         self.held.give()

@@ -27,7 +27,7 @@ from gradwire.collectives.topology import machines
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
 from gradwire.engine.schedule import Stage, lower
 from gradwire.errors import ConfigError
-from gradwire.lang import kernels
+from gradwire.lang import fingerprint, kernels
 from gradwire.partition import SEGMENT_BYTES, Spec, partition
 
 CPU = torch.device("cpu")
@@ -88,7 +88,10 @@ class Collective:
                 check_feedback(spec.codec)
         # Before anything else is exchanged: what follows is the same on every rank.
         # Once: `options` may differ between ranks, and change on one, in what its text leaves out.
+        used = dict.fromkeys((spec.codec, spec.dtype) for spec in self.specs)
         agreed = [kind, f"on {device.type}", str(options), *map(str, self.specs)]
+        # A codec's name says little of a user's file, which may be an older one elsewhere.
+        agreed += [f"{codec}: program {fingerprint(codec, dtype)}" for codec, dtype in used]
         self.plan = comm.agree("a collective", agreed, once=True)
         algorithm = _algorithm(comm, options, kind)
         plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"

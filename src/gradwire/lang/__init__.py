@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gradwire.lang.codec import Codec
 from gradwire.lang.layout import Layout, layout
-from gradwire.lang.show import show
+from gradwire.lang.show import fingerprint, show
 from gradwire.lang.source import LanguageError
 from gradwire.lang.trace import Payload, Value
 
@@ -24,5 +24,5 @@ except ModuleNotFoundError as missing:
 
 __all__ = [
     "ROW", "Codec", "Kernels", "LanguageError", "Layout", "Payload", "Value",
-    "decode", "encode", "kernels", "layout", "rng", "show",
+    "decode", "encode", "fingerprint", "kernels", "layout", "rng", "show",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
@@ -31,3 +32,10 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
         fused = forms.derive(codec, native_name(dtype)).fused
         return gpu.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
     raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(STAGES)}")
+
+
+def fingerprint(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
+    """16 hexadecimal digits of what the codec does to values of `dtype`: ranks compare them."""
+    table = forms.derive(codec, native_name(dtype)).table
+    text = f"{show(codec, 'ir', dtype)}\n{table}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,64 @@
+"""Ranks that call alike but not the same: nobody gets a wrong number, everybody an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.engine import Communicator
+from gradwire.errors import CodecError, ConfigError
+from gradwire.lang import Codec, Payload, Value
+from gradwire.lang.ops import concat
+from ranks import as_threads, caught
+
+
+def doubling(by: float) -> Codec:
+    """A codec of one name and no options, whatever it does: a file that is old somewhere."""
+
+    @dataclass(frozen=True)
+    class Stale(Codec):
+        def encode(self, g: Value) -> Payload:
+            return concat(value=g * 0.5)
+
+        def decode(self, value: Value) -> Value:
+            return value * by
+
+    return Stale()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_codec_that_is_another_elsewhere_is_named(world_size: int) -> None:
+    codecs = [doubling(2.0 if rank else 3.0) for rank in range(world_size)]
+    assert len(set(map(str, codecs))) == 1
+
+    def reduce(comm: Communicator) -> BaseException | None:
+        tensor = torch.randn(300)
+        return caught(lambda: gw.all_reduce(tensor, codecs[comm.rank], group=comm))
+
+    for error in as_threads(world_size, reduce):
+        assert isinstance(error, ConfigError)
+        assert "Stale(): program" in str(error)
+
+
+@pytest.mark.parametrize("codec", ["randomk", "rotated", "qsgd"])
+@pytest.mark.parametrize(
+    "differs",
+    [{"op": "sum"}, {"seed": 1}, {"step": 8}],
+    ids=lambda differs: next(iter(differs)),
+)
+def test_a_call_that_differs_is_refused(codec: str, differs: dict[str, Any]) -> None:
+    alike = {"op": "avg", "seed": 0, "step": 7}
+
+    def reduce(comm: Communicator) -> BaseException | None:
+        gw.all_reduce(torch.randn(3000), codec, group=comm, **alike)  # what both have agreed on
+        mine = alike | (differs if comm.rank == 1 else {})
+        return caught(lambda: gw.all_reduce(torch.randn(3000), codec, group=comm, **mine))
+
+    errors = as_threads(2, reduce)
+    assert any(isinstance(error, CodecError) for error in errors)
+    assert all(error is not None for error in errors)
+    assert any("op, seed or step" in str(error) for error in errors)
