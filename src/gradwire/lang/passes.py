@@ -14,6 +14,7 @@ The passes, in the order of `lower`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 
 from gradwire.lang import ir
@@ -325,6 +326,20 @@ def cost(n: Node) -> int:
         return 0
     own = _COST.get(str(n.attr), _COST.get(n.op, 0))
     return own + sum(cost(a) for a in n.args)
+
+
+def known_range(n: Node) -> tuple[float, float] | None:
+    """The least and the greatest of the constants that choices and sums of them may give."""
+    if n.op == "const" and isinstance(n.attr, float) and math.isfinite(n.attr):
+        return n.attr, n.attr
+    if n.op != "alu" or n.attr not in ("where", "add"):
+        return None
+    first, second = (known_range(a) for a in n.args[-2:])
+    if first is None or second is None:
+        return None
+    if n.attr == "add":
+        return first[0] + second[0], first[1] + second[1]
+    return min(first[0], second[0]), max(first[1], second[1])
 
 
 def _is_computed(n: Node) -> bool:
