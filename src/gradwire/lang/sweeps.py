@@ -87,6 +87,19 @@ class Rotate:
 
 
 @dataclass(frozen=True)
+class LookUp:
+    """Fill an array with the numbers that codes, which lie in another, stand for.
+
+    code: a field of codes that was unpacked, or codes that a loop has kept.
+    numbers: of the call, as many as there are codes.
+    """
+
+    node: Node
+    code: Node
+    numbers: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Stage:
     """Over the elements that may be selected: what the sinks of kind "stage" gather."""
 
@@ -127,7 +140,7 @@ class Partial:
     node: Node
 
 
-Step = Loop | Scalars | Recall | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
+Step = Loop | Scalars | Recall | Unpack | LookUp | Rotate | Stage | Visit | Fold | Put | Partial
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
 from gradwire.lang.sweeps import (
     Fold,
+    LookUp,
     Loop,
     Partial,
     Put,
@@ -237,6 +238,17 @@ class Blocks(Writer):
     def tail(self, n: Node) -> int:
         assert isinstance(n.attr, ir.FieldRef)
         return self.field(n.attr.name)
+
+    def look_up(self, step: LookUp) -> None:
+        i, codes = self.number[step.node], self.number[step.code]
+        self.put(f"float a{i}_[GROUP][BLOCK] __attribute__((aligned(64)));")
+        numbers = ", ".join(self.name(n) for n in step.numbers)
+        self.put(f"const float t{i}[] = {{{numbers}}};")
+        if not self.folding:
+            self.over_blocks([])
+        self.put(f"look_up(a{i}_[g], a{codes}_[g], m, t{i}, {len(step.numbers)});")
+        if not self.folding:
+            self.close()
 
     def rotate(self, step: Rotate) -> None:
         if not self.folding:

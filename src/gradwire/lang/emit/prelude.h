@@ -7,6 +7,17 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* As many floats as a vector of this machine has. */
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
+
 /* A row of the table that a call takes; layout.ROW describes the same 64 bytes. */
 typedef struct {
   void *values;
