@@ -169,10 +169,10 @@ class Sweep:
         return tuple(s for s in steps if isinstance(s, Loop))
 
     @property
-    def rotates(self) -> bool:
-        """Whether a block, or a peer's in a fold, is rotated."""
+    def fills(self) -> bool:
+        """Whether numbers of a block, or of a peer's in a fold, come to lie in an array."""
         peers = (inner for s in self.steps if isinstance(s, Fold) for inner in s.body)
-        return any(isinstance(s, Rotate) for s in (*self.steps, *peers))
+        return any(isinstance(s, Rotate | LookUp) for s in (*self.steps, *peers))
 
 
 def operands(nodes: Iterable[Node], sinks: Iterable[Sink]) -> list[Node]:

@@ -126,6 +126,9 @@ class Blocks(Writer):
         if loop is self.prefetching:
             for target in self.prefetched:
                 self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
+        flag = self.asking(loop)
+        if flag is not None:
+            self.open(f"if ({self.name(flag)})")
         for sink in loop.sinks:
             self.SINKS[sink.kind][0](self, sink)
         extremes = self.extremes(loop)
@@ -157,9 +160,16 @@ class Blocks(Writer):
             self.put(f"low{x}_[g] = low{x}, high{x}_[g] = high{x};")
         for sink in loop.sinks:
             self.SINKS[sink.kind][2](self, sink)
+        if flag is not None:
+            self.close()
         if fresh:
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
+
+    def asking(self, loop: Loop) -> Node | None:
+        """The flag without which a loop has nothing to do: it serves kept codes alone."""
+        stored = [s.node for s in loop.sinks if s.kind == "field" and s.node.op == "keep"]
+        return stored[0].args[1] if len(stored) == len(loop.sinks) == 1 else None
 
     def arrays(self, loop: Loop) -> None:
         """The elements that earlier steps have left in arrays."""
