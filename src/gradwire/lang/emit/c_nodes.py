@@ -201,17 +201,25 @@ class Writer:
         if n.dtype == "fp32" and n.attr != "stored":
             return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
         if n.dtype in ir.CODES and not is_limited(n):
-            return self.whole(x)
+            return self.whole(x, wide=code_cell(n.dtype) == "int32_t")
         if n.dtype in ir.CODES:
             zero, top = self.limits[0.0], self.limits[float(ir.TOP[n.dtype])]
             return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
         return CASTS[n.dtype, str(n.attr)].format(self.name(x))
 
-    def whole(self, n: Node) -> str:
-        """A number that is a code: of two constants an integer is chosen as a float would be."""
-        choice = [a.attr for a in n.args[1:] if isinstance(a.attr, float)]
-        if n.attr == "where" and len(choice) == 2 and self.loop and n in self.loop.nodes:
-            return "{} ? {:.0f} : {:.0f}".format(self.name(n.args[0]), *map(int, choice))
+    def whole(self, n: Node, wide: bool) -> str:
+        """A number that is a code: among constants an integer is chosen as a float would be.
+
+        Of more than two only for codes as `wide` as floats: for others gcc narrows the choice, and
+        takes longer than for converting what it has chosen.
+        """
+        if n.op == "const":
+            assert isinstance(n.attr, float)
+            return str(int(n.attr))
+        chosen = n.attr == "where" and (wide or all(a.op == "const" for a in n.args[1:]))
+        if chosen and self.loop and n in self.loop.nodes:
+            condition, yes, no = n.args
+            return f"{self.name(condition)} ? {self.whole(yes, wide)} : ({self.whole(no, wide)})"
         return f"(int32_t){self.name(n)}"
 
     def node_load(self, n: Node) -> str:
