@@ -5,13 +5,6 @@
 /* As many vectors as fit into this machine's registers, and leave some free. */
 enum { VECTORS = LANES == 16 ? 16 : 8 };
 
-/* Add a product with 1 or -1: it is exact, so that there is but one rounding, as of the sum alone. */
-#if defined(__FMA__) && defined(__AVX512F__)
-#define FUSED(sum, x, y) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y))
-#elif defined(__FMA__)
-#define FUSED(sum, x, y) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y))
-#endif
-
 /* At a distance of less than a vector: the lower of two values takes their sum, the upper, whose
    sign is flipped, their difference. */
 INLINE Lanes beside(Lanes x, const int distance) {
@@ -25,14 +18,7 @@ INLINE Lanes beside(Lanes x, const int distance) {
 #else
   const Lanes other = __builtin_shuffle(x, from);
 #endif
-#ifdef FUSED
-  const Lanes ones = (Lanes)(sign ^ (Bits)((Lanes){0} + 1.0f)); /* 1, or -1 where a sign is flipped */
-  Lanes sum = other;
-  FUSED(sum, x, ones);
-  return sum;
-#else
   return other + (Lanes)((Bits)x ^ sign);
-#endif
 }
 
 /* From `distance` up, all distances within `n` vectors that lie so far apart; if these are the first,
