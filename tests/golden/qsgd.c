@@ -29,6 +29,8 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
   int32_t low0_[GROUP], high0_[GROUP];
   for (int g = 0; g < count; g++) {
@@ -109,7 +111,7 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
       const float n20 = n13 * n19;
       const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
-      const int32_t n23 = to_uint(n22, 15.0f);
+      const int32_t n23 = to_uint(n22, limit0, limit1);
       c23[i] = (uint8_t)n23;
       stream0_weyl += WEYL;
     }
@@ -177,6 +179,8 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   enum { GROUP = 8 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
   int32_t low2_[GROUP], high2_[GROUP];
   for (int g = 0; g < count; g++) {
@@ -264,7 +268,7 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
       const float n22 = n15 * n21;
       const float n23 = uniform(stream0, stream0_weyl);
       const float n24 = n22 + n23;
-      const int32_t n25 = to_uint(n24, 15.0f);
+      const int32_t n25 = to_uint(n24, limit0, limit1);
       const float n26 = (float)n25;
       const float n27 = n17 * n26;
       const float n28 = n8 + n27;
@@ -624,6 +628,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   enum { GROUP = 32 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
   float a10_[GROUP][BLOCK] __attribute__((aligned(64)));
   for (int g = 0; g < count; g++) {
@@ -742,7 +748,7 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
       const float n32 = n25 * n31;
       const float n33 = uniform(stream0, stream0_weyl);
       const float n34 = n32 + n33;
-      const int32_t n35 = to_uint(n34, 15.0f);
+      const int32_t n35 = to_uint(n34, limit0, limit1);
       const float n36 = (float)n35;
       const float n37 = n27 * n36;
       const float n38 = n18 + n37;
@@ -816,6 +822,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   enum { GROUP = 8 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(15.0f);
   const Stream stream0 = place->streams[0];
   float a12_[GROUP][BLOCK] __attribute__((aligned(64)));
   for (int g = 0; g < count; g++) {
@@ -937,7 +945,7 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
       const float n34 = n27 * n33;
       const float n35 = uniform(stream0, stream0_weyl);
       const float n36 = n34 + n35;
-      const int32_t n37 = to_uint(n36, 15.0f);
+      const int32_t n37 = to_uint(n36, limit0, limit1);
       const float n38 = (float)n37;
       const float n39 = n29 * n38;
       const float n40 = n20 + n39;

@@ -29,6 +29,8 @@ INLINE void encode_group0(const Call *call, const Place *place, int64_t b0, cons
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   int32_t low0_[GROUP], high0_[GROUP];
   for (int g = 0; g < count; g++) {
@@ -118,6 +120,8 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   const float n2 = place->partials[PARTIALS * place->blocks + 0];
   const float n3 = to_fp32(n2);
@@ -146,7 +150,7 @@ INLINE void encode_group1(const Call *call, const Place *place, int64_t b0, cons
       const float n20 = n14 * n19;
       const float n21 = uniform(stream0, stream0_weyl);
       const float n22 = n20 + n21;
-      const int32_t n23 = to_uint(n22, 3.0f);
+      const int32_t n23 = to_uint(n22, limit0, limit1);
       c23[i] = (uint8_t)n23;
       stream0_weyl += WEYL;
     }
@@ -206,6 +210,8 @@ INLINE void encode_ef_group0(const Call *call, const Place *place, int64_t b0, c
   enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   int32_t low2_[GROUP], high2_[GROUP];
   for (int g = 0; g < count; g++) {
@@ -297,6 +303,8 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
   enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   const float n4 = place->partials[PARTIALS * place->blocks + 0];
   const float n5 = to_fp32(n4);
@@ -327,7 +335,7 @@ INLINE void encode_ef_group1(const Call *call, const Place *place, int64_t b0, c
       const float n22 = n16 * n21;
       const float n23 = uniform(stream0, stream0_weyl);
       const float n24 = n22 + n23;
-      const int32_t n25 = to_uint(n24, 3.0f);
+      const int32_t n25 = to_uint(n24, limit0, limit1);
       const float n26 = (float)n25;
       const float n27 = n14 * n26;
       const float n28 = n5 + n27;
@@ -643,6 +651,8 @@ INLINE void reduce_encode_group0(const Call *call, const Place *place, int64_t b
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   float a8_[GROUP][BLOCK] __attribute__((aligned(64)));
   for (int g = 0; g < count; g++) {
@@ -768,6 +778,8 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
   enum { GROUP = 4 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   const float n12 = place->partials[PARTIALS * place->blocks + 0];
   const float n13 = to_fp32(n12);
@@ -832,7 +844,7 @@ INLINE void reduce_encode_group1(const Call *call, const Place *place, int64_t b
       const float n30 = n24 * n29;
       const float n31 = uniform(stream0, stream0_weyl);
       const float n32 = n30 + n31;
-      const int32_t n33 = to_uint(n32, 3.0f);
+      const int32_t n33 = to_uint(n32, limit0, limit1);
       const float n34 = (float)n33;
       const float n35 = n22 * n34;
       const float n36 = n13 + n35;
@@ -898,6 +910,8 @@ INLINE void reduce_encode_ef_group0(const Call *call, const Place *place, int64_
   enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   float a10_[GROUP][BLOCK] __attribute__((aligned(64)));
   for (int g = 0; g < count; g++) {
@@ -1022,6 +1036,8 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
   enum { GROUP = 1 };
   uint8_t *restrict payload = place->row->payload;
   const float factor = call->factor;
+  const float limit0 = limit(0.0f);
+  const float limit1 = limit(3.0f);
   const Stream stream0 = place->streams[0];
   const float n14 = place->partials[PARTIALS * place->blocks + 0];
   const float n15 = to_fp32(n14);
@@ -1087,7 +1103,7 @@ INLINE void reduce_encode_ef_group1(const Call *call, const Place *place, int64_
       const float n32 = n26 * n31;
       const float n33 = uniform(stream0, stream0_weyl);
       const float n34 = n32 + n33;
-      const int32_t n35 = to_uint(n34, 3.0f);
+      const int32_t n35 = to_uint(n34, limit0, limit1);
       const float n36 = (float)n35;
       const float n37 = n24 * n36;
       const float n38 = n15 + n37;

@@ -25,6 +25,7 @@ from gradwire.lang.ops import (
     index,
     inverse,
     isfinite,
+    lookup,
     map,
     native,
     random,
@@ -33,7 +34,8 @@ from gradwire.lang.ops import (
     uint,
     where,
 )
-from gradwire.lang.sweeps import Loop, Put, Recall, Scalars
+from gradwire.lang.sweeps import LookUp, Loop, Put, Recall, Scalars
+from gradwire.lang.trace import lift
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,26 @@ class SharedNoise(Codec):
         return value - noise + where(value > float("inf"), 1.0, 0.0)
 
 
-CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise()]
+@dataclass(frozen=True)
+class Looked(Codec):
+    """Tables shorter than codes reach, one that two loops read, and choices that are no table."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(70)
+        code = uint(3, abs(x) * 4.0)
+        near = lookup([lift(v) for v in (0.0, 0.5, 1.0, 2.0, float("inf"))], code)
+        error = reduce(max, abs(abs(x) - near))
+        far = uint(5, near * 8.0 + where(x > 1.0, 40.0, where(x > 0.5, -3.0, 2.0)))
+        return concat(error=error, code=code, far=far, sign=uint(1, where(x < 0.0, 1, 0)))
+
+    def decode(self, error: Any, code: Any, far: Any, sign: Any) -> Any:
+        many = lookup([lift(k * 0.75) for k in range(32)], far)
+        crossed = where(code < 3.0, 1.5, where(code < 2.0, 8.0, where(code < 6.0, 0.25, -1.0)))
+        few = lookup([lift(k * k * 0.5) for k in range(5)], code)
+        return (few + many + crossed) * where(sign > 0.0, -1.0, 1.0) + error
+
+
+CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked()]
 
 
 # each pair is a compilation: every codec in fp32, the one with a native field in all dtypes
@@ -169,6 +190,27 @@ def test_what_an_earlier_sweep_left_of_blocks_is_recalled() -> None:
     # sums are added up in place
     sweeps = passes.lower(forms.derive(AdaComp(), "fp32").programs["encode"])
     assert not any(isinstance(s, Recall) for sweep in sweeps for s in sweep.steps)
+
+
+def test_choices_that_are_a_table_are_looked_up() -> None:
+    programs = forms.derive(Looked(), "fp32").programs
+    (sweep,) = passes.lower(programs["decode"])
+    steps = [s for s in sweep.steps if isinstance(s, LookUp)]
+    # as many numbers as codes; one choice is out of order, and one is between two numbers only
+    assert sorted(len(s.numbers) for s in steps) == [8, 32]
+    (sweep,) = passes.lower(programs["encode"])
+    kinds = [type(s) for s in sweep.steps]
+    assert kinds.index(Loop) < kinds.index(LookUp), "a loop must have made the codes"
+    first = next(s for s in sweep.steps if isinstance(s, Loop))
+    assert [s.node.dtype for s in first.sinks if s.kind == "keep"] == ["uint3"]
+
+
+def test_what_is_chosen_among_constants_has_a_known_range() -> None:
+    fields = dict(forms.derive(Looked(), "fp32").programs["encode"].fields)
+    assert passes.known_range(fields["sign"].args[0]) == (0.0, 1.0)
+    assert passes.known_range(fields["code"].args[0]) is None
+    (chosen,) = (a for a in fields["far"].args[0].args if a.attr == "where")
+    assert passes.known_range(chosen) == (-3.0, 40.0)
 
 
 def test_every_draw_has_its_own_stream() -> None:

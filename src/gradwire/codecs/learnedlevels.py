@@ -53,7 +53,11 @@ class LearnedLevels(Codec):
         way = 0.5 if self.rounding == "nearest" else 1.0 - random()
         bounds = [a + (b - a) * way for a, b in pairwise(table(self.grid))]
         unit = map(lambda v: (v * 0.5 - low * 0.5) * inverse(half), x)
-        code = sum(where(unit >= bound, 1.0, 0.0) for bound in bounds)
+        code: Value | int
+        if self.rounding == "nearest":
+            code = _reached(bounds, unit)
+        else:  # every value has bounds of its own, which cost more than their comparison
+            code = sum(where(unit >= bound, 1.0, 0.0) for bound in bounds)
         return concat(low=low, half=half, code=uint(self.bits, code))
 
     def decode(self, low: Value, half: Value, code: Value) -> Value:
@@ -103,6 +107,17 @@ class LearnedLevels(Codec):
                 f"LearnedLevels: levels={self.levels!r} must begin with 0 and end with 1, "
                 "since rounding is stochastic"
             )
+
+
+def _reached(bounds: list[Value], unit: Value) -> Value:
+    """How many of 2^n - 1 ascending bounds are not above: by halves, n comparisons."""
+    half = len(bounds) // 2
+    above = unit >= bounds[half]
+    code = where(above, half + 1, 0)
+    if half == 0:
+        return code
+    rest = [where(above, b, a) for a, b in zip(bounds, bounds[half + 1 :], strict=False)]
+    return code + _reached(rest[:half], unit)
 
 
 def _ascending(numbers: tuple[float, ...]) -> bool:

@@ -14,12 +14,15 @@ The passes, in the order of `lower`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
+from functools import lru_cache
 
 from gradwire.lang import ir
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.sweeps import (
     Fold,
+    LookUp,
     Loop,
     Partial,
     Put,
@@ -35,6 +38,7 @@ from gradwire.lang.sweeps import (
     operands,
 )
 
+MOST_LOOKED_UP = 64  # numbers of a table that is kept in registers, or nearly
 RECOMPUTE = 2  # an element this cheap is computed again rather than kept in an array
 _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
 
@@ -80,7 +84,8 @@ def entry_steps(program: ir.Program) -> tuple[Step, ...]:
 def is_local(element: Node) -> bool:
     """Whether an element can be computed without the others of its block or a payload."""
     local = ("const", "param", "load", "alu", "cast", "index")
-    return all(n.op in local or n.scope <= Scope.TENSOR for n in _needed([element]))
+    needed = _needed([element])
+    return all((n.op in local or n.scope <= Scope.TENSOR) and not looked_up(n) for n in needed)
 
 
 def rank_nodes(reduction: Node) -> tuple[Scalars, tuple[Node, ...]]:
@@ -179,6 +184,8 @@ def stages(nodes: Iterable[Node], ready: Container[Node] = ()) -> dict[Node, int
             stage[n] = stage[n.args[0]] + 1
         elif n.op == "select":
             stage[n] = max(stage[a] for a in n.args) + 1
+        elif found := looked_up(n):  # codes that a loop makes are looked up after it
+            stage[n] = stage[found.code] + (not is_packed(found.code))
         else:
             stage[n] = max((stage[a] for a in n.args), default=0)
     return stage
@@ -211,6 +218,9 @@ def order_steps(
             at[stage[n] - 1].append(Sink("rotate", n))
         elif n.op == "select":
             at[stage[n] - 1].append(Sink("key", n))
+        elif (found := looked_up(n)) and not is_packed(found.code):
+            kept = Sink("keep", found.code)
+            at[stage[n] - 1] += [kept] if kept not in at[stage[n] - 1] else []
     for sink in sinks:
         if sink.kind == "sample":
             at[stage[sink.element]].append(sink)
@@ -241,6 +251,7 @@ def order_steps(
         if scalars:
             steps.append(Scalars(scalars))
         steps += [Unpack(n) for n in ready if is_packed(n)]
+        steps += [found for n in ready if (found := looked_up(n))]
         steps += [Rotate(n) for n in ready if n.op == "rotate"]
         if special is None:
             if loop.sinks:
@@ -270,7 +281,6 @@ def _fold_body(fold: Node) -> tuple[Step, ...]:
 def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
     """The loops that serve these sinks, each element computed where it is first needed."""
     computed: list[list[Node]] = []
-    kept: dict[int, list[Node]] = {}
     home: dict[Node, int] = {}
     for number, sinks in enumerate(wanted):
         nodes: list[Node] = []
@@ -279,13 +289,10 @@ def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
             if all(sink.kind != "stage" for sink in sinks):  # it does not run for every element
                 home.setdefault(n, number)
         for n in operands(nodes, sinks):
-            if n in home and n not in nodes and n not in kept.setdefault(home[n], []):
-                kept[home[n]].append(n)
+            if n in home and n not in nodes and Sink("keep", n) not in wanted[home[n]]:
+                wanted[home[n]].append(Sink("keep", n))
         computed.append(nodes)
-    return [
-        Loop(tuple(nodes), tuple(sinks) + tuple(Sink("keep", n) for n in kept.get(number, [])))
-        for number, (nodes, sinks) in enumerate(zip(computed, wanted, strict=True))
-    ]
+    return [Loop(tuple(nodes), tuple(sinks)) for nodes, sinks in zip(computed, wanted, strict=True)]
 
 
 def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
@@ -311,12 +318,44 @@ def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
 
 def in_array(n: Node) -> bool:
     """Whether the element lies in an array before any loop asks for it."""
-    return n.op in ("fold", "rotate") or is_packed(n)
+    return n.op in ("fold", "rotate") or is_packed(n) or looked_up(n) is not None
 
 
 def is_packed(n: Node) -> bool:
     """Whether it is a field of codes that lie in planes."""
     return n.op == "field" and n.scope is Scope.ELEMENT and n.dtype in ir.CODES
+
+
+@lru_cache(maxsize=4096)
+def looked_up(n: Node) -> LookUp | None:
+    """The lookup that choices among numbers of the call, by comparing a code, amount to."""
+    if n.scope is not Scope.ELEMENT or not _is_below(n):
+        return None
+    compared = n.args[0].args[0]
+    if compared.op != "cast" or not compared.args[0].dtype.startswith("uint"):
+        return None
+    code, numbers = compared.args[0], _numbers(n, compared, 0)
+    size = 2 ** ir.BITS[code.dtype]
+    if not 3 <= len(numbers) <= size <= MOST_LOOKED_UP:
+        return None
+    return LookUp(n, code, numbers + numbers[-1:] * (size - len(numbers)))
+
+
+def _is_below(n: Node) -> bool:
+    """Whether it chooses by whether an element is below a constant."""
+    return n.attr == "where" and n.args[0].attr == "lt" and n.args[0].args[1].op == "const"
+
+
+def _numbers(n: Node, compared: Node, first: int) -> tuple[Node, ...]:
+    """What is chosen for `compared` = first, first + 1, ...; nothing if it is no such choice."""
+    if n.op in ("const", "param"):
+        return (n,)
+    if not _is_below(n) or n.args[0].args[0] is not compared:
+        return ()
+    below = _numbers(n.args[1], compared, first)
+    middle = first + len(below)
+    above = _numbers(n.args[2], compared, middle)
+    return below + above if below and above and n.args[0].args[1].attr == middle else ()
 
 
 def cost(n: Node) -> int:
@@ -325,6 +364,20 @@ def cost(n: Node) -> int:
         return 0
     own = _COST.get(str(n.attr), _COST.get(n.op, 0))
     return own + sum(cost(a) for a in n.args)
+
+
+def known_range(n: Node) -> tuple[float, float] | None:
+    """The least and the greatest of the constants that choices and sums of them may give."""
+    if n.op == "const" and isinstance(n.attr, float) and math.isfinite(n.attr):
+        return n.attr, n.attr
+    if n.op != "alu" or n.attr not in ("where", "add"):
+        return None
+    first, second = (known_range(a) for a in n.args[-2:])
+    if first is None or second is None:
+        return None
+    if n.attr == "add":
+        return first[0] + second[0], first[1] + second[1]
+    return min(first[0], second[0]), max(first[1], second[1])
 
 
 def _is_computed(n: Node) -> bool:
@@ -344,7 +397,8 @@ def _needed(roots: Iterable[Node], ready: Container[Node] = ()) -> list[Node]:
         if n.op == "fold":
             visit(n.args[0])
         elif n not in ready and not (n.op == "reduce" and n.scope is Scope.TENSOR):
-            for a in n.args:
+            found = looked_up(n)
+            for a in (found.code, *found.numbers) if found else n.args:
                 visit(a)
         order.append(n)
 

@@ -87,6 +87,19 @@ class Rotate:
 
 
 @dataclass(frozen=True)
+class LookUp:
+    """Fill an array with the numbers that codes, which lie in another, stand for.
+
+    code: a field of codes that was unpacked, or codes that a loop has kept.
+    numbers: of the call, as many as there are codes.
+    """
+
+    node: Node
+    code: Node
+    numbers: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Stage:
     """Over the elements that may be selected: what the sinks of kind "stage" gather."""
 
@@ -127,7 +140,7 @@ class Partial:
     node: Node
 
 
-Step = Loop | Scalars | Recall | Unpack | Rotate | Stage | Visit | Fold | Put | Partial
+Step = Loop | Scalars | Recall | Unpack | LookUp | Rotate | Stage | Visit | Fold | Put | Partial
 
 
 @dataclass(frozen=True)
@@ -156,10 +169,10 @@ class Sweep:
         return tuple(s for s in steps if isinstance(s, Loop))
 
     @property
-    def rotates(self) -> bool:
-        """Whether a block, or a peer's in a fold, is rotated."""
+    def fills(self) -> bool:
+        """Whether numbers of a block, or of a peer's in a fold, come to lie in an array."""
         peers = (inner for s in self.steps if isinstance(s, Fold) for inner in s.body)
-        return any(isinstance(s, Rotate) for s in (*self.steps, *peers))
+        return any(isinstance(s, Rotate | LookUp) for s in (*self.steps, *peers))
 
 
 def operands(nodes: Iterable[Node], sinks: Iterable[Sink]) -> list[Node]:

@@ -24,7 +24,7 @@ def prelude() -> str:
     return _text("prelude.h")
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=4)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
 
@@ -36,6 +36,8 @@ def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
     parts = [_text("selection.h")] if layout.variable or layout.samples else []
     if any(isinstance(n.attr, ir.Rotation) for p in programs for n in ir.walk(p.roots)):
         parts.append(_text("rotation.h"))
+    if any(passes.looked_up(n) for p in programs for n in ir.walk(p.roots)):
+        parts.append(_text("lookup.h"))
     parts.append(c_rows.place(layout, drawn))
     if layout.staged:
         parts.append(c_rows.divide())

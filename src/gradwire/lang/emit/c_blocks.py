@@ -17,6 +17,7 @@ from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes, planes
 from gradwire.lang.sweeps import (
     Fold,
+    LookUp,
     Loop,
     Partial,
     Put,
@@ -125,6 +126,9 @@ class Blocks(Writer):
         if loop is self.prefetching:
             for target in self.prefetched:
                 self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
+        flag = self.asking(loop)
+        if flag is not None:
+            self.open(f"if ({self.name(flag)})")
         for sink in loop.sinks:
             self.SINKS[sink.kind][0](self, sink)
         extremes = self.extremes(loop)
@@ -156,9 +160,16 @@ class Blocks(Writer):
             self.put(f"low{x}_[g] = low{x}, high{x}_[g] = high{x};")
         for sink in loop.sinks:
             self.SINKS[sink.kind][2](self, sink)
+        if flag is not None:
+            self.close()
         if fresh:
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
+
+    def asking(self, loop: Loop) -> Node | None:
+        """The flag without which a loop has nothing to do: it serves kept codes alone."""
+        stored = [s.node for s in loop.sinks if s.kind == "field" and s.node.op == "keep"]
+        return stored[0].args[1] if len(stored) == len(loop.sinks) == 1 else None
 
     def arrays(self, loop: Loop) -> None:
         """The elements that earlier steps have left in arrays."""
@@ -237,6 +248,17 @@ class Blocks(Writer):
     def tail(self, n: Node) -> int:
         assert isinstance(n.attr, ir.FieldRef)
         return self.field(n.attr.name)
+
+    def look_up(self, step: LookUp) -> None:
+        i, codes = self.number[step.node], self.number[step.code]
+        self.put(f"float a{i}_[GROUP][BLOCK] __attribute__((aligned(64)));")
+        numbers = ", ".join(self.name(n) for n in step.numbers)
+        self.put(f"const float t{i}[] = {{{numbers}}};")
+        if not self.folding:
+            self.over_blocks([])
+        self.put(f"look_up(a{i}_[g], a{codes}_[g], m, t{i}, {len(step.numbers)});")
+        if not self.folding:
+            self.close()
 
     def rotate(self, step: Rotate) -> None:
         if not self.folding:

@@ -10,6 +10,7 @@ from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, planes, run_nbytes
 from gradwire.lang.sweeps import (
     Fold,
+    LookUp,
     Loop,
     Partial,
     Put,
@@ -248,6 +249,7 @@ Group.STEPS = {
     Recall: Group.recall,
     Loop: Group.element_loop,
     Unpack: Group.unpack,
+    LookUp: Group.look_up,
     Rotate: Group.rotate,
     Stage: Group.stage,
     Visit: Group.visit,

@@ -50,7 +50,7 @@ CASTS = {
     ("bf16", "up"): "to_bf16_up({})",
     ("fp16", "nearest"): "to_fp16_nearest({})",
     ("int32", "zero"): "to_int32({})",
-    ("code", "zero"): "to_uint({}, {top}.0f)",
+    ("code", "zero"): "to_uint({}, {zero}, {top})",
 }
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
@@ -61,6 +61,25 @@ def streams(programs: Iterable[ir.Program]) -> tuple[ir.Stream, ...]:
     drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
     drawn |= {n.attr.stream for n in nodes if isinstance(n.attr, (ir.Rotation, ir.Rank))}
     return tuple(sorted(drawn, key=lambda s: (s.shared, s.number)))
+
+
+def is_limited(n: Node) -> bool:
+    """Whether it is a cast to codes of what may be none."""
+    if n.op != "cast" or n.dtype not in ir.CODES:
+        return False
+    known = passes.known_range(n.args[0])
+    return known is None or known[0] < 0 or known[1] > ir.TOP[n.dtype]
+
+
+def limits(program: ir.Program) -> dict[float, str]:
+    """The constants that numbers of a program are limited to, and the locals that hold them."""
+    found: set[float] = set()
+    for n in ir.walk(program.roots):
+        if is_limited(n):
+            found |= {0.0, float(ir.TOP[n.dtype])}
+        elif n.op == "alu" and n.attr in ("min", "max"):
+            found |= {a.attr for a in n.args if a.op == "const" and isinstance(a.attr, float)}
+    return {value: f"limit{i}" for i, value in enumerate(sorted(found))}
 
 
 def literal(value: float) -> str:
@@ -102,6 +121,7 @@ class Writer:
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)
         self.gathered = passes.gathered(program)
+        self.limits = limits(program)
         self.lines: list[str] = []
         self.indent = 0
         self.loop: Loop | None = None
@@ -125,6 +145,8 @@ class Writer:
         self.put("const float factor = call->factor;")
         for at in sorted(n.attr for n in self.number if isinstance(n.attr, int)):
             self.put(f"const float table{at} = call->table[{at}];")
+        for value, name in self.limits.items():
+            self.put(f"const float {name} = limit({literal(value)});")
         for s in streams([self.program]):
             self.put(f"const Stream {stream_name(s)} = place->streams[{self.streams.index(s)}];")
 
@@ -165,14 +187,40 @@ class Writer:
         return f"flipped({element}, {stream_name(stream)}, {self.weyl(stream)})"
 
     def node_alu(self, n: Node) -> str:
-        return ALU[str(n.attr)].format(*(self.name(a) for a in n.args))
+        names = (self.name(a) for a in n.args)
+        if n.attr in ("min", "max"):
+            names = (self.limit(a) if a.op == "const" else self.name(a) for a in n.args)
+        return ALU[str(n.attr)].format(*names)
+
+    def limit(self, n: Node) -> str:
+        assert isinstance(n.attr, float)
+        return self.limits[n.attr]
 
     def node_cast(self, n: Node) -> str:
         x = n.args[0]
         if n.dtype == "fp32" and n.attr != "stored":
             return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
-        kind = "code" if n.dtype in ir.CODES else n.dtype
-        return CASTS[kind, str(n.attr)].format(self.name(x), top=ir.TOP.get(n.dtype))
+        if n.dtype in ir.CODES and not is_limited(n):
+            return self.whole(x, wide=code_cell(n.dtype) == "int32_t")
+        if n.dtype in ir.CODES:
+            zero, top = self.limits[0.0], self.limits[float(ir.TOP[n.dtype])]
+            return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
+        return CASTS[n.dtype, str(n.attr)].format(self.name(x))
+
+    def whole(self, n: Node, wide: bool) -> str:
+        """A number that is a code: among constants an integer is chosen as a float would be.
+
+        Of more than two only for codes as `wide` as floats: for others gcc narrows the choice, and
+        takes longer than for converting what it has chosen.
+        """
+        if n.op == "const":
+            assert isinstance(n.attr, float)
+            return str(int(n.attr))
+        chosen = n.attr == "where" and (wide or all(a.op == "const" for a in n.args[1:]))
+        if chosen and self.loop and n in self.loop.nodes:
+            condition, yes, no = n.args
+            return f"{self.name(condition)} ? {self.whole(yes, wide)} : ({self.whole(no, wide)})"
+        return f"(int32_t){self.name(n)}"
 
     def node_load(self, n: Node) -> str:
         return f"{n.attr}[i]"

@@ -17,7 +17,7 @@ from gradwire.lang.sweeps import Sweep
 
 LARGE_VALUES = 1 << 18  # of a call: what a cache of a core hardly holds
 # Values of a group: 16 KiB in fp32, so that it stays in L1 with what it asks for; fewer where it is
-# several arrays, as with a residual or rotated values.
+# several arrays, as with a residual, rotated values or numbers looked up.
 GROUP_VALUES = 4096
 GROUP_VALUES_OF_SEVERAL = 1024
 MAX_GROUP = 32  # blocks whose scalars make one vector
@@ -28,7 +28,7 @@ def group(layout: Layout, sweep: Sweep) -> int:
     """Blocks that a sweep takes together, so that their scalars are computed as vectors."""
     memory = {str(n.attr) for loop in sweep.loops for n in loop.nodes if n.op == "load"}
     memory |= {s.name for loop in sweep.loops for s in loop.sinks if s.kind == "store"}
-    values = GROUP_VALUES if len(memory) + sweep.rotates <= 1 else GROUP_VALUES_OF_SEVERAL
+    values = GROUP_VALUES if len(memory) + sweep.fills <= 1 else GROUP_VALUES_OF_SEVERAL
     return max(1, min(MAX_GROUP, values // layout.block))
 
 

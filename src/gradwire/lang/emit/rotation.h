@@ -2,16 +2,8 @@
    order, which is part of the wire format; here several distances are done while values stay in
    registers, so that a block of 1024 is read and written two to four times and not ten. */
 
-/* As many floats as a vector of this machine has, and how many vectors fit into its registers. */
-#if defined(__AVX512F__)
-enum { LANES = 16, VECTORS = 16 };
-#elif defined(__AVX__)
-enum { LANES = 8, VECTORS = 8 };
-#else
-enum { LANES = 4, VECTORS = 8 };
-#endif
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
+/* As many vectors as fit into this machine's registers, and leave some free. */
+enum { VECTORS = LANES == 16 ? 16 : 8 };
 
 /* At a distance of less than a vector: the lower of two values takes their sum, the upper, whose
    sign is flipped, their difference. */
@@ -30,9 +22,9 @@ INLINE Lanes beside(Lanes x, const int distance) {
 }
 
 /* From `distance` up, all distances within `n` vectors that lie so far apart; if these are the first,
-   those within a vector come before. Then all is multiplied by `scale`. */
+   those within a vector come before. If they are the last, all is multiplied by `scale` then. */
 INLINE void butterflies(
-    float *x, int size, int distance, const int n, const int first, float scale) {
+    float *x, int size, int distance, const int n, const int first, const int last, float scale) {
   for (int low = 0; low < size; low += n * distance)
     for (int at = low; at < low + distance; at += LANES) {
       Lanes v[VECTORS];
@@ -54,7 +46,7 @@ INLINE void butterflies(
           }
 #pragma GCC unroll 16
       for (int k = 0; k < n; k++) {
-        v[k] *= scale;
+        if (last) v[k] *= scale;
         memcpy(x + at + k * distance, &v[k], sizeof v[k]);
       }
     }
@@ -79,13 +71,18 @@ static __attribute__((noinline)) void hadamard(float *x, int m) {
       few_butterflies(part, size, scale);
       continue;
     }
-    int done = size < LANES * VECTORS ? LANES : LANES * VECTORS;
-    const float last = done == size ? scale : 1.0f;
-    if (done == LANES) butterflies(part, size, LANES, 1, 1, last);
-    else butterflies(part, size, LANES, VECTORS, 1, last);
-    for (; done * 4 <= size; done *= 4)
-      butterflies(part, size, done, 4, 0, done * 4 == size ? scale : 1.0f);
-    if (done < size) butterflies(part, size, done, 2, 0, scale);
+    if (size < LANES * VECTORS) {
+      butterflies(part, size, LANES, 1, 1, size == LANES, scale);
+      for (int done = LANES; done < size; done *= 2)
+        butterflies(part, size, done, 2, 0, done * 2 == size, scale);
+      continue;
+    }
+    int done = LANES * VECTORS;
+    if (done == size) butterflies(part, size, LANES, VECTORS, 1, 1, scale);
+    else butterflies(part, size, LANES, VECTORS, 1, 0, scale);
+    for (; done * 4 < size; done *= 4) butterflies(part, size, done, 4, 0, 0, scale);
+    if (done * 4 == size) butterflies(part, size, done, 4, 0, 1, scale);
+    else if (done < size) butterflies(part, size, done, 2, 0, 1, scale);
   }
 }
 
