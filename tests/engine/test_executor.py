@@ -188,3 +188,24 @@ def test_what_may_differ_between_ranks_may_change_on_one() -> None:
         return float(tensor[0])
 
     assert as_threads(2, body, Hub(2, timeout=5)) == [2.0, 2.0]
+
+
+def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though two threads meet it before either has told the peers."""
+    executor = Communicator(Hub(1).transport(0)).executor
+    tell, told = executor.transport.fail, []
+
+    def meanwhile(rank: int) -> None:
+        told.append(rank)
+        if len(told) == 1:
+            late = threading.Thread(target=executor._fail, args=(TransportError("second"),))
+            late.start()
+            late.join(5)
+        tell(rank)
+
+    executor.transport.fail = meanwhile
+    executor._fail(TransportError("first", peer=0))
+    executor.close()
+    assert [record.getMessage() for record in caplog.records] == ["first"]
+    assert told == [0]
+    assert str(executor.error) == "first"
