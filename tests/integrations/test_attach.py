@@ -392,6 +392,31 @@ def state_moves_to_another_world_size(rank: int) -> None:
     assert not handle.state_dict()["aggregators"]
 
 
+def a_state_is_a_snapshot(rank: int) -> None:
+    """Training changes neither a state that was taken before it nor one that was loaded."""
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, error_feedback=True)
+    train(model, range(2))
+    state = handle.state_dict()
+    kept = copy.deepcopy(state)
+
+    def unchanged() -> None:
+        for name, tensors in kept["aggregators"].items():
+            assert torch.equal(tensors["residual"], state["aggregators"][name]["residual"])
+        assert state["steps"] == kept["steps"]
+
+    train(model, range(2, 4))
+    unchanged()
+    handle.load_state_dict(state)
+    train(model, range(2, 4))
+    unchanged()
+    after = handle.state_dict()
+    assert after["steps"] != kept["steps"]
+    assert not torch.equal(
+        after["aggregators"]["0.weight"]["residual"], kept["aggregators"]["0.weight"]["residual"]
+    )
+
+
 def state_of_another_plan_is_refused(rank: int) -> None:
     def attached(**arguments: Any) -> gw.Handle:
         model = DDP(mlp())
@@ -637,6 +662,7 @@ SCENARIOS = [
     backward_in_pieces,
     state_moves_to_another_world_size,
     state_of_another_plan_is_refused,
+    a_state_is_a_snapshot,
     copies_are_plain_modules,
     what_ddp_synchronises_is_planned,
     uneven_inputs_join,

@@ -277,7 +277,10 @@ class Handle(Plug):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: saved on every rank beside the model's, it resumes bit by bit."""
+        """This rank's state: saved on every rank beside the model's, it resumes bit by bit.
+
+        A snapshot: residuals are copied, so later training does not change it.
+        """
         return {
             "version": 1,
             "rank": self._comm.rank,
@@ -286,14 +289,14 @@ class Handle(Plug):
             "parameters": {p.name: p.facts() for p in self.plan.parameters},
             "steps": {name: member.step for name, member in self._members.items()},
             "aggregators": {
-                name: state
+                name: {key: kept.clone() for key, kept in state.items()}
                 for name, member in self._members.items()
                 if (state := member.aggregator.state_dict())
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` gave.
+        """Restore what `state_dict` gave. It is copied: training does not change `state`.
 
         Args:
             state: this rank's state; or, after a change of the number of ranks, the list of all
