@@ -46,6 +46,9 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        (QSGD, {}, r"codec=<class.*QSGD\(\.\.\.\), or one of the names identity"),
+        (["qsgd"], {}, r"codec=\['qsgd'\]: give a codec object, or one of the names identity"),
+        (None, {}, "codec=None: give a codec object"),
         ("qsdg", {}, "'qsdg'.*identity, fp16, bf16, qsgd, terngrad"),
         ("qsgd", {"bit": 4}, "'bit'.*bits, block, scale, rounding, metadata"),
         ("fp16", {"dtype": "bf16"}, "'dtype'.*takes none"),

@@ -55,9 +55,13 @@ def test_wrong_input_fails_its_caller_and_nobody_else() -> None:
             {"step": "one"},
             {"residual": torch.zeros(4)},
             {"residual": torch.zeros(3, dtype=torch.float64)},
+            {"residual": [0]},
+            {"seed": -5},
+            {"seed": "a"},
         ):
             error = caught(partial(all_reduce, torch.ones(3), group=comm, **bad))
             assert isinstance(error, ConfigError)
+            assert str(error).startswith(next(iter(bad)))
         for what in ([1.0], torch.ones(3).to_sparse(), torch.arange(3)):
             assert isinstance(caught(partial(all_reduce, what, group=comm)), ConfigError)
         good = torch.ones(3)

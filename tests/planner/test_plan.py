@@ -81,6 +81,11 @@ def test_rotations_spread_remainders() -> None:
         ("decoder", {"include": ["decoder.*"]}),
         ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
         ("list of patterns", {"include": "0.*"}),
+        ("include=None: give a list", {"include": None}),
+        (r"exclude=\[1\]: give a list", {"exclude": [1]}),
+        (r"codecs=\['0.weight'\]: give a dict", {"codecs": ["0.weight"]}),
+        (r"codecs=.*which are strings", {"codecs": {3: "qsgd"}}),
+        ("error_feedback='yes'", {"error_feedback": "yes"}),
     ],
 )
 def test_mistakes_are_named(match: str, arguments: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregators import Member, Rounds
 from gradwire.codecs import Identity
 from gradwire.collectives import DTYPES, Options, check_defined
-from gradwire.collectives.calling import future_on
+from gradwire.collectives.calling import check_seed, future_on
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
@@ -70,7 +70,8 @@ def attach(
         A handle with statistics and state.
 
     Raises:
-        ConfigError: not a DDP module, attached already, nothing to synchronise, sparse gradients,
+        ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
+            named), nothing to synchronise, sparse gradients,
             unknown codec, algorithm, option or pattern, a codec that is not defined in the
             algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
             disagree (the first parameter that differs is named).
@@ -80,9 +81,8 @@ def attach(
     options = options or Options()
     if algorithm is not None:
         options = replace(options, algorithm=algorithm)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
-    if not isinstance(coalesce_bytes, int) or coalesce_bytes < 0:
+    check_seed(seed)
+    if type(coalesce_bytes) is not int or coalesce_bytes < 0:
         raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
     socket = socket_of(model)
     if socket.handle is not None:

@@ -54,6 +54,20 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
 
 
+def check_codec(codec: object, otherwise: str = "") -> None:
+    """Raises ConfigError unless `codec` is one: neither its name nor its class.
+
+    `otherwise`: what else could be given.
+    """
+    if not isinstance(codec, Codec):
+        remedy = "a codec object"
+        if isinstance(codec, str):
+            remedy += f", gradwire.codecs.get({codec!r})"
+        elif isinstance(codec, type) and issubclass(codec, Codec):
+            remedy += f", {codec.__name__}(...)"
+        raise ConfigError(f"codec={codec!r}: give {remedy}{otherwise and f', or {otherwise}'}")
+
+
 def source_lines(codec: Codec) -> int:
     """Lines of code of encode and decode together: no blank lines, comments or docstrings."""
     return sum(_code_lines(getattr(type(codec), name)) for name in ("encode", "decode"))

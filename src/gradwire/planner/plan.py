@@ -13,7 +13,7 @@ torch's own all-reduce, beside the others; rules 1 and 3 must not give it a code
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -106,9 +106,14 @@ def make_plan(
             of them matches the parameter; the plan knows it by the first.
 
     Raises:
-        ConfigError: unknown codec or option, a pattern that matches nothing, one that gives a codec
-            to a dtype that codecs do not take, or no parameter at all.
+        ConfigError: an argument of a wrong type, unknown codec or option, a pattern that matches
+            nothing, one that gives a codec to a dtype that codecs do not take, or no parameter at
+            all.
     """
+    if not isinstance(error_feedback, bool):
+        raise ConfigError(f"error_feedback={error_feedback!r}: use True or False")
+    if not (codecs is None or isinstance(codecs, Mapping)):
+        raise ConfigError(f"codecs={codecs!r}: give a dict, name pattern -> codec, or None")
     if codec is None and codec_options:
         raise ConfigError(
             f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
@@ -128,6 +133,10 @@ def make_plan(
     for argument, patterns in (("include", include), ("exclude", exclude), ("codecs", overrides)):
         if isinstance(patterns, str):
             raise ConfigError(f"{argument}={patterns!r}: give a list of patterns, not one string")
+        if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+            raise ConfigError(
+                f"{argument}={patterns!r}: give a list of patterns, which are strings"
+            )
         for pattern in patterns:
             if not any(_matches(known, pattern) for known in names.values()):
                 raise ConfigError(
