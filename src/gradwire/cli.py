@@ -90,6 +90,17 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def _numbers(option: str, text: str | None) -> list[int]:
+    """The whole numbers of an option that takes several."""
+    numbers = []
+    for part in _list(text) or []:
+        try:
+            numbers.append(int(part))
+        except ValueError:
+            raise ConfigError(f"{option} {text}: {part!r} is not a whole number") from None
+    return numbers
+
+
 def _list(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
@@ -196,7 +207,7 @@ def bench_kernels(
     """Time encode, encode_ef, decode and decode_add against the speed of memory."""
     from gradwire.bench import kernels
 
-    counts = [int(t) for t in _list(threads) or []] or None
+    counts = _numbers("--threads", threads) or None
     rows = kernels.run(_list(codec_name), _list(target), numel, counts, quick, device)
     columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
     with output(json_file) as out:
@@ -286,7 +297,7 @@ def bench_train(
             net=net,
             nodes=nodes,
             methods=tuple(_list(method_names) or ()) or None,
-            seeds=tuple(int(seed) for seed in _list(seeds) or ()),
+            seeds=tuple(_numbers("--seeds", seeds)),
             steps=steps,
             target=target,
             quick=quick,

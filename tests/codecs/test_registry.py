@@ -36,6 +36,7 @@ def test_names_and_options_come_back(name: str) -> None:
 
 
 def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
+    @dataclass(frozen=True)
     class Mine(Codec):
         pass
 
@@ -45,6 +46,9 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        (QSGD, {}, r"codec=<class.*QSGD\(\.\.\.\), or one of the names identity"),
+        (["qsgd"], {}, r"codec=\['qsgd'\]: give a codec object, or one of the names identity"),
+        (None, {}, "codec=None: give a codec object"),
         ("qsdg", {}, "'qsdg'.*identity, fp16, bf16, qsgd, terngrad"),
         ("qsgd", {"bit": 4}, "'bit'.*bits, block, scale, rounding, metadata"),
         ("fp16", {"dtype": "bf16"}, "'dtype'.*takes none"),
@@ -150,10 +154,37 @@ def test_every_stage_can_be_shown(name: str) -> None:
         show(codec, "ptx")
 
 
-def test_a_codec_is_frozen() -> None:
-    @dataclass
-    class Loose(Codec):
-        bits: int = 4
+@dataclass
+class Loose(Codec):
+    bits: int = 4
 
-    with pytest.raises(ConfigError, match=r"Loose: .*@dataclass\(frozen=True\)"):
-        Loose()
+
+class Undecorated(Codec):
+    pass
+
+
+class Handmade(Codec):
+    def __init__(self, bits: int = 4) -> None:
+        self.bits = bits
+
+
+class WithAnotherField(QSGD):
+    more: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ByIdentity(Codec):
+    bits: int = 4
+
+
+@pytest.mark.parametrize("made", [Loose, Undecorated, Handmade, WithAnotherField, ByIdentity])
+def test_a_codec_is_a_frozen_dataclass(made: type[Codec]) -> None:
+    with pytest.raises(ConfigError, match=rf"{made.__name__}: .*@dataclass\(frozen=True\)"):
+        made()
+
+
+def test_a_subclass_without_options_of_its_own_needs_no_decoration() -> None:
+    class Renamed(QSGD):
+        pass
+
+    assert Renamed(bits=2) == Renamed(bits=2) != Renamed(bits=3)

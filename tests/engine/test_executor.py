@@ -55,9 +55,13 @@ def test_wrong_input_fails_its_caller_and_nobody_else() -> None:
             {"step": "one"},
             {"residual": torch.zeros(4)},
             {"residual": torch.zeros(3, dtype=torch.float64)},
+            {"residual": [0]},
+            {"seed": -5},
+            {"seed": "a"},
         ):
             error = caught(partial(all_reduce, torch.ones(3), group=comm, **bad))
             assert isinstance(error, ConfigError)
+            assert str(error).startswith(next(iter(bad)))
         for what in ([1.0], torch.ones(3).to_sparse(), torch.arange(3)):
             assert isinstance(caught(partial(all_reduce, what, group=comm)), ConfigError)
         good = torch.ones(3)
@@ -188,3 +192,24 @@ def test_what_may_differ_between_ranks_may_change_on_one() -> None:
         return float(tensor[0])
 
     assert as_threads(2, body, Hub(2, timeout=5)) == [2.0, 2.0]
+
+
+def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though two threads meet it before either has told the peers."""
+    executor = Communicator(Hub(1).transport(0)).executor
+    tell, told = executor.transport.fail, []
+
+    def meanwhile(rank: int) -> None:
+        told.append(rank)
+        if len(told) == 1:
+            late = threading.Thread(target=executor._fail, args=(TransportError("second"),))
+            late.start()
+            late.join(5)
+        tell(rank)
+
+    executor.transport.fail = meanwhile
+    executor._fail(TransportError("first", peer=0))
+    executor.close()
+    assert [record.getMessage() for record in caplog.records] == ["first"]
+    assert told == [0]
+    assert str(executor.error) == "first"

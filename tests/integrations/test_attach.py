@@ -236,6 +236,70 @@ def nothing_to_compress_still_works(rank: int) -> None:
     assert same_everywhere(flat(model))
 
 
+class Mixed(nn.Module):
+    """Parameters of four dtypes, of which codecs take two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(20, 30)
+        self.turn = nn.Parameter(torch.randn(30, dtype=torch.complex64))
+        self.narrow = nn.Linear(30, 30).bfloat16()
+        self.wide = nn.ModuleList(nn.Linear(30, 30).double() for _ in range(3))
+        self.last = nn.Linear(30, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.narrow((self.first(x) * self.turn).abs().bfloat16()).double()
+        for layer in self.wide:
+            x = layer(x)
+        return self.last(x.float())
+
+
+def other_dtypes_go_by_torch(rank: int) -> None:
+    """Beside what gradwire averages, in whatever buckets."""
+    for megabytes, coalesce_bytes in ((25, 1 << 18), (0.0001, 0), (0.0001, 1 << 30), (0.002, 4000)):
+        reference = DDP(Mixed(), bucket_cap_mb=megabytes)
+        model = DDP(Mixed(), bucket_cap_mb=megabytes)
+        handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
+        for step in range(3):
+            x = batch(step, rank)
+            for each in (reference, model):
+                each.zero_grad()
+                each(x).square().mean().backward()
+            pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+            for (name, p), q in pairs:
+                loose = {"rtol": 1e-2, "atol": 1e-3} if "narrow" in name else {}
+                torch.testing.assert_close(p.grad, q.grad, **loose)
+        assert handle.stats()["steps"] == 3
+        handle.detach()  # then too
+        model.zero_grad()
+        model(batch(2, rank)).square().mean().backward()
+        torch.testing.assert_close(model.module.turn.grad, reference.module.turn.grad)
+
+    model = DDP(Mixed(), bucket_cap_mb=0.002)
+    handle = gw.attach(model, bits=8, error_feedback=True)
+    train(model, range(3))
+    for p in model.parameters():
+        assert same_everywhere(p.detach())
+    stats = handle.stats()
+    told = stats["parameters"]["wide.0.weight"]
+    assert told["codec"] == "torch's all-reduce"
+    assert (told["payload_bytes"], told["ratio"]) == (7200, 1)
+    assert stats["parameters"]["first.weight"]["ratio"] > 3
+    by_torch = sum(p.numel * p.dtype.itemsize for p in handle.plan.parameters if p.by_torch)
+    n = dist.get_world_size()
+    assert stats["wire_bytes"] > 3 * round(2 * (n - 1) / n * by_torch)
+    state = handle.state_dict()
+    assert state["steps"]["turn"] == 3
+    handle.load_state_dict(state)
+    train(model, range(3, 5))
+
+    error = caught(lambda: gw.attach(DDP(Mixed()), include=["turn"]))
+    assert isinstance(error, gw.ConfigError)
+    assert "turn" in str(error)
+    assert "complex64" in str(error)
+
+
 def wrong_input_is_named(rank: int) -> None:
     def refuses(match: str, **arguments: Any) -> None:
         error = caught(lambda: gw.attach(arguments.pop("model", DDP(mlp())), **arguments))
@@ -250,6 +314,10 @@ def wrong_input_is_named(rank: int) -> None:
     refuses("seed='a'", seed="a")
     refuses("seed=-1", seed=-1)
     refuses("seed=True", seed=True)
+    refuses("coalesce_bytes=True", coalesce_bytes=True)
+    refuses("error_feedback='yes'", error_feedback="yes")
+    refuses("include=None", include=None)
+    refuses("codecs=['0.weight']", codecs=["0.weight"])
     refuses("no parameter", exclude=["encoder.*"])
     refuses("list of patterns", exclude="0.*")
     refuses("DistributedDataParallel", model=mlp())
@@ -390,6 +458,31 @@ def state_moves_to_another_world_size(rank: int) -> None:
         handle.load_state_dict(doubled[n])
     assert any("residuals start at zero" in str(w.message) for w in told)
     assert not handle.state_dict()["aggregators"]
+
+
+def a_state_is_a_snapshot(rank: int) -> None:
+    """Training changes neither a state that was taken before it nor one that was loaded."""
+    model = DDP(mlp())
+    handle = gw.attach(model, bits=2, error_feedback=True)
+    train(model, range(2))
+    state = handle.state_dict()
+    kept = copy.deepcopy(state)
+
+    def unchanged() -> None:
+        for name, tensors in kept["aggregators"].items():
+            assert torch.equal(tensors["residual"], state["aggregators"][name]["residual"])
+        assert state["steps"] == kept["steps"]
+
+    train(model, range(2, 4))
+    unchanged()
+    handle.load_state_dict(state)
+    train(model, range(2, 4))
+    unchanged()
+    after = handle.state_dict()
+    assert after["steps"] != kept["steps"]
+    assert not torch.equal(
+        after["aggregators"]["0.weight"]["residual"], kept["aggregators"]["0.weight"]["residual"]
+    )
 
 
 def state_of_another_plan_is_refused(rank: int) -> None:
@@ -628,6 +721,7 @@ SCENARIOS = [
     detach_and_attach_again,
     per_parameter_codecs_and_patterns,
     nothing_to_compress_still_works,
+    other_dtypes_go_by_torch,
     wrong_input_is_named,
     plans_that_differ_are_named,
     non_finite_gradients_reach_every_rank,
@@ -637,6 +731,7 @@ SCENARIOS = [
     backward_in_pieces,
     state_moves_to_another_world_size,
     state_of_another_plan_is_refused,
+    a_state_is_a_snapshot,
     copies_are_plain_modules,
     what_ddp_synchronises_is_planned,
     uneven_inputs_join,

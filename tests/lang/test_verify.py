@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from gradwire.codecs import TopK
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, LanguageError, decode, encode, layout, ops
+from gradwire.lang import Codec, LanguageError, decode, encode, layout, ops, show
 from gradwire.lang.ops import (
     concat,
     fp16,
@@ -70,6 +71,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "reduced twice": (lambda self, g: one(reduce(max, reduce(max, g))), None, "nothing to reduce"),
     "a number": (lambda self, g: concat(code=where(g, 1, 0)), None, "must be a condition"),
     "a condition": (lambda self, g: concat(code=(g > 0.0) + 1), None, "must be a number"),
+    "a loop": (lambda self, g: one(sum(x for x in g)), None, "no loop"),
+    "an item": (lambda self, g: one(g[0]), None, "no single"),
+    "its length": (lambda self, g: one(g / len(g)), None, "how many"),
+    "math": (lambda self, g: one(math.sqrt(g)), None, "gradwire.lang.ops"),
+    "a range": (lambda self, g: one(g + len(range(g))), None, "gradwire.lang.ops"),
+    "torch": (lambda self, g: one(torch.abs(g)), None, "torch's abs"),
+    "torch in Python": (lambda self, g: one(torch.nn.functional.relu(g)), None, "torch's relu"),
+    "a tensor": (lambda self, g: one(torch.ones(3) * g), None, "gradwire.lang.ops"),
     "a string": (lambda self, g: concat(code=g + "1"), None, "not str"),
     "width": (lambda self, g: concat(code=uint(9, g)), None, "1 to 8 bits"),
     "rounding": (lambda self, g: one(ops.bf16(g, toward="zero")), None, "nearest, down"),
@@ -226,6 +235,27 @@ def test_a_condition_of_a_block_serves_entries() -> None:
     payloads = [encode(Signed(), values, target=t) for t in ("eager", "c")]
     assert torch.equal(*payloads)
     assert torch.equal(*(decode(Signed(), payloads[0], 500, target=t) for t in ("eager", "c")))
+
+
+@pytest.mark.parametrize(
+    ("codec", "remedy"),
+    [
+        ("topk", r"gradwire\.codecs\.get\('topk'\)"),
+        (TopK, r"TopK\(\.\.\.\)"),
+        (3, "a codec object"),
+    ],
+    ids=["name", "class", "number"],
+)
+def test_a_name_or_a_class_is_no_codec(codec: Any, remedy: str) -> None:
+    payload = torch.zeros(4, dtype=torch.uint8)
+    for call in (
+        lambda: encode(codec, torch.ones(4)),
+        lambda: decode(codec, payload, 4),
+        lambda: layout(codec),
+        lambda: show(codec, "ir"),
+    ):
+        with pytest.raises(ConfigError, match=f"^codec=.*: give .*{remedy}"):
+            call()
 
 
 def test_memory_of_another_device_is_refused() -> None:

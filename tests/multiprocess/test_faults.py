@@ -56,6 +56,17 @@ def backward_after_death(rank: int, dying: int) -> Report:
     return reported(lambda: model(torch.randn(4, 100)).sum().backward())
 
 
+def double_backward_after_death(rank: int, dying: int) -> Report:
+    """Of a module that goes by torch's all-reduce, whose errors have no type of their own."""
+    model = DDP(nn.Linear(100, 50).double())
+    gw.attach(model)
+    for _ in range(3):  # DDP itself talks in the second, when it rebuilds its buckets
+        model(torch.randn(4, 100).double()).sum().backward()
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reported(lambda: model(torch.randn(4, 100).double()).sum().backward())
+
+
 def attach_without_a_peer(rank: int) -> Report:
     model = DDP(nn.Linear(10, 10))
     if rank == 1:
@@ -126,6 +137,14 @@ def test_backward_raises_the_error_by_its_name() -> None:
         kind, peer, text, seconds = reports[rank]
         assert (kind, peer) == ("TransportError", 1), text
         assert seconds < 20
+
+
+def test_an_error_of_torchs_all_reduce_is_named() -> None:
+    reports = as_processes(2, double_backward_after_death, 1, timeout=20, expect_death=(1,))
+    kind, _, text, seconds = reports[0]
+    assert kind == "TransportError", text
+    assert "rank 0: torch's all-reduce of the gradients of bias, weight failed" in text
+    assert seconds < 20
 
 
 def test_a_rank_that_never_attaches_is_named() -> None:

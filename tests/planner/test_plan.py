@@ -81,6 +81,11 @@ def test_rotations_spread_remainders() -> None:
         ("decoder", {"include": ["decoder.*"]}),
         ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
         ("list of patterns", {"include": "0.*"}),
+        ("include=None: give a list", {"include": None}),
+        (r"exclude=\[1\]: give a list", {"exclude": [1]}),
+        (r"codecs=\['0.weight'\]: give a dict", {"codecs": ["0.weight"]}),
+        (r"codecs=.*which are strings", {"codecs": {3: "qsgd"}}),
+        ("error_feedback='yes'", {"error_feedback": "yes"}),
     ],
 )
 def test_mistakes_are_named(match: str, arguments: dict[str, Any]) -> None:
@@ -93,6 +98,36 @@ def test_nothing_to_train_is_an_error() -> None:
         plan_of(nn.Identity())
 
 
-def test_other_dtypes_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"float64.*float32, float16 and bfloat16"):
-        plan_of(nn.Linear(3, 3).double())
+def mixed() -> nn.Module:
+    double, pairs = nn.Linear(3, 3).double(), nn.Linear(3, 4, dtype=torch.complex64)
+    return nn.Sequential(nn.Linear(3, 3), double, pairs)
+
+
+def test_other_dtypes_go_by_torch() -> None:
+    plan = plan_of(mixed(), error_feedback=True, exclude=["1.weight"], include=["0.*"])
+    how = {p.name: p.how for p in plan.parameters}
+    assert how["0.weight"] == how["0.bias"] == str(QSGD())
+    others = {name for name, text in how.items() if text == "torch's all-reduce"}
+    assert others == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert not any(p.feedback for p in plan.parameters if p.by_torch)
+    assert "1.weight: 9 x torch.float64, torch's all-reduce" in plan.describe()
+    assert plan.parameters[2].facts()["codec"] == "torch's all-reduce"
+    assert all(p.by_torch for p in plan_of(nn.Linear(3, 3).double()).parameters)
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        (r"include.*'1\.\*'.*1\.weight.*float64.*exclude=\['1\.weight'\]", {"include": ["1.*"]}),
+        (r"codecs.*'2\.bias'.*complex64.*\{'2\.bias': None", {"codecs": {"2.bias": "identity"}}),
+    ],
+)
+def test_a_codec_for_another_dtype_is_an_error(match: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=match):
+        plan_of(mixed(), **arguments)
+
+
+def test_the_remedies_for_other_dtypes_work() -> None:
+    plan_of(mixed(), include=["*"], exclude=["[12].*"])
+    plan_of(mixed(), codecs={"[12].*": None, "*": "qsgd"})
+    plan_of(mixed(), codec=None, include=["*"])

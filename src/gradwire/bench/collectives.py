@@ -64,13 +64,16 @@ def run(
         quick: end within 45 seconds on two cores.
 
     Raises:
-        ConfigError: unknown method, impossible network, or no lab on this machine.
+        ConfigError: unknown method, codec or option, no values, an impossible network, or no lab on
+            this machine.
     """
     network = Network.parse(net)
     names = list(methods or [])
     names += [f"gradwire:{codec}" for codec in codecs or []]
     for name in names:
-        method_table.parse(name)
+        method_table.parse(name).check()
+    if numel is not None and numel < 1:
+        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least one rank is needed")
     if network.shaped and (reason := available()) is not None:

@@ -72,8 +72,8 @@ def run(
         quick: fewer steps.
 
     Raises:
-        ConfigError: a method that is not gradwire's, an impossible network, no lab on this machine,
-            or ranks that failed.
+        ConfigError: a method that is not gradwire's, a size that is none, an impossible network, no
+            lab on this machine, or ranks that failed.
     """
     network = Network.parse(net)
     names = tuple(methods or ("gradwire-qsgd4",))
@@ -82,6 +82,10 @@ def run(
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: this profile is of gradwire's own methods")
         method.check()
+    if numel is not None and numel < 1:
+        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         output = str(Path(folder) / "rows.json")
         values, steps = numel or 6_553_600, 10 if quick else 40

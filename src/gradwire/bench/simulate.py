@@ -63,6 +63,8 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
         ConfigError: something unknown, or undefined, or a number that makes no sense; nothing has
             been measured then.
     """
+    if wanted.threads < 1:
+        raise ConfigError(f"--threads {wanted.threads}: a kernel has 1 or more")
     points = [
         (name, value, text, scenario)
         for name, value in _sweep(wanted.sweep)

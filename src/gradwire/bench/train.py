@@ -71,7 +71,7 @@ def plan(
     config = TrainConfig(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
-        nodes=nodes or (2 if quick else 4),
+        nodes=nodes if nodes is not None else (2 if quick else 4),
         net=net or _default_net(quick, announce or _to_stderr),
         methods=methods or (COMPARED if quick else TrainConfig.methods),
         seeds=seeds,

@@ -25,7 +25,7 @@ from gradwire.codecs.terngrad import TernGrad
 from gradwire.codecs.threelc import ThreeLC
 from gradwire.codecs.topk import TopK
 from gradwire.errors import ConfigError
-from gradwire.lang.codec import Codec, source_lines
+from gradwire.lang.codec import Codec, check_codec, source_lines
 from gradwire.lang.forms import derive
 
 # name -> (class, options that the name settles)
@@ -90,6 +90,9 @@ def get(codec: str | Codec, **options: Any) -> Codec:
                 f"options {', '.join(options)} go with a codec's name, not with {codec!r}"
             )
         return codec
+    given: object = codec
+    if not isinstance(given, str):
+        check_codec(given, otherwise=f"one of the names {', '.join(REGISTRY)}")
     if codec not in REGISTRY:
         raise ConfigError(f"unknown codec {codec!r}: use one of {', '.join(REGISTRY)}")
     made, settled = REGISTRY[codec]

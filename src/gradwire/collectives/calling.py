@@ -39,8 +39,16 @@ def check_step(step: int) -> None:
         raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more")
 
 
+def check_seed(seed: int) -> None:
+    """Raises ConfigError unless `seed` is a whole number that is not negative."""
+    if type(seed) is not int or seed < 0:
+        raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
+
+
 def check_residual(residual: torch.Tensor | None, numel: int) -> None:
     """Raises ConfigError unless there is none, or it is fp32, contiguous, of `numel` values."""
+    if not (residual is None or isinstance(residual, torch.Tensor)):
+        raise ConfigError(f"residual: a torch.Tensor or None, not {type(residual).__name__}")
     if residual is not None and (
         residual.numel() != numel or residual.dtype != torch.float32 or not residual.is_contiguous()
     ):

@@ -10,6 +10,7 @@ from gradwire.collectives.calling import (
     Async,
     check_op,
     check_residual,
+    check_seed,
     check_step,
     check_tensor,
     communicator_of,
@@ -63,6 +64,7 @@ def all_reduce(
     check_op("all_reduce", op)
     check_tensor("tensor", tensor)
     check_step(step)
+    check_seed(seed)
     check_residual(residual, tensor.numel())
     chosen = codecs.get(codec, **codec_options)
     comm = communicator_of("all_reduce", group, async_op)

@@ -14,6 +14,7 @@ from gradwire.collectives.calling import (
     Async,
     check_op,
     check_residual,
+    check_seed,
     check_step,
     check_tensor,
     communicator_of,
@@ -64,6 +65,7 @@ def reduce_scatter(
     """
     check_op("reduce_scatter", op)
     check_step(step)
+    check_seed(seed)
     chosen = codecs.get(codec, **codec_options)
     comm = communicator_of("reduce_scatter", group, async_op)
     _check_shards(comm, whole=("input", input), shard=("output", output))
@@ -116,6 +118,7 @@ def all_gather(
         CodecError: a payload arrived corrupted.
     """
     check_step(step)
+    check_seed(seed)
     chosen = codecs.get(codec, **codec_options)
     comm = communicator_of("all_gather", group, async_op)
     _check_shards(comm, whole=("output", output), shard=("input", input))

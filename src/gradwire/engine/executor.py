@@ -129,6 +129,7 @@ class Executor:
         self.error: BaseException | None = None
         self.trace: Trace | None = None
         self._lock = threading.Lock()
+        self._failing = False  # from the first error on; `error` is set once peers are told
         self._running: deque[_Run] = deque()  # that hold a place, the oldest first
         self._waiting: deque[_Run] = deque()
         self._compute: _Queue = SimpleQueue()
@@ -321,8 +322,10 @@ class Executor:
 
     def _fail(self, error: BaseException) -> None:
         """The first error breaks the group: everyone waiting here gets it, and peers are told."""
-        if self.error is not None:
-            return
+        with self._lock:
+            if self.error is not None or self._failing:
+                return  # another thread has met the same, a moment ago
+            self._failing = True
         if isinstance(error, GradwireError):
             log.error("%s", error)
         else:

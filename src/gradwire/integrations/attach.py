@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Member, Rounds
 from gradwire.codecs import Identity
-from gradwire.collectives import Options, check_defined, check_feedback
-from gradwire.collectives.calling import future_on
+from gradwire.collectives import DTYPES, Options, check_defined, check_feedback
+from gradwire.collectives.calling import check_seed, future_on
 from gradwire.engine import Communicator, Outcome
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
-from gradwire.integrations.hook import Plug, socket_of
+from gradwire.integrations.hook import Plug, average, socket_of
 from gradwire.integrations.state import merge_states
 from gradwire.integrations.synchronised import synchronised
 from gradwire.lang import Codec, layout, rng
@@ -49,8 +49,9 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU or on one GPU, in fp32, fp16 or bf16. Over NCCL, what
-            a GPU has goes from GPU to GPU; over gloo alone by way of the host's memory.
+        model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 are
+            gradwire's; torch's own all-reduce averages the others (float64, complex). Over NCCL,
+            what a GPU has goes from GPU to GPU; over gloo alone by way of the host's memory.
         codec: for parameters of two dimensions and more: a name with its options as further
             keywords (see `gradwire codec list`), a Codec, or None for none.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
@@ -69,18 +70,19 @@ def attach(
         A handle with statistics and state.
 
     Raises:
-        ConfigError: not a DDP module, attached already, nothing to synchronise, sparse gradients,
+        ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
+            named), nothing to synchronise, sparse gradients,
             unknown codec, algorithm, option or pattern, a codec that is not defined in the
-            algorithm, or ranks that disagree (the first parameter that differs is named).
+            algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
+            disagree (the first parameter that differs is named).
     """
     if not (options is None or isinstance(options, Options)):
         raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
     options = options or Options()
     if algorithm is not None:
         options = replace(options, algorithm=algorithm)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
-    if not isinstance(coalesce_bytes, int) or coalesce_bytes < 0:
+    check_seed(seed)
+    if type(coalesce_bytes) is not int or coalesce_bytes < 0:
         raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
     socket = socket_of(model)
     if socket.handle is not None:
@@ -158,7 +160,8 @@ class Handle(Plug):
         backward; then the average is awaited here.
         """
         buffer = bucket.buffer()
-        members = [self._member(p) for p in bucket.parameters()]
+        parameters = bucket.parameters()  # of one dtype; the buffer has complex ones as pairs
+        members = [self._member(p) for p in parameters]
         if bucket.index() == 0:
             for stale in self._held:  # of a backward that has failed
                 stale.future.set_result(stale.buffer)
@@ -168,17 +171,74 @@ class Handle(Plug):
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future = future_on(buffer.device)
-        gradients = _flat(buffer, bucket.gradients())
-        self._held.append(_Bucket(buffer, members, gradients, future, time.perf_counter()))
-        held = sum(b.buffer.numel() * b.buffer.itemsize for b in self._held)
-        # All ranks hold and start the same buckets: nothing here depends on time.
-        if held >= self._coalesce_bytes or bucket.is_last():
+        by_torch = parameters[0].dtype not in DTYPES
+        gradients = [] if by_torch else _flat(buffer, bucket.gradients())
+        ready = _Bucket(buffer, members, gradients, future, time.perf_counter())
+        # All ranks hold and start the same buckets, in the same order: nothing depends on time.
+        if by_torch:
+            self._start_by_torch(ready)
+        else:
+            self._held.append(ready)
+        held = sum(b.buffer.nbytes for b in self._held)
+        if self._held and (held >= self._coalesce_bytes or bucket.is_last()):
             self._start()
         return future
 
     def _start(self) -> None:
         """Average the buckets held, in one collective."""
         held, self._held = self._held, []
+        self._expect(held)
+        members = [member for bucket in held for member in bucket.members]
+        gradients = [gradient for bucket in held for gradient in bucket.gradients]
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            sent = sum(o.wire_bytes for o in outcomes)
+            self._ended(held, error, sent, sum(o.kernel_seconds for o in outcomes))
+
+        try:
+            Rounds(self._comm, members, gradients, self._options, done).start()
+        except BaseException as error:
+            done(error, [])  # or a later backward would wait for these buckets
+            raise
+        if self._backward == _NO_BACKWARD:
+            self._wait()
+
+    def _start_by_torch(self, bucket: _Bucket) -> None:
+        """Average a bucket that no codec takes: through torch's own all-reduce."""
+        self._expect([bucket])
+        for member in bucket.members:
+            member.step += 1
+
+        def failed(error: BaseException) -> TransportError:
+            names = ", ".join(member.name for member in bucket.members)
+            return TransportError(
+                f"rank {self._comm.rank}: torch's all-reduce of the gradients of {names} failed: "
+                f"{error}. A rank of this process group died, hangs or cannot be reached: look at "
+                "the ranks' logs, then restart the job"
+            )
+
+        def done(averaged: torch.futures.Future[list[torch.Tensor]]) -> None:
+            try:
+                averaged.value()
+            except Exception as error:
+                self._ended([bucket], failed(error), 0, 0.0)
+            else:
+                self._ended([bucket], None, self._raw_bytes(bucket.buffer.nbytes), 0.0)
+
+        try:
+            averaged = average(bucket.buffer, self._socket.group)
+        except BaseException as error:
+            # Raised at the end of backward, as what fails later is; but a Ctrl-C at once.
+            self._ended([bucket], failed(error), 0, 0.0)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            averaged.add_done_callback(done)
+        if self._backward == _NO_BACKWARD:
+            self._wait()
+
+    def _expect(self, buckets: list[_Bucket]) -> None:
+        """Have the running backward wait for these, which are about to start."""
         # One backward pass of the user's may be several of autograd's (reentrant checkpointing, or
         # a loss in parts), so a bucket is waited for in the one that starts its collective.
         backward = torch._C._current_graph_task_id()
@@ -187,27 +247,31 @@ class Handle(Plug):
             # error of ours into a RuntimeError without its name.
             Variable._execution_engine.queue_callback(self._wait)
         self._backward = backward
-        self._pending += [bucket.future for bucket in held]
+        self._pending += [bucket.future for bucket in buckets]
 
-        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            with self._lock:
-                self._error = self._error or error
-                self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
-                now = time.perf_counter()
-                self._totals["seconds"] += sum(now - bucket.ready for bucket in held)
-                self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
-            for bucket in held:
-                bucket.future.set_result(bucket.buffer)
+    def _ended(
+        self,
+        buckets: list[_Bucket],
+        error: BaseException | None,
+        wire_bytes: float,
+        kernel_seconds: float,
+    ) -> None:
+        """These have their average, or never will; called once for each that was expected."""
+        with self._lock:
+            # An error that names a peer says more than torch's own, which may come first.
+            if self._error is None or getattr(self._error, "peer", self) is None:
+                self._error = error or self._error
+            self._totals["wire_bytes"] += round(wire_bytes)
+            now = time.perf_counter()
+            self._totals["seconds"] += sum(now - bucket.ready for bucket in buckets)
+            self._totals["kernel_seconds"] += kernel_seconds
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
 
-        members = [member for bucket in held for member in bucket.members]
-        gradients = [gradient for bucket in held for gradient in bucket.gradients]
-        try:
-            Rounds(self._comm, members, gradients, self._options, done).start()
-        except BaseException as error:
-            done(error, [])  # or a later backward would wait for these buckets
-            raise
-        if backward == _NO_BACKWARD:
-            self._wait()
+    def _raw_bytes(self, nbytes: float) -> float:
+        """What an uncompressed all-reduce of so many bytes sends from each rank."""
+        n = self._comm.world_size
+        return 2 * (n - 1) / n * nbytes
 
     def _member(self, parameter: torch.Tensor) -> Member:
         if parameter not in self._by_parameter:
@@ -232,7 +296,8 @@ class Handle(Plug):
 
         Returns:
             steps: synchronised backward passes.
-            wire_bytes: sent by this rank, headers included.
+            wire_bytes: sent by this rank, headers included; of what goes by torch's all-reduce,
+                which does not count, as raw_bytes has it.
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
@@ -245,13 +310,12 @@ class Handle(Plug):
                 of the process group).
             peak_extra_bytes: most memory held beyond plain DDP's and rings: messages in flight (of
                 all handles of the process group), wherever they lie, and residuals.
-            parameters: name -> codec, numel, payload_bytes (of one whole gradient), ratio.
+            parameters: name -> codec (or "dense", or "torch's all-reduce"), numel, payload_bytes
+                (of one whole gradient), ratio.
         """
-        n = self._comm.world_size
         with self._lock:
             totals = dict(self._totals)
-        gradient_bytes = totals.pop("gradient_bytes")
-        raw = 2 * (n - 1) / n * gradient_bytes
+        raw = self._raw_bytes(totals.pop("gradient_bytes"))
         wire = totals["wire_bytes"]
         residual = sum(
             t.numel() * t.element_size()
@@ -260,12 +324,14 @@ class Handle(Plug):
         )
         parameters = {}
         for p in self.plan.parameters:
-            payload = layout(p.codec or Identity(), p.dtype).nbytes(p.numel)
+            raw_payload = p.numel * p.dtype.itemsize
+            codec = p.codec or Identity()
+            payload = raw_payload if p.by_torch else layout(codec, p.dtype).nbytes(p.numel)
             parameters[p.name] = {
-                "codec": "dense" if p.codec is None else str(p.codec),
+                "codec": p.how,
                 "numel": p.numel,
                 "payload_bytes": payload,
-                "ratio": p.numel * p.dtype.itemsize / payload if payload else None,
+                "ratio": raw_payload / payload if payload else None,
             }
         return {
             **totals,
@@ -279,7 +345,10 @@ class Handle(Plug):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: saved on every rank beside the model's, it resumes bit by bit."""
+        """This rank's state: saved on every rank beside the model's, it resumes bit by bit.
+
+        A snapshot: residuals are copied, so later training does not change it.
+        """
         return {
             "version": 1,
             "rank": self._comm.rank,
@@ -288,14 +357,14 @@ class Handle(Plug):
             "parameters": {p.name: p.facts() for p in self.plan.parameters},
             "steps": {name: member.step for name, member in self._members.items()},
             "aggregators": {
-                name: state
+                name: {key: kept.clone() for key, kept in state.items()}
                 for name, member in self._members.items()
                 if (state := member.aggregator.state_dict())
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` gave.
+        """Restore what `state_dict` gave. It is copied: training does not change `state`.
 
         Args:
             state: this rank's state; or, after a change of the number of ranks, the list of all

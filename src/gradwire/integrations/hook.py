@@ -38,10 +38,19 @@ def hook(state: Socket, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     """Average a bucket over the ranks, through whatever is plugged in."""
     if state.handle is not None:
         return state.handle.reduce(bucket)
-    values = bucket.buffer().div_(state.group.size())
-    work = dist.all_reduce(values, group=state.group, async_op=True)
+    averaged = average(bucket.buffer(), state.group)
+    future: torch.futures.Future[torch.Tensor] = averaged.then(lambda f: f.value()[0])
+    return future
+
+
+def average(
+    values: torch.Tensor, group: dist.ProcessGroup
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """Average `values`, in place, through torch's own all-reduce; the future gives [values]."""
+    values.div_(group.size())
+    work = dist.all_reduce(values, group=group, async_op=True)
     assert work is not None
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda f: f.value()[0])
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
     return future
 
 

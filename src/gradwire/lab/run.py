@@ -65,6 +65,8 @@ def launch(
         raise ConfigError(f"output is one of {', '.join(_OUTPUTS)}, not {output!r}")
     if (output == "files") != (log_dir is not None):
         raise ConfigError("output='files' and log_dir=FOLDER go together")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout:g}: give a number of seconds above 0, or none")
     out = stdout if stdout is not None else sys.stdout
     err = stderr if stderr is not None else sys.stderr
     processes: list[NodeProcess] = []

@@ -22,14 +22,19 @@ class Codec:
     exists, use the operators of `gradwire.lang.ops`, and may branch on the codec's own options.
     Where `encode` has a second parameter, `latest`, that is the new gradient alone, while the first
     has what error feedback added to it.
-    Options are checked in `__post_init__`, which raises `ConfigError`.
+    Options are checked in `__post_init__`, which raises `ConfigError`. A class that is
+    not decorated so raises it when its first codec is made.
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        if cls.__hash__ is None:  # what a dataclass that is not frozen does
+        # Kernels are looked up by a codec, and ranks compare its text: both come of its options.
+        made = vars(cls).get("__dataclass_params__")
+        own = "__init__" in vars(cls) or bool(inspect.get_annotations(cls))
+        by_options = cls.__hash__ not in (None, object.__hash__)
+        if not by_options or (own and not (made and made.frozen)):
             raise ConfigError(
-                f"{cls.__name__}: a codec is a frozen dataclass, since its kernels are looked up "
-                "by it: write @dataclass(frozen=True)"
+                f"{cls.__name__}: a codec is a frozen dataclass, its fields are its options: write "
+                f"@dataclass(frozen=True) above class {cls.__name__}, fields in place of __init__"
             )
         return super().__new__(cls)
 
@@ -47,6 +52,20 @@ class Codec:
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
+
+
+def check_codec(codec: object, otherwise: str = "") -> None:
+    """Raises ConfigError unless `codec` is one: neither its name nor its class.
+
+    `otherwise`: what else could be given.
+    """
+    if not isinstance(codec, Codec):
+        remedy = "a codec object"
+        if isinstance(codec, str):
+            remedy += f", gradwire.codecs.get({codec!r})"
+        elif isinstance(codec, type) and issubclass(codec, Codec):
+            remedy += f", {codec.__name__}(...)"
+        raise ConfigError(f"codec={codec!r}: give {remedy}{otherwise and f', or {otherwise}'}")
 
 
 def source_lines(codec: Codec) -> int:

@@ -18,7 +18,7 @@ import torch
 from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
-from gradwire.lang.codec import Codec
+from gradwire.lang.codec import Codec, check_codec
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
 
@@ -142,6 +142,7 @@ def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "aut
     """
     if target not in TARGETS:
         raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    check_codec(codec)
     if target == "auto":
         reason = _missing(codec, dtype)
         if reason is not None:

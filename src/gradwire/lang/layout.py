@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir, passes
-from gradwire.lang.codec import Codec
+from gradwire.lang.codec import Codec, check_codec
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 
@@ -184,6 +184,7 @@ class Layout:
 
 def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:
     """The layout of the codec's payloads for values of `dtype`. Raises `ConfigError`."""
+    check_codec(codec)
     return _layout(codec, native_name(dtype))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir
-from gradwire.lang.codec import Codec
+from gradwire.lang.codec import Codec, check_codec
 from gradwire.lang.layout import native_name
 from gradwire.lang.native import source
 
@@ -20,6 +20,7 @@ UNFUSED = "{}: torch's BLAS does the work, so every target interprets this codec
 
 def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
     """The IR of every form ("ir"), the generated C ("c") or the generated Triton ("triton")."""
+    check_codec(codec)
     if stage == "ir":
         programs = forms.derive(codec, native_name(dtype)).programs
         return "\n\n".join(ir.show(program) for program in programs.values())

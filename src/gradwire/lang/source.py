@@ -23,8 +23,11 @@ class LanguageError(ConfigError):
 
 
 def here() -> str:
-    """ "file:line" of the nearest caller outside the language itself."""
+    """ "file:line" of the nearest caller outside the language itself, and outside torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LANG):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_LANG)
+        or str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here
@@ -68,6 +69,7 @@ def active() -> Trace:
 
 
 Operand = "Value | float | int"
+_OPERATORS = "use the operators of gradwire.lang.ops"
 
 
 class Value:
@@ -94,6 +96,25 @@ class Value:
 
     def __bool__(self) -> bool:
         raise LanguageError(here(), "a symbol has no truth value while tracing: use where()")
+
+    def __iter__(self) -> Iterator[Value]:
+        raise LanguageError(here(), "no loop over a symbol: operators act on all of its elements")
+
+    def __getitem__(self, item: object) -> Value:
+        raise LanguageError(here(), "no single elements of a symbol: use topk(), filter(), sort()")
+
+    def __len__(self) -> int:
+        raise LanguageError(here(), "how many values there are is not known while tracing: count()")
+
+    def __float__(self) -> float:
+        raise LanguageError(here(), f"a symbol is no number while tracing: {_OPERATORS}")
+
+    __int__ = __index__ = __complex__ = __float__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> Value:
+        name = getattr(function, "__name__", str(function))
+        raise LanguageError(here(), f"torch's {name} knows no symbols: {_OPERATORS}")
 
     def __add__(self, other: object) -> Value:
         return apply("add", self, other)

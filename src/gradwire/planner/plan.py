@@ -6,11 +6,14 @@ The rules, first match wins (CGX 4.1's layer filters):
   3. `include`: patterns of names that are compressed, whatever their shape;
   4. parameters of fewer than two dimensions (biases, norms) go dense: they are small and sensitive;
   5. the rest goes through the default codec.
+
+Codecs take fp32, fp16 and bf16. A parameter of another dtype (float64, complex) is averaged by
+torch's own all-reduce, beside the others; rules 1 and 3 must not give it a codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -42,22 +45,33 @@ class ParameterPlan:
     feedback: bool
     rotation: int
 
+    @property
+    def by_torch(self) -> bool:
+        """Whether torch's own all-reduce averages it: no codec takes its dtype."""
+        return self.dtype not in DTYPES
+
+    @property
+    def how(self) -> str:
+        """The codec as text, or "dense", or "torch's all-reduce"."""
+        if self.by_torch:
+            return "torch's all-reduce"
+        return "dense" if self.codec is None else str(self.codec)
+
     def __str__(self) -> str:
-        how = "dense" if self.codec is None else str(self.codec)
         ending = ", error feedback" if self.feedback else ""
-        return f"{self.name}: {self.numel} x {self.dtype}, {how}{ending}"
+        return f"{self.name}: {self.numel} x {self.dtype}, {self.how}{ending}"
 
     def facts(self) -> dict[str, str | int | bool]:
         """What a saved state must share with the plan that loads it."""
         return {
             "numel": self.numel,
             "dtype": str(self.dtype),
-            "codec": "dense" if self.codec is None else str(self.codec),
+            "codec": self.how,
             "feedback": self.feedback,
         }
 
     def aggregator(self) -> Aggregator:
-        """A fresh aggregator that does as planned."""
+        """A fresh aggregator that does as planned; of no use to what goes by torch."""
         if self.codec is None:
             return Dense()
         inner = Compressed(self.codec)
@@ -92,9 +106,14 @@ def make_plan(
             of them matches the parameter; the plan knows it by the first.
 
     Raises:
-        ConfigError: unknown codec or option, a pattern that matches nothing, a parameter that is no
-            float, or no parameter at all.
+        ConfigError: an argument of a wrong type, unknown codec or option, a pattern that matches
+            nothing, one that gives a codec to a dtype that codecs do not take, or no parameter at
+            all.
     """
+    if not isinstance(error_feedback, bool):
+        raise ConfigError(f"error_feedback={error_feedback!r}: use True or False")
+    if not (codecs is None or isinstance(codecs, Mapping)):
+        raise ConfigError(f"codecs={codecs!r}: give a dict, name pattern -> codec, or None")
     if codec is None and codec_options:
         raise ConfigError(
             f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
@@ -114,6 +133,10 @@ def make_plan(
     for argument, patterns in (("include", include), ("exclude", exclude), ("codecs", overrides)):
         if isinstance(patterns, str):
             raise ConfigError(f"{argument}={patterns!r}: give a list of patterns, not one string")
+        if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+            raise ConfigError(
+                f"{argument}={patterns!r}: give a list of patterns, which are strings"
+            )
         for pattern in patterns:
             if not any(_matches(known, pattern) for known in names.values()):
                 raise ConfigError(
@@ -122,24 +145,30 @@ def make_plan(
                 )
 
     def choose(parameter: torch.Tensor) -> Codec | None:
-        known = names[parameter]
+        known, possible = names[parameter], parameter.dtype in DTYPES
         for pattern, chosen in overrides.items():
             if _matches(known, pattern):
+                if not (possible or chosen is None):
+                    remedy = (
+                        f"give it None, before that pattern: codecs={{{known[0]!r}: None, ...}}"
+                    )
+                    raise _no_codec(f"codecs: the pattern {pattern!r}", known[0], parameter, remedy)
                 return chosen
         if any(_matches(known, pattern) for pattern in exclude):
             return None
-        if parameter.dim() >= 2 or any(_matches(known, pattern) for pattern in include):
-            return default
-        return None
+        for pattern in include:
+            if _matches(known, pattern):
+                if not (possible or default is None):
+                    remedy = f"leave it out: exclude=[{known[0]!r}]"
+                    raise _no_codec(
+                        f"include: the pattern {pattern!r}", known[0], parameter, remedy
+                    )
+                return default
+        return default if parameter.dim() >= 2 and possible else None
 
     planned: list[ParameterPlan] = []
     blocks = 0
     for parameter, (name, *_) in names.items():
-        if parameter.dtype not in DTYPES:
-            raise ConfigError(
-                f"parameter {name} is {parameter.dtype}: "
-                "gradwire synchronises float32, float16 and bfloat16"
-            )
         chosen = choose(parameter)
         # One rank alone encodes nothing, so there is no error to keep.
         feedback = error_feedback and chosen is not None and world_size > 1
@@ -147,9 +176,17 @@ def make_plan(
         # them evenly.
         rotation = blocks % world_size
         one = ParameterPlan(name, parameter.numel(), parameter.dtype, chosen, feedback, rotation)
-        blocks += Spec(name, one.numel, one.dtype, chosen or codec_table.Identity()).blocks
+        if not one.by_torch:
+            blocks += Spec(name, one.numel, one.dtype, chosen or codec_table.Identity()).blocks
         planned.append(one)
     return Plan(tuple(planned))
+
+
+def _no_codec(what: str, name: str, parameter: torch.Tensor, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{what} asks to compress parameter {name}, which is {parameter.dtype}: codecs take "
+        f"float32, float16 and bfloat16, and torch's own all-reduce averages the rest; {remedy}"
+    )
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
