@@ -15,8 +15,9 @@ from gradwire.errors import CodecError, ConfigError, GradwireError, TransportErr
 if TYPE_CHECKING:
     from gradwire.codecs import QSGD, Cast, Identity, TernGrad
     from gradwire.collectives import Options, all_gather, all_reduce, reduce_scatter
-    from gradwire.integrations.attach import Handle, attach
+    from gradwire.integrations.attach import attach
     from gradwire.integrations.backend_register import register
+    from gradwire.integrations.handle import Handle
     from gradwire.lang import Codec
 
 __version__ = "0.1.0"
@@ -52,7 +53,7 @@ _LATER = {
     "all_gather": "gradwire.collectives",
     "all_reduce": "gradwire.collectives",
     "reduce_scatter": "gradwire.collectives",
-    "Handle": "gradwire.integrations.attach",
+    "Handle": "gradwire.integrations.handle",
     "attach": "gradwire.integrations.attach",
     "register": "gradwire.integrations.backend_register",
 }

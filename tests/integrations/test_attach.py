@@ -575,7 +575,7 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
 
     model = DDP(mlp())
     handle = gw.attach(model)
-    del handle._by_parameter[model.module[3].weight]
+    del handle._buckets._members[model.module[3].weight]
     error = caught(lambda: train(model, range(1)))
     assert isinstance(error, gw.ConfigError), error
     assert "(3, 40)" in str(error)
@@ -680,14 +680,14 @@ def averaging_overlaps_with_backward(rank: int) -> None:
     handle = gw.attach(model, bits=4)
     train(model, range(2))  # DDP rebuilds its buckets after the first iteration
     ends: list[float] = []
-    reduce = handle.reduce
+    reduce = handle._buckets.reduce
 
     def spied(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = reduce(bucket)
         future.add_done_callback(lambda _: ends.append(time.monotonic()))
         return future
 
-    handle.reduce = spied
+    handle._buckets.reduce = spied
     train(model, range(2, 3))
     deadline = time.monotonic() + 5
     while len(ends) < 2 and time.monotonic() < deadline:

@@ -19,6 +19,7 @@ from gradwire.bench.profile import Config
 from gradwire.engine import Trace
 from gradwire.engine.trace import WIRE
 from gradwire.groups import communicator
+from gradwire.integrations.hook import socket_of
 
 _WARM_UP = 3  # DDP's buckets are rebuilt after the first step
 _THREADS = ("compute", "inbound", "outbound")
@@ -41,15 +42,17 @@ class _Layers(torch.nn.Module):
 def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace) -> dict[str, Any]:
     """One backward pass, part by part: (seconds, how often)."""
     hook: list[float] = []
-    reduce = type(handle).reduce
+    plug = socket_of(model).plug
+    assert plug is not None
+    reduce = type(plug).reduce
 
     def timed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         begun = time.thread_time()
-        future = reduce(handle, bucket)
+        future = reduce(plug, bucket)
         hook.append(time.thread_time() - begun)
         return future
 
-    handle.reduce = timed  # type: ignore[method-assign]
+    plug.reduce = timed  # type: ignore[method-assign]
     before = handle.stats()
     trace.clear()
     loss = model()

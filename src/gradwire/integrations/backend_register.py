@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire.integrations.attach import Handle, attach
+from gradwire.integrations.attach import attach
 from gradwire.integrations.backend import Group
 from gradwire.integrations.backend_shards import register_shards
+from gradwire.integrations.handle import Handle
 from gradwire.lang import Codec
 from gradwire.planner import make_plan
 

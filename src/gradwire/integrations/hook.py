@@ -1,9 +1,8 @@
-"""The DDP communication hook, and the socket through which a handle is plugged into it.
+"""The DDP communication hook, and the socket through which gradwire is plugged into it.
 
-DDP takes a hook once and for all, so what is registered is a socket: with a handle in it,
-gradients go through gradwire; after `detach` it averages them plainly, until another handle is
-plugged in. DDP reads the hook's annotations as objects, so this file does not postpone their
-evaluation.
+DDP takes a hook once and for all, so what is registered is a socket: with a plug in it, gradients
+go through gradwire; after `detach` it averages them plainly, until another one is plugged in. DDP
+reads the hook's annotations as objects, so this file does not postpone their evaluation.
 """
 
 from weakref import WeakKeyDictionary
@@ -19,12 +18,12 @@ class Socket:
     """What one DDP module's hook holds.
 
     Attributes:
-        handle: gets each bucket; None after detach.
+        plug: gets each bucket; None after detach.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.handle: Plug | None = None
+        self.plug: Plug | None = None
 
 
 class Plug:
@@ -36,8 +35,8 @@ class Plug:
 
 def hook(state: Socket, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over the ranks, through whatever is plugged in."""
-    if state.handle is not None:
-        return state.handle.reduce(bucket)
+    if state.plug is not None:
+        return state.plug.reduce(bucket)
     averaged = average(bucket.buffer(), state.group)
     future: torch.futures.Future[torch.Tensor] = averaged.then(lambda f: f.value()[0])
     return future

@@ -1,0 +1,213 @@
+"""DDP's buckets on their way to their averages: small ones together, beside backward."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from gradwire.aggregators import Member, Rounds
+from gradwire.collectives import DTYPES, Options
+from gradwire.collectives.calling import future_on
+from gradwire.engine import Communicator, Outcome
+from gradwire.errors import ConfigError, TransportError
+from gradwire.integrations.hook import Plug, average
+
+
+class Buckets(Plug):
+    """What is plugged into a DDP module's hook.
+
+    Args:
+        members: parameter -> its state, for each that DDP synchronises.
+        comm: of `group`, the module's process group.
+        options: of every collective.
+        coalesce_bytes: buckets wait for each other until they hold as many.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[torch.Tensor, Member],
+        comm: Communicator,
+        group: dist.ProcessGroup,
+        options: Options,
+        coalesce_bytes: int,
+    ) -> None:
+        self._members = members
+        self._comm = comm
+        self._group = group
+        self._options = options
+        self._coalesce_bytes = coalesce_bytes
+        self._lock = threading.Lock()
+        self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
+        self._totals["kernel_seconds"] = 0.0
+        self._held: list[_Bucket] = []
+        self._pending: list[torch.futures.Future[torch.Tensor]] = []
+        self._backward = _NO_BACKWARD
+        self._error: BaseException | None = None
+
+    def totals(self) -> dict[str, float]:
+        """steps, wire_bytes, gradient_bytes, seconds, kernel_seconds: of `Handle.stats`."""
+        with self._lock:
+            return dict(self._totals)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average `bucket`; called by DDP while backward runs: what it starts ends beside it.
+
+        A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
+        backward; then the average is awaited here.
+        """
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()  # of one dtype; the buffer has complex ones as pairs
+        members = [self._member(p) for p in parameters]
+        if bucket.index() == 0:
+            for stale in self._held:  # of a backward that has failed
+                stale.future.set_result(stale.buffer)
+            self._held.clear()
+        if bucket.is_last():
+            self._totals["steps"] += 1
+        self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
+
+        future = future_on(buffer.device)
+        by_torch = parameters[0].dtype not in DTYPES
+        gradients = [] if by_torch else _flat(buffer, bucket.gradients())
+        ready = _Bucket(buffer, members, gradients, future, time.perf_counter())
+        # All ranks hold and start the same buckets, in the same order: nothing depends on time.
+        if by_torch:
+            self._start_by_torch(ready)
+        else:
+            self._held.append(ready)
+        held = sum(b.buffer.nbytes for b in self._held)
+        if self._held and (held >= self._coalesce_bytes or bucket.is_last()):
+            self._start()
+        return future
+
+    def _start(self) -> None:
+        """Average the buckets held, in one collective."""
+        held, self._held = self._held, []
+        self._expect(held)
+        members = [member for bucket in held for member in bucket.members]
+        gradients = [gradient for bucket in held for gradient in bucket.gradients]
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            sent = sum(o.wire_bytes for o in outcomes)
+            self._ended(held, error, sent, sum(o.kernel_seconds for o in outcomes))
+
+        try:
+            Rounds(self._comm, members, gradients, self._options, done).start()
+        except BaseException as error:
+            done(error, [])  # or a later backward would wait for these buckets
+            raise
+        if self._backward == _NO_BACKWARD:
+            self._wait()
+
+    def _start_by_torch(self, bucket: _Bucket) -> None:
+        """Average a bucket that no codec takes: through torch's own all-reduce."""
+        self._expect([bucket])
+        for member in bucket.members:
+            member.step += 1
+
+        def failed(error: BaseException) -> TransportError:
+            names = ", ".join(member.name for member in bucket.members)
+            return TransportError(
+                f"rank {self._comm.rank}: torch's all-reduce of the gradients of {names} failed: "
+                f"{error}. A rank of this process group died, hangs or cannot be reached: look at "
+                "the ranks' logs, then restart the job"
+            )
+
+        def done(averaged: torch.futures.Future[list[torch.Tensor]]) -> None:
+            try:
+                averaged.value()
+            except Exception as error:
+                self._ended([bucket], failed(error), 0, 0.0)
+            else:
+                self._ended([bucket], None, self.raw_bytes(bucket.buffer.nbytes), 0.0)
+
+        try:
+            averaged = average(bucket.buffer, self._group)
+        except BaseException as error:
+            # Raised at the end of backward, as what fails later is; but a Ctrl-C at once.
+            self._ended([bucket], failed(error), 0, 0.0)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            averaged.add_done_callback(done)
+        if self._backward == _NO_BACKWARD:
+            self._wait()
+
+    def _expect(self, buckets: list[_Bucket]) -> None:
+        """Have the running backward wait for these, which are about to start."""
+        # One backward pass of the user's may be several of autograd's (reentrant checkpointing, or
+        # a loss in parts), so a bucket is waited for in the one that starts its collective.
+        backward = torch._C._current_graph_task_id()
+        if backward not in (_NO_BACKWARD, self._backward):
+            # At the end of this backward, before DDP looks at the futures: it would turn an
+            # error of ours into a RuntimeError without its name.
+            Variable._execution_engine.queue_callback(self._wait)
+        self._backward = backward
+        self._pending += [bucket.future for bucket in buckets]
+
+    def _ended(
+        self,
+        buckets: list[_Bucket],
+        error: BaseException | None,
+        wire_bytes: float,
+        kernel_seconds: float,
+    ) -> None:
+        """These have their average, or never will; called once for each that was expected."""
+        with self._lock:
+            # An error that names a peer says more than torch's own, which may come first.
+            if self._error is None or getattr(self._error, "peer", self) is None:
+                self._error = error or self._error
+            self._totals["wire_bytes"] += round(wire_bytes)
+            now = time.perf_counter()
+            self._totals["seconds"] += sum(now - bucket.ready for bucket in buckets)
+            self._totals["kernel_seconds"] += kernel_seconds
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
+
+    def raw_bytes(self, nbytes: float) -> float:
+        """What an uncompressed all-reduce of so many bytes sends from each rank."""
+        n = self._comm.world_size
+        return 2 * (n - 1) / n * nbytes
+
+    def _member(self, parameter: torch.Tensor) -> Member:
+        if parameter not in self._members:
+            raise ConfigError(
+                f"DDP hands over the gradient of a parameter of shape {tuple(parameter.shape)}, "
+                f"{parameter.dtype}, that it did not synchronise at attach: detach and attach anew"
+            )
+        return self._members[parameter]
+
+    def _wait(self) -> None:
+        """Until every bucket that was started has its average; raises what went wrong."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.wait()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of DDP's that waits for company."""
+
+    buffer: torch.Tensor
+    members: list[Member]
+    gradients: list[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor]
+    ready: float  # time.perf_counter when DDP had it
+
+
+_NO_BACKWARD = -1  # what autograd calls the running backward where there is none
+
+
+def _flat(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each gradient's stretch of the bucket, 1-D, in memory order: of any layout."""
+    base, width = buffer.data_ptr(), buffer.element_size()
+    starts = [(g.data_ptr() - base) // width for g in gradients]
+    return [buffer[at : at + g.numel()] for at, g in zip(starts, gradients, strict=True)]
