@@ -27,3 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         alone = item.get_closest_marker("lab") or item.get_closest_marker("multiprocess")
         if alone or LAB in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.hookimpl(trylast=True)  # behind xdist
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stop where groups have no effect: xdist 3.8 tells them by names that pytest 9.2 hides."""
+    if session.config.getoption("loadgroup", False):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError(
+                    f"this pytest-xdist does not keep groups of tests together ({item.nodeid}); "
+                    "install the versions of constraints.txt"
+                )

@@ -27,9 +27,11 @@ NETS = [
 ]
 # Two nodes, each with a grandchild in a session of its own and deaf to SIGTERM: hard to clean up.
 STUBBORN = 'setsid sh -c "trap : TERM INT; while :; do sleep 1; done" & trap : TERM; echo up; wait'
+# A shell has Ctrl-C ignored by what it starts in the background, such as these tests.
 LAUNCH = """
-import sys
+import signal, sys
 from gradwire.lab import run_command
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(run_command(["sh", "-c", sys.argv[2]], 2, sys.argv[1]))
 """
 
