@@ -87,14 +87,14 @@ class _Contestant:
         self.sent: list[int] = []
         self.steps = 0
 
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
         self.model(gradient).backward()
         self.steps += 1
         self.sent.append(self.applied.traffic(self.steps).wire_bytes)
         slowest = torch.tensor(self.model.seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if self.steps > _WARM_UP:
+        if counts:
             self.seconds.append(float(slowest))
 
     def row(self, expected: torch.Tensor) -> dict[str, Any]:
@@ -134,9 +134,11 @@ def main(config: Config) -> None:
     contestants = [_Contestant(name, config.numel) for name in config.methods]
     weight = contestants[0].model.module.weight
     gradients = gradient_of(rank, weight.numel()).view_as(weight)
-    for _ in range(_WARM_UP + config.rounds):
+    for turn in range(_WARM_UP + config.rounds):
         for contestant in contestants:
-            contestant.step(gradients)
+            if len(contestants) > 1:
+                contestant.step(gradients, counts=False)
+            contestant.step(gradients, counts=turn >= _WARM_UP)
     sample = min(_SAMPLE, weight.numel())
     parts = [gradient_of(r, weight.numel())[:sample].double() for r in range(world_size)]
     expected = torch.stack(parts).mean(0)
