@@ -67,7 +67,7 @@ def test_every_source_has_its_share_of_the_receives_before_it() -> None:
         for s in range(2)
     ]
     merge = Task(Kind.MERGE, 0, reads=(Buffer("theirs", 0, 0, 1),), own=0)
-    assert Graph([*sources, *receives, merge]).opening == (2, 3, 0, 4, 5, 1)
-    assert Graph([*receives, merge]).opening == (0, 1, 2, 3)
-    assert Graph(sources).opening == (0, 1)
-    assert Graph([]).opening == ()
+    assert Graph([*sources, *receives, merge]).opening == (((2, 3), 0), ((4, 5), 1))
+    assert Graph([*receives, merge]).opening == (((0, 1, 2, 3), None),)
+    assert Graph(sources).opening == (((), 0), ((), 1))
+    assert Graph([]).opening == (((), None),)

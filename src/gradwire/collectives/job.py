@@ -69,7 +69,9 @@ class Job:
             shared=_column([item.keys.shared for item in items]),
             steps=_column([item.step for item in items]),
         )
-        self.call = zlib.crc32(np.stack([self.step.shared, self.step.steps]).tobytes(), average)
+        # What every rank must have given alike; the message's header carries it.
+        alike = np.stack([self.step.shared, self.step.steps]).tobytes() + bytes([average])
+        self.call = zlib.crc32(alike)
 
     def _home(self, item: Item) -> int:
         """Where `values` would begin if `home` stood at its place among them."""

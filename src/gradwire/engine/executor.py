@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -188,12 +187,11 @@ class Executor:
     def _start(self, run: _Run) -> None:
         run.job.start()
         graph = run.job.graph
-        for receives, group in groupby(graph.opening, lambda i: graph.tasks[i].kind is Kind.RECV):
+        for receives, source in graph.opening:
             if receives:
-                _put(self._compute, self._expect, run, tuple(group))
-            else:
-                for index in group:
-                    self._release(run, index)
+                _put(self._compute, self._expect, run, receives)
+            if source is not None:
+                self._release(run, source)
         if not graph.tasks:
             self._ended(run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from gradwire.engine.task import Buffer, Kind, Task
 
@@ -21,10 +22,10 @@ class Graph:
         dependents: for each task, the indices of the tasks that wait for it.
         waits: for each task, how many tasks it waits for.
         buffers: every buffer, in order of first mention.
-        opening: what can begin at once, in order: the sources, tasks that wait for nothing, and
-            the receives, all of them in the order of the list. A transport that needs both ends
-            ready wants receives posted early, yet posting them takes time that the first
-            source should not wait for; so each source has its share of the receives before it.
+        opening: what can begin at once, step by step: receives to post, and then a source, a task
+            that waits for nothing (None: there are no more). Receives keep the list's order. A
+            transport that needs both ends ready wants them posted early, yet posting takes time
+            that the first source should not wait for; so each source has its share before it.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -55,13 +56,13 @@ class Graph:
         return [task.reads[0] for task in self.tasks if task.kind is Kind.SEND]
 
 
-def _opening(tasks: Sequence[Task], waits: Sequence[int]) -> tuple[int, ...]:
+def _opening(
+    tasks: Sequence[Task], waits: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], int | None], ...]:
     receives = [index for index, task in enumerate(tasks) if task.kind is Kind.RECV]
     sources = [i for i, task in enumerate(tasks) if task.kind is not Kind.RECV and not waits[i]]
-    opening: list[int] = []
-    posted = 0
-    for place, source in enumerate(sources, start=1):
-        share = len(receives) * place // len(sources)
-        opening += [*receives[posted:share], source]
-        posted = share
-    return (*opening, *receives[posted:])
+    if not sources:
+        return ((tuple(receives), None),)
+    cuts = [len(receives) * place // len(sources) for place in range(len(sources) + 1)]
+    shares = [tuple(receives[begin:end]) for begin, end in pairwise(cuts)]
+    return tuple(zip(shares, sources, strict=True))

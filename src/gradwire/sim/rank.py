@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from typing import Protocol
 
 from gradwire.engine import Buffer, Graph, Kind, Task
@@ -124,7 +124,7 @@ class Rank:
         """Submit `jobs`, each at its time, which does not fall from one to the next."""
         for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
             run = _Run(number, timed)
-            self._clock.at(when, lambda run=run: self._submit(run))  # type: ignore[misc]
+            self._clock.at(when, partial(self._submit, run))
 
     def _submit(self, run: _Run) -> None:
         self._waiting.append(run)
@@ -134,20 +134,16 @@ class Rank:
         while self._waiting and len(self._running) < self._in_flight:
             run = self._waiting.popleft()
             self._running.append(run)
-            start = self._overheads.start
-            self._compute.do(start, lambda run=run: self._start(run))  # type: ignore[misc]
+            self._compute.do(self._overheads.start, partial(self._start, run))
 
     def _start(self, run: _Run) -> None:
-        tasks = run.graph.tasks
-        for receives, group in groupby(run.graph.opening, lambda i: tasks[i].kind is Kind.RECV):
-            indices = tuple(group)
+        for receives, source in run.graph.opening:
             if receives:
-                seconds = len(indices) * self._overheads.post
-                self._compute.do(seconds, lambda indices=indices: self._expect(run, indices))  # type: ignore[misc]
-            else:
-                for index in indices:
-                    self._release(run, index, self._compute)
-        if not tasks:
+                expect = partial(self._expect, run, receives)
+                self._compute.do(len(receives) * self._overheads.post, expect)
+            if source is not None:
+                self._release(run, source, self._compute)
+        if not run.graph.tasks:
             self._end(run)
 
     def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
