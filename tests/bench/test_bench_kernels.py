@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.bench import kernels
+from gradwire import codecs, lang
+from gradwire.bench import kernels, turns
 from gradwire.codecs import TopK
 from gradwire.errors import ConfigError
 from gradwire.lang import layout
@@ -86,8 +87,31 @@ def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = kernels._take_turns(lambda: takes(3.0), lambda: takes(2.0), 1, "triton", quick=True)
-    assert found == pytest.approx((0.003, 0.002))
+    found = turns.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
+    assert found == pytest.approx([0.003, 0.002])
+
+
+def test_arrays_take_turns_where_a_cache_could_hold_them() -> None:
+    seen: list[str] = []
+    turn = kernels._in_turn(seen.append, ["a", "b", "c"])
+    for _ in range(4):
+        turn()
+    assert seen == ["a", "b", "c", "a"]
+    assert [kernels._sets(n) for n in (2**10, 2**24, 2**26, 2**30)] == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "readings"),
+    [("qsgd", 1), ("onebit", 1), ("dgc", 1), ("terngrad", 2), ("threelc", 2)],
+)
+def test_what_the_whole_row_decides_takes_another_reading(name: str, readings: int) -> None:
+    numel = 2**24
+    codec = codecs.get(name)
+    layout = lang.kernels(codec, torch.float32, "c").layout
+    moved = kernels._moved(codec, "encode", layout, numel)
+    assert moved == readings * 4 * numel + layout.nbytes(numel)
+    with_error = kernels._moved(codec, "encode_ef", layout, numel)
+    assert with_error - moved == (readings + 1) * 4 * numel
 
 
 def test_a_missing_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """`gradwire bench kernels`: what a codec's kernels cost against moving the bytes they must move.
 
-A kernel and a plain copy of the same number of floats take turns (A B A B) on the same threads.
-Both are given as medians, and the copy's bytes (read and written) over its time is the bandwidth
-of the limit: a kernel at of_limit 1 costs what reading and writing its own bytes costs.
+A codec's kernels and a plain copy of the same number of floats take turns (A B A B) on the same
+threads, over arrays that take turns as well, so that no cache holds what comes next. All are given
+as medians, and the copy's bytes (read and written) over its time is the bandwidth of the limit: a
+kernel at of_limit 1 costs what reading and writing its own bytes costs. Where a codec needs a
+number of the whole row before it can encode the first value, the values are read twice.
 
 Codecs that keep a share of the values get a row of target "torch-topk" beside their own: the same
 selection by torch.topk and a gather.
 
 On a GPU (device cuda, target triton) the same turns are timed by events of the stream, over 256 MB
-unless told otherwise, so that no cache holds what is moved.
+unless told otherwise.
 
 A row: codec, options, target, device, threads, numel, op, seconds (median), gbps (uncompressed
 bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_limit
@@ -17,19 +19,20 @@ bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_l
 
 from __future__ import annotations
 
-import statistics
-import time
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.bench import methods
+from gradwire.bench import methods, turns
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
-from gradwire.lang import ROW, Layout, gpu, kernels
+from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
 
 NUMEL = {"cpu": 2**24, "cuda": 2**26}
 # so that all codecs end in 45 seconds
@@ -37,11 +40,11 @@ QUICK_NUMEL = {"c": 2**22, "eager": 2**18, "triton": 2**24}
 TARGETS = {"cpu": ("c", "eager"), "cuda": ("triton",)}
 OPS = ("encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode")
 PEERS = 3  # whose payloads decode_sum and reduce_encode add
-SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a row's turns
-TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
-QUICK_TURNS = {"c": (3, 9), "eager": (1, 1)}
-EVENTS, QUICK_EVENTS = 31, 9  # turns on a GPU
 FLOAT = 4  # bytes
+COLD = 2**28  # bytes that no cache holds
+MOST_SETS = 4
+
+T = TypeVar("T")
 
 
 def run(
@@ -103,79 +106,106 @@ def _rows(
     made = kernels(codec, torch.float32, target)
     if made.device.type != device:
         return  # every target interprets this codec, on the CPU
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-    result, residual = torch.zeros_like(values), torch.zeros_like(values)
-    payload = torch.zeros(made.layout.nbytes(numel), dtype=torch.uint8, device=device)
     needed = made.workspace_nbytes(np.array([numel]), threads, 1 + PEERS)
     workspace = torch.empty(needed, dtype=torch.uint8, device=device)
     mark = made.mark()
-    peers = torch.zeros(0, dtype=torch.uint8, device=device)
-    for op in OPS:
-        # what decodes writes elsewhere, so that every op sees the same input
-        rows = np.zeros(1, ROW)
-        rows["values"] = (values if op.startswith("encode") else result).data_ptr()
-        rows["residual"], rows["payload"] = residual.data_ptr(), payload.data_ptr()
-        rows["numel"], rows["key"] = numel, 1
-        summed = op in ("decode_sum", "reduce_encode")
-        if summed and not peers.numel():
-            peers = payload.repeat(PEERS)
-        rows["source"] = peers.data_ptr()
-        ranks = 1 + PEERS if summed else 1
 
-        def kernel(op: str = op, rows: np.ndarray = rows, ranks: int = ranks) -> None:
-            made.run(
-                op, rows, threads=threads, workspace=workspace, ranks=ranks,
-                distances=np.arange(PEERS) * payload.numel(), factor=1.0 / ranks, mark=mark,
-            )  # fmt: skip
+    def run(op: str, rows: np.ndarray) -> None:
+        ranks = 1 + PEERS if op in ("decode_sum", "reduce_encode") else 1
+        made.run(
+            op, rows, threads=threads, workspace=workspace, ranks=ranks,
+            distances=np.arange(PEERS) * made.layout.nbytes(numel), factor=1 / ranks, mark=mark,
+        )  # fmt: skip
 
-        def copy() -> None:
-            result.copy_(values)
-
-        seconds, copy_seconds = _take_turns(kernel, copy, threads, target, quick)
-        bandwidth = 2 * FLOAT * numel / copy_seconds
-        limit = _moved(op, made.layout, numel) / bandwidth
-        yield _row(codec, target, device, threads, numel, op, seconds, limit, bandwidth)
+    sets = [_Arrays.of(made.layout, numel, device, seed) for seed in range(_sets(numel))]
+    for arrays in sets:
+        run("encode", arrays.rows("encode"))
+        arrays.peers = arrays.payload.repeat(PEERS)
+    todo = [_in_turn(partial(run, op), [arrays.rows(op) for arrays in sets]) for op in OPS]
+    *seconds, copying = turns.medians([*todo, _in_turn(_Arrays.copy, sets)], threads, target, quick)
+    bandwidth = 2 * FLOAT * numel / copying
+    for op, each in zip(OPS, seconds, strict=True):
+        limit = _moved(codec, op, made.layout, numel) / bandwidth
+        yield _row(codec, target, device, threads, numel, op, each, limit, bandwidth)
     if target != "eager":
-        yield from _torch_topk(codec, values, threads, quick)
+        yield from _torch_topk(codec, sets, threads, quick)
 
 
-def _moved(op: str, layout: Layout, numel: int) -> int:
+@dataclass
+class _Arrays:
+    """What kernels read and write, and a copy too."""
+
+    values: torch.Tensor
+    result: torch.Tensor  # decoded, so that every op sees the same values
+    residual: torch.Tensor
+    payload: torch.Tensor
+    peers: torch.Tensor  # payloads of PEERS more
+
+    @classmethod
+    def of(cls, layout: Layout, numel: int, device: str, seed: int) -> _Arrays:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
+        payload = torch.zeros(layout.nbytes(numel), dtype=torch.uint8, device=device)
+        return cls(values, torch.zeros_like(values), torch.zeros_like(values), payload, payload)
+
+    def rows(self, op: str) -> np.ndarray:
+        rows = np.zeros(1, ROW)
+        rows["values"] = (self.values if op.startswith("encode") else self.result).data_ptr()
+        rows["residual"], rows["payload"] = self.residual.data_ptr(), self.payload.data_ptr()
+        rows["numel"], rows["key"], rows["source"] = self.values.numel(), 1, self.peers.data_ptr()
+        return rows
+
+    def copy(self) -> None:
+        self.result.copy_(self.values)
+
+
+def _sets(numel: int) -> int:
+    """How many sets of arrays take turns: a gradient that backward has left is in no cache."""
+    return max(1, min(MOST_SETS, COLD // (FLOAT * numel)))
+
+
+def _in_turn(function: Callable[[T], None], arguments: Sequence[T]) -> Callable[[], None]:
+    """Call `function` with one argument after the other, again and again."""
+    following = itertools.cycle(arguments)
+    return lambda: function(next(following))
+
+
+def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
     """Bytes that an op must read and write."""
     values, payload = FLOAT * numel, layout.nbytes(numel)
     selects = any(f.capacity is not None for f in layout.fields)
     # where a codec selects, adding touches what was selected, and nothing else
     touched = 2 * FLOAT * layout.capacity(numel) if selects else 2 * values
+    # a number that follows from the whole row is needed before the first value can be encoded
+    readings = passes.readings(forms.derive(codec, "fp32").programs[op])
     return {
-        "encode": values + payload,
-        "encode_ef": 3 * values + payload,
+        "encode": readings * values + payload,
+        "encode_ef": readings * 2 * values + values + payload,
         "decode": values + payload,
         "decode_add": touched + payload,
         "decode_sum": 2 * values + PEERS * payload,
-        "reduce_encode": 2 * values + (PEERS + 1) * payload,
+        "reduce_encode": readings * (values + PEERS * payload) + values + payload,
     }[op]
 
 
 def _torch_topk(
-    codec: Codec, values: torch.Tensor, threads: int, quick: bool
+    codec: Codec, sets: Sequence[_Arrays], threads: int, quick: bool
 ) -> Iterator[dict[str, Any]]:
     """The alternative to a codec that keeps a share of the values: torch.topk, and a gather."""
     density = getattr(codec, "density", None)
     if density is None:
         return
-    result, numel, device = torch.zeros_like(values), values.numel(), values.device.type
+    numel, device = sets[0].values.numel(), sets[0].values.device.type
     k = max(1, int(density * numel))
 
-    def encode() -> None:
-        places = torch.topk(values.abs(), k, sorted=False).indices
+    def encode(arrays: _Arrays) -> None:
+        places = torch.topk(arrays.values.abs(), k, sorted=False).indices
         places.to(torch.int32)
-        values[places].half()
-
-    def copy() -> None:
-        result.copy_(values)
+        arrays.values[places].half()
 
     target = "triton" if device == "cuda" else "eager"
-    seconds, copy_seconds = _take_turns(encode, copy, threads, target, quick)
-    bandwidth = 2 * FLOAT * numel / copy_seconds
+    todo = [_in_turn(encode, sets), _in_turn(_Arrays.copy, sets)]
+    seconds, copying = turns.medians(todo, threads, target, quick)
+    bandwidth = 2 * FLOAT * numel / copying
     limit = (FLOAT * numel + 6 * k) / bandwidth
     yield _row(codec, "torch-topk", device, threads, numel, "encode", seconds, limit, bandwidth)
 
@@ -205,59 +235,3 @@ def _row(
         "of_limit": limit / seconds,
         "copy_gbps": bandwidth / 1e9,
     }
-
-
-def _take_turns(
-    first: Callable[[], None], second: Callable[[], None], threads: int, target: str, quick: bool
-) -> tuple[float, float]:
-    """Median seconds of two functions that take turns."""
-    if target == "triton":
-        return _on_stream(first, second, QUICK_EVENTS if quick else EVENTS)
-    return _alternate(first, second, threads, target, quick)
-
-
-def _on_stream(
-    first: Callable[[], None], second: Callable[[], None], turns: int
-) -> tuple[float, float]:
-    """The same on a GPU: what the stream takes, launches included where it must wait for them."""
-    functions = (first, second)
-    for _ in range(3):  # compiled code, clocks
-        for function in functions:
-            function()
-    torch.cuda.synchronize()
-    marks: list[list[Any]] = [[], []]
-    for _ in range(turns):
-        for function, pairs in zip(functions, marks, strict=True):
-            pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            pair[0].record()
-            function()
-            pair[1].record()
-            pairs.append(pair)
-    torch.cuda.synchronize()
-    seconds = [statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in marks]
-    return seconds[0], seconds[1]
-
-
-def _alternate(
-    first: Callable[[], None], second: Callable[[], None], threads: int, target: str, quick: bool
-) -> tuple[float, float]:
-    """Median seconds of two functions that take turns on `threads` threads."""
-    fewest, most = QUICK_TURNS[target] if quick else TURNS[target]
-    budget = SECONDS_EACH[target] / (20 if quick else 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for function in (first, second):  # pages, caches, compiled code
-            function()
-        times: tuple[list[float], list[float]] = ([], [])
-        begin = time.perf_counter()
-        while len(times[0]) < most and (
-            len(times[0]) < fewest or time.perf_counter() - begin < budget
-        ):
-            for function, seconds in zip((first, second), times, strict=True):
-                start = time.perf_counter()
-                function()
-                seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(before)
-    return statistics.median(times[0]), statistics.median(times[1])

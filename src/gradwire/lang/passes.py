@@ -126,6 +126,11 @@ def tensor_reductions(program: ir.Program) -> tuple[Node, ...]:
     return tuple(n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR)
 
 
+def readings(program: ir.Program) -> int:
+    """How often values must be read: once more where the whole row decides what becomes of one."""
+    return 1 + any(not isinstance(n.attr, ir.Rank) for n in tensor_reductions(program))
+
+
 def staged_numbers(program: ir.Program) -> int:
     """Numbers that an entry takes in the workspace: its index, its key, what is gathered."""
     nodes = list(ir.walk(program.roots))

@@ -1,0 +1,64 @@
+"""Functions that take turns (A B A B), so that what else the machine does meets all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a function's turns
+TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
+QUICK_TURNS = {"c": (3, 9), "eager": (1, 1)}
+EVENTS, QUICK_EVENTS = 31, 9  # turns on a GPU
+
+
+def medians(
+    functions: Sequence[Callable[[], None]], threads: int, target: str, quick: bool
+) -> list[float]:
+    """Median seconds of each: on `threads` threads, or for target "triton" on the stream."""
+    if target == "triton":
+        return _on_stream(functions, QUICK_EVENTS if quick else EVENTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _on_threads(functions, target, quick)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: bool) -> list[float]:
+    fewest, most = QUICK_TURNS[target] if quick else TURNS[target]
+    budget = len(functions) * SECONDS_EACH[target] / (20 if quick else 1)
+    for function in functions:  # pages, compiled code
+        function()
+    times: list[list[float]] = [[] for _ in functions]
+    begin = time.perf_counter()
+    for turn in range(most):
+        if turn >= fewest and time.perf_counter() - begin > budget:
+            break
+        for function, seconds in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]
+
+
+def _on_stream(functions: Sequence[Callable[[], None]], turns: int) -> list[float]:
+    """What the stream takes, launches included where it must wait for them."""
+    for _ in range(3):  # compiled code, clocks
+        for function in functions:
+            function()
+    torch.cuda.synchronize()
+    marks: list[list[Any]] = [[] for _ in functions]
+    for _ in range(turns):
+        for function, pairs in zip(functions, marks, strict=True):
+            pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            pair[0].record()
+            function()
+            pair[1].record()
+            pairs.append(pair)
+    torch.cuda.synchronize()
+    return [statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in marks]
