@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench import profile
+from gradwire.bench.profile_worker import _had_to_wait
+from gradwire.engine.trace import WIRE, Span
 
 
 def test_parts_add_up_and_a_step_is_traced(tmp_path: Path) -> None:
@@ -24,3 +26,13 @@ def test_parts_add_up_and_a_step_is_traced(tmp_path: Path) -> None:
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"compute", "inbound", "outbound"} <= {event["tid"] for event in events}
     assert any(event["name"].startswith("run kernel: merge") for event in events)
+
+
+@pytest.mark.parametrize(("seconds", "slept"), [(2e-3, True), (1e-4, False)])
+def test_only_waits_that_found_their_message_have_lost_time(seconds: float, slept: bool) -> None:
+    step = Span("inbound", "borrow", begin=1.0, seconds=seconds + 1e-5, cpu_seconds=1e-4)
+    wait = Span("inbound", f"{WIRE}receive", begin=1.0, seconds=seconds, cpu_seconds=9e-5)
+    assert _had_to_wait(step, [wait]) is slept
+    elsewhere = Span("outbound", f"{WIRE}send", begin=1.0, seconds=2e-3, cpu_seconds=0.0)
+    before = Span("inbound", f"{WIRE}receive", begin=0.9, seconds=2e-3, cpu_seconds=0.0)
+    assert not _had_to_wait(step, [elsewhere, before])

@@ -12,7 +12,8 @@ parameters, bucket_mb. Parts:
     inbound     the inbound thread's Python, and over a network the checksums of what came
     outbound    the outbound thread's Python
     python      these four together
-    queueing    steps that lay ready while their thread slept (wall clock), all threads together
+    queueing    steps that lay ready while their thread slept (wall clock), all threads together;
+                but not waits for messages that were still on their way when they began
     wire        posting messages and waiting for them (wall clock), all threads together
     kernels     kernels, and over a network the checksums of what is sent
     bucket      from the hook's call to the average in place (wall clock); several overlap

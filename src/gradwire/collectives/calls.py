@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from gradwire.engine import HEADER_BYTES, Buffer, Graph, Kind, Task
 from gradwire.lang import ROW, Codec, rng
 from gradwire.partition import Row, Spec
 
-_PHASES = (0, 1, 2)  # own values alone; the sum of all ranks; a sum of some
+_PHASES = 3  # own values alone; the sum of all ranks; a sum of some
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Call:
     last: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step's memory and random numbers; one entry an item.
 
     Attributes:
@@ -132,7 +132,8 @@ class Calls:
         every contribution is picked again.
         """
         item = self._item
-        keys = np.stack([rng.step_keys(step.keys, step.steps, phase) for phase in _PHASES])
+        phases = np.array([*range(_PHASES), 0])[:, None]
+        keys = rng.step_keys(np.stack([step.keys] * _PHASES + [step.shared]), step.steps, phases)
         rows = self._table.copy()
         values = np.where(self._home, step.homes[item], step.values[item])
         rows["values"] = values + self._values
@@ -140,7 +141,7 @@ class Calls:
         rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
         rows["payload"] = self._payload + np.uint64(arena)
         rows["source"] = self._source + np.uint64(arena)
-        rows["shared"] = rng.step_keys(step.shared, step.steps, 0)[item]
+        rows["shared"] = keys[_PHASES, item]
         rows["key"] = keys[self._phase, item]
         return rows
 

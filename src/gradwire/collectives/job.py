@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,24 +62,21 @@ class Job:
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
         self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
-        self.step = Step(
-            values=_column([item.values.data_ptr() for item in items]),
-            residuals=_column([_address(item.residual) for item in items]),
-            homes=_column([self._home(item) for item in items]),
-            keys=_column([item.keys.own for item in items]),
-            shared=_column([item.keys.shared for item in items]),
-            steps=_column([item.step for item in items]),
-        )
+        columns = zip(*map(self._numbers, items), strict=True)
+        numbers = np.fromiter(chain.from_iterable(columns), "u8", len(Step._fields) * len(items))
+        self.step = Step(*numbers.reshape(len(Step._fields), -1))
         # What every rank must have given alike; the message's header carries it.
-        alike = np.stack([self.step.shared, self.step.steps]).tobytes() + bytes([average])
+        alike = self.step.shared.tobytes() + self.step.steps.tobytes() + bytes([average])
         self.call = zlib.crc32(alike)
 
-    def _home(self, item: Item) -> int:
-        """Where `values` would begin if `home` stood at its place among them."""
-        if item.home is None:
-            return item.values.data_ptr()
-        before = self.collective.comm.rank * item.home.numel() * item.home.itemsize
-        return (item.home.data_ptr() - before) % (1 << 64)
+    def _numbers(self, item: Item) -> tuple[int, ...]:
+        """What a Step has of an item, in its order."""
+        values = home = item.values.data_ptr()
+        residual = 0 if item.residual is None else item.residual.data_ptr()
+        if item.home is not None:  # where `values` would begin if `home` stood among them
+            before = self.collective.comm.rank * item.home.numel() * item.home.itemsize
+            home = (item.home.data_ptr() - before) % (1 << 64)
+        return values, residual, home, item.keys.own, item.keys.shared, item.step
 
     def start(self) -> None:
         c = self.collective
@@ -207,11 +205,3 @@ def _check_memory(
             f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
             f"{layout}; it must hold {numel} x {dtype}, contiguous on {device}"
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _column(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype="u8")

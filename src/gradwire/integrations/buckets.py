@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ class Buckets(Plug):
         self._lock = threading.Lock()
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
         self._totals["kernel_seconds"] = 0.0
+        self._contents: dict[int, _Content] = {}
         self._held: list[_Bucket] = []
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._backward = _NO_BACKWARD
@@ -62,8 +64,7 @@ class Buckets(Plug):
         backward; then the average is awaited here.
         """
         buffer = bucket.buffer()
-        parameters = bucket.parameters()  # of one dtype; the buffer has complex ones as pairs
-        members = [self._member(p) for p in parameters]
+        content = self._content(bucket, buffer)
         if bucket.index() == 0:
             for stale in self._held:  # of a backward that has failed
                 stale.future.set_result(stale.buffer)
@@ -73,11 +74,10 @@ class Buckets(Plug):
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future = future_on(buffer.device)
-        by_torch = parameters[0].dtype not in DTYPES
-        gradients = [] if by_torch else _flat(buffer, bucket.gradients())
-        ready = _Bucket(buffer, members, gradients, future, time.perf_counter())
+        gradients = [buffer[part] for part in content.parts]
+        ready = _Bucket(buffer, content.members, gradients, future, time.perf_counter())
         # All ranks hold and start the same buckets, in the same order: nothing depends on time.
-        if by_torch:
+        if content.by_torch:
             self._start_by_torch(ready)
         else:
             self._held.append(ready)
@@ -175,6 +175,23 @@ class Buckets(Plug):
         n = self._comm.world_size
         return 2 * (n - 1) / n * nbytes
 
+    def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Content:
+        """What is in `bucket`: the same at every step, once DDP has rebuilt its buckets."""
+        parameters = bucket.parameters()
+        known = self._contents.get(bucket.index())
+        if (
+            known is None
+            or len(known.parameters) != len(parameters)
+            or not all(map(operator.is_, known.parameters, parameters))
+        ):
+            members = [self._member(p) for p in parameters]
+            # of one dtype; the buffer has complex ones as pairs
+            by_torch = parameters[0].dtype not in DTYPES
+            parts = [] if by_torch else _parts(buffer, bucket.gradients())
+            known = _Content(parameters, members, parts, by_torch)
+            self._contents[bucket.index()] = known
+        return known
+
     def _member(self, parameter: torch.Tensor) -> Member:
         if parameter not in self._members:
             raise ConfigError(
@@ -193,6 +210,21 @@ class Buckets(Plug):
 
 
 @dataclass(frozen=True)
+class _Content:
+    """What DDP has put into a bucket, for good: no gradients, whose memory may be replaced.
+
+    Attributes:
+        parts: each parameter's stretch of the buffer, in memory order: of any layout.
+        by_torch: no codec takes this dtype.
+    """
+
+    parameters: list[torch.Tensor]
+    members: list[Member]
+    parts: list[slice]
+    by_torch: bool
+
+
+@dataclass(frozen=True)
 class _Bucket:
     """A bucket of DDP's that waits for company."""
 
@@ -206,8 +238,8 @@ class _Bucket:
 _NO_BACKWARD = -1  # what autograd calls the running backward where there is none
 
 
-def _flat(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each gradient's stretch of the bucket, 1-D, in memory order: of any layout."""
+def _parts(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[slice]:
+    """Where in the bucket each gradient lies."""
     base, width = buffer.data_ptr(), buffer.element_size()
     starts = [(g.data_ptr() - base) // width for g in gradients]
-    return [buffer[at : at + g.numel()] for at, g in zip(starts, gradients, strict=True)]
+    return [slice(at, at + g.numel()) for at, g in zip(starts, gradients, strict=True)]

@@ -51,15 +51,15 @@ def parameter_keys(seed: int, name: str, rank: int) -> Keys:
     return Keys(parameter_key(seed, name, rank), parameter_key(seed, name, -1))
 
 
-def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int) -> np.ndarray:
-    """A step's keys of many parameters: uint64[n] from uint64[n].
+def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int | np.ndarray) -> np.ndarray:
+    """A step's keys of many parameters: uint64[..., n] from uint64[..., n].
 
     `step` is one number or int64[n]; `phase` separates uses within a step (the first encoding, the
-    encoding after the reduction).
+    encoding after the reduction), one number or an array that broadcasts with the keys.
     """
     x = np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * np.uint64(GOLDEN)
     x = _mix64_array(x)
-    return _mix64_array(x + np.array([phase], np.uint64) * np.uint64(GOLDEN))
+    return _mix64_array(x + np.atleast_1d(phase).astype(np.uint64) * np.uint64(GOLDEN))
 
 
 def _mix64_array(x: np.ndarray) -> np.ndarray:
