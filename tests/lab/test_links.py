@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 
+import pytest
+
 from gradwire.lab import links
 
 
@@ -42,3 +44,20 @@ def test_bridge_is_open_once_all_ports_forward() -> None:
 
     assert links.bridge_open(shown("forwarding", "forwarding"))
     assert not links.bridge_open(shown("forwarding", "disabled"))
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency_ms", "buffer"),
+    [
+        (10**6, 1, 2**17),  # a few packets at least
+        (10**8, 5, 250_000),  # 20 ms, which is two round trips
+        (10**8, 50, 2_500_000),  # two round trips
+        (10**9, 1, 2_500_000),
+        (10**10, 50, 2**22),  # as much as Linux takes
+    ],
+)
+def test_a_queue_of_ten_senders_passes_before_tcp_sends_again(
+    rate: int, latency_ms: int, buffer: int
+) -> None:
+    settings = links.settings(rate, latency_ms * 10**6)
+    assert settings["ipv4/tcp_wmem"] == f"4096 16384 {buffer}"

@@ -26,6 +26,12 @@ GSO_BYTES = 61440
 # buffers bound what is under way. A lab that loses packets would measure TCP's recovery instead.
 QUEUE_PACKETS = 100_000
 
+# Since nothing is lost, a queue is as long as the senders' buffers. Where that delays what stands
+# behind it by more than 200 ms, TCP's least time-out, TCP sends again what was only late. So a
+# connection may have this time's worth under way: ten peers may, to one node.
+SEND_BUFFER_S = 0.02
+SEND_BUFFER_BYTES = (1 << 17, 1 << 22)  # a few packets at least; at most what Linux takes
+
 MAX_NODES = 1024
 
 
@@ -49,6 +55,20 @@ def hosts(nodes: int) -> str:
     for rank in range(nodes):
         lines += [f"{prefix}{address(rank)} {hostname(rank)}" for prefix in ("", "::ffff:")]
     return "".join(f"{line}\n" for line in lines)
+
+
+def settings(rate_bits_per_s: int, latency_ns: int) -> dict[str, str]:
+    """Of every node's TCP, under /proc/sys/net, whatever the host's: results depend on them.
+
+    Reno is in every kernel, and every namespace may choose it.
+    """
+    least, most = SEND_BUFFER_BYTES
+    under_way = max(SEND_BUFFER_S, 4 * latency_ns / 1e9)  # two round trips
+    buffer = round(min(max(rate_bits_per_s / 8 * under_way, least), most))
+    return {
+        "ipv4/tcp_congestion_control": "reno",
+        "ipv4/tcp_wmem": f"4096 16384 {buffer}",
+    }
 
 
 def ip_node(rank: int, nodes: int, switch_pid: int) -> list[str]:

@@ -14,15 +14,11 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 _NEWNS, _NEWUTS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-# Of every node, whatever the host has: results must not depend on that (docs/lab.md). Reno is in
-# every kernel, and every namespace may choose it.
-CONGESTION_CONTROL = "reno"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,14 +56,18 @@ def settle(hosts: str) -> None:
 
 
 class Node:
-    """A network and a host name of their own, kept alive by two descriptors and nothing else."""
+    """A network and a host name of their own, kept alive by two descriptors and nothing else.
 
-    def __init__(self, hostname: str) -> None:
+    `settings`: of the network, by their path under /proc/sys/net.
+    """
+
+    def __init__(self, hostname: str, settings: Mapping[str, str]) -> None:
         with _returning():
             _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare (net and uts namespaces of a node)")
             socket.sethostname(hostname)
-            with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file:
-                file.write(CONGESTION_CONTROL)
+            for name, value in settings.items():
+                with open(f"/proc/sys/net/{name}", "w") as file:
+                    file.write(value)
             self._fds = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
 
     def enter(self) -> None:

@@ -130,8 +130,9 @@ class Supervisor:
         if latency_by == "line" and line is None:
             return {"latency_by": "compile"}
         namespaces.settle(links.hosts(nodes))
+        settings = links.settings(rate, latency_ns)
         for rank in range(nodes):
-            node = namespaces.Node(links.hostname(rank))
+            node = namespaces.Node(links.hostname(rank), settings)
             self.nodes.append(node)
             self._run("ip", links.ip_node(rank, nodes, os.getpid()), node)
             self._run("tc", links.tc_shape(["eth0"], rate), node)
