@@ -54,6 +54,9 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
+    With `fresh`, kernels are measured anew before each number of ranks on each network: a machine
+    that is shared does not keep its speed for the twenty minutes that all of it takes.
+
     Raises:
         ConfigError: no lab on this machine.
     """
@@ -62,12 +65,12 @@ def run(
         raise ConfigError(f"no emulated network here to compare with ({reason})")
     cores = float(len(os.sched_getaffinity(0)))
     chosen = [codec_table.get(codec) for codec in codecs]
-    known = measuring.measured(chosen, threads=1, fresh=fresh)
-    known = replace(known, link=replace(known.link, stack=known.link.stack + _SWITCH_S))
     for net, count in itertools.product(nets, ranks):
         network = Network.parse(net)
         if count * network.rate_bits_per_s > _LAB_BITS_PER_S:
             continue
+        known = measuring.measured(chosen, threads=1, fresh=fresh)
+        known = replace(known, link=replace(known.link, stack=known.link.stack + _SWITCH_S))
         for text, codec in zip(codecs, chosen, strict=True):
             for algorithm in algorithms:
                 scenario = Scenario(

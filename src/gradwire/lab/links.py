@@ -28,8 +28,8 @@ QUEUE_PACKETS = 100_000
 
 # Since nothing is lost, a queue is as long as the senders' buffers. Where that delays what stands
 # behind it by more than 200 ms, TCP's least time-out, TCP sends again what was only late. So a
-# connection may have this time's worth under way: ten peers may, to one node.
-SEND_BUFFER_S = 0.02
+# connection may have this time's worth under way.
+SEND_BUFFER_S = 0.04
 SEND_BUFFER_BYTES = (1 << 17, 1 << 22)  # a few packets at least; at most what Linux takes
 
 MAX_NODES = 1024
@@ -63,7 +63,8 @@ def settings(rate_bits_per_s: int, latency_ns: int) -> dict[str, str]:
     Reno is in every kernel, and every namespace may choose it.
     """
     least, most = SEND_BUFFER_BYTES
-    under_way = max(SEND_BUFFER_S, 4 * latency_ns / 1e9)  # two round trips
+    # Both directions' queues delay acknowledgements: two round trips' worth cost a fifth of a rate.
+    under_way = max(SEND_BUFFER_S, 4 * 2 * latency_ns / 1e9)
     buffer = round(min(max(rate_bits_per_s / 8 * under_way, least), most))
     return {
         "ipv4/tcp_congestion_control": "reno",
