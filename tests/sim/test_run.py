@@ -10,6 +10,7 @@ from machines import FREE, GBIT, IDENTITY, QSGD, USUAL, curves, scenario
 from gradwire import algorithms
 from gradwire.sim import Net, predict
 from gradwire.sim.buckets import buckets
+from gradwire.sim.curves import Software
 from gradwire.sim.models import shapes
 from gradwire.sim.rank import Overheads
 from gradwire.sim.work import algorithm_of, cut
@@ -64,6 +65,19 @@ def test_all_senders_to_one_share_its_ingress() -> None:
     found = seconds(n, str(VALUES), "parameter_server", codec=IDENTITY, partitions=1, segments=1)
     wire = (n - 1) * MESSAGE * BYTE
     assert found == pytest.approx(3 * LATENCY + 2 * wire)
+
+
+@pytest.mark.parametrize(("ranks", "connections"), [(2, 1), (4, 3)])
+def test_connections_that_begin_to_share_a_link_lose_time(ranks: int, connections: int) -> None:
+    settling = 1e-5
+    slow = curves(link=Software(settling=settling))
+    found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
+    wire = 2 * LATENCY + connections * MESSAGE * BYTE
+    assert found == pytest.approx(wire + (settling if connections > 1 else 0.0))
+    # what little is sent has not lost all of it
+    long = curves(link=Software(settling=1.0))
+    found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=long)
+    assert found <= wire + 0.3 * connections * MESSAGE * BYTE
 
 
 def test_ranks_of_a_node_share_its_link() -> None:

@@ -3,7 +3,8 @@
     {"machine": "...", "threads": 1,
      "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
      "engine": {"start": ..., "task": ..., "post": ..., "check": ..., "check_byte": ...},
-     "link": {"goodput": ..., "shared": ..., "overhead": ..., "stack": ..., "memory": ...}}
+     "link": {"goodput": ..., "shared": ..., "settling": ..., "overhead": ..., "stack": ...,
+              "memory": ...}}
 
 A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is how many
 a merge sums; `engine` and `link` are the fields of `Overheads` and `Software`, whose defaults cost
@@ -31,6 +32,7 @@ class Software:
 
     goodput: float = 1.0
     shared: float = 1.0
+    settling: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
     memory: float = math.inf

@@ -20,6 +20,7 @@ from typing import Protocol
 from gradwire.sim.clock import Act, Clock, Thread
 
 _PARCEL_BYTES = 1 << 16  # what the kernel hands to a link at a time
+_SETTLING = 0.3  # of the time that a parcel takes, until all is lost
 _PARCELS = 16  # of a large message, at most: shares of a link stay fair enough
 
 
@@ -30,8 +31,9 @@ class Link:
     Attributes:
         rate: bytes a second, in each direction; `inf` for no limit.
         goodput: the share of it that messages to one rank get; headers take the rest.
-        shared: the share that messages to several ranks get together: connections that share a
-            link leave some of it idle, until they have found out what the others do not use.
+        shared: the share that messages to several ranks get together.
+        settling: seconds that connections lose which begin to share an idle link: they leave some
+            of it unused until they have found out what the others do not use.
         latency: seconds from one node to another.
         overhead: seconds that a message takes beyond those, whatever its size.
         stack: seconds of a core that sending a byte takes, and receiving it again.
@@ -41,6 +43,7 @@ class Link:
     rate: float
     goodput: float = 1.0
     shared: float = 1.0
+    settling: float = 0.0
     latency: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
@@ -167,6 +170,7 @@ class Fabric:
         egress = self._egress[message.sender.node]
         egress.add(message)
         if not egress.busy:
+            egress.unsettled = self.link.settling
             self._serve(egress)
 
     def _serve(self, egress: _Egress) -> None:
@@ -179,6 +183,8 @@ class Fabric:
         message.left -= nbytes
         share = self.link.shared if egress.is_shared else self.link.goodput
         seconds = nbytes / (self.link.rate * share)
+        if egress.is_shared:
+            seconds += egress.settle(seconds * _SETTLING)
         receiver, last = message.receiver, message.left == 0
         # All latencies are alike, so parcels reach an ingress in the order in which they left.
         begin = max(self._ingress[receiver.node], self.clock.now + self.link.latency)
@@ -214,6 +220,7 @@ class _Egress:
 
     def __init__(self) -> None:
         self.busy = False
+        self.unsettled = 0.0  # seconds that sharing is still to cost
         self._turns: deque[tuple[End, int]] = deque()
         self._queues: dict[tuple[End, int], deque[Message]] = {}
 
@@ -224,6 +231,12 @@ class _Egress:
         else:
             self._queues[connection] = deque([message])
             self._turns.append(connection)
+
+    def settle(self, most: float) -> float:
+        """How much of this time is lost."""
+        lost = min(self.unsettled, most)
+        self.unsettled -= lost
+        return lost
 
     @property
     def is_shared(self) -> bool:
