@@ -38,23 +38,34 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
+# A C++ thread that nobody joined, as a process ends: torch's, for gradwire has none. Seen once, in
+# the run without gradwire; a second time in a row would be worth a look.
+ABORTED = "terminate called without an active exception"
+
+
 def outcome(command: str, folder: Path) -> str:
-    program, *arguments = shlex.split(command)
-    source = str(ROOT / "src")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    done = subprocess.run(
-        [*PROGRAMS[program], *arguments], cwd=folder, env=environment, capture_output=True,
-        text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run(command, folder)
+    if ABORTED in done.stderr:
+        done = run(command, folder)
     lines = done.stdout.splitlines(keepends=True)
     said = "".join(line for line in lines if not line.startswith("[Gloo]"))  # torch 2.9 says so
     return said if done.returncode == 0 else said + done.stderr
 
 
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    source = str(ROOT / "src")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    return subprocess.run(
+        [*PROGRAMS[program], *arguments], cwd=folder, env=environment, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)  # a dozen programs, some of which compile kernels
 def test_the_page_is_exact(tmp_path: Path) -> None:
-    run = 0
+    programs = 0
     for info, text in fences():
         kind, _, name = info.partition(" ")
         if kind == "python":
@@ -66,5 +77,5 @@ def test_the_page_is_exact(tmp_path: Path) -> None:
             assert doctest.OutputChecker().check_output(expected, said, LIKE), (
                 f"$ {command}\n{said}\n--- but the page says\n{expected}"
             )
-            run += 1
-    assert run >= 8
+            programs += 1
+    assert programs >= 8
