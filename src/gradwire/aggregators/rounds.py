@@ -42,12 +42,10 @@ class Member:
     def spec(self, request: CompressedAllReduce) -> Spec:
         """What all ranks know of a request; the same object every step, which is quick to find."""
         values, feedback = request.values, request.residual is not None
-        key = (values.numel(), values.dtype, id(request.codec), feedback)
-        spec = self._specs.get(key)
-        if spec is None or spec.codec is not request.codec:
-            spec = Spec(self.name, key[0], key[1], request.codec, feedback, self.rotation)
-            self._specs[key] = spec
-        return spec
+        key = (values.numel(), values.dtype, request.codec, feedback)
+        if key not in self._specs:
+            self._specs[key] = Spec(self.name, *key, self.rotation)
+        return self._specs[key]
 
 
 class Rounds:
