@@ -72,6 +72,7 @@ def _load_a_codec() -> str:
     from gradwire.codecs import QSGD
 
     made = native.Library(QSGD(), torch.float32)
+    made.ready(["encode"])
     return "prebuilt" if made.prebuilt else f"kernels are kept in {jit.cache_folder()}"
 
 

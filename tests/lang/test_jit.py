@@ -15,7 +15,7 @@ from gradwire.lang import isa, jit
 SOURCE = "int answer(void) { return 42; }\n"
 
 PROGRAM = """
-    import warnings, torch
+    import warnings, torch, numpy as np
     from gradwire import lang
     from gradwire.codecs import QSGD
     from gradwire.errors import ConfigError
@@ -141,3 +141,64 @@ def test_a_compiler_that_fails_falls_back(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout == "eager\n", done.stderr
     assert "false" in done.stderr
+
+
+FAILS_THE_SECOND_TIME = """\
+#!/bin/sh
+if [ "$1" != --version ]; then
+  [ -e {once} ] && exit 1
+  touch {once}
+fi
+exec gcc "$@"
+"""
+
+
+def test_forms_are_compiled_when_they_are_wanted(tmp_path: Path) -> None:
+    done = python(
+        f"""
+        from pathlib import Path
+
+        def compiled():
+            return len(list(Path({str(tmp_path)!r}).glob("*.so")))
+
+        x = torch.randn(1000)
+        payload = lang.encode(QSGD(), x)
+        print(compiled())
+        y = lang.decode(QSGD(), payload, 1000)
+        print(compiled())
+        lang.kernels(QSGD(), forms=["decode", "reduce_encode", "encode_ef"])
+        print(compiled())
+        assert torch.equal(lang.encode(QSGD(), x, target="eager"), payload)
+        assert torch.equal(lang.decode(QSGD(), payload, 1000, target="eager"), y)
+        """,
+        GRADWIRE_CACHE=str(tmp_path),
+    )
+    assert done.stdout.split() == ["1", "2", "4"], done.stderr
+
+
+def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(FAILS_THE_SECOND_TIME.format(once=tmp_path / "once"))
+    compiler.chmod(0o755)
+    done = python(
+        """
+        made = lang.kernels(QSGD())
+        payload = lang.encode(QSGD(), torch.randn(1000))
+        print(made.target, lang.kernels(QSGD(), forms=["encode", "decode"]).target)
+        lang.decode(QSGD(), payload, 1000)
+        for run in (
+            lambda: lang.decode(QSGD(), payload, 1000, target="c"),
+            lambda: made.run("decode", np.zeros(0, lang.ROW)),
+        ):
+            try:
+                run()
+            except ConfigError as error:
+                print(error)
+        """,
+        GRADWIRE_CC=str(compiler), GRADWIRE_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    first, *errors = done.stdout.splitlines()
+    assert first == "c eager", done.stderr
+    assert len(errors) == 2
+    assert all("target 'c'" in e and "exit 1" in e and "prebuilt kernels" in e for e in errors)
+    assert done.stderr.count("no compiled kernels") == 1

@@ -116,7 +116,7 @@ def test_kernels_of_other_code_are_never_used(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             with pytest.raises(jit.CompileError, match="not among them"):
-                native.Library(codec, torch.float32)
+                native.Library(codec, torch.float32).ready(["encode"])
 
 
 def test_what_was_not_built_is_compiled(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_broken_library_is_passed_over_and_named(
     assert str(tmp_path) in said
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     with pytest.raises(jit.CompileError, match="cannot be loaded"):
-        native.Library(codecs.get("identity"), torch.float32)
+        native.Library(codecs.get("identity"), torch.float32).ready(["encode"])
 
 
 def test_no_openmp_runtime_besides_torchs_is_brought_in(libraries: Path) -> None:

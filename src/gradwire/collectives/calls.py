@@ -124,6 +124,14 @@ class Calls:
         self._table["numel"] = self.numel = column([row.numel for row, *_ in placed], "i8")
         self._table["start"] = [row.start for row, *_ in placed]
 
+    def forms(self, kernels: int) -> list[list[str]]:
+        """What each of so many kernels is to run, in the order of their indices."""
+        found: list[dict[str, None]] = [{} for _ in range(kernels)]
+        for calls in self.of.values():
+            for call in calls:
+                found[call.kernel][call.form] = None
+        return [list(names) for names in found]
+
     def table(self, step: Step, arena: int) -> np.ndarray:
         """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
 

@@ -27,7 +27,8 @@ from gradwire.collectives.topology import machines
 from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
 from gradwire.engine.schedule import Stage, lower
 from gradwire.errors import ConfigError
-from gradwire.lang import fingerprint, kernels
+from gradwire.lang import Codec, fingerprint, kernels
+from gradwire.lang.kernels import Kernels
 from gradwire.partition import SEGMENT_BYTES, Spec, partition
 
 CPU = torch.device("cpu")
@@ -113,16 +114,6 @@ class Collective:
         self.sizes = cut.sizes
         self._roles = algorithm.ROLES
         kinds = list(dict.fromkeys((row.codec, self.specs[row.item].dtype) for row in cut.rows))
-        target = _target(options.target, device)
-        self.kernels = [kernels(codec, dtype, target) for codec, dtype in kinds]
-        for made in self.kernels:
-            if made.device.type != device.type:
-                raise ConfigError(
-                    f"{made.codec} has no kernels for tensors on {device}: its matrices are "
-                    "computed on the CPU. Use another codec there"
-                )
-        # of this communicator's own: others may run the same kernels on payloads that are bad
-        self.marks = [made.mark(device) for made in self.kernels]
         self.schedule: tuple[Stage, ...] = ()
         if self._in_order is not None:
             hop = partial(algorithm.hop, world_size=comm.world_size)
@@ -148,6 +139,12 @@ class Collective:
         self.calls = Calls(
             self.graph, cut.rows, self.specs, index, self.offsets, comm.rank, options.batched
         )
+        self.kernels = [
+            _kernels(codec, dtype, options.target, device, forms)
+            for (codec, dtype), forms in zip(kinds, self.calls.forms(len(kinds)), strict=True)
+        ]
+        # of this communicator's own: others may run the same kernels on payloads that are bad
+        self.marks = [made.mark(device) for made in self.kernels]
         self.threads = options.threads or torch.get_num_threads()
         self.arena_bytes = self.workspace_offset + max(
             (
@@ -222,13 +219,21 @@ def prepare(
     return prepared
 
 
-def _target(target: str, device: torch.device) -> str:
-    """What runs kernels on `device`, where the user has said `target`."""
-    if device.type == "cpu":
-        return target
-    if target not in ("auto", "triton"):
-        raise ConfigError(f"target {target!r} cannot read tensors on {device}: use 'auto'")
-    return "triton"
+def _kernels(
+    codec: Codec, dtype: torch.dtype, target: str, device: torch.device, forms: Sequence[str]
+) -> Kernels:
+    """What runs these forms on tensors of `device`, where the user has said `target`."""
+    if device.type != "cpu":
+        if target not in ("auto", "triton"):
+            raise ConfigError(f"target {target!r} cannot read tensors on {device}: use 'auto'")
+        target = "triton"
+    made = kernels(codec, dtype, target, forms)
+    if made.device.type != device.type:
+        raise ConfigError(
+            f"{codec} has no kernels for tensors on {device}: its matrices are computed on the "
+            "CPU. Use another codec there"
+        )
+    return made
 
 
 def _algorithm(comm: Communicator, options: Options, kind: str) -> Algorithm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +91,7 @@ class Kernels:
 
         Raises:
             CodecError: a payload that cannot be decoded; with a mark, the mark says so.
+            ConfigError: an unknown form, or one that had to be compiled first and could not be.
         """
         if form not in forms.FORMS:
             raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
@@ -110,7 +111,16 @@ class Kernels:
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
         failed = None if mark is None else mark.failed
         call = Call(ranks, rank, distances, factor, threads, workspace, failed)
-        self._backend.run(form, rows, call)
+        try:
+            self._backend.run(form, rows, call)
+        except jit.CompileError as error:
+            raise _no_compiler(error) from error
+
+    def ready(self, forms: Sequence[str]) -> None:
+        """Compile what is missing of these forms, on target c. Raises `jit.CompileError`."""
+        ready = getattr(self._backend, "ready", None)
+        if ready is not None:
+            ready(forms)
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1, ranks: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs on this target."""
@@ -128,13 +138,20 @@ class Kernels:
         return None if mark is None else mark(device)
 
 
-def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "auto") -> Kernels:
+def kernels(
+    codec: Codec,
+    dtype: torch.dtype = torch.float32,
+    target: str = "auto",
+    forms: Sequence[str] = ("encode",),
+) -> Kernels:
     """The codec's kernels, made once a process.
 
     Args:
         dtype: of the values: float32, float16 or bfloat16.
         target: "c", "eager", "triton" (on a GPU), or "auto": c, or with one warning that says
             why, eager.
+        forms: compiled now, side by side, where target c has them neither prebuilt nor in the
+            cache; others when they are first run.
 
     Raises:
         ConfigError: unknown target or dtype, an ill-formed codec, target "c" without a compiler, or
@@ -144,29 +161,33 @@ def kernels(codec: Codec, dtype: torch.dtype = torch.float32, target: str = "aut
         raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     check_codec(codec)
     if target == "auto":
-        reason = _missing(codec, dtype)
+        reason = _missing(codec, dtype, tuple(forms))
         if reason is not None:
             _announce(reason)
         target = "c" if reason is None else "eager"
     try:
-        return _made(codec, dtype, target)
+        made = _made(codec, dtype, target)
+        made.ready(forms)
     except jit.CompileError as error:
-        raise ConfigError(
-            f"target 'c': {error}; use target 'eager', or mend the compiler"
-        ) from error
+        raise _no_compiler(error) from error
+    return made
 
 
 _made = lru_cache(maxsize=512)(Kernels)
 
 
 @lru_cache(maxsize=512)
-def _missing(codec: Codec, dtype: torch.dtype) -> str | None:
+def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | None:
     """Why there is no c target here, or None."""
     try:
-        _made(codec, dtype, "c")
+        _made(codec, dtype, "c").ready(forms)
     except jit.CompileError as error:
         return str(error)
     return None
+
+
+def _no_compiler(error: jit.CompileError) -> ConfigError:
+    return ConfigError(f"target 'c': {error}; use target 'eager', or mend the compiler")
 
 
 @cache
@@ -184,7 +205,7 @@ def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto
     Target auto is triton for tensors on a GPU. `ConfigError` if the target is not for the device.
     """
     values = tensor.detach().contiguous()
-    k = _for_device(codec, values.dtype, values.device, target)
+    k = _for_device(codec, values.dtype, values.device, target, "encode")
     payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
     _run(k, "encode", values, payload, key)
     return payload
@@ -200,7 +221,7 @@ def decode(
 ) -> torch.Tensor:
     """The values of a payload, as dtype[numel] on its device. `CodecError` if its size cannot be
     right."""
-    k = _for_device(codec, dtype, payload.device, target)
+    k = _for_device(codec, dtype, payload.device, target, "decode")
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise CodecError(
@@ -212,11 +233,13 @@ def decode(
     return values
 
 
-def _for_device(codec: Codec, dtype: torch.dtype, device: torch.device, target: str) -> Kernels:
+def _for_device(
+    codec: Codec, dtype: torch.dtype, device: torch.device, target: str, form: str
+) -> Kernels:
     """The kernels that can work on a tensor of this device. `ConfigError` if there are none."""
     if target == "auto" and device.type == "cuda":
         target = "triton"
-    k = kernels(codec, dtype, target)
+    k = kernels(codec, dtype, target, [form])
     if k.device.type != device.type:
         raise ConfigError(
             f"{codec!r} runs on {k.device.type} with target {target!r}, but the tensor is on "

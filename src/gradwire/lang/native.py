@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from gradwire.errors import CodecError
@@ -10,6 +12,7 @@ from gradwire.lang import forms, prebuilt
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c, c_stack
+from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import layout, native_name
 
 if TYPE_CHECKING:  # sources are generated where there is neither
@@ -22,15 +25,19 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
-    """The C source of the codec's kernels, without the prelude that all kernels share."""
+def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
+    """The C source of the codec's kernels, without the prelude that all kernels share.
+
+    Args:
+        names: of the forms wanted.
+    """
     native = native_name(dtype)
     programs = forms.derive(codec, native).programs
-    return c.emit(programs.values(), layout(codec, native), native)
+    return c.emit([programs[name] for name in names], layout(codec, native), native)
 
 
 class Library:
-    """A codec's compiled forms: prebuilt ones, else compiled here. Raises `jit.CompileError`.
+    """A codec's forms as machine code: prebuilt, else compiled here, each when it is wanted.
 
     Attributes:
         prebuilt: whether they came with the wheel.
@@ -38,14 +45,30 @@ class Library:
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
         text = c.prelude() + source(codec, dtype)
+        self._codec = codec
+        self._dtype = dtype
         self._layout = layout(codec, dtype)
         self._scratch = c_stack.scratch_nbytes(text)
-        self._functions, self.prebuilt = prebuilt.functions(text, forms.FORMS)
-        for function in self._functions.values():
-            function.argtypes = _ARGUMENTS
-            function.restype = ctypes.c_int
         numbers = forms.derive(codec, native_name(dtype)).table
         self._table = (ctypes.c_float * max(1, len(numbers)))(*numbers)
+        found, self._said = prebuilt.find(text, FORMS)
+        self.prebuilt = found is not None
+        self._functions: dict[str, Callable[..., int]] = {}
+        for form, function in (found or {}).items():
+            self._functions[form] = _typed(function)
+
+    def ready(self, names: Sequence[str]) -> None:
+        """Compile what is missing of these forms, side by side. Raises `jit.CompileError`."""
+        missing = [name for name in dict.fromkeys(names) if name not in self._functions]
+        if len(missing) < 2:
+            self._functions.update(zip(missing, map(self._compiled, missing), strict=True))
+            return
+        with ThreadPoolExecutor(len(missing), "gradwire-compile") as at:
+            self._functions.update(zip(missing, at.map(self._compiled, missing), strict=True))
+
+    def _compiled(self, form: str) -> Callable[..., int]:
+        text = c.prelude() + source(self._codec, self._dtype, [form])
+        return _typed(prebuilt.compiled(text, [form], self._said)[form])
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs."""
@@ -55,9 +78,17 @@ class Library:
         """The backend's one method; see `kernels.Backend`."""
         workspace = None if call.workspace is None else call.workspace.data_ptr()
         distances = None if call.distances is None else call.distances.ctypes.data
+        if form not in self._functions:
+            self.ready([form])
         failed = self._functions[form](
             rows.ctypes.data, rows.size, call.ranks, call.rank, distances, call.factor,
             call.threads, workspace, self._table,
         )  # fmt: skip
         if failed:
             raise CodecError(f"row {failed - 1} of {form}: a payload that this codec never makes")
+
+
+def _typed(function: ctypes._NamedFuncPointer) -> Callable[..., int]:
+    function.argtypes = _ARGUMENTS
+    function.restype = ctypes.c_int
+    return function

@@ -17,8 +17,12 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradwire.lang import isa, jit
+
+if TYPE_CHECKING:
+    Functions = dict[str, ctypes._NamedFuncPointer]
 
 MANIFEST = "gradwire_kernels"  # symbol: text, a line a kernel
 RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them know the calls that gcc emits
@@ -42,24 +46,41 @@ def symbol(digest: str, name: str) -> str:
     return f"gradwire_{digest}_{name}"
 
 
-def functions(text: str, names: Sequence[str]) -> tuple[dict[str, ctypes._NamedFuncPointer], bool]:
+def functions(text: str, names: Sequence[str]) -> tuple[Functions, bool]:
     """The named functions of a C source, and whether they came prebuilt; else compiled here.
 
     Raises `jit.CompileError` if they did not and cannot be, `ConfigError` for a GRADWIRE_ISA that
     this CPU does not run.
     """
+    found, said = find(text, names)
+    return (compiled(text, names, said), False) if found is None else (found, True)
+
+
+def find(text: str, names: Sequence[str]) -> tuple[Functions | None, str]:
+    """The named functions of a C source if they came prebuilt, or None, and why not.
+
+    Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not run.
+    """
     library, said = loaded()
-    if library is not None:
-        name = digest(text)
-        try:
-            return {one: library[symbol(name, one)] for one in names}, True
-        except AttributeError:
-            said = "this codec, options and dtype are not among them"
+    if library is None:
+        return None, said
+    name = digest(text)
+    try:
+        return {one: library[symbol(name, one)] for one in names}, said
+    except AttributeError:
+        return None, "this codec, options and dtype are not among them"
+
+
+def compiled(text: str, names: Sequence[str], said: str) -> Functions:
+    """The named functions of a C source, compiled here; `said` is why there are no others.
+
+    Raises `jit.CompileError`.
+    """
     try:
         library = jit.load(text)
     except jit.CompileError as error:
         raise jit.CompileError(f"{error}; prebuilt kernels: {said}") from error
-    return {one: library[one] for one in names}, False
+    return {one: library[one] for one in names}
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str]:
