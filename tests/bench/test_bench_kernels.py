@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -91,12 +93,24 @@ def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == pytest.approx([0.003, 0.002])
 
 
+def test_nothing_timed_was_touched_by_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+    in_turn = kernels._in_turn
+
+    def noting(function: Any, arguments: Any, *order: Any) -> Any:
+        def noted(argument: Any) -> None:
+            touched.append(next(i for i, a in enumerate(arguments) if a is argument))
+            function(argument)
+
+        return in_turn(noted, arguments, *order)
+
+    monkeypatch.setattr(kernels, "_in_turn", noting)
+    list(kernels.run(["topk"], ["eager"], numel=1000, threads=[1], quick=True))
+    assert len(touched) >= 2 * (len(kernels.OPS) + 1)
+    assert all(len({*touched[i : i + 4]}) == 4 for i in range(len(touched) - 3)), touched
+
+
 def test_arrays_take_turns_where_a_cache_could_hold_them() -> None:
-    seen: list[str] = []
-    turn = kernels._in_turn(seen.append, ["a", "b", "c"])
-    for _ in range(4):
-        turn()
-    assert seen == ["a", "b", "c", "a"]
     assert [kernels._sets(n) for n in (2**10, 2**24, 2**26, 2**30)] == [4, 4, 1, 1]
 
 

@@ -77,6 +77,16 @@ def test_wrong_options_are_refused(options: dict[str, object], says: str) -> Non
     assert says in str(caught_error.value)
 
 
+@pytest.mark.parametrize("options", ["ring", {"algorithm": "ring"}], ids=["str", "dict"])
+def test_options_of_another_type_are_refused(options: object) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        return caught(lambda: all_reduce(torch.ones(9), group=comm, options=options))  # type: ignore[arg-type]
+
+    for error in as_threads(2, body):
+        assert isinstance(error, ConfigError)
+        assert f"options={options!r}: give a gradwire.Options" in str(error)
+
+
 def test_a_machine_is_given_for_each_rank() -> None:
     def body(comm: Communicator) -> BaseException | None:
         options = Options(algorithm="hierarchical", nodes=(0, 0))

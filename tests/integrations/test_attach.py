@@ -138,6 +138,32 @@ def static_graph_trains(rank: int) -> None:
     assert (flat(model) - plain(mlp, range(4))).abs().max() < 0.02
 
 
+class TwoDtypes(nn.Module):
+    """In one bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = nn.Linear(40, 100).bfloat16(), nn.Linear(20, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).bfloat16()).float()
+
+
+def static_graph_of_several_buckets(rank: int) -> None:
+    """DDP calls each of its first pass number 0, and none the last."""
+    for coalesce_bytes in (0, 5000, 1 << 18):  # the first has 3360 bytes, the last 8200
+        model, reference = DDP(TwoDtypes(), static_graph=True), DDP(TwoDtypes(), static_graph=True)
+        handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
+        for step in range(2):
+            for of in (model, reference):
+                of(batch(step, rank)).square().mean().backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert same_everywhere(p.grad)
+                torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=1e-4)  # bf16
+            assert handle.stats()["steps"] == step + 1
+
+
 def unused_parameters_are_fine(rank: int) -> None:
     model = DDP(Branches(), find_unused_parameters=True)
     gw.attach(model, bits=8)
@@ -713,6 +739,7 @@ SCENARIOS = [
     two_bits_with_error_feedback_train,
     no_sync_accumulates,
     static_graph_trains,
+    static_graph_of_several_buckets,
     unused_parameters_are_fine,
     channels_last_is_fine,
     half_precision_trains,

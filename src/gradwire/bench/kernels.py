@@ -121,8 +121,10 @@ def _rows(
     for arrays in sets:
         run("encode", arrays.rows("encode"))
         arrays.peers = arrays.payload.repeat(PEERS)
-    todo = [_in_turn(partial(run, op), [arrays.rows(op) for arrays in sets]) for op in OPS]
-    *seconds, copying = turns.medians([*todo, _in_turn(_Arrays.copy, sets)], threads, target, quick)
+    order = itertools.cycle(range(len(sets)))
+    todo = [_in_turn(partial(run, op), [arrays.rows(op) for arrays in sets], order) for op in OPS]
+    todo.append(_in_turn(_Arrays.copy, sets, order))
+    *seconds, copying = turns.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
     for op, each in zip(OPS, seconds, strict=True):
         limit = _moved(codec, op, made.layout, numel) / bandwidth
@@ -163,10 +165,12 @@ def _sets(numel: int) -> int:
     return max(1, min(MOST_SETS, COLD // (FLOAT * numel)))
 
 
-def _in_turn(function: Callable[[T], None], arguments: Sequence[T]) -> Callable[[], None]:
-    """Call `function` with one argument after the other, again and again."""
-    following = itertools.cycle(arguments)
-    return lambda: function(next(following))
+def _in_turn(
+    function: Callable[[T], None], arguments: Sequence[T], order: Iterator[int]
+) -> Callable[[], None]:
+    """Call `function` with the arguments in `order`, which all functions of a turn share: each gets
+    other arrays than the one before it."""
+    return lambda: function(arguments[next(order)])
 
 
 def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
@@ -203,7 +207,8 @@ def _torch_topk(
         arrays.values[places].half()
 
     target = "triton" if device == "cuda" else "eager"
-    todo = [_in_turn(encode, sets), _in_turn(_Arrays.copy, sets)]
+    order = itertools.cycle(range(len(sets)))
+    todo = [_in_turn(encode, sets, order), _in_turn(_Arrays.copy, sets, order)]
     seconds, copying = turns.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
     limit = (FLOAT * numel + 6 * k) / bandwidth

@@ -204,8 +204,10 @@ def prepare(
     """The Collective of `specs`, built on first use and kept while it is among those used last.
 
     Raises:
-        ConfigError: as Collective.
+        ConfigError: as Collective, or `options` of another type.
     """
+    if not (options is None or isinstance(options, Options)):
+        raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
     key = (kind, tuple(specs), options or Options(), device)
     kept = comm.kept
     with comm.preparing:

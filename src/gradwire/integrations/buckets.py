@@ -47,6 +47,7 @@ class Buckets(Plug):
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
         self._totals["kernel_seconds"] = 0.0
         self._contents: dict[int, _Content] = {}
+        self._arrived: set[torch.Tensor] = set()  # parameters of this pass whose buckets have come
         self._held: list[_Bucket] = []
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._backward = _NO_BACKWARD
@@ -65,11 +66,8 @@ class Buckets(Plug):
         """
         buffer = bucket.buffer()
         content = self._content(bucket, buffer)
-        if bucket.index() == 0:
-            for stale in self._held:  # of a backward that has failed
-                stale.future.set_result(stale.buffer)
-            self._held.clear()
-        if bucket.is_last():
+        is_last = self._arrives(content)
+        if is_last:
             self._totals["steps"] += 1
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
@@ -82,9 +80,26 @@ class Buckets(Plug):
         else:
             self._held.append(ready)
         held = sum(b.buffer.nbytes for b in self._held)
-        if self._held and (held >= self._coalesce_bytes or bucket.is_last()):
+        if self._held and (held >= self._coalesce_bytes or is_last):
             self._start()
         return future
+
+    def _arrives(self, content: _Content) -> bool:
+        """Note that a bucket has come; whether it is the last of this pass over the parameters.
+
+        Counted, since a bucket does not know: with static_graph DDP hands over those of its first
+        pass together, and each says that it is number 0.
+        """
+        if not self._arrived.isdisjoint(content.parameters):  # the pass before failed on its way
+            for stale in self._held:
+                stale.future.set_result(stale.buffer)
+            self._held.clear()
+            self._arrived.clear()
+        self._arrived.update(content.parameters)
+        if len(self._arrived) < len(self._members):
+            return False
+        self._arrived.clear()
+        return True
 
     def _start(self) -> None:
         """Average the buckets held, in one collective."""
