@@ -55,7 +55,8 @@ def attach(
         algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
         options: algorithm, segments, checksum, kernels.
         coalesce_bytes: DDP's buckets smaller than this wait for the next ones, until they have as
-            many bytes together, or there are no more; 0 sends each alone.
+            many bytes together, or there are no more; 0 sends each alone, as do modules whose DDP
+            leaves out unused parameters (skip_all_reduce_unused_params).
 
     Returns:
         A handle with statistics and state.
@@ -97,6 +98,8 @@ def attach(
             check_defined(options.algorithm, parameter.codec)
             if error_feedback:
                 check_feedback(parameter.codec)
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        coalesce_bytes = 0  # a bucket that others would wait for may never come
     agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
     comm.agree("what is attached", [*agreed, *plan.describe()])
     return Handle(socket, dict(named), plan, comm, seed, options, coalesce_bytes)

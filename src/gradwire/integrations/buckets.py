@@ -66,9 +66,9 @@ class Buckets(Plug):
         """
         buffer = bucket.buffer()
         content = self._content(bucket, buffer)
-        is_last = self._arrives(content)
+        is_last = self._arrives(content.parameters) or bucket.is_last()
         if is_last:
-            self._totals["steps"] += 1
+            self._arrived.clear()
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future = future_on(buffer.device)
@@ -84,22 +84,21 @@ class Buckets(Plug):
             self._start()
         return future
 
-    def _arrives(self, content: _Content) -> bool:
-        """Note that a bucket has come; whether it is the last of this pass over the parameters.
+    def _arrives(self, parameters: list[torch.Tensor]) -> bool:
+        """Note that a bucket has come; whether all parameters have, in this pass over them.
 
         Counted, since a bucket does not know: with static_graph DDP hands over those of its first
-        pass together, and each says that it is number 0.
+        pass together, and each says that it is number 0 and not the last.
         """
-        if not self._arrived.isdisjoint(content.parameters):  # the pass before failed on its way
+        if not self._arrived.isdisjoint(parameters):  # the pass before has ended on its way
             for stale in self._held:
                 stale.future.set_result(stale.buffer)
             self._held.clear()
             self._arrived.clear()
-        self._arrived.update(content.parameters)
-        if len(self._arrived) < len(self._members):
-            return False
-        self._arrived.clear()
-        return True
+        if not self._arrived:
+            self._totals["steps"] += 1
+        self._arrived.update(parameters)
+        return len(self._arrived) == len(self._members)
 
     def _start(self) -> None:
         """Average the buckets held, in one collective."""
