@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.lang import isa, jit
+from gradwire.codecs import QSGD
+from gradwire.errors import ConfigError
+from gradwire.lang import isa, jit, kernels
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -202,3 +204,8 @@ def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(tmp_path: Path) 
     assert len(errors) == 2
     assert all("target 'c'" in e and "exit 1" in e and "prebuilt kernels" in e for e in errors)
     assert done.stderr.count("no compiled kernels") == 1
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown form 'encoed': use one of encode, "):
+        kernels(QSGD(), forms=["encode", "encoed"])

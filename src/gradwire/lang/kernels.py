@@ -19,6 +19,7 @@ from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
 
@@ -93,8 +94,7 @@ class Kernels:
             CodecError: a payload that cannot be decoded; with a mark, the mark says so.
             ConfigError: an unknown form, or one that had to be compiled first and could not be.
         """
-        if form not in forms.FORMS:
-            raise ConfigError(f"unknown form {form!r}: use one of {', '.join(forms.FORMS)}")
+        _check_form(form)
         assert rows.dtype == ROW, rows.dtype
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
@@ -154,12 +154,14 @@ def kernels(
             cache; others when they are first run.
 
     Raises:
-        ConfigError: unknown target or dtype, an ill-formed codec, target "c" without a compiler, or
-            target "triton" without Triton or a GPU.
+        ConfigError: unknown target, dtype or form, an ill-formed codec, target "c" without a
+            compiler, or target "triton" without Triton or a GPU.
     """
     if target not in TARGETS:
         raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     check_codec(codec)
+    for form in forms:
+        _check_form(form)
     if target == "auto":
         reason = _missing(codec, dtype, tuple(forms))
         if reason is not None:
@@ -184,6 +186,11 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
     except jit.CompileError as error:
         return str(error)
     return None
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMS:
+        raise ConfigError(f"unknown form {form!r}: use one of {', '.join(FORMS)}")
 
 
 def _no_compiler(error: jit.CompileError) -> ConfigError:

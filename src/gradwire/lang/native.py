@@ -60,8 +60,7 @@ class Library:
     def ready(self, names: Sequence[str]) -> None:
         """Compile what is missing of these forms, side by side. Raises `jit.CompileError`."""
         missing = [name for name in dict.fromkeys(names) if name not in self._functions]
-        if len(missing) < 2:
-            self._functions.update(zip(missing, map(self._compiled, missing), strict=True))
+        if not missing:
             return
         with ThreadPoolExecutor(len(missing), "gradwire-compile") as at:
             self._functions.update(zip(missing, at.map(self._compiled, missing), strict=True))
