@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_lend": ((_POINTER, _POINTER, _NUMBER), None),
     "shm_borrow_from": ((_POINTER, _INT, _POINTER, _NUMBER), None),
     "shm_lent_bytes": ((_POINTER,), _NUMBER),
+    "shm_overslept": ((_POINTER,), _NUMBER),
     "shm_begin": ((_INT, _INT, _NUMBER, _NUMBER), _POINTER),
     "shm_connect": ((_POINTER, _INT, _INT, _INT, _INT), _INT),
     "shm_send": ((_POINTER, _INT, _POINTER, _NUMBER, _NUMBER), _POINTER),

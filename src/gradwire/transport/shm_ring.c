@@ -21,9 +21,29 @@
  * link has at most LOANS at a time, so there is always room to give one back; more are not made.
  *
  * Each counter and each end of a ring has one writer at a time: the thread that holds the link's
- * lock for that direction. A flag is raised by the side that is about to wait, which then looks
- * again; the other side looks at the flag after it has moved a counter. Both put a full fence
- * between, so one of the two sees the other.
+ * lock for that direction. A flag is raised by the side that a counter stops, which then looks at the
+ * counter again; the other side looks at the flag after it has moved the counter, and if it is raised
+ * clears it and rings the bell. Both put a full fence between, so one of the two sees the other.
+ *
+ * That is not enough for threads that sleep: an answer that is late, to a counter that moved long
+ * ago, may clear a flag that has just been raised, and ring while nobody sleeps yet. So
+ *
+ *   a sleeper      reads `rings`; sets `asleep`; fence; raises the flags of all that is stopped, by
+ *                  any thread's doing (raise_flags); fence; looks at all counters; waits for `rings`
+ *                  to change
+ *   an answer      moves a counter; fence; clears the flag; fence; clears `asleep`; moves `rings`
+ *   another thread that leaves has nothing left to move and has raised the flags of what is stopped,
+ *                  having said before (in `sends`, `expects`, `unannounced`) what that is; or it
+ *                  wakes the sleepers of its rank, which go on (hand_over)
+ *
+ * Then no sleeper misses a counter. Let one move after the sleeper has looked at it. If the sleeper
+ * has raised the flag, the mover finds it raised, or cleared since: whoever clears it does so after
+ * `asleep` was set, finds that set, or cleared since, and whoever clears that moves `rings` after the
+ * sleeper has read it. If the sleeper has not raised the flag, another thread had not yet said what
+ * it waits for, or still had room, when the sleeper's first fence was past; that thread raised the
+ * flag afterwards, and whoever clears it finds `asleep` set as before. And if an answer has cleared a
+ * flag without finding `asleep` set, then before the sleeper's first fence: the sleeper finds what
+ * was said before that flag was raised, and raises it again.
  */
 #include <errno.h>
 #include <limits.h>
@@ -104,6 +124,7 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
     _Atomic u64 over;                       /* of these, known to be over */
     _Atomic(struct op *) leaving;           /* the send whose bytes are being written */
     _Atomic int sends;                      /* whether `leaving` or `ready` has any */
+    _Atomic int expects;                    /* whether `waiting` or `lent` has any */
 
     pthread_mutex_t rx;
     struct ring *in;
@@ -128,7 +149,7 @@ struct shm {
     int64_t spin_ns;
     int links;
     struct link *link;
-    _Atomic u64 lent_bytes;
+    _Atomic u64 lent_bytes, overslept;
     _Atomic int users, sleepers, stopped, checking, tired;
     _Atomic int64_t checked; /* when the peers were last seen alive */
 };
@@ -176,8 +197,24 @@ static void ring_bell(struct segment *s) {
     }
 }
 
+/* Where others may change what was just seen; tests give them the time to, every other time. */
+static void delay_in_tests(void) {
+#ifdef SHM_DELAY_NS
+    static _Atomic u32 calls;
+    if ((calls++ * 2654435769u) >> 31) nanosleep(&(struct timespec){0, SHM_DELAY_NS}, 0);
+#endif
+}
+
+/* Say that we wait for the counter that the flag belongs to, which is then looked at again. */
+static void raise_flag(_Atomic u32 *flag) {
+    atomic_store(flag, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    delay_in_tests();
+}
+
 /* Wake the far side if it has raised this flag. */
 static void answer(_Atomic u32 *flag, struct segment *far) {
+    delay_in_tests();
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(flag, memory_order_relaxed) && atomic_exchange(flag, 0))
         ring_bell(far);
@@ -271,8 +308,8 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
     while (l->leaving || l->ready.first) {
         u64 room = size - (head - look(&r->tail));
         if (room < UNIT) {
-            atomic_store(&r->full, 1);
-            atomic_thread_fence(memory_order_seq_cst);
+            l->sends = 1; /* before the flag */
+            raise_flag(&r->full);
             if (size - (head - look(&r->tail)) < UNIT) break;
             continue;
         }
@@ -312,9 +349,9 @@ static int transmit(struct shm *s, struct link *l, struct op *mine) {
         take_announcements(l);
         ended += take_returns(l, mine);
         ended += write_ready(s, l, mine);
-        if (!l->waiting.first && !l->lent.first) break;
-        atomic_store(&l->out->starved, 1);
-        atomic_thread_fence(memory_order_seq_cst);
+        l->expects = l->waiting.first || l->lent.first; /* before the flag */
+        if (!l->expects) break;
+        raise_flag(&l->out->starved);
     } while (is_told(l) && !l->corrupt);
     return ended;
 }
@@ -328,8 +365,7 @@ static void announce(struct link *l) {
     u64 posted = before;
     while (op) {
         if (posted - look(&r->taken) >= POSTS) {
-            atomic_store(&r->behind, 1);
-            atomic_thread_fence(memory_order_seq_cst);
+            raise_flag(&r->behind); /* `unannounced` has long been set */
             if (posted - look(&r->taken) >= POSTS) break;
         }
         r->posts[posted % POSTS] = (struct frame){op->tag, op->size | (op->may_lend ? LOAN : 0)};

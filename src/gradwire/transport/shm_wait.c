@@ -7,13 +7,16 @@
  * of its threads waits; `shm_drive` lends a thread for when they may all wait for something else.
  *
  * Where spinning was in vain, because the peer is busy or wants our core, the next waits go to sleep
- * at once. A sleep lasts at most SLICE_NS; then the waiter looks whether its peers still live.
+ * at once. A sleep lasts at most SHM_SLICE_NS; then the waiter looks whether its peers still live.
  */
 
 enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what a wait returns */
 
+#ifndef SHM_SLICE_NS /* tests have longer ones */
+#define SHM_SLICE_NS 100000000
+#endif
+
 enum {
-    SLICE_NS = 100000000,
     TIRED = 8,       /* waits without spinning, after one that has spun in vain */
     LENT = 1 << 18,  /* from so many bytes on a message is copied from where it lies */
     STORE = 1 << 21, /* stores begin at multiples of it, for large pages */
@@ -49,16 +52,47 @@ static void tell_own(struct shm *s, int counted) {
     if (atomic_load(&s->sleepers) > counted) ring_bell(s->near);
 }
 
+static int has_room(struct shm *s, struct ring *r) {
+    return s->ring_bytes - (look(&r->head) - look(&r->tail)) >= UNIT;
+}
+
+static int can_announce(struct link *l) {
+    return look(&l->in->posted) - look(&l->in->taken) < POSTS;
+}
+
 static int can_receive(struct link *l) {
     if (!l->in || l->corrupt) return 0;
-    if (look(&l->in->head) != look(&l->in->tail)) return 1;
-    return l->unannounced && look(&l->in->posted) - look(&l->in->taken) < POSTS;
+    return look(&l->in->head) != look(&l->in->tail) || (l->unannounced && can_announce(l));
 }
 
 static int can_transmit(struct shm *s, struct link *l) {
     if (!l->out || l->corrupt) return 0;
-    if (is_told(l)) return 1;
-    return l->sends && s->ring_bytes - (look(&l->out->head) - look(&l->out->tail)) >= UNIT;
+    return is_told(l) || (l->sends && has_room(s, l->out));
+}
+
+/* Whether an operation of ours could go on. What the peer has announced for later may wait. */
+static int can_move(struct shm *s) {
+    for (struct link *l = s->link; l < s->link + s->links; l++)
+        if (can_receive(l) || ((l->sends || l->expects) && can_transmit(s, l))) return 1;
+    return 0;
+}
+
+/* Before we sleep: have the peers ring for whatever they stop. */
+static void raise_flags(struct shm *s) {
+    for (struct link *l = s->link; l < s->link + s->links; l++) {
+        if (!l->in || l->corrupt) continue;
+        if (l->unannounced && !can_announce(l)) atomic_store(&l->in->behind, 1);
+        if (l->sends && !has_room(s, l->out)) atomic_store(&l->out->full, 1);
+        if (l->expects && !is_told(l)) atomic_store(&l->out->starved, 1);
+    }
+}
+
+/* Leave what can still be moved to our threads that sleep; and peers may have room enough to end
+ * their sends, though not as much as we wake them for while we go on reading. */
+static void hand_over(struct shm *s, int counted) {
+    if (can_move(s)) tell_own(s, counted);
+    for (struct link *l = s->link; l < s->link + s->links; l++)
+        if (l->in && !l->corrupt && has_room(s, l->in)) answer(&l->in->full, l->far);
 }
 
 /* Move all that can be moved, or until `mine` has ended. */
@@ -82,11 +116,12 @@ static void progress(struct shm *s, struct op *mine, int counted) {
         }
     } while (moved && !(mine && mine->done));
     if (ended) tell_own(s, counted);
+    if (moved) hand_over(s, counted);
 }
 
 /* Mark the peers whose processes have ended; one thread at a time, and not too often. */
 static void check_alive(struct shm *s, int64_t now) {
-    if (now - s->checked < SLICE_NS || atomic_exchange(&s->checking, 1)) return;
+    if (now - s->checked < SHM_SLICE_NS || atomic_exchange(&s->checking, 1)) return;
     s->checked = now;
     for (struct link *l = s->link; l < s->link + s->links; l++) {
         struct pollfd p = {l->alive_fd, POLLIN, 0};
@@ -102,6 +137,12 @@ static int trouble(struct link *l) {
     return l->dead ? DEAD : OK;
 }
 
+/* Whether who has slept to its slice's end ought to have been woken: something can be done, and none
+ * of our threads is at it. */
+static int has_overslept(struct shm *s, struct op *op) {
+    return s->users == s->sleepers && ((op && op->done) || can_move(s));
+}
+
 /* Until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
 static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadline) {
     int64_t now = begun;
@@ -115,6 +156,9 @@ static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadlin
         if (sleeps) {
             atomic_fetch_add(&s->sleepers, 1);
             atomic_store(&s->near->asleep, 1);
+            atomic_thread_fence(memory_order_seq_cst);
+            delay_in_tests();
+            raise_flags(s);
             atomic_thread_fence(memory_order_seq_cst);
         }
         /* First the state of the link, then the bytes: what came before a death still arrives. */
@@ -135,10 +179,11 @@ static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadlin
         } else {
             if (!over) {
                 if (spin_ns) s->tired = TIRED;
-                int64_t ns = least(SLICE_NS, deadline - now);
-                struct timespec t = {0, ns};
+                int64_t ns = least(SHM_SLICE_NS, deadline - now);
+                struct timespec t = {ns / 1000000000, ns % 1000000000};
                 long woken = syscall(SYS_futex, &s->near->rings, FUTEX_WAIT, rings, &t, 0, 0);
                 if (woken < 0 && errno == EINTR) over = 1, result = INTERRUPTED;
+                if (woken < 0 && errno == ETIMEDOUT && has_overslept(s, op)) s->overslept++;
                 now = now_ns();
                 check_alive(s, now);
             }
@@ -233,6 +278,10 @@ void shm_borrow_from(struct shm *s, int slot, char *store, u64 bytes) {
 
 /* What peers have been lent so far. */
 u64 shm_lent_bytes(struct shm *s) { return s->lent_bytes; }
+
+/* How often a thread has slept to its slice's end though something could move: lost wakes, or a change
+ * at that very moment. */
+u64 shm_overslept(struct shm *s) { return s->overslept; }
 
 /* Begin a send, moving what can be moved at once. 0: it has ended already. -1: stopped, or no
  * memory. Else what shm_wait takes. */
