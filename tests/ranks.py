@@ -1,4 +1,7 @@
-"""Ranks as threads over the loopback transport, and as processes over gloo."""
+"""Ranks as threads over the loopback transport, and as processes over gloo.
+
+Where one fails, the test's report says what became of every rank, in the order of time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import multiprocessing as mp
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from fifo import FifoHub
 from gradwire.engine import Communicator
 from gradwire.transport import Hub
+from rank_ends import End, collect, in_time, report, stack
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 8]
 
@@ -28,35 +33,42 @@ def as_threads(
     timeout: float = 60.0,
     fifo: FifoHub | None = None,
 ) -> list[Any]:
-    """Run `body` on every rank at once; what it returned, in rank order, or the first error.
+    """Run `body` on every rank at once; what it returned, in rank order.
 
-    Collectives run in order over `fifo` where it is given; else with tags, over `hub`.
+    Raises the error that came first, with a report of every rank as its note. Collectives run in
+    order over `fifo` where it is given; else with tags, over `hub`.
     """
     hub = hub or Hub(world_size)
-    results: list[Any] = [None] * world_size
-    errors: list[BaseException | None] = [None] * world_size
+    ends: dict[int, End] = {}
+    errors: dict[int, BaseException] = {}
     links: list[Any] = [lambda device, r=r: fifo and fifo.link(r) for r in range(world_size)]
     comms = [Communicator(hub.transport(r), links=links[r]) for r in range(world_size)]
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(comms[rank])
+            result = body(comms[rank])
+            ends[rank] = End(rank, time.monotonic(), result)
         except BaseException as error:
             errors[rank] = error
+            ends[rank] = End(rank, time.monotonic(), None, traceback.format_exc())
 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout)
-    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    hung = {rank: stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
+    said = report(begun, ends.values(), hung) if errors or hung else ""
     for comm in comms:
         comm.close()
-    assert not hung, f"ranks {hung} hang"
-    for error in errors:
-        if error is not None:
+    assert not hung, f"ranks {list(hung)} hang; {said}"
+    for end in in_time(ends.values()):
+        if end.rank in errors:
+            error = errors[end.rank]
+            error.__notes__ = [*getattr(error, "__notes__", ()), said]  # add_note is of Python 3.11
             raise error
-    return results
+    return [ends[rank].result for rank in range(world_size)]
 
 
 def caught(body: Callable[[], Any]) -> BaseException | None:
@@ -85,39 +97,44 @@ def as_processes(
 ) -> list[Any]:
     """Run `body(rank, *args)` in `world_size` processes; what they returned, in rank order.
 
-    `timeout` and `backend` are the process group's. Ranks in `expect_death` may die; theirs is
-    None.
+    `timeout` and `backend` are the process group's; `deadline` is the longest wait for the next
+    rank. Ranks in `expect_death` may die; theirs is None. Raises `AssertionError` with a report of
+    every rank.
     """
     # Forked from a server that has imported what takes seconds, and has done nothing with it.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "gradwire"])
-    queue = context.Queue()
+    reports = context.Queue()
     port = free_port()
     processes = [
         context.Process(
             target=_process,
-            args=(queue, rank, world_size, port, timeout, backend, dict(os.environ), body, args),
+            args=(reports, rank, world_size, port, timeout, backend, dict(os.environ), body, args),
         )
         for rank in range(world_size)
     ]
+    begun = time.monotonic()
     for process in processes:
         process.start()
-    results: dict[int, Any] = {}
+    ends: dict[int, End] = {}
     try:
-        while len(results) < world_size - len(expect_death):
-            rank, ok, value = queue.get(timeout=deadline)
-            assert ok, f"rank {rank} failed:\n{value}"
-            results[rank] = value
+        awaited = {r: p for r, p in enumerate(processes) if r not in expect_death}
+        ends = collect(awaited, reports, deadline)
+        running = dict.fromkeys(sorted(awaited.keys() - ends.keys()), "")
+        failed = [end.rank for end in in_time(ends.values()) if end.said]
+        if failed or running:
+            named = failed or list(running)
+            raise AssertionError(f"ranks {named} failed; {report(begun, ends.values(), running)}")
     finally:
-        for process in processes:
-            process.join(10 if len(results) else 0.1)
+        for rank, process in enumerate(processes):
+            process.join(10 if rank in ends else 0.1)
             process.kill()
             process.join()
-    return [results.get(rank) for rank in range(world_size)]
+    return [ends[rank].result if rank in ends else None for rank in range(world_size)]
 
 
 def _process(  # type: ignore[no-untyped-def]
-    queue, rank, world_size, port, timeout, backend, environment, body, args
+    reports, rank, world_size, port, timeout, backend, environment, body, args
 ):
     torch.set_num_threads(1)
     os.environ.clear()
@@ -126,10 +143,11 @@ def _process(  # type: ignore[no-untyped-def]
         dist.init_process_group(
             backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
-        queue.put((rank, True, body(rank, *args)))
+        result = body(rank, *args)
+        reports.put(End(rank, time.monotonic(), result))
     except BaseException:
-        queue.put((rank, False, traceback.format_exc()))
+        reports.put(End(rank, time.monotonic(), None, traceback.format_exc()))
     finally:
-        queue.close()
-        queue.join_thread()
+        reports.close()
+        reports.join_thread()
         os._exit(0)  # a broken gloo group does not always let its process end

@@ -1,0 +1,96 @@
+"""A test whose ranks fail says what became of every rank, in the order of time."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+import rank_ends
+from gradwire import CodecError, TransportError
+from gradwire.engine import Communicator
+from ranks import as_processes, as_threads
+
+
+def heads(said: str) -> list[str]:
+    """Of every rank in a report, "RANK HOW", in its order, which must be that of time."""
+    found = re.findall(r"^\+(\d+\.\d{3}) s: rank (\d) (failed|returned|still runs)$", said, re.M)
+    times = [float(at) for at, _, _ in found]
+    assert times == sorted(times)
+    return [f"{rank} {how}" for _, rank, how in found]
+
+
+def test_of_threads_the_first_error_is_raised_and_all_are_told() -> None:
+    soon = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            soon.wait()
+            time.sleep(0.5)
+            raise TransportError("a peer is gone")
+        if comm.rank == 1:
+            soon.set()
+            raise CodecError("what it sent cannot be decoded")
+
+    with pytest.raises(CodecError, match="cannot be decoded") as raised:
+        as_threads(3, body)
+    (said,) = raised.value.__notes__
+    assert sorted(heads(said)) == ["0 failed", "1 failed", "2 returned"]
+    assert "TransportError: a peer is gone" in said
+
+
+def test_a_thread_that_hangs_is_told_with_the_errors_of_others() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(2)
+        if comm.rank == 1:
+            raise CodecError("what it sent cannot be decoded")
+
+    with pytest.raises(AssertionError, match=r"ranks \[0\] hang") as raised:
+        as_threads(3, body, timeout=0.5)
+    said = str(raised.value)
+    assert sorted(heads(said)) == ["0 still runs", "1 failed", "2 returned"]
+    assert heads(said)[-1] == "0 still runs"
+    assert "time.sleep(2)" in said
+    assert "CodecError: what it sent cannot be decoded" in said
+
+
+def fail_in_turn(rank: int) -> int:
+    dist.barrier()
+    if rank == 2:
+        os._exit(7)
+    time.sleep((0.5, 0.2, 0.0, 0.0)[rank])
+    if rank < 2:
+        raise ValueError(f"it is rank {rank} that says so")
+    return rank
+
+
+def sleep_long(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("too soon")
+    time.sleep(60)
+
+
+@pytest.mark.multiprocess
+def test_of_processes_all_errors_are_told() -> None:
+    with pytest.raises(AssertionError, match="failed") as raised:
+        as_processes(4, fail_in_turn)
+    said = str(raised.value)
+    assert sorted(heads(said)) == ["0 failed", "1 failed", "2 failed", "3 returned"]
+    assert "exit code 7, without a report" in said
+    assert "ValueError: it is rank 0 that says so" in said
+    assert "ValueError: it is rank 1 that says so" in said
+
+
+@pytest.mark.multiprocess
+def test_processes_that_go_on_after_a_failure_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_ends, "GRACE", 1.0)
+    begun = time.monotonic()
+    with pytest.raises(AssertionError, match=r"ranks \[1\] failed") as raised:
+        as_processes(2, sleep_long)
+    assert heads(str(raised.value)) == ["1 failed", "0 still runs"]
+    assert time.monotonic() - begun < 30
