@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gradwire.engine import HEADER_BYTES, Buffer, Graph, Kind, Task
+from gradwire.engine import HEADER_BYTES, Graph, Kind
 from gradwire.lang import ROW, Codec, rng
 from gradwire.partition import Row, Spec
 
@@ -77,25 +77,33 @@ class Calls:
         rows: Sequence[Row],
         specs: Sequence[Spec],
         kernel_of: Mapping[tuple[Codec, torch.dtype], int],
-        offsets: Mapping[Buffer, int],
+        offsets: Mapping[int, int],
         rank: int,
         batched: bool = True,
     ) -> None:
         by_message: dict[tuple[int, int], list[Row]] = {}
         for row in rows:
             by_message.setdefault((row.segment, row.chunk), []).append(row)
-        self.of: dict[Task, list[Call]] = {}
+        self.of: dict[int, list[Call]] = {}
         placed: list[tuple[Row, int, int, int]] = []  # row, payload, source, phase
-        for task in graph.tasks:
-            if task.kind in (Kind.SEND, Kind.RECV):
+        for task in range(len(graph)):
+            if graph.peer[task] >= 0:
                 continue
-            merges = task.kind is Kind.MERGE
-            messages = task.writes or (task.reads[:1] if merges else task.reads)
-            source = offsets.get(task.reads[0], 0) if merges and task.reads else 0
-            phase = 0 if not merges else 1 if task.final else 2
-            covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
+            kind, reads = graph.kind[task], graph.reads[task]
+            merges = kind is Kind.MERGE
+            messages = covered_messages(graph, task)
+            source = offsets.get(reads[0], 0) if merges and reads else 0
+            phase = 0 if not merges else 1 if graph.final[task] else 2
+            covered = [
+                (row, m)
+                for m in messages
+                for row in by_message[graph.buffer_segment[m], graph.buffer_chunk[m]]
+            ]
             kinds = [
-                (kernel_of[row.codec, specs[row.item].dtype], form(task, specs[row.item].feedback))
+                (
+                    kernel_of[row.codec, specs[row.item].dtype],
+                    form(graph, task, specs[row.item].feedback),
+                )
                 for row, _ in covered
             ]
             calls = self.of[task] = []
@@ -154,10 +162,17 @@ class Calls:
         return rows
 
 
-def form(task: Task, feedback: bool) -> str:
+def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
+    """The messages whose rows a kernel's table has: those of one chunk differ in place alone."""
+    reads = graph.reads[task]
+    return graph.writes[task] or (reads[:1] if graph.kind[task] is Kind.MERGE else reads)
+
+
+def form(graph: Graph, task: int, feedback: bool) -> str:
     """The form that a task runs on rows with, or without, a residual."""
-    if task.kind is Kind.DECODE:
+    kind = graph.kind[task]
+    if kind is Kind.DECODE:
         return "decode"
-    if not task.writes:
+    if not graph.writes[task]:
         return "decode_sum"
-    return ("encode" if task.kind is Kind.ENCODE else "reduce_encode") + ("_ef" if feedback else "")
+    return ("encode" if kind is Kind.ENCODE else "reduce_encode") + ("_ef" if feedback else "")

@@ -12,7 +12,7 @@ import torch
 
 from gradwire.collectives.job import Job
 from gradwire.collectives.memory import HostMemory
-from gradwire.engine import Communicator, Task
+from gradwire.engine import Communicator
 from gradwire.engine.in_order import Verdict
 from gradwire.engine.schedule import Stage
 
@@ -47,7 +47,7 @@ class OrderedJob(Job):
             for tensor in {t.untyped_storage().data_ptr(): t for t in given}.values():
                 tensor.record_stream(stream)
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: int) -> None:
         self.run_kernels(task, self.find(task))
 
     def verdicts(self) -> Sequence[Verdict]:

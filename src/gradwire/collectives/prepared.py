@@ -24,7 +24,7 @@ from gradwire.collectives.memory import is_staged
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.collectives.topology import machines
-from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
+from gradwire.engine import HEADER_BYTES, Communicator, Outcome
 from gradwire.engine.schedule import Stage, lower
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, fingerprint, kernels
@@ -129,9 +129,7 @@ class Collective:
         )
         lenders = frozenset[int]() if copies else comm.transport.lenders
         self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
-        self.readers = Counter(
-            b for task in self.graph.tasks for b in task.reads if b in self.borrowed
-        )
+        self.readers = Counter(b for reads in self.graph.reads for b in reads if b in self.borrowed)
         self.offsets, self.workspace_offset = place(
             self.graph, self.message_bytes, elsewhere=self.borrowed
         )
@@ -149,7 +147,9 @@ class Collective:
         self.arena_bytes = self.workspace_offset + max(
             (
                 self.kernels[call.kernel].workspace_nbytes(
-                    self.calls.numel[call.first : call.last], self.threads, len(task.reads) + 1
+                    self.calls.numel[call.first : call.last],
+                    self.threads,
+                    len(self.graph.reads[task]) + 1,
                 )
                 for task, calls in self.calls.of.items()
                 for call in calls
@@ -157,19 +157,21 @@ class Collective:
             default=0,
         )
 
-    def message_bytes(self, buffer: Buffer) -> int:
+    def message_bytes(self, buffer: int) -> int:
         """With its header."""
-        return self.sizes[buffer.segment][buffer.chunk] + HEADER_BYTES
+        g = self.graph
+        return self.sizes[g.buffer_segment[buffer]][g.buffer_chunk[buffer]] + HEADER_BYTES
 
     @property
     def tags(self) -> int:
         """How many tags a run needs."""
         return len(self._roles) * sum(map(len, self.sizes))
 
-    def tag(self, buffer: Buffer) -> int:
+    def tag(self, buffer: int) -> int:
         """A number for `buffer` that both ends compute alike; unique between two given ranks."""
-        place = self._roles.index(buffer.role) * len(self.sizes) + buffer.segment
-        return place * len(self.sizes[0]) + buffer.chunk
+        g = self.graph
+        role, segment = self._roles.index(g.buffer_role[buffer]), g.buffer_segment[buffer]
+        return (role * len(self.sizes) + segment) * len(self.sizes[0]) + g.buffer_chunk[buffer]
 
     def start(self, items: Sequence[Item], average: bool) -> Future[Outcome]:
         """Run it on `items` (one for each spec, in order); the values are replaced by the result.

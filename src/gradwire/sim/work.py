@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
 from gradwire.collectives import Options
-from gradwire.collectives.calls import form
+from gradwire.collectives.calls import covered_messages, form
 from gradwire.collectives.prepared import IN_MEMORY_BYTES
-from gradwire.engine import HEADER_BYTES, Kind, Task
+from gradwire.engine import HEADER_BYTES, Graph, Kind
 from gradwire.engine.message import align
 from gradwire.lang import Codec
 from gradwire.partition import SEGMENT_BYTES, partition
@@ -94,26 +94,26 @@ def timed(parts: Cut, algorithm: Algorithm, rank: int, world_size: int, curves: 
         for s, segment in enumerate(parts.sizes)
         for c, size in enumerate(segment)
     }
-    seconds = tuple(_seconds(task, parts, nbytes, curves) for task in graph.tasks)
+    seconds = tuple(_seconds(graph, task, parts, nbytes, curves) for task in range(len(graph)))
     return Timed(graph, seconds, nbytes)
 
 
 def _seconds(
-    task: Task, parts: Cut, nbytes: Mapping[tuple[int, int], int], curves: Curves
+    graph: Graph, task: int, parts: Cut, nbytes: Mapping[tuple[int, int], int], curves: Curves
 ) -> float:
     """One kernel call for each codec and form, and a header for each message that is made."""
-    if task.kind in (Kind.SEND, Kind.RECV):
+    if graph.peer[task] >= 0:
         return 0.0
+    segment, chunk = graph.buffer_segment, graph.buffer_chunk
     held: Counter[tuple[Codec, str]] = Counter()
-    merges = task.kind is Kind.MERGE
-    for message in task.writes or (task.reads[:1] if merges else task.reads):
-        for (codec, feedback), values in parts.amounts[message.segment, message.chunk].items():
-            held[codec, form(task, feedback)] += values  # type: ignore[assignment]
-    payloads = len(task.reads) if merges else 0
+    for m in covered_messages(graph, task):
+        for (codec, feedback), values in parts.amounts[segment[m], chunk[m]].items():
+            held[codec, form(graph, task, feedback)] += values  # type: ignore[assignment]
+    payloads = len(graph.reads[task]) if graph.kind[task] is Kind.MERGE else 0
     kernels = sum(
         curves.seconds(codec, name, values, payloads) for (codec, name), values in held.items()
     )
     e = curves.engine
     return kernels + sum(
-        e.check + nbytes[message.segment, message.chunk] * e.check_byte for message in task.writes
+        e.check + nbytes[segment[m], chunk[m]] * e.check_byte for m in graph.writes[task]
     )
