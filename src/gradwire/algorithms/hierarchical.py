@@ -25,6 +25,7 @@ machines alone: for P payload bytes, 2 * alpha + 2 * (L-1)/L * P * beta.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from gradwire.algorithms.halves import contribute, receive, reduce
@@ -57,13 +58,20 @@ class Hierarchical:
 
     def leaders(self, world_size: int) -> list[int]:
         """The lowest rank of each machine, in rank order."""
-        return [r for r in range(world_size) if self.leader(r, world_size) == r]
+        return list(self._leaders.values()) if self.nodes else list(range(world_size))
 
     def leader(self, rank: int, world_size: int) -> int:
         """The leader of `rank`'s machine."""
-        nodes = self.nodes or tuple(range(world_size))
-        assert len(nodes) == world_size, (nodes, world_size)
-        return nodes.index(nodes[rank])
+        assert len(self.nodes) in (0, world_size), (self.nodes, world_size)
+        return self._leaders[self.nodes[rank]] if self.nodes else rank
+
+    @cached_property
+    def _leaders(self) -> dict[int, int]:
+        """The lowest rank of each machine."""
+        found: dict[int, int] = {}
+        for rank, node in enumerate(self.nodes):
+            found.setdefault(node, rank)
+        return found
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
         """The graph of `rank`."""

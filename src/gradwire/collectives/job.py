@@ -55,7 +55,7 @@ class Job:
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
         self.borrowed: Mapping[int, int] = collective.borrowed
-        self.readers = dict(collective.readers)  # that are left
+        self.readers = list(collective.program.readers)  # that are left
         self.loans: dict[int, tuple[Loan, torch.Tensor]] = {}
         self.kernel_seconds = 0.0
         on_gpu = collective.device.type == "cuda"
@@ -82,11 +82,11 @@ class Job:
         c = self.collective
         self.held: Memory
         if is_staged(c.device):
-            nbytes, messages = c.arena_bytes, c.workspace_offset
+            nbytes, messages = c.arena_bytes, c.program.arena_bytes
             self.held = StagedMemory(c.comm, c.device, nbytes, messages, self.ready)
         else:
             self.held = HostMemory(c.comm, c.arena_bytes)
-        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
+        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
 
     def memory(self, buffer: int) -> torch.Tensor:
         if buffer in self.loans:
@@ -97,8 +97,8 @@ class Job:
         self.loans[buffer] = loan, message
 
     def _slice(self, buffer: int) -> tuple[int, int]:
-        offset = self.collective.offsets[buffer]
-        return offset, offset + self.collective.message_bytes(buffer)
+        program = self.collective.program
+        return program.offset[buffer], program.offset[buffer] + program.nbytes[buffer]
 
     def tag(self, buffer: int) -> int:
         return self.first_tag + self.collective.tag(buffer)
@@ -111,8 +111,8 @@ class Job:
         with self.held.kernels(map(self._slice, reads), map(self._slice, writes)):
             self.run_kernels(task, distances)
         with torch.cuda.device(c.device) if c.device.type == "cuda" else nullcontext():
-            for call in c.calls.of[task]:
-                mark = c.marks[call.kernel]
+            for call in c.program.calls.of[task]:
+                mark = c.marks[c.program.calls.kernel[call]]
                 if mark is not None:
                     mark.check()  # a GPU says afterwards what was wrong
         for buffer in writes:
@@ -123,17 +123,19 @@ class Job:
     def run_kernels(self, task: int, distances: np.ndarray | None) -> None:
         c, g = self.collective, self.graph
         merge, own = g.kind[task] is Kind.MERGE, g.own[task]
-        for call in c.calls.of[task]:
-            c.kernels[call.kernel].run(
-                call.form,
-                self.rows[call.first : call.last],
+        calls = c.program.calls
+        for call in calls.of[task]:
+            kernel = calls.kernel[call]
+            c.kernels[kernel].run(
+                calls.form[call],
+                self.rows[calls.first[call] : calls.last[call]],
                 ranks=len(g.reads[task]) + (own >= 0) if merge else 1,
                 rank=own if merge else 0,
                 distances=distances,
                 factor=self.factor if g.final[task] else 1.0,
                 threads=c.threads,
-                workspace=self.held.arena[c.workspace_offset :],
-                mark=c.marks[call.kernel],
+                workspace=self.held.arena[c.program.arena_bytes :],
+                mark=c.marks[kernel],
             )
 
     def find(self, task: int) -> np.ndarray | None:
@@ -143,19 +145,20 @@ class Job:
         if kind not in (Kind.MERGE, Kind.DECODE):
             return None
         places = np.array([self._address(buffer) for buffer in reads], dtype="u8")
-        calls = self.collective.calls.of[task]
-        if calls and reads and reads[0] in self.loans:
+        calls = self.collective.program.calls
+        if calls.of[task] and reads and reads[0] in self.loans:
             column = "source" if kind is Kind.MERGE else "payload"
             assert kind is Kind.MERGE or len(reads) == 1, self.graph.describe(task)
+            first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
             moved = places[:1] - np.uint64(self.held.arena.data_ptr())
-            self.rows[calls[0].first : calls[-1].last][column] += moved
+            self.rows[first:last][column] += moved
         return (places - places[:1]).view("i8") if kind is Kind.MERGE else None
 
     def _address(self, buffer: int) -> int:
         """Where kernels read a message."""
         if buffer in self.loans:
             return self.loans[buffer][1].data_ptr()
-        return self.held.arena.data_ptr() + self.collective.offsets[buffer]
+        return self.held.arena.data_ptr() + self.collective.program.offset[buffer]
 
     def _give_back(self, task: int) -> None:
         """The borrowed messages that no other task reads."""
@@ -172,7 +175,7 @@ class Job:
     def _envelope(self, buffer: int) -> Envelope:
         c, g = self.collective, self.graph
         place = g.buffer_segment[buffer], g.buffer_chunk[buffer]
-        return Envelope(c.plan, self.sequence, *place, self.call, c.checksum)
+        return Envelope(c.plan, self.sequence, *place, self.call, c.program.checksum)
 
     def finish(self) -> None:
         self.held.give()

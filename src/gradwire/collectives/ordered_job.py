@@ -33,12 +33,12 @@ class OrderedJob(Job):
 
     @property
     def schedule(self) -> Sequence[Stage]:
-        return self.collective.schedule
+        return self.collective.program.stages
 
     def start(self) -> None:
         c = self.collective
         self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
-        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
+        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
         stream = c.comm.stream(c.device)
         if stream is not None and self.ready is not None:
             stream.wait_event(self.ready)

@@ -240,18 +240,19 @@ class Graph:
     def slot(self) -> list[int]:
         """For each send and recv, the number of its message among those from its sender to its
         receiver, by role, segment and chunk; -1 for kernels. Both ends count alike."""
-        order = {role: number for number, role in enumerate(self.roles)}
-        links: dict[tuple[Kind, int], list[tuple[int, int, int, int]]] = {}
-        for task, (kind, peer) in enumerate(zip(self.kind, self.peer, strict=True)):
+        number = {role: n for n, role in enumerate(self.roles)}
+        role = [number[role] for role in self.buffer_role]
+        links: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
+        for task, peer in enumerate(self.peer):
             if peer >= 0:
                 b = self.message(task)
-                name = order[self.buffer_role[b]], self.buffer_segment[b], self.buffer_chunk[b]
-                links.setdefault((kind, peer), []).append((*name, task))
+                name = role[b], self.buffer_segment[b], self.buffer_chunk[b], task
+                links.setdefault((peer, self.kind[task] is Kind.SEND), []).append(name)
         found = [-1] * len(self.kind)
         for messages in links.values():
             messages.sort()
-            for number, (*_, task) in enumerate(messages):
-                found[task] = number
+            for place, (*_, task) in enumerate(messages):
+                found[task] = place
             alike = [task for (*a, _), (*b, task) in pairwise(messages) if a == b]
             assert not alike, f"{self.describe(alike[0])}: another message has its name"
         return found

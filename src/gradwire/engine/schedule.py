@@ -58,15 +58,13 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
     messages: dict[int, list[int]] = {}
     for task in tasks:
         is_kernel = graph.peer[task] < 0
-        needs = [graph.writer[buffer] for buffer in graph.reads[task]]
-        needs += [t for t in graph.after[task] if is_kernel or graph.peer[t] < 0]
-        earliest = max((ends[need] for need in needs), default=0)
+        needs = [ends[graph.writer[buffer]] for buffer in graph.reads[task]]
+        needs += [ends[t] for t in graph.after[task] if is_kernel or graph.peer[t] < 0]
+        earliest = max(needs, default=0)
         if is_kernel:
             # What needs nothing could come at once, but then other segments would wait for it.
-            due = min(
-                (sent[b] for b in graph.writes[task] if b in sent), default=graph.segment[task]
-            )
-            waves[task] = earliest if needs else due
+            due = [sent[b] for b in graph.writes[task] if b in sent]
+            waves[task] = earliest if needs else min(due, default=graph.segment[task])
             ends.append(waves[task])
             kernels.setdefault(waves[task], []).append(task)
         else:
@@ -84,18 +82,22 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
             f"{graph.describe(task)} takes memory that has not been sent by then"
         )
 
+    def order(task: int) -> tuple[int, int, int]:
+        """The same on both ends."""
+        return *_ends(graph, task, rank), graph.slot[task]
+
     stages = []
     posted = sorted(messages)
     for wave in sorted({*kernels, *messages}):
-        batch = sorted(messages.get(wave, ()), key=lambda task: _order(graph, task, rank))
         ended = bisect_right(posted, wave - STRIDE)
+        batch = sorted(messages.get(wave, ()), key=order)
         stages.append(Stage(ended, tuple(kernels.get(wave, ())), tuple(batch)))
     return tuple(stages)
 
 
 def _wave(graph: Graph, task: int, rank: int, hop: Hop) -> int:
-    b, (sender, receiver) = graph.message(task), _ends(graph, task, rank)
-    late = hop(graph.buffer_role[b], graph.buffer_chunk[b], sender, receiver)
+    b, ends = graph.message(task), _ends(graph, task, rank)
+    late = hop(graph.buffer_role[b], graph.buffer_chunk[b], *ends)
     return graph.segment[task] + STRIDE * late
 
 
@@ -103,10 +105,3 @@ def _ends(graph: Graph, task: int, rank: int) -> tuple[int, int]:
     """Who sends a message, to whom."""
     peer = graph.peer[task]
     return (rank, peer) if graph.kind[task] is Kind.SEND else (peer, rank)
-
-
-def _order(graph: Graph, task: int, rank: int) -> tuple[object, ...]:
-    """The same on both ends; a buffer's role, segment and chunk are one message a link."""
-    b = graph.message(task)
-    name = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
-    return *_ends(graph, task, rank), *name

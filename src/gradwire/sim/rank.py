@@ -23,13 +23,15 @@ class Timed:
 
     Attributes:
         graph: as the algorithm built it.
-        seconds: of the kernels of each task, in the graph's order; 0 of sends and receives.
-        nbytes: (segment, chunk) -> bytes of a message, its header included.
+        seconds: of the kernels of each task; 0 of sends and receives.
+        nbytes: of the message of each buffer, its header included.
+        largest: of the messages of all ranks.
     """
 
     graph: Graph
-    seconds: tuple[float, ...]
-    nbytes: dict[tuple[int, int], int]
+    seconds: Sequence[float]
+    nbytes: Sequence[int]
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Rank:
         self._compute.do(seconds, lambda: self._done(run, index, self._compute))
 
     def _send(self, run: _Run, index: int, thread: Thread) -> None:
-        nbytes = _nbytes(run, index)
+        nbytes = run.timed.nbytes[run.graph.message(index)]
         self.sent_bytes += nbytes
         sent = partial(self._sent, run, index)
         self._post.send(self, run.number, run.graph, index, nbytes, sent)
@@ -188,7 +190,7 @@ class Rank:
         name, run, index = self._awaited.popleft()
         self._here.remove(name)
         self._receiving = True
-        nbytes = _nbytes(run, index)
+        nbytes = run.timed.nbytes[run.graph.message(index)]
 
         def received() -> None:
             self._done(run, index, self._inbound)
@@ -227,8 +229,3 @@ class Rank:
             while self._running and self._running[0].free:
                 self._running.popleft()
             self._admit()
-
-
-def _nbytes(run: _Run, message: int) -> int:
-    graph, buffer = run.graph, run.graph.message(message)
-    return run.timed.nbytes[graph.buffer_segment[buffer], graph.buffer_chunk[buffer]]

@@ -126,7 +126,7 @@ def run(
     alike = 1 if rotation is None else rotation.nodes
     cores = Cores(clock, machines.cores / alike)
     nodes = 1 if rotation is not None else machines.nodes
-    largest = max((n for job in jobs[0] for n in job.nbytes.values()), default=1)
+    largest = max((job.largest for job in jobs[0]), default=1)
     fabric = Fabric(clock, machines.link, largest, nodes)
     office = _Office(machines, fabric, rotation)
     for number, mine in enumerate(jobs):
