@@ -39,13 +39,13 @@ def test_a_buffer_has_one_writer() -> None:
     graph = Graph("a")
     a = graph.buffer("a", 0, 0, 0)
     graph.encode(0, [a])
-    with pytest.raises(AssertionError, match="two tasks"):
+    with pytest.raises(AssertionError, match="writes what another has written"):
         graph.recv(0, a, peer=1)
 
 
 def test_a_reader_stands_behind_its_writer() -> None:
     graph = Graph("a")
-    with pytest.raises(AssertionError, match="before the task that writes"):
+    with pytest.raises(AssertionError, match="before what it reads"):
         graph.send(0, graph.buffer("a", 0, 0, 0), peer=1)
 
 

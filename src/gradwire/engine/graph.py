@@ -108,7 +108,7 @@ class Graph:
         return known
 
     def encode(self, segment: int, writes: Sequence[int], after: Sequence[int] = ()) -> int:
-        return self._add(Kind.ENCODE, segment, (), tuple(writes), after=tuple(after))
+        return self._add(Kind.ENCODE, segment, writes=writes, after=after)
 
     def merge(
         self,
@@ -122,51 +122,49 @@ class Graph:
         # Its error would have no residual to go to: own values bring theirs.
         assert not writes or own is not None, f"segment {segment}: encodes a sum without own values"
         place = -1 if own is None else own
-        return self._add(
-            Kind.MERGE, segment, tuple(reads), tuple(writes), -1, place, final, tuple(after)
-        )
+        return self._add(Kind.MERGE, segment, reads, writes, own=place, final=final, after=after)
 
     def decode(self, segment: int, reads: Sequence[int], after: Sequence[int] = ()) -> int:
-        return self._add(Kind.DECODE, segment, tuple(reads), (), after=tuple(after))
+        return self._add(Kind.DECODE, segment, reads, after=after)
 
     def send(self, segment: int, buffer: int, peer: int, after: Sequence[int] = ()) -> int:
-        return self._add(Kind.SEND, segment, (buffer,), (), peer, after=tuple(after))
+        return self._add(Kind.SEND, segment, reads=(buffer,), peer=peer, after=after)
 
     def recv(self, segment: int, buffer: int, peer: int, reuses: int | None = None) -> int:
         earlier = -1 if reuses is None else reuses
-        return self._add(Kind.RECV, segment, (), (buffer,), peer, reuses=earlier)
+        return self._add(Kind.RECV, segment, writes=(buffer,), peer=peer, reuses=earlier)
 
     def _add(
         self,
         kind: Kind,
         segment: int,
-        reads: tuple[int, ...],
-        writes: tuple[int, ...],
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
         peer: int = -1,
         own: int = -1,
         final: bool = False,
-        after: tuple[int, ...] = (),
         reuses: int = -1,
+        after: Sequence[int] = (),
     ) -> int:
-        task, writer = len(self.kind), self.writer
+        task = len(self.kind)
         self.kind.append(kind)
         self.segment.append(segment)
-        self.reads.append(reads)
-        self.writes.append(writes)
+        self.reads.append(tuple(reads))
+        self.writes.append(tuple(writes))
         self.peer.append(peer)
         self.own.append(own)
         self.final.append(final)
-        self.after.append(after)
         self.reuses.append(reuses)
+        self.after.append(tuple(after))
         for buffer in reads:
-            assert writer[buffer] >= 0, (
-                f"{self.describe(task)} is listed before the task that writes what it reads"
-            )
+            assert self.writer[buffer] >= 0, f"{self.describe(task)}: listed before what it reads"
         for buffer in writes:
-            assert writer[buffer] < 0, f"{self.describe(task)}: its buffer is written by two tasks"
-            writer[buffer] = task
+            assert self.writer[buffer] < 0, (
+                f"{self.describe(task)}: writes what another has written"
+            )
+            self.writer[buffer] = task
         for earlier in after:
-            assert 0 <= earlier < task, f"{self.describe(task)} is listed before what it waits for"
+            assert 0 <= earlier < task, f"{self.describe(task)}: listed before what it waits for"
         return task
 
     def reordered(self, order: Sequence[int], gates: Sequence[Sequence[int]]) -> Graph:
@@ -178,20 +176,11 @@ class Graph:
         graph = Graph(self.roles)
         for buffer in self._buffers:
             graph.buffer(*buffer)
-        moved = {task: place for place, task in enumerate(order)}
+        place = {task: number for number, task in enumerate(order)}
         for task in order:
-            after = tuple(moved[earlier] for earlier in (*self.after[task], *gates[task]))
-            graph._add(
-                self.kind[task],
-                self.segment[task],
-                self.reads[task],
-                self.writes[task],
-                self.peer[task],
-                self.own[task],
-                self.final[task],
-                after,
-                self.reuses[task],
-            )
+            what = (self.kind[task], self.segment[task], self.reads[task], self.writes[task])
+            how = (self.peer[task], self.own[task], self.final[task], self.reuses[task])
+            graph._add(*what, *how, [place[t] for t in (*self.after[task], *gates[task])])
         return graph
 
     # ---- once all tasks are listed -------------------------------------------------------------
@@ -212,11 +201,8 @@ class Graph:
 
     @cached_property
     def _needs(self) -> list[set[int]]:
-        writer = self.writer
-        return [
-            {*(writer[buffer] for buffer in reads), *after}
-            for reads, after in zip(self.reads, self.after, strict=True)
-        ]
+        columns = zip(self.reads, self.after, strict=True)
+        return [{*map(self.writer.__getitem__, reads), *after} for reads, after in columns]
 
     @cached_property
     def opening(self) -> Opening:
@@ -264,9 +250,7 @@ class Graph:
 
     def sent(self) -> list[int]:
         """The buffer of every send, in order; law 5 counts their bytes."""
-        return [
-            reads[0] for kind, reads in zip(self.kind, self.reads, strict=True) if kind is Kind.SEND
-        ]
+        return [self.message(task) for task, kind in enumerate(self.kind) if kind is Kind.SEND]
 
     def message(self, task: int) -> int:
         """The buffer that a send or recv moves."""
