@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -211,3 +213,17 @@ def test_sra_of_coordinated_rounds_runs() -> None:
     assert found["wire_bytes"] == plain["wire_bytes"]
     assert found["seconds"] >= found["limit_seconds"]
     assert algorithms.get("sra").rounds(4) == 2
+
+
+@pytest.fixture
+def _collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("_collector")
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    seconds(2, "1e4")
+    assert gc.isenabled() is enabled
