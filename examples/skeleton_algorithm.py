@@ -19,7 +19,7 @@ import torch
 from gradwire import Options, all_reduce
 from gradwire.algorithms import REGISTRY, Sizes
 from gradwire.algorithms.protocol import message
-from gradwire.engine import Buffer, Communicator, Graph, Kind, Task
+from gradwire.engine import Communicator, Graph
 from gradwire.transport import Hub
 
 
@@ -35,25 +35,27 @@ class Star:
         return 2 if world_size > 1 else 0
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
-        tasks: list[Task] = []
+        graph = Graph(self.ROLES)
         for s in [s for s, (size,) in enumerate(sizes) if size and world_size > 1]:
-            result = Buffer("result", s, 0, 0)
-            gathered = tuple(Buffer("contribution", s, 0, r) for r in range(1, world_size))
+            result = graph.buffer("result", s, 0, 0)
+            peers = range(1, world_size)
             if rank == 0:
-                tasks += [Task(Kind.RECV, s, writes=(b,), peer=b.source) for b in gathered]
-                tasks.append(
-                    Task(Kind.MERGE, s, reads=gathered, writes=(result,), own=0, final=True)
-                )
-                tasks += [Task(Kind.SEND, s, reads=(result,), peer=b.source) for b in gathered]
+                gathered = [graph.buffer("contribution", s, 0, peer) for peer in peers]
+                for contribution, peer in zip(gathered, peers, strict=True):
+                    graph.recv(s, contribution, peer)
+                graph.merge(s, gathered, [result], own=0, final=True)
+                for peer in peers:
+                    graph.send(s, result, peer)
             else:
-                tasks.append(Task(Kind.ENCODE, s, writes=(gathered[rank - 1],)))
-                tasks.append(Task(Kind.SEND, s, reads=(gathered[rank - 1],), peer=0))
-                tasks.append(Task(Kind.RECV, s, writes=(result,), peer=0))
-                tasks.append(Task(Kind.DECODE, s, reads=(result,)))
-        return Graph(tasks)
+                contribution = graph.buffer("contribution", s, 0, rank)
+                graph.encode(s, [contribution])
+                graph.send(s, contribution, peer=0)
+                graph.recv(s, result, peer=0)
+                graph.decode(s, [result])
+        return graph
 
-    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
-        return self.ROLES.index(buffer.role)  # results come after contributions
+    def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
+        return self.ROLES.index(role)  # results come after contributions
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         sent = world_size - 1 if rank == 0 else 1

@@ -18,19 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from gradwire.codecs import Identity
-from gradwire.engine.message import align
+from gradwire.engine.message import ALIGNMENT
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
 
 SEGMENT_BYTES = 4 << 20  # large enough to hide what a kernel call and a message cost
 _MAX_SEGMENTS = 16
 
-Piece = tuple[int, int, int]  # (item, first value, number of values)
+Kind = tuple[Codec, torch.dtype]  # of payloads
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,33 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Row:
-    """`numel` values of tensor `item` from value `start` on, within message (segment, chunk)."""
-
-    item: int
-    start: int
-    numel: int
-    segment: int
-    chunk: int
-    offset: int  # of its payload in the message, header not counted
-    codec: Codec  # that makes its payload
-
-
-@dataclass(frozen=True)
 class Partition:
-    """Every row of a collective, and the payload bytes of each message, `sizes[segment][chunk]`."""
+    """Every row of a collective, as columns, and the payload bytes of each message.
 
-    rows: tuple[Row, ...]
+    Rows stand by chunk, within it by segment, and within that in the order of their tensors; so a
+    message's rows are a stretch of them.
+
+    Attributes:
+        kinds: (codec, dtype) of payloads, in the order in which rows first have them.
+        kind: of each row, which of these.
+        item: which tensor it is a piece of.
+        start, numel: its values in that tensor.
+        segment, chunk: its message.
+        offset: of its payload in the message, header not counted.
+        first: rows of message (segment, chunk) begin at first[chunk * segments + segment], and end
+            where the next message's begin.
+        sizes: sizes[segment][chunk], in bytes.
+    """
+
+    kinds: tuple[Kind, ...]
+    kind: np.ndarray
+    item: np.ndarray
+    start: np.ndarray
+    numel: np.ndarray
+    segment: np.ndarray
+    chunk: np.ndarray
+    offset: np.ndarray
+    first: np.ndarray
     sizes: tuple[tuple[int, ...], ...]
 
 
@@ -113,62 +123,106 @@ def partition(
     Raises:
         ConfigError: a tensor that cannot be cut into shards.
     """
-    shares: list[list[Piece]] = [[] for _ in range(chunks)]
-    for item, spec in enumerate(specs):
-        for k, (first, last) in enumerate(_shards(spec, chunks) if shards else _cut(spec, chunks)):
-            if last > first:
-                chunk = k if shards else (k + spec.rotation) % chunks
-                shares[chunk].append((item, first, last - first))
+    start, numel = _shards(specs, chunks) if shards else _cut(specs, chunks)
     if segments is None:
-        raw = max(sum(n * specs[i].dtype.itemsize for i, _, n in share) for share in shares)
+        itemsizes = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
+        raw = int((numel * itemsizes).sum(axis=1).max())
         segments = min(max(-(-raw // segment_bytes), 1), _MAX_SEGMENTS)
+    chunk, segment, item, start, numel = _pipeline(specs, start, numel, segments)
 
-    pieces = [
-        (chunk, segment, piece)
-        for chunk, share in enumerate(shares)
-        for segment, piece in _pipeline(specs, share, segments)
-    ]
-    rows: list[Row] = []
-    sizes = [[0] * chunks * (1 + plain) for _ in range(segments)]
-    for uncompressed in (False, True) if plain else (False,):
-        for chunk, segment, (item, start, numel) in pieces:
-            codec = Identity() if uncompressed else specs[item].codec
-            column = chunk + chunks * uncompressed
-            rows.append(Row(item, start, numel, segment, column, sizes[segment][column], codec))
-            nbytes = layout(codec, specs[item].dtype).nbytes(numel)
-            sizes[segment][column] += align(nbytes)
-    return Partition(tuple(rows), tuple(map(tuple, sizes)))
+    forms: list[list[Kind]] = [[(spec.codec, spec.dtype) for spec in specs]]
+    if plain:
+        forms.append([(Identity(), spec.dtype) for spec in specs])
+    present = dict.fromkeys(item.tolist())
+    kinds = tuple(dict.fromkeys(form[i] for form in forms for i in present))
+    number = {kind: n for n, kind in enumerate(kinds)}
+    numbers = [np.array([number.get(kind, -1) for kind in form], dtype="i8") for form in forms]
+    kind = np.concatenate([of_item[item] for of_item in numbers])
+    chunk = np.concatenate([chunk + chunks * n for n in range(len(forms))])
+    segment, item, start, numel = (np.tile(c, len(forms)) for c in (segment, item, start, numel))
 
-
-def _cut(spec: Spec, chunks: int) -> list[tuple[int, int]]:
-    """(first value, end) of each chunk, in whole blocks."""
-    block = layout(spec.codec, spec.dtype).block
-    ends = [min(k * spec.blocks // chunks * block, spec.numel) for k in range(chunks + 1)]
-    return list(pairwise(ends))
+    rows = np.bincount(chunk * segments + segment, minlength=chunks * len(forms) * segments)
+    first = np.concatenate([[0], rows.cumsum()])
+    nbytes = _nbytes(kinds, kind, numel)
+    ends = np.concatenate([[0], (nbytes + -nbytes % ALIGNMENT).cumsum()])
+    offset = ends[:-1] - np.repeat(ends[first[:-1]], rows)
+    sizes = np.diff(ends[first]).reshape(-1, segments).T.tolist()
+    columns = (kind, item, start, numel, segment, chunk, offset, first)
+    return Partition(kinds, *columns, tuple(map(tuple, sizes)))
 
 
-def _shards(spec: Spec, chunks: int) -> list[tuple[int, int]]:
-    """(first value, end) of each chunk, of equally many values."""
-    shard, rest = divmod(spec.numel, chunks)
-    if rest:
-        raise ConfigError(f"{spec.name}: {spec.numel} values cannot be cut into {chunks} shards")
-    return [(k * shard, (k + 1) * shard) for k in range(chunks)]
+def _cut(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first value, number of values) of each chunk's piece of each tensor: int64[chunks, items],
+    in whole blocks."""
+    block = np.array([layout(spec.codec, spec.dtype).block for spec in specs], dtype="i8")
+    numel = np.array([spec.numel for spec in specs], dtype="i8")
+    rotation = np.array([spec.rotation for spec in specs], dtype="i8")
+    blocks = -(-numel // block)
+    piece = (np.arange(chunks)[:, None] - rotation) % chunks
+    begin, end = (np.minimum(k * blocks // chunks * block, numel) for k in (piece, piece + 1))
+    return begin, end - begin
 
 
-def _pipeline(specs: Sequence[Spec], share: list[Piece], segments: int) -> list[tuple[int, Piece]]:
-    """Cut one chunk's share into `segments` parts of about equal payload: (segment, row) pairs."""
-    layouts = [layout(specs[item].codec, specs[item].dtype) for item, _, _ in share]
-    total = sum(lay.nbytes(numel) for lay, (_, _, numel) in zip(layouts, share, strict=True))
-    pieces: list[tuple[int, Piece]] = []
-    done = 0.0
-    for lay, (item, start, numel) in zip(layouts, share, strict=True):
-        per_value = lay.nbytes(numel) / numel
-        while numel:
-            segment = min(int(done * segments / total), segments - 1)
-            take = numel
-            if lay.splittable and segment < segments - 1:
-                room = (total * (segment + 1) / segments - done) / per_value
-                take = min(max(-(-int(room) // lay.block), 1) * lay.block, numel)
-            pieces.append((segment, (item, start, take)))
-            start, numel, done = start + take, numel - take, done + take * per_value
-    return pieces
+def _shards(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same, of equally many values."""
+    for spec in specs:
+        if spec.numel % chunks:
+            raise ConfigError(
+                f"{spec.name}: {spec.numel} values cannot be cut into {chunks} shards"
+            )
+    shard = np.array([spec.numel // chunks for spec in specs], dtype="i8")
+    return np.arange(chunks)[:, None] * shard, np.tile(shard, (chunks, 1))
+
+
+def _pipeline(
+    specs: Sequence[Spec], start: np.ndarray, numel: np.ndarray, segments: int
+) -> tuple[np.ndarray, ...]:
+    """Cut the pieces of each chunk into `segments` parts of about equal payload.
+
+    Returns:
+        Of each row: chunk, segment, item, start, numel.
+    """
+    chunk, item = numel.nonzero()
+    if segments == 1:
+        return chunk, np.zeros_like(chunk), item, start[chunk, item], numel[chunk, item]
+    nbytes = np.zeros_like(numel)
+    for i, spec in enumerate(specs):
+        nbytes[:, i] = _nbytes([(spec.codec, spec.dtype)], np.zeros_like(start[:, i]), numel[:, i])
+    total = nbytes.sum(axis=1)
+    done = np.zeros(len(numel))
+    rows: list[tuple[np.ndarray, ...]] = []
+    for i, spec in enumerate(specs):
+        lay = layout(spec.codec, spec.dtype)
+        chunk = numel[:, i].nonzero()[0]
+        at, left = start[chunk, i], numel[chunk, i]
+        per_value = nbytes[chunk, i] / left
+        while len(chunk):  # a row in each chunk that has not all of its piece
+            before, whole = done[chunk], total[chunk]
+            segment = np.minimum((before * segments / whole).astype("i8"), segments - 1)
+            take = left
+            if lay.splittable:
+                room = ((whole * (segment + 1) / segments - before) / per_value).astype("i8")
+                blocks = np.maximum(-(-room // lay.block), 1)
+                last = segment == segments - 1
+                take = np.where(last, left, np.minimum(blocks * lay.block, left))
+            rows.append((chunk, segment, np.full_like(chunk, i), at, take))
+            done[chunk] += take * per_value
+            more = take < left
+            chunk, per_value = chunk[more], per_value[more]
+            at, left = (at + take)[more], (left - take)[more]
+    if not rows:
+        return chunk, chunk, item, item, item
+    columns = tuple(np.concatenate(column) for column in zip(*rows, strict=True))
+    order = columns[0].argsort(kind="stable")  # the pieces of a chunk stand in order
+    return tuple(column[order] for column in columns)
+
+
+def _nbytes(kinds: Sequence[Kind], kind: np.ndarray, numel: np.ndarray) -> np.ndarray:
+    """Bytes of the payload of each row; few sizes differ."""
+    found = np.zeros_like(numel)
+    for number, (codec, dtype) in enumerate(kinds):
+        of_kind = (kind == number).nonzero()[0]
+        values, place = np.unique(numel[of_kind], return_inverse=True)
+        lay = layout(codec, dtype)
+        found[of_kind] = np.array([lay.nbytes(n) for n in values.tolist()], dtype="i8")[place]
+    return found

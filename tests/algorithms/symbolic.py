@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradwire.algorithms import Algorithm
-from gradwire.engine import Buffer, Kind, Task
+from gradwire.engine import Graph, Kind
 
 Sum = Counter[int]  # rank -> how often its values are in it
 Letter = tuple[int, int, str, int, int]  # sender, receiver, role, segment, chunk
+Name = tuple[str, int, int, int]  # of a buffer: role, segment, chunk, source
 
 
 @dataclass
@@ -27,11 +28,11 @@ class Rank:
     """
 
     number: int
-    tasks: tuple[Task, ...]
+    graph: Graph
     waits: list[int]
     values: dict[tuple[int, int], Sum] = field(default_factory=dict)
-    maker: dict[tuple[int, int], tuple[Buffer, ...]] = field(default_factory=dict)
-    held: dict[Buffer, Sum] = field(default_factory=dict)
+    maker: dict[tuple[int, int], tuple[Name, ...]] = field(default_factory=dict)
+    held: dict[int, Sum] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
 
 
@@ -39,7 +40,7 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
     """Every rank at its end. Fails if ranks wait for each other, or a message meets another."""
     chunks = algorithm.chunks(world_size)
     graphs = [algorithm.build(r, world_size, sizes) for r in range(world_size)]
-    ranks = [Rank(r, g.tasks, list(g.waits)) for r, g in enumerate(graphs)]
+    ranks = [Rank(r, g, list(g.waits)) for r, g in enumerate(graphs)]
     for rank in ranks:
         for s, segment in enumerate(sizes):
             for c in range(chunks):
@@ -47,60 +48,69 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
                     rank.values[s, c] = Counter([rank.number])
     mail: dict[Letter, Sum] = {}
     reused = {
-        letter_of(rank.number, task): (rank, task.reuses)
+        letter_of(rank, task): (rank, earlier)
         for rank in ranks
-        for task in rank.tasks
-        if task.reuses is not None
+        for task, earlier in enumerate(rank.graph.reuses)
+        if earlier >= 0
     }
     moved = True
     while moved:
         moved = False
         for rank, graph in zip(ranks, graphs, strict=True):
-            awaited = next(
-                (i for i, t in enumerate(rank.tasks) if t.kind is Kind.RECV and i not in rank.done),
-                None,
-            )
-            for index, task in enumerate(rank.tasks):
-                is_next = task.kind is not Kind.RECV or index == awaited
-                if index in rank.done or rank.waits[index] or not is_next:
+            receives = (t for t, kind in enumerate(graph.kind) if kind is Kind.RECV)
+            awaited = next((t for t in receives if t not in rank.done), None)
+            for task, kind in enumerate(graph.kind):
+                is_next = kind is not Kind.RECV or task == awaited
+                if task in rank.done or rank.waits[task] or not is_next:
                     continue
-                if task.kind is Kind.SEND and (letter := letter_of(rank.number, task)) in reused:
+                if kind is Kind.SEND and (letter := letter_of(rank, task)) in reused:
                     assert_free(*reused[letter], mail)
                 if step(rank, task, chunks, mail):
-                    rank.done.add(index)
+                    rank.done.add(task)
                     moved = True
-                    for dependent in graph.dependents[index]:
+                    for dependent in graph.dependents[task]:
                         rank.waits[dependent] -= 1
     for rank in ranks:
-        left = [str(t) for i, t in enumerate(rank.tasks) if i not in rank.done]
+        left = [rank.graph.describe(t) for t in range(len(rank.graph)) if t not in rank.done]
         assert not left, f"rank {rank.number} waits for ever: {left}"
     assert not mail, f"sent and never received: {list(mail)}"
     return ranks
 
 
-def letter_of(rank: int, task: Task) -> Letter:
+def name_of(graph: Graph, buffer: int) -> Name:
+    """What all ranks call a buffer."""
+    g = graph
+    place = g.buffer_segment[buffer], g.buffer_chunk[buffer], g.buffer_source[buffer]
+    return g.buffer_role[buffer], *place
+
+
+def letter_of(rank: Rank, task: int) -> Letter:
     """What both ends of a send or recv call its message."""
-    assert task.peer is not None
-    buffer = (task.reads or task.writes)[0]
-    ends = (rank, task.peer) if task.kind is Kind.SEND else (task.peer, rank)
-    return (*ends, buffer.role, buffer.segment, buffer.chunk)
+    graph, peer = rank.graph, rank.graph.peer[task]
+    role, segment, chunk, _ = name_of(graph, graph.message(task))
+    sends = graph.kind[task] is Kind.SEND
+    return *((rank.number, peer) if sends else (peer, rank.number)), role, segment, chunk
 
 
-def assert_free(receiver: Rank, buffer: Buffer, mail: dict[Letter, Sum]) -> None:
+def assert_free(receiver: Rank, buffer: int, mail: dict[Letter, Sum]) -> None:
     """A message is sent into the memory of `buffer`: all of its readers must have ended."""
-    for index, task in enumerate(receiver.tasks):
-        if buffer in task.reads:
-            assert task.kind is Kind.SEND, f"{task} reads what a receive would overwrite"
-            assert index in receiver.done, f"{buffer} was not sent yet"
-            assert letter_of(receiver.number, task) not in mail, f"{buffer} is still on its way"
+    graph = receiver.graph
+    for task in range(len(graph)):
+        if buffer in graph.reads[task]:
+            what = graph.describe(task)
+            assert graph.kind[task] is Kind.SEND, f"{what}: reads what a receive would overwrite"
+            assert task in receiver.done, f"{what}: not sent yet"
+            assert letter_of(receiver, task) not in mail, f"{what}: still on its way"
 
 
-def step(rank: Rank, task: Task, chunks: int, mail: dict[Letter, Sum]) -> bool:
+def step(rank: Rank, task: int, chunks: int, mail: dict[Letter, Sum]) -> bool:
     """Do one task; False if its message has not come yet."""
-    if task.kind in (Kind.SEND, Kind.RECV):
-        buffer = (task.reads or task.writes)[0]
-        letter = letter_of(rank.number, task)
-        if task.kind is Kind.SEND:
+    graph = rank.graph
+    kind, reads, writes = graph.kind[task], graph.reads[task], graph.writes[task]
+    if graph.peer[task] >= 0:
+        buffer = graph.message(task)
+        letter = letter_of(rank, task)
+        if kind is Kind.SEND:
             assert letter not in mail, f"two messages of one tag: {letter}"
             mail[letter] = rank.held[buffer]
             return True
@@ -108,19 +118,16 @@ def step(rank: Rank, task: Task, chunks: int, mail: dict[Letter, Sum]) -> bool:
             return False
         rank.held[buffer] = mail.pop(letter)
         return True
-    for place in {(b.segment, b.chunk % chunks) for b in (*task.reads, *task.writes)}:
-        buffers = [b for b in task.writes if (b.segment, b.chunk % chunks) == place]
-        total = Counter(rank.values[place]) if task.kind is Kind.ENCODE or has_own(task) else Sum()
-        for b in task.reads:
+    takes_own = kind is Kind.ENCODE or (kind is Kind.MERGE and graph.own[task] >= 0)
+    places = {b: (graph.buffer_segment[b], graph.buffer_chunk[b] % chunks) for b in reads + writes}
+    for place in set(places.values()):
+        total = Counter(rank.values[place]) if takes_own else Sum()
+        for b in reads:
             total.update(rank.held[b])
-        for b in buffers:
-            rank.held[b] = total
-        if task.kind is not Kind.ENCODE:
+        for b in writes:
+            if places[b] == place:
+                rank.held[b] = total
+        if kind is not Kind.ENCODE:
             rank.values[place] = total
-            rank.maker[place] = task.writes or task.reads
+            rank.maker[place] = tuple(name_of(graph, b) for b in writes or reads)
     return True
-
-
-def has_own(task: Task) -> bool:
-    """Whether a merge takes in the own values."""
-    return task.kind is Kind.MERGE and task.own is not None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from symbolic import Rank, letter_of, step
 
 from gradwire.algorithms import Algorithm
-from gradwire.engine import Buffer, Kind, Task
+from gradwire.engine import Graph, Kind
 from gradwire.engine.schedule import Stage, lower
 
 
@@ -23,48 +23,48 @@ def schedules(
     for rank in range(n):
         graph = algorithm.build(rank, n, sizes)
         stages = lower(graph, rank, lambda *letter: algorithm.hop(*letter, n))
-        check_order(graph.tasks, stages)
+        check_order(graph, stages)
         found.append(stages)
     return found
 
 
-def check_order(tasks: Sequence[Task], stages: Sequence[Stage]) -> None:
+def check_order(graph: Graph, stages: Sequence[Stage]) -> None:
     """Each task is there once, and whatever it needs has ended before it begins."""
     listed = [t for s in stages for t in (*s.kernels, *s.messages)]
-    assert sorted(map(id, listed)) == sorted(map(id, tasks))
+    assert sorted(listed) == list(range(len(graph)))
     # Within a stage, kernels stand before messages.
     position = {t: i for i, t in enumerate(listed)}
     batches = [s.messages for s in stages if s.messages]
     batch_of = {t: i for i, batch in enumerate(batches) for t in batch}
-    writer = {b: t for t in tasks for b in t.writes}
-    readers: dict[Buffer, list[Task]] = {}
-    for task in tasks:
-        for buffer in task.reads:
+    readers: dict[int, list[int]] = {}
+    for task, reads in enumerate(graph.reads):
+        for buffer in reads:
             readers.setdefault(buffer, []).append(task)
     for stage in stages:
         for task in (*stage.kernels, *stage.messages):
-            needs = [writer[b] for b in task.reads]
-            needs += [t for t in task.after if not (task in batch_of and t in batch_of)]
-            needs += readers.get(task.reuses, []) if task.reuses is not None else []
+            needs = [graph.writer[b] for b in graph.reads[task]]
+            needs += [t for t in graph.after[task] if not (task in batch_of and t in batch_of)]
+            needs += readers.get(graph.reuses[task], [])
             for need in needs:
+                what, other = graph.describe(task), graph.describe(need)
                 if need in batch_of:
-                    assert batch_of[need] < stage.ended, f"{task} begins before {need} has ended"
+                    assert batch_of[need] < stage.ended, f"{what} begins before {other} has ended"
                 else:
-                    assert position[need] < position[task], f"{task} stands before {need}"
+                    assert position[need] < position[task], f"{what} stands before {other}"
 
 
 def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Rank]:
     """Every rank at its end. Fails if ranks wait for each other, or a message meets another."""
     chunks = algorithm.chunks(n)
     plans = schedules(algorithm, sizes, n)
-    ranks = [Rank(r, algorithm.build(r, n, sizes).tasks, []) for r in range(n)]
+    ranks = [Rank(r, algorithm.build(r, n, sizes), []) for r in range(n)]
     for rank in ranks:
         for s, segment in enumerate(sizes):
             for c in range(chunks):
                 if segment[c]:
                     rank.values[s, c] = Counter([rank.number])
     at = [0] * n  # the stage that a rank's stream has come to
-    posted: list[list[list[Task]]] = [[] for _ in range(n)]  # batches, as what is left of each
+    posted: list[list[list[int]]] = [[] for _ in range(n)]  # batches, as what is left of each
     moved = True
     while moved:
         moved = False
@@ -75,40 +75,41 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Ra
                     break
                 for task in stage.kernels:
                     assert step(rank, task, chunks, {})
-                assert all(t.reads[0] in rank.held for t in stage.messages if t.reads)
+                sends = [t for t in stage.messages if rank.graph.kind[t] is Kind.SEND]
+                assert all(rank.graph.message(t) in rank.held for t in sends)
                 if stage.messages:
                     posted[r].append(list(stage.messages))
                 at[r] += 1
                 moved = True
         for rank in ranks:
             begun = next((batch for batch in posted[rank.number] if batch), [])
-            for task in [t for t in begun if t.kind is Kind.SEND]:
-                if first(begun, task.peer, Kind.SEND) is task:
+            for task in list(begun):
+                if first(rank.graph, begun, rank.graph.peer[task], Kind.SEND) == task:
                     moved |= move(ranks, posted, begun, rank, task)
     waiting = [r for r in range(n) if at[r] < len(plans[r]) or any(posted[r])]
     assert not waiting, f"ranks {waiting} wait for ever"
     return ranks
 
 
-def first(begun: Sequence[Task], peer: int | None, kind: Kind) -> Task | None:
+def first(graph: Graph, begun: Sequence[int], peer: int, kind: Kind) -> int | None:
     """The message of a batch to, or from, a peer that is next."""
-    return next((t for t in begun if t.kind is kind and t.peer == peer), None)
+    return next((t for t in begun if graph.kind[t] is kind and graph.peer[t] == peer), None)
 
 
 def move(
-    ranks: list[Rank], posted: list[list[list[Task]]], begun: list[Task], sender: Rank, task: Task
+    ranks: list[Rank], posted: list[list[list[int]]], begun: list[int], sender: Rank, task: int
 ) -> bool:
     """Deliver one message, if the other end has begun to receive from here."""
-    assert task.peer is not None
-    receiver = ranks[task.peer]
+    receiver = ranks[sender.graph.peer[task]]
     there = next((batch for batch in posted[receiver.number] if batch), [])
-    other = first(there, sender.number, Kind.RECV)
+    other = first(receiver.graph, there, sender.number, Kind.RECV)
     if other is None:
         return False
-    assert letter_of(sender.number, task) == letter_of(receiver.number, other), (
-        f"{task} from rank {sender.number} meets {other} of rank {receiver.number}"
+    assert letter_of(sender, task) == letter_of(receiver, other), (
+        f"{sender.graph.describe(task)} from rank {sender.number} meets "
+        f"{receiver.graph.describe(other)} of rank {receiver.number}"
     )
-    receiver.held[other.writes[0]] = sender.held[task.reads[0]]
+    receiver.held[receiver.graph.message(other)] = sender.held[sender.graph.message(task)]
     begun.remove(task)
     there.remove(other)
     return True

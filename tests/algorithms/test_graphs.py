@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import run
+from symbolic import name_of, run
 
 from gradwire.algorithms import (
     HALVES,
@@ -19,7 +19,7 @@ from gradwire.algorithms import (
     ring,
     tree,
 )
-from gradwire.engine import HEADER_BYTES, Kind, Task
+from gradwire.engine import HEADER_BYTES, Graph, Kind
 from ranks import WORLD_SIZES
 
 PLAIN = {name: a for name, a in REGISTRY.items() if name != "hierarchical"}
@@ -39,18 +39,22 @@ def check(algorithm: Algorithm, n: int, sizes: list[list[int]], whole: bool = Tr
     """The laws that a graph answers for alone."""
     ranks = run(algorithm, sizes, n)
     for rank in ranks:
-        sent = algorithm.build(rank.number, n, sizes).sent()
-        counted = sum(sizes[b.segment][b.chunk] + HEADER_BYTES for b in sent)
-        assert algorithm.wire_bytes(rank.number, n, sizes) == counted
-        assert {b.role for b in sent} <= set(algorithm.ROLES)
+        graph = rank.graph
+        assert algorithm.wire_bytes(rank.number, n, sizes) == bytes_sent(graph, sizes)
         if not whole or n == 1:
             continue
         # Each rank's values once, decoded from the same payloads everywhere.
         assert all(total == dict.fromkeys(range(n), 1) for total in rank.values.values())
         assert rank.maker == ranks[0].maker
-        for task in rank.tasks:
-            if task.kind is Kind.MERGE:
-                assert task.final == (set(task.writes or task.reads) <= makers(rank.maker))
+        for task, kind in enumerate(graph.kind):
+            if kind is Kind.MERGE:
+                made = {name_of(graph, b) for b in graph.writes[task] or graph.reads[task]}
+                assert graph.final[task] == (made <= makers(rank.maker))
+
+
+def bytes_sent(graph: Graph, sizes: list[list[int]]) -> int:
+    places = [(graph.buffer_segment[b], graph.buffer_chunk[b]) for b in graph.sent()]
+    return sum(sizes[s][c] + HEADER_BYTES for s, c in places)
 
 
 def makers(maker: dict[tuple[int, int], tuple[Any, ...]]) -> set[Any]:
@@ -108,12 +112,27 @@ def test_coordinated_ranks_have_one_receiver_at_a_time(inner: Algorithm, n: int)
     for rank in range(n):
         graph = algorithm.build(rank, n, sizes)
         plain = inner.build(rank, n, sizes)
-        assert set(graph.tasks) == set(plain.tasks)  # `after` is not compared
-        released: dict[frozenset[Task], set[int | None]] = {}
-        for task in graph.tasks:
-            if task.kind is Kind.SEND:
-                released.setdefault(frozenset(task.after), set()).add(task.peer)
+        assert sorted(columns_of(graph)) == sorted(columns_of(plain))
+        released: dict[frozenset[int], set[int]] = {}
+        for task, kind in enumerate(graph.kind):
+            if kind is Kind.SEND:
+                released.setdefault(frozenset(graph.after[task]), set()).add(graph.peer[task])
         assert all(len(peers) == 1 for peers in released.values()), released
+
+
+def columns_of(graph: Graph) -> list[tuple[Any, ...]]:
+    """All that there is of each task, but for `after`."""
+    return [
+        (
+            graph.describe(task),
+            tuple(name_of(graph, b) for b in graph.reads[task]),
+            tuple(name_of(graph, b) for b in graph.writes[task]),
+            graph.own[task],
+            graph.final[task],
+            name_of(graph, graph.reuses[task]) if graph.reuses[task] >= 0 else (),
+        )
+        for task in range(len(graph))
+    ]
 
 
 @quickly
@@ -126,11 +145,12 @@ def test_hierarchical_on_any_machines(nodes: list[int], data: st.DataObject) -> 
     if inside == "full":
         sizes = [segment + [4 * size for size in segment] for segment in sizes]
     check(algorithm, n, sizes)
+    graphs = [algorithm.build(r, n, sizes) for r in range(n)]
     links = {
-        (r, t.peer)
-        for r in range(n)
-        for t in algorithm.build(r, n, sizes).tasks
-        if t.kind is Kind.SEND and t.peer is not None and nodes[r] != nodes[t.peer]
+        (r, peer)
+        for r, graph in enumerate(graphs)
+        for kind, peer in zip(graph.kind, graph.peer, strict=True)
+        if kind is Kind.SEND and nodes[r] != nodes[peer]
     }
     leaders = set(algorithm.leaders(n))
     assert all(a in leaders and b in leaders for a, b in links)
@@ -159,24 +179,24 @@ def test_rounds_are_the_longest_way(algorithm: Algorithm, n: int) -> None:
     graphs = [algorithm.build(r, n, sizes) for r in range(n)]
     arrived: dict[tuple[Any, ...], int] = {}
     depth: dict[tuple[int, int], int] = {}
-    total = sum(len(g.tasks) for g in graphs)
+    total = sum(map(len, graphs))
     while len(depth) < total:
         for r, graph in enumerate(graphs):
-            sources: list[list[int]] = [[] for _ in graph.tasks]
+            sources: list[list[int]] = [[] for _ in graph.kind]
             for i, dependents in enumerate(graph.dependents):
                 for d in dependents:
                     sources[d].append(i)
-            for i, task in enumerate(graph.tasks):
+            for i, kind in enumerate(graph.kind):
                 if (r, i) in depth or any((r, j) not in depth for j in sources[i]):
                     continue
                 here = max((depth[r, j] for j in sources[i]), default=0)
-                if task.kind is Kind.RECV:
-                    b = task.writes[0]
-                    if (task.peer, r, b) not in arrived:
+                if kind is Kind.RECV:
+                    letter = (graph.peer[i], r, name_of(graph, graph.message(i)))
+                    if letter not in arrived:
                         continue
-                    here = arrived[task.peer, r, b]
-                if task.kind is Kind.SEND:
-                    arrived[r, task.peer, task.reads[0]] = here + 1
+                    here = arrived[letter]
+                if kind is Kind.SEND:
+                    arrived[r, graph.peer[i], name_of(graph, graph.message(i))] = here + 1
                 depth[r, i] = here
     assert max(arrived.values(), default=0) == algorithm.rounds(n)
 
@@ -202,11 +222,12 @@ def test_a_tree_has_a_root_and_every_rank_once() -> None:
 
 def test_a_ring_talks_to_neighbours_alone() -> None:
     for rank in range(5):
-        for task in ring.build(rank, 5, [[16] * 5]).tasks:
-            if task.kind is Kind.SEND:
-                assert task.peer == (rank + 1) % 5
-            if task.kind is Kind.RECV:
-                assert task.peer == (rank - 1) % 5
+        graph = ring.build(rank, 5, [[16] * 5])
+        for kind, peer in zip(graph.kind, graph.peer, strict=True):
+            if kind is Kind.SEND:
+                assert peer == (rank + 1) % 5
+            if kind is Kind.RECV:
+                assert peer == (rank - 1) % 5
 
 
 def test_servers_spread_over_the_ranks() -> None:
@@ -235,7 +256,7 @@ def test_memory_is_as_documented(name: str, n: int, payloads: float) -> None:
     algorithm = REGISTRY[name]
     chunks = algorithm.chunks(n)
     sizes = [[1600] * chunks]
-    held = max(len(algorithm.build(r, n, sizes).buffers) for r in range(n))
+    held = max(len(algorithm.build(r, n, sizes).writer) for r in range(n))
     assert held / chunks == pytest.approx(payloads)
 
 
@@ -244,6 +265,6 @@ def test_memory_of_leaders_and_members_is_as_documented() -> None:
     algorithm = Hierarchical((0, 0, 1, 1, 2, 2))
     sizes = [[160] * 3 + [640] * 3]
     for rank, locals_, encoded in ((0, 3, 7), (1, 3, 3)):
-        buffers = algorithm.build(rank, 6, sizes).buffers
-        assert sum(b.role == "local" for b in buffers) == locals_
-        assert sum(b.role != "local" for b in buffers) == encoded
+        roles = algorithm.build(rank, 6, sizes).buffer_role
+        assert roles.count("local") == locals_
+        assert len(roles) - roles.count("local") == encoded

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from symbolic import Rank, letter_of
+from test_graphs import bytes_sent
 
 from gradwire.algorithms import scatter_reduce_allgather as sra
-from gradwire.engine import HEADER_BYTES, Kind
+from gradwire.engine import Kind
 from ranks import WORLD_SIZES
 
 sizes_of = st.integers(1, 9).flatmap(
@@ -20,13 +22,11 @@ sizes_of = st.integers(1, 9).flatmap(
 @given(sizes_of)
 def test_sends_and_receives_match(sizes: list[list[int]]) -> None:
     n = len(sizes[0])
-    graphs = [sra.build(rank, n, sizes) for rank in range(n)]
-    sent = {
-        (r, t.peer, t.reads[0]) for r in range(n) for t in graphs[r].tasks if t.kind is Kind.SEND
-    }
-    received = {
-        (t.peer, r, t.writes[0]) for r in range(n) for t in graphs[r].tasks if t.kind is Kind.RECV
-    }
+    ranks = [Rank(rank, sra.build(rank, n, sizes), []) for rank in range(n)]
+    sent, received = (
+        {letter_of(r, t) for r in ranks for t, found in enumerate(r.graph.kind) if found is kind}
+        for kind in (Kind.SEND, Kind.RECV)
+    )
     assert sent == received
 
 
@@ -34,16 +34,15 @@ def test_sends_and_receives_match(sizes: list[list[int]]) -> None:
 def test_the_formula_counts_what_the_graph_sends(sizes: list[list[int]]) -> None:
     n = len(sizes[0])
     for rank in range(n):
-        sent = sra.build(rank, n, sizes).sent()
-        counted = sum(sizes[b.segment][b.chunk] + HEADER_BYTES for b in sent)
-        assert sra.wire_bytes(rank, n, sizes) == counted
+        graph = sra.build(rank, n, sizes)
+        assert sra.wire_bytes(rank, n, sizes) == bytes_sent(graph, sizes)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_each_value_is_merged_once_and_decoded_by_the_others(world_size: int) -> None:
     sizes = [[16] * world_size] * 3
     for rank in range(world_size):
-        kinds = [task.kind for task in sra.build(rank, world_size, sizes).tasks]
+        kinds = sra.build(rank, world_size, sizes).kind
         alone = world_size == 1
         assert kinds.count(Kind.MERGE) == (0 if alone else 3)
         assert kinds.count(Kind.DECODE) == 3 * (world_size - 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_graphs import draw_sizes, served
 
 from gradwire.algorithms import HALVES, REGISTRY, Algorithm, Coordinated, Hierarchical
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 from gradwire.engine.schedule import lower
 
 WORLDS = [1, 2, 3, 4, 5, 8, 16]
@@ -79,10 +79,12 @@ def test_kernels_of_a_segment_run_beside_messages_of_another(name: str) -> None:
     """Every kernel but those of the first and the last segment has a batch beside it."""
     n, segments = 4, 4
     algorithm = ALGORITHMS[name](n)
-    for stages in symbolic_schedule.schedules(algorithm, even_sizes(algorithm, n, segments), n):
+    sizes = even_sizes(algorithm, n, segments)
+    for rank, stages in enumerate(symbolic_schedule.schedules(algorithm, sizes, n)):
+        graph = algorithm.build(rank, n, sizes)
         posted = 0
         for stage in stages:
-            inner = any(0 < task.segment < segments - 1 for task in stage.kernels)
+            inner = any(0 < graph.segment[task] < segments - 1 for task in stage.kernels)
             assert posted > stage.ended or not inner, stages
             posted += bool(stage.messages)
         assert posted <= segments * max(1, algorithm.rounds(n))
@@ -100,12 +102,11 @@ def test_a_single_segment_costs_a_batch_a_round() -> None:
 
 
 def test_a_hop_that_does_not_rise_is_found() -> None:
-    came, made = Buffer("a", 0, 0, 1), Buffer("b", 0, 0, 0)
-    tasks = [
-        Task(Kind.RECV, 0, writes=(came,), peer=1),
-        Task(Kind.MERGE, 0, reads=(came,), writes=(made,), own=0),
-        Task(Kind.SEND, 0, reads=(made,), peer=1),
-    ]
-    lower(Graph(tasks), 0, lambda buffer, *_: int(buffer.role == "b"))
+    graph = Graph("ab")
+    came, made = graph.buffer("a", 0, 0, 1), graph.buffer("b", 0, 0, 0)
+    graph.recv(0, came, peer=1)
+    graph.merge(0, [came], [made], own=0)
+    graph.send(0, made, peer=1)
+    lower(graph, 0, lambda role, *_: int(role == "b"))
     with pytest.raises(AssertionError, match="hop is not above"):
-        lower(Graph(tasks), 0, lambda *_: 0)
+        lower(graph, 0, lambda *_: 0)

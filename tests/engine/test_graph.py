@@ -2,72 +2,124 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
-A, B = Buffer("a", 0, 0, 0), Buffer("b", 0, 0, 0)
+ROLES = ("theirs", "own")
 
 
 def test_a_task_waits_for_the_writer_of_what_it_reads() -> None:
-    graph = Graph(
-        [
-            Task(Kind.RECV, 0, writes=(A,), peer=1),
-            Task(Kind.MERGE, 0, reads=(A,), writes=(B,), own=0),
-            Task(Kind.SEND, 0, reads=(B,), peer=1),
-        ]
-    )
-    assert graph.waits == (0, 1, 1)
-    assert graph.dependents == ((1,), (2,), ())
-    assert graph.sent() == [B]
+    graph = Graph("ab")
+    a, b = graph.buffer("a", 0, 0, 0), graph.buffer("b", 0, 0, 0)
+    assert graph.recv(0, a, peer=1) == 0
+    assert graph.merge(0, [a], [b], own=0) == 1
+    assert graph.send(0, b, peer=1) == 2
+    assert graph.waits == [0, 1, 1]
+    assert graph.dependents == [[1], [2], []]
+    assert graph.sent() == [b]
+    assert graph.describe(2) == "send to rank 1, segment 0"
+
+
+def test_a_buffer_is_one_whoever_names_it() -> None:
+    graph = Graph("ab")
+    places = list(product("ab", range(2), range(2), range(2)))
+    numbers = [graph.buffer(*place) for place in places]
+    assert numbers == list(range(16))
+    assert [graph.buffer(*place) for place in places] == numbers
+    columns = graph.buffer_role, graph.buffer_segment, graph.buffer_chunk, graph.buffer_source
+    assert list(zip(*columns, strict=True)) == places
+    with pytest.raises(AssertionError, match="'c' is none"):
+        graph.buffer("c", 0, 0, 0)
 
 
 def test_a_buffer_has_one_writer() -> None:
-    tasks = [Task(Kind.ENCODE, 0, writes=(A,)), Task(Kind.RECV, 0, writes=(A,), peer=1)]
-    with pytest.raises(AssertionError, match="two tasks"):
-        Graph(tasks)
+    graph = Graph("a")
+    a = graph.buffer("a", 0, 0, 0)
+    graph.encode(0, [a])
+    with pytest.raises(AssertionError, match="writes what another has written"):
+        graph.recv(0, a, peer=1)
 
 
 def test_a_reader_stands_behind_its_writer() -> None:
-    tasks = [Task(Kind.SEND, 0, reads=(A,), peer=1), Task(Kind.ENCODE, 0, writes=(A,))]
-    with pytest.raises((AssertionError, KeyError)):
-        Graph(tasks)
+    graph = Graph("a")
+    with pytest.raises(AssertionError, match="before what it reads"):
+        graph.send(0, graph.buffer("a", 0, 0, 0), peer=1)
 
 
 def test_a_task_waits_for_those_that_change_its_values() -> None:
-    changed = Task(Kind.MERGE, 0, reads=(A,), own=0)
-    graph = Graph(
-        [
-            Task(Kind.RECV, 0, writes=(A,), peer=1),
-            changed,
-            Task(Kind.ENCODE, 0, writes=(B,), after=(changed,)),
-        ]
-    )
-    assert graph.dependents == ((1,), (2,), ())
-    assert graph.waits == (0, 1, 1)
+    graph = Graph("ab")
+    a, b = graph.buffer("a", 0, 0, 0), graph.buffer("b", 0, 0, 0)
+    graph.recv(0, a, peer=1)
+    changed = graph.merge(0, [a], own=0)
+    graph.encode(0, [b], after=[changed])
+    assert graph.dependents == [[1], [2], []]
+    assert graph.waits == [0, 1, 1]
+    with pytest.raises(AssertionError, match="before what it waits for"):
+        graph.decode(0, [a], after=[7])
 
 
 def test_a_sum_is_encoded_where_own_values_bring_a_residual() -> None:
+    graph = Graph("ab")
+    a, b = graph.buffer("a", 0, 0, 0), graph.buffer("b", 0, 0, 0)
+    graph.recv(0, a, peer=1)
     with pytest.raises(AssertionError, match="without own values"):
-        Task(Kind.MERGE, 0, reads=(A,), writes=(B,))
-    Task(Kind.MERGE, 0, reads=(A,))  # payloads alone, into the values
-
-
-def test_a_task_is_listed_once() -> None:
-    task = Task(Kind.ENCODE, 0)
-    with pytest.raises(AssertionError, match="twice"):
-        Graph([task, task])
+        graph.merge(0, [a], [b])
+    graph.merge(0, [a])  # payloads alone, into the values
 
 
 def test_every_source_has_its_share_of_the_receives_before_it() -> None:
-    sources = [Task(Kind.ENCODE, s, writes=(Buffer("own", s, 0, 0),)) for s in range(2)]
-    receives = [
-        Task(Kind.RECV, s, writes=(Buffer("theirs", s, 0, peer),), peer=peer)
-        for peer in (1, 2)
-        for s in range(2)
-    ]
-    merge = Task(Kind.MERGE, 0, reads=(Buffer("theirs", 0, 0, 1),), own=0)
-    assert Graph([*sources, *receives, merge]).opening == (((2, 3), 0), ((4, 5), 1))
-    assert Graph([*receives, merge]).opening == (((0, 1, 2, 3), None),)
-    assert Graph(sources).opening == (((), 0), ((), 1))
-    assert Graph([]).opening == (((), None),)
+    def graph(sources: int, receives: int) -> Graph:
+        made = Graph(ROLES)
+        for s in range(sources):
+            made.encode(s, [made.buffer("own", s, 0, 0)])
+        for number in range(receives):
+            made.recv(number % 2, made.buffer("theirs", number % 2, 0, number // 2), number // 2)
+        if receives:
+            made.merge(0, [made.buffer("theirs", 0, 0, 0)], own=0)
+        return made
+
+    assert graph(2, 4).opening == (((2, 3), 0), ((4, 5), 1))
+    assert graph(0, 4).opening == (((0, 1, 2, 3), None),)
+    assert graph(2, 0).opening == (((), 0), ((), 1))
+    assert graph(0, 0).opening == (((), None),)
+
+
+def test_slots_count_the_messages_of_a_link_by_role_segment_and_chunk() -> None:
+    graph = Graph(ROLES)
+    own = [graph.buffer("own", s, c, 0) for s, c in ((1, 0), (0, 2), (0, 1))]
+    graph.encode(0, own)
+    to_1 = [graph.send(0, b, peer=1) for b in own]
+    to_2 = graph.send(0, own[0], peer=2)
+    theirs = graph.buffer("theirs", 5, 0, 2)
+    from_2 = graph.recv(5, theirs, peer=2)
+    onward = graph.send(5, theirs, peer=1)
+    assert [graph.slot[t] for t in to_1] == [3, 2, 1]
+    assert graph.slot[onward] == 0  # its role comes first
+    assert graph.slot[to_2] == graph.slot[from_2] == 0
+    assert graph.slot[0] == -1
+    assert graph.slots == 4
+    assert Graph(ROLES).slots == 0
+
+
+def test_two_messages_of_a_link_do_not_share_a_name() -> None:
+    graph = Graph("a")
+    for source in range(2):
+        graph.recv(0, graph.buffer("a", 0, 0, source), peer=1)
+    with pytest.raises(AssertionError, match="another message has its name"):
+        graph.slots  # noqa: B018
+
+
+def test_tasks_in_another_order_keep_what_they_are() -> None:
+    graph = Graph("ab")
+    a, b = graph.buffer("a", 0, 0, 0), graph.buffer("b", 0, 0, 1)
+    graph.encode(0, [a])
+    graph.send(0, a, peer=1)
+    graph.recv(0, b, peer=1, reuses=a)
+    moved = graph.reordered([2, 0, 1], gates=[(), (2,), ()])
+    assert [moved.describe(t) for t in range(3)] == [graph.describe(t) for t in (2, 0, 1)]
+    assert moved.reuses == [a, -1, -1]
+    assert moved.after == [(), (), (0,)]
+    assert moved.dependents == [[2], [2], []]

@@ -17,7 +17,7 @@ from gradwire.algorithms import REGISTRY
 from gradwire.codecs import TopK
 from gradwire.collectives import Item, prepare
 from gradwire.collectives.ordered_job import OrderedJob
-from gradwire.engine import Buffer, Communicator, Graph, Task
+from gradwire.engine import Communicator, Graph
 from gradwire.engine.in_order import InOrder
 from gradwire.engine.schedule import Stage, lower
 from gradwire.engine.streams import StreamFuture
@@ -64,7 +64,14 @@ class Nowhere:
 class Symbols:
     """A job of nothing but its schedule."""
 
-    def __init__(self, stages: Sequence[Stage], log: list[str], verdicts: Sequence[Any] = ()):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        log: list[str],
+        verdicts: Sequence[Any] = (),
+        graph: Graph | None = None,
+    ) -> None:
+        self.graph = graph or Graph(())
         self.schedule = stages
         self.log = log
         self.left = verdicts
@@ -72,11 +79,11 @@ class Symbols:
     def start(self) -> None:
         self.log.append("start")
 
-    def memory(self, buffer: Buffer) -> torch.Tensor:
+    def memory(self, buffer: int) -> torch.Tensor:
         return torch.zeros(10, dtype=torch.uint8)
 
-    def compute(self, task: Task) -> None:
-        self.log.append(f"compute {task.kind.value} {task.segment}")
+    def compute(self, task: int) -> None:
+        self.log.append(f"compute {self.graph.kind[task].value} {self.graph.segment[task]}")
 
     def verdicts(self) -> Sequence[Any]:
         return self.left
@@ -93,7 +100,7 @@ def test_kernels_and_batches_are_queued_stage_by_stage() -> None:
     """SRA on 2 ranks, 3 segments: encoding runs ahead of the batch that is under way."""
     log: list[str] = []
     graph = REGISTRY["sra"].build(0, 2, [[16, 16]] * 3)
-    InOrder(Nowhere(log)).submit(Symbols(stages_of(graph, 0, 2, "sra"), log)).result(0)
+    InOrder(Nowhere(log)).submit(Symbols(stages_of(graph, 0, 2, "sra"), log, graph=graph)).result(0)
     expected = """
         start
         compute encode 0, post 0,
@@ -114,7 +121,7 @@ def test_memory_is_given_back_behind_all_batches(name: str) -> None:
         log: list[str] = []
         graph = REGISTRY[name].build(rank, 4, [[16] * REGISTRY[name].chunks(4)] * 2)
         link = Nowhere(log, 4)
-        InOrder(link).submit(Symbols(stages_of(graph, rank, 4, name), log)).result(0)
+        InOrder(link).submit(Symbols(stages_of(graph, rank, 4, name), log, graph=graph)).result(0)
         waits = [step for step in log if step.startswith("wait")]
         assert waits == [f"wait {i}" for i in range(link.posted)]
         assert log[-1] == "finish"
@@ -306,13 +313,13 @@ def test_a_verdict_is_taken_where_the_stream_is_and_says_it_once() -> None:
 
 def test_an_error_in_the_middle_breaks_the_group() -> None:
     class Broken(Symbols):
-        def compute(self, task: Task) -> None:
+        def compute(self, task: int) -> None:
             raise CodecError("no such payload")
 
     link = Nowhere()
     in_order = InOrder(link)
-    stages = stages_of(REGISTRY["sra"].build(0, 2, [[16, 16]]), 0, 2, "sra")
-    future = in_order.submit(Broken(stages, []))
+    graph = REGISTRY["sra"].build(0, 2, [[16, 16]])
+    future = in_order.submit(Broken(stages_of(graph, 0, 2, "sra"), [], graph=graph))
     assert isinstance(future.exception(0), CodecError)
     assert link.failed == [0]
     with pytest.raises(CodecError, match="no such payload"):

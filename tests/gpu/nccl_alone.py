@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gradwire as gw
 from fifo import FifoHub
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph, Kind
 from gradwire.engine.in_order import InOrder
 from gradwire.engine.schedule import lower
 from gradwire.groups import communicator
@@ -32,36 +32,37 @@ class Mirror:
     """A job that sends every segment to its own rank, adds one, sends it again, and keeps it."""
 
     def __init__(self, device: torch.device, number: int) -> None:
-        tasks: list[Task] = []
+        self.graph = graph = Graph("abcd")
         for s in range(SEGMENTS):
-            made, came, back, end = (Buffer(role, s, 0, 0) for role in ("a", "b", "c", "d"))
-            tasks += [
-                Task(Kind.ENCODE, s, writes=(made,)),
-                Task(Kind.SEND, s, reads=(made,), peer=0),
-                Task(Kind.RECV, s, writes=(came,), peer=0),
-                Task(Kind.MERGE, s, reads=(came,), writes=(back,), own=0),
-                Task(Kind.SEND, s, reads=(back,), peer=0),
-                Task(Kind.RECV, s, writes=(end,), peer=0),
-                Task(Kind.DECODE, s, reads=(end,)),
-            ]
-        self.schedule = lower(Graph(tasks), 0, lambda buffer, *_: int(buffer.role in "cd"))
+            made, came, back, end = (graph.buffer(role, s, 0, 0) for role in "abcd")
+            graph.encode(s, [made])
+            graph.send(s, made, peer=0)
+            graph.recv(s, came, peer=0)
+            graph.merge(s, [came], [back], own=0)
+            graph.send(s, back, peer=0)
+            graph.recv(s, end, peer=0)
+            graph.decode(s, [end])
+        self.schedule = lower(graph, 0, lambda role, *_: int(role in "cd"))
         self.number = number
         self.result = torch.zeros(SEGMENTS, NBYTES, dtype=torch.uint8, device=device)
-        self.messages = {b: torch.zeros_like(self.result[0]) for t in tasks for b in t.writes}
+        self.messages = [torch.zeros_like(self.result[0]) for _ in graph.writer]
 
     def start(self) -> None:
         return
 
-    def memory(self, buffer: Buffer) -> torch.Tensor:
+    def memory(self, buffer: int) -> torch.Tensor:
         return self.messages[buffer]
 
-    def compute(self, task: Task) -> None:
-        if task.kind is Kind.ENCODE:
-            self.messages[task.writes[0]].fill_(10 * self.number + task.segment)
-        elif task.kind is Kind.MERGE:
-            torch.add(self.messages[task.reads[0]], 1, out=self.messages[task.writes[0]])
+    def compute(self, task: int) -> None:
+        kind, segment = self.graph.kind[task], self.graph.segment[task]
+        came = [self.messages[b] for b in self.graph.reads[task]]
+        made = [self.messages[b] for b in self.graph.writes[task]]
+        if kind is Kind.ENCODE:
+            made[0].fill_(10 * self.number + segment)
+        elif kind is Kind.MERGE:
+            torch.add(came[0], 1, out=made[0])
         else:
-            self.result[task.segment].copy_(self.messages[task.reads[0]])
+            self.result[segment].copy_(came[0])
 
     def verdicts(self) -> Sequence[object]:
         return ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from gradwire.sim.buckets import buckets
 from gradwire.sim.curves import Software
 from gradwire.sim.models import shapes
 from gradwire.sim.rank import Overheads
-from gradwire.sim.work import algorithm_of, cut
+from gradwire.sim.work import algorithm_on, amounts
 
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
 BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
@@ -135,9 +137,9 @@ def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int) -> None:
     wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True)
     handed = buckets(shapes(wanted.model), QSGD, False, ranks)
     assert len(handed) > 1
-    built = algorithm_of(wanted.options, ranks, 1)
+    built = algorithm_on(wanted.options, ranks, 1)
     expected = sum(
-        built.wire_bytes(0, ranks, cut(b, built, wanted.options, ranks).sizes) for b in handed
+        built.wire_bytes(0, ranks, amounts(b, built, wanted.options, ranks).sizes) for b in handed
     )
     assert predict(wanted, USUAL)["wire_bytes"] == expected
 
@@ -211,3 +213,17 @@ def test_sra_of_coordinated_rounds_runs() -> None:
     assert found["wire_bytes"] == plain["wire_bytes"]
     assert found["seconds"] >= found["limit_seconds"]
     assert algorithms.get("sra").rounds(4) == 2
+
+
+@pytest.fixture
+def _collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.usefixtures("_collector")
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    seconds(2, "1e4")
+    assert gc.isenabled() is enabled

@@ -11,7 +11,7 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.sim import predict
 from gradwire.sim.symmetry import Rotation
-from gradwire.sim.work import algorithm_of
+from gradwire.sim.work import algorithm_on
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
 # options of an algorithm whose ranks are alike, and list their tasks in one order, rotated
@@ -28,7 +28,7 @@ ALIKE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("options", ALIKE, ids=str)
 def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks: int) -> None:
-    algorithm = algorithm_of(Options(**options), ranks, 1)
+    algorithm = algorithm_on(Options(**options), ranks, 1)
     chunks = algorithm.chunks(ranks)
     sizes = [[64] * chunks, [32] * chunks]
     rotation = Rotation(ranks, 1, chunks)

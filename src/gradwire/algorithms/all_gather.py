@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import onward
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
 ROLES = ("payload",)
 
@@ -35,19 +35,21 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
     peers = onward(rank, range(world_size))
     live = [s for s, segment in enumerate(sizes) if peers and segment[0]]
-    tasks: list[Task] = []
+    graph = Graph(ROLES)
     for s in live:
-        own = Buffer("payload", s, 0, rank)
-        tasks.append(Task(Kind.ENCODE, s, writes=(own,)))
-        tasks += [Task(Kind.SEND, s, reads=(own,), peer=p) for p in peers]
+        own = graph.buffer("payload", s, 0, rank)
+        graph.encode(s, [own])
+        for p in peers:
+            graph.send(s, own, p)
     for s in live:
-        payloads = tuple(Buffer("payload", s, 0, r) for r in range(world_size))
-        tasks += [Task(Kind.RECV, s, writes=(payloads[p],), peer=p) for p in peers]
-        tasks.append(Task(Kind.MERGE, s, reads=payloads, final=True))
-    return Graph(tasks)
+        payloads = [graph.buffer("payload", s, 0, r) for r in range(world_size)]
+        for p in peers:
+            graph.recv(s, payloads[p], p)
+        graph.merge(s, payloads, final=True)
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """No message waits for another."""
     return 0
 

@@ -16,10 +16,11 @@ Bytes, and the order in which values are summed, are the algorithm's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradwire.algorithms.protocol import Algorithm, Sizes
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph, Kind
 
 WINDOW = 2
 
@@ -50,41 +51,38 @@ class Coordinated:
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
         """The graph of `rank`."""
-        tasks = self.algorithm.build(rank, world_size, sizes).tasks
-        rounds = [self._round(task, rank, world_size) for task in tasks]
-        order = sorted(range(len(tasks)), key=rounds.__getitem__)
-        messages: dict[Round, list[Task]] = {}
-        ordered = []
-        for i in order:
-            task = tasks[i]
-            if task.kind in (Kind.SEND, Kind.RECV):
-                earlier = [r for r in messages if r < rounds[i]]
-                if task.kind is Kind.SEND and len(earlier) >= self.window:
-                    gate = messages[earlier[-self.window]]
-                    task = replace(task, after=(*task.after, *gate))
-                messages.setdefault(rounds[i], []).append(task)
-            ordered.append(task)
-        return Graph(ordered)
+        graph = self.algorithm.build(rank, world_size, sizes)
+        rounds = [self._round(graph, task, rank, world_size) for task in range(len(graph))]
+        order = sorted(range(len(graph)), key=rounds.__getitem__)
+        gates: list[Sequence[int]] = [()] * len(graph)
+        begun: list[tuple[Round, list[int]]] = []  # rounds, and their messages
+        for task in order:
+            if graph.peer[task] >= 0:
+                if not begun or begun[-1][0] != rounds[task]:
+                    begun.append((rounds[task], []))
+                if graph.kind[task] is Kind.SEND and len(begun) > self.window:
+                    gates[task] = begun[-1 - self.window][1]
+                begun[-1][1].append(task)
+        return graph.reordered(order, gates)
 
-    def _round(self, task: Task, rank: int, world_size: int) -> Round:
+    def _round(self, graph: Graph, task: int, rank: int, world_size: int) -> Round:
         """When a task comes: a message in its round, a kernel after the messages that it reads."""
-        messages = task.reads or task.writes
-        step = max(self.ROLES.index(buffer.role) for buffer in messages)
-        at = task.segment + step
-        if task.kind is Kind.SEND:
-            assert task.peer is not None
-            return at, step, (task.peer - rank) % world_size
-        if task.kind is Kind.RECV:
-            assert task.peer is not None
-            return at, step, (rank - task.peer) % world_size
-        if task.kind is Kind.ENCODE:
+        kind, peer = graph.kind[task], graph.peer[task]
+        messages = graph.reads[task] or graph.writes[task]
+        step = max(self.ROLES.index(graph.buffer_role[buffer]) for buffer in messages)
+        at = graph.segment[task] + step
+        if kind is Kind.SEND:
+            return at, step, (peer - rank) % world_size
+        if kind is Kind.RECV:
+            return at, step, (rank - peer) % world_size
+        if kind is Kind.ENCODE:
             return at, step, 0
         return at, step, world_size  # once the step's last round has brought what it needs
 
-    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
         """As many rounds of a step together as a rank may be ahead."""
         shift = (receiver - sender) % world_size
-        step = self.algorithm.hop(buffer, sender, receiver, world_size)
+        step = self.algorithm.hop(role, chunk, sender, receiver, world_size)
         of_a_step = -(-(world_size - 1) // self.window)
         return step * of_a_step + (shift - 1) // self.window
 

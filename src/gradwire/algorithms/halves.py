@@ -12,13 +12,13 @@ Peers are visited in the order rank + 1, rank + 2, ..., so that no rank is every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gradwire.algorithms.protocol import Sizes
-from gradwire.engine import Buffer, Kind, Task
+from gradwire.engine import Graph
 
 # (segment, chunk) -> the task that must have changed the chunk's values before they are taken
-Changes = Mapping[tuple[int, int], Task]
+Changes = Mapping[tuple[int, int], int]
 
 
 def onward(rank: int, ranks: Iterable[int]) -> list[int]:
@@ -27,73 +27,75 @@ def onward(rank: int, ranks: Iterable[int]) -> list[int]:
 
 
 def contribute(
-    rank: int, owners: Sequence[int], sizes: Sizes, after: Changes | None = None
-) -> list[Task]:
+    graph: Graph, rank: int, owners: Sequence[int], sizes: Sizes, after: Changes | None = None
+) -> None:
     """For each segment one batched encode of what others own, and a send for each chunk."""
-    tasks: list[Task] = []
     for s, segment in enumerate(sizes):
-        away = [
-            Buffer("contribution", s, c, rank)
-            for peer in onward(rank, owners)
-            for c, owner in enumerate(owners)
-            if owner == peer and segment[c]
-        ]
+        away = [(c, owner) for c, owner in _of_others(rank, owners) if segment[c]]
         if away:
-            changes = tuple(after[s, b.chunk] for b in away) if after else ()
-            tasks.append(Task(Kind.ENCODE, s, writes=tuple(away), after=changes))
-            tasks += [Task(Kind.SEND, s, reads=(b,), peer=owners[b.chunk]) for b in away]
-    return tasks
+            buffers = [graph.buffer("contribution", s, c, rank) for c, _ in away]
+            graph.encode(s, buffers, [after[s, c] for c, _ in away] if after else ())
+            for buffer, (_, owner) in zip(buffers, away, strict=True):
+                graph.send(s, buffer, owner)
 
 
 def reduce(
+    graph: Graph,
     rank: int,
     ranks: Sequence[int],
     owners: Sequence[int],
     sizes: Sizes,
     after: Changes | None = None,
     encode: bool = True,
-) -> list[Task]:
+) -> None:
     """For each own chunk: the peers' contributions, their sum in rank order, its way to the peers.
 
     Without `encode` the sum stays here, in full precision.
     """
     peers = onward(rank, ranks)
-    tasks: list[Task] = []
     for s, segment in enumerate(sizes):
         for c, owner in enumerate(owners):
             if owner != rank or not segment[c]:
                 continue
-            gathered = {p: Buffer("contribution", s, c, p) for p in peers}
-            tasks += [Task(Kind.RECV, s, writes=(b,), peer=p) for p, b in gathered.items()]
-            merge = Task(
-                Kind.MERGE,
+            gathered = {p: graph.buffer("contribution", s, c, p) for p in peers}
+            for p, buffer in gathered.items():
+                graph.recv(s, buffer, p)
+            results = [graph.buffer("result", s, c, rank)] if encode else []
+            graph.merge(
                 s,
-                reads=tuple(gathered[p] for p in sorted(peers)),
-                writes=(Buffer("result", s, c, rank),) if encode else (),
+                reads=[gathered[p] for p in sorted(peers)],
+                writes=results,
                 own=sum(p < rank for p in peers),
                 final=True,
                 after=(after[s, c],) if after else (),
             )
-            tasks.append(merge)
-            if encode:
-                tasks += [Task(Kind.SEND, s, reads=merge.writes, peer=p) for p in peers]
-    return tasks
+            for result in results:
+                for p in peers:
+                    graph.send(s, result, p)
 
 
-def receive(rank: int, owners: Sequence[int], sizes: Sizes, contributed: bool = True) -> list[Task]:
+def receive(
+    graph: Graph, rank: int, owners: Sequence[int], sizes: Sizes, contributed: bool = True
+) -> None:
     """The results of the chunks that others own, decoded.
 
     If this rank has `contributed` to them, they take its contributions' memory: an owner has
     received these before it has a result.
     """
-    tasks: list[Task] = []
     for s, segment in enumerate(sizes):
-        for peer in onward(rank, owners):
-            for c, owner in enumerate(owners):
-                if owner == peer and segment[c]:
-                    result = Buffer("result", s, c, peer)
-                    earlier = Buffer("contribution", s, c, rank) if contributed else None
-                    recv = Task(Kind.RECV, s, writes=(result,), peer=peer, reuses=earlier)
-                    tasks.append(recv)
-                    tasks.append(Task(Kind.DECODE, s, reads=(result,)))
-    return tasks
+        for c, owner in _of_others(rank, owners):
+            if segment[c]:
+                result = graph.buffer("result", s, c, owner)
+                earlier = graph.buffer("contribution", s, c, rank) if contributed else None
+                graph.recv(s, result, owner, reuses=earlier)
+                graph.decode(s, [result])
+
+
+def _of_others(rank: int, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(chunk, owner) of what other ranks own, owner by owner."""
+    chunks: dict[int, list[int]] = {}
+    for chunk, owner in enumerate(owners):
+        chunks.setdefault(owner, []).append(chunk)
+    for owner in onward(rank, owners):
+        for chunk in chunks[owner]:
+            yield chunk, owner

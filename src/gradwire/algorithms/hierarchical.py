@@ -25,11 +25,12 @@ machines alone: for P payload bytes, 2 * alpha + 2 * (L-1)/L * P * beta.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from gradwire.algorithms.halves import contribute, receive, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
 INSIDE = ("full", "codec")
 
@@ -57,63 +58,73 @@ class Hierarchical:
 
     def leaders(self, world_size: int) -> list[int]:
         """The lowest rank of each machine, in rank order."""
-        return [r for r in range(world_size) if self.leader(r, world_size) == r]
+        return list(self._leaders.values()) if self.nodes else list(range(world_size))
 
     def leader(self, rank: int, world_size: int) -> int:
         """The leader of `rank`'s machine."""
-        nodes = self.nodes or tuple(range(world_size))
-        assert len(nodes) == world_size, (nodes, world_size)
-        return nodes.index(nodes[rank])
+        assert len(self.nodes) in (0, world_size), (self.nodes, world_size)
+        return self._leaders[self.nodes[rank]] if self.nodes else rank
+
+    @cached_property
+    def _leaders(self) -> dict[int, int]:
+        """The lowest rank of each machine."""
+        found: dict[int, int] = {}
+        for rank, node in enumerate(self.nodes):
+            found.setdefault(node, rank)
+        return found
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
         """The graph of `rank`."""
+        graph = Graph(self.ROLES)
         if world_size == 1:
-            return Graph(())
+            return graph
         leaders = self.leaders(world_size)
         leader = self.leader(rank, world_size)
         outer = [segment[: len(leaders)] for segment in sizes]
         live = [(s, c) for s, segment in enumerate(outer) for c, n in enumerate(segment) if n]
         members = [r for r in range(world_size) if r != rank and self.leader(r, world_size) == rank]
 
-        def local(s: int, c: int, source: int) -> Buffer:
-            return Buffer("local", s, self.local_chunk(c, len(leaders)), source)
+        def local(s: int, c: int, source: int) -> int:
+            return graph.buffer("local", s, self.local_chunk(c, len(leaders)), source)
 
-        tasks: list[Task] = []
+        def result(s: int, c: int) -> int:
+            return graph.buffer("result", s, c, leaders[c])
+
         if rank != leader:
             for s in range(len(outer)):
-                away = tuple(local(s, c, rank) for at, c in live if at == s)
+                away = [local(s, c, rank) for at, c in live if at == s]
                 if away:
-                    tasks.append(Task(Kind.ENCODE, s, writes=away))
-                    tasks += [Task(Kind.SEND, s, reads=(b,), peer=leader) for b in away]
+                    graph.encode(s, away)
+                    for b in away:
+                        graph.send(s, b, leader)
             for s, c in live:
-                result = Buffer("result", s, c, leaders[c])
-                tasks.append(Task(Kind.RECV, s, writes=(result,), peer=leader))
-                tasks.append(Task(Kind.DECODE, s, reads=(result,)))
-            return Graph(tasks)
+                graph.recv(s, result(s, c), leader)
+                graph.decode(s, [result(s, c)])
+            return graph
 
-        added: dict[tuple[int, int], Task] = {}
+        added: dict[tuple[int, int], int] = {}
         for s, c in live if members else ():
-            came = tuple(local(s, c, m) for m in members)
-            added[s, c] = Task(Kind.MERGE, s, reads=came, own=0)
-            tasks += [Task(Kind.RECV, s, writes=(b,), peer=b.source) for b in came]
-            tasks.append(added[s, c])
-        tasks += contribute(rank, leaders, outer, added)
-        tasks += reduce(rank, leaders, leaders, outer, added)
-        tasks += receive(rank, leaders, outer)
+            came = [local(s, c, m) for m in members]
+            for b, m in zip(came, members, strict=True):
+                graph.recv(s, b, m)
+            added[s, c] = graph.merge(s, came, own=0)
+        contribute(graph, rank, leaders, outer, added)
+        reduce(graph, rank, leaders, leaders, outer, added)
+        receive(graph, rank, leaders, outer)
         for s, c in live:
-            result = Buffer("result", s, c, leaders[c])
-            tasks += [Task(Kind.SEND, s, reads=(result,), peer=m) for m in members]
-        return Graph(tasks)
+            for m in members:
+                graph.send(s, result(s, c), m)
+        return graph
 
     def local_chunk(self, chunk: int, machines: int) -> int:
         """Where `sizes` has what a member sends of a chunk."""
         return chunk + machines if self.inside == "full" else chunk
 
-    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
         """In the order of the roles that there are; results reach members last."""
         members = self.chunks(world_size) < world_size
-        to_member = buffer.role == "result" and self.leader(receiver, world_size) != receiver
-        return self.ROLES.index(buffer.role) - (not members) + to_member
+        to_member = role == "result" and self.leader(receiver, world_size) != receiver
+        return self.ROLES.index(role) - (not members) + to_member
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         """Bytes that `rank` sends, headers included."""

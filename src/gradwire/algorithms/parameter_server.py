@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import contribute, receive, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph
+from gradwire.engine import Graph
 
 ROLES = ("contribution", "result")
 
@@ -42,21 +42,18 @@ def servers(world_size: int, partitions: int) -> list[int]:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
-    if world_size == 1:
-        return Graph(())
-    owners = servers(world_size, len(sizes[0]))
-    return Graph(
-        [
-            *contribute(rank, owners, sizes),
-            *reduce(rank, range(world_size), owners, sizes),
-            *receive(rank, owners, sizes),
-        ]
-    )
+    graph = Graph(ROLES)
+    if world_size > 1:
+        owners = servers(world_size, len(sizes[0]))
+        contribute(graph, rank, owners, sizes)
+        reduce(graph, rank, range(world_size), owners, sizes)
+        receive(graph, rank, owners, sizes)
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """Contributions first, results after them."""
-    return ROLES.index(buffer.role)
+    return ROLES.index(role)
 
 
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:

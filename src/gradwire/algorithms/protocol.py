@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradwire.engine import HEADER_BYTES, Buffer, Graph
+from gradwire.engine import HEADER_BYTES, Graph
 
 Sizes = Sequence[Sequence[int]]
 
@@ -42,7 +42,7 @@ class Algorithm(Protocol):
         """The graph of `rank`."""
         ...
 
-    def hop(self, buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+    def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
         """How late a message comes: 0 or more, and more than that of every message, on any rank,
         without which it cannot be sent. Both of its ends compute it from nothing else.
 

@@ -20,7 +20,7 @@ Rounds: 2 (N-1). Time, for P payload bytes in all: 2 (N-1) * (alpha + P/N * beta
 from __future__ import annotations
 
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
 ROLES = ("partial", "result")
 
@@ -35,47 +35,46 @@ def rounds(world_size: int) -> int:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
+    graph = Graph(ROLES)
     if world_size == 1:
-        return Graph(())
+        return graph
     before, behind = (rank - 1) % world_size, (rank + 1) % world_size
-    tasks: list[Task] = []
 
     def each(chunk: int) -> list[int]:
         return [s for s, segment in enumerate(sizes) if segment[chunk]]
 
     for s in each(before):
-        first = Buffer("partial", s, before, rank)
-        tasks.append(Task(Kind.ENCODE, s, writes=(first,)))
-        tasks.append(Task(Kind.SEND, s, reads=(first,), peer=behind))
+        first = graph.buffer("partial", s, before, rank)
+        graph.encode(s, [first])
+        graph.send(s, first, behind)
 
     for hop in range(1, world_size):
         c = (rank - 1 - hop) % world_size
         last = c == rank
         for s in each(c):
-            came = Buffer("partial", s, c, before)
-            made = Buffer("result" if last else "partial", s, c, rank)
-            tasks.append(Task(Kind.RECV, s, writes=(came,), peer=before))
-            tasks.append(Task(Kind.MERGE, s, reads=(came,), writes=(made,), own=1, final=last))
-            tasks.append(Task(Kind.SEND, s, reads=(made,), peer=behind))
+            came = graph.buffer("partial", s, c, before)
+            made = graph.buffer("result" if last else "partial", s, c, rank)
+            graph.recv(s, came, before)
+            graph.merge(s, [came], [made], own=1, final=last)
+            graph.send(s, made, behind)
 
     for hop in range(1, world_size):
         c = (rank - hop) % world_size
         for s in each(c):
-            result = Buffer("result", s, c, c)
+            result = graph.buffer("result", s, c, c)
             # The sum that we sent on has gone all the way to its owner by then.
-            earlier = Buffer("partial", s, c, rank)
-            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=before, reuses=earlier))
+            graph.recv(s, result, before, reuses=graph.buffer("partial", s, c, rank))
             if c != behind:
-                tasks.append(Task(Kind.SEND, s, reads=(result,), peer=behind))
-            tasks.append(Task(Kind.DECODE, s, reads=(result,)))
-    return Graph(tasks)
+                graph.send(s, result, behind)
+            graph.decode(s, [result])
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """How far round the ring a chunk has come: a partial begins behind its owner, and its result
     where that ends."""
-    first = buffer.chunk if buffer.role == "result" else buffer.chunk + 1
-    before = world_size - 1 if buffer.role == "result" else 0
+    first = chunk if role == "result" else chunk + 1
+    before = world_size - 1 if role == "result" else 0
     return before + (sender - first) % world_size
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import contribute, receive, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph
+from gradwire.engine import Graph
 
 ROLES = ("contribution", "result")
 
@@ -36,21 +36,18 @@ def rounds(world_size: int) -> int:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
-    if world_size == 1:
-        return Graph(())
-    ranks = owners = range(world_size)
-    return Graph(
-        [
-            *contribute(rank, owners, sizes),
-            *reduce(rank, ranks, owners, sizes),
-            *receive(rank, owners, sizes),
-        ]
-    )
+    graph = Graph(ROLES)
+    if world_size > 1:
+        ranks = owners = range(world_size)
+        contribute(graph, rank, owners, sizes)
+        reduce(graph, rank, ranks, owners, sizes)
+        receive(graph, rank, owners, sizes)
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """Contributions first, results after them."""
-    return ROLES.index(buffer.role)
+    return ROLES.index(role)
 
 
 def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:

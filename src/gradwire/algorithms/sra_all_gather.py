@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import onward, receive
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
 ROLES = ("result",)
 
@@ -32,17 +32,19 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
     owners = range(world_size)
     peers = onward(rank, owners)
-    tasks: list[Task] = []
+    graph = Graph(ROLES)
     for s, segment in enumerate(sizes):
         if peers and segment[rank]:
-            own = Buffer("result", s, rank, rank)
-            tasks.append(Task(Kind.ENCODE, s, writes=(own,)))
-            tasks += [Task(Kind.SEND, s, reads=(own,), peer=p) for p in peers]
-            tasks.append(Task(Kind.DECODE, s, reads=(own,)))
-    return Graph(tasks + receive(rank, owners, sizes, contributed=False))
+            own = graph.buffer("result", s, rank, rank)
+            graph.encode(s, [own])
+            for p in peers:
+                graph.send(s, own, p)
+            graph.decode(s, [own])
+    receive(graph, rank, owners, sizes, contributed=False)
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """No message waits for another."""
     return 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from gradwire.algorithms.halves import contribute, reduce
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph
+from gradwire.engine import Graph
 
 ROLES = ("contribution",)
 
@@ -30,14 +30,15 @@ def rounds(world_size: int) -> int:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
-    if world_size == 1:
-        return Graph(())
-    ranks = owners = range(world_size)
-    tasks = contribute(rank, owners, sizes) + reduce(rank, ranks, owners, sizes, encode=False)
-    return Graph(tasks)
+    graph = Graph(ROLES)
+    if world_size > 1:
+        ranks = owners = range(world_size)
+        contribute(graph, rank, owners, sizes)
+        reduce(graph, rank, ranks, owners, sizes, encode=False)
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """No message waits for another."""
     return 0
 

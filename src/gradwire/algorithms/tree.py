@@ -21,7 +21,7 @@ P * beta, since rank 0 has ceil(log2 N) children, whose payloads share its link.
 from __future__ import annotations
 
 from gradwire.algorithms.protocol import Sizes, message
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph
 
 ROLES = ("partial", "result")
 
@@ -48,36 +48,38 @@ def children(rank: int, world_size: int) -> list[int]:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
+    graph = Graph(ROLES)
     if world_size == 1:
-        return Graph(())
+        return graph
     below = children(rank, world_size)
     live = [s for s, segment in enumerate(sizes) if segment[0]]
-    tasks: list[Task] = []
     for s in live:
-        came = tuple(Buffer("partial", s, 0, child) for child in below)
-        made = Buffer("partial" if rank else "result", s, 0, rank)
-        tasks += [Task(Kind.RECV, s, writes=(b,), peer=b.source) for b in came]
+        came = [graph.buffer("partial", s, 0, child) for child in below]
+        made = graph.buffer("partial" if rank else "result", s, 0, rank)
+        for b, child in zip(came, below, strict=True):
+            graph.recv(s, b, child)
         if came:
-            tasks.append(Task(Kind.MERGE, s, reads=came, writes=(made,), own=0, final=not rank))
+            graph.merge(s, came, [made], own=0, final=not rank)
         else:
-            tasks.append(Task(Kind.ENCODE, s, writes=(made,)))
+            graph.encode(s, [made])
         if rank:
-            tasks.append(Task(Kind.SEND, s, reads=(made,), peer=parent(rank)))
+            graph.send(s, made, parent(rank))
 
     for s in live:
-        result = Buffer("result", s, 0, 0)
+        result = graph.buffer("result", s, 0, 0)
         if rank:
-            up = Buffer("partial", s, 0, rank)  # has reached the parent before the result can come
-            tasks.append(Task(Kind.RECV, s, writes=(result,), peer=parent(rank), reuses=up))
-        tasks += [Task(Kind.SEND, s, reads=(result,), peer=c) for c in reversed(below)]
+            up = graph.buffer("partial", s, 0, rank)  # has reached the parent before a result comes
+            graph.recv(s, result, parent(rank), reuses=up)
+        for child in reversed(below):
+            graph.send(s, result, child)
         if rank:
-            tasks.append(Task(Kind.DECODE, s, reads=(result,)))
-    return Graph(tasks)
+            graph.decode(s, [result])
+    return graph
 
 
-def hop(buffer: Buffer, sender: int, receiver: int, world_size: int) -> int:
+def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
     """Levels below the sender on the way up; on the way down, all of them and those above it."""
-    if buffer.role == "result":
+    if role == "result":
         return world_size.bit_length() - 1 + sender.bit_count()
     below = min(sender & -sender, world_size - sender)  # ranks at and below the sender
     return below.bit_length() - 1

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.codecs.text import value as value_of
 from gradwire.errors import ConfigError
+from gradwire.lang import Codec
 
 Options = dict[str, "int | float | bool | str"]
 
@@ -78,14 +79,21 @@ class Method:
         Raises:
             ConfigError: gradwire does not know the codec, an option or the algorithm.
         """
-        if self.kind != "gradwire":
-            return
+        if self.kind == "gradwire":
+            self.how()
+
+    def how(self) -> tuple[Codec, gradwire.Options]:
+        """Of a method of gradwire's, the codec and how its collectives run.
+
+        Raises:
+            ConfigError: as `check`.
+        """
         attach_options = inspect.signature(gradwire.attach).parameters
         given, options = _split(self.options)
         codec_options = {k: v for k, v in given.items() if k not in attach_options}
         try:
-            gradwire.codecs.get(str(self.options["codec"]), **codec_options)
-            gradwire.Options(**options)
+            codec = gradwire.codecs.get(str(self.options["codec"]), **codec_options)
+            return codec, gradwire.Options(**options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 

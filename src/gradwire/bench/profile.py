@@ -20,23 +20,30 @@ parameters, bucket_mb. Parts:
     overhead    of one bucket: bucket less kernels, so all that is not hidden beside them, the
                 wire's time too
     backward    the whole backward pass (wall clock)
+    compile_1024    compiling one such bucket for one of 1024 ranks, 8 to a machine (wall clock)
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire.bench.methods import parse
+from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
+from gradwire.collectives.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
+from gradwire.sim.buckets import buckets
 
 _TIMEOUT_S = 300.0
+_COMPILED = 9  # times
 
 
 @dataclass(frozen=True)
@@ -97,5 +104,25 @@ def run(
         codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
         if any(codes):
             raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
-        for row in json.loads(Path(output).read_text()):
-            yield {**row, "ranks": ranks, "net": str(network)}
+        where = {"ranks": ranks, "net": str(network)}
+        rows = [{**row, **where} for row in json.loads(Path(output).read_text())]
+    yield from rows
+    for row in {row["method"]: row for row in rows}.values():
+        yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILED}
+
+
+def _compile_s(row: Mapping[str, Any]) -> float:
+    """Median seconds of compiling the bucket of a row for rank 0 of 1024."""
+    codec, options = parse(row["method"]).how()
+    side = int((row["numel"] / row["parameters"] * 2) ** 0.5)
+    shapes = tuple((side, side) if i % 2 else (side,) for i in range(row["parameters"]))
+    specs = tuple(spec for bucket in buckets(shapes, codec, False, 1024) for spec in bucket)
+    layout = CollectiveLayout("all_reduce", specs)
+    topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
+    seconds = []
+    for _ in range(_COMPILED):
+        begun = time.perf_counter()
+        graph = compile(layout, topology, Capabilities(), options).graph
+        _ = graph.slots, graph.opening, graph.dependents  # which are found at a program's first run
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Sequence
 
-from gradwire.engine import Buffer, Graph, Kind
+from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
 
 # From so many bytes on a message is read where its sender has put it. Below, copying it through a
@@ -12,44 +12,47 @@ from gradwire.engine.message import align
 BORROWED_BYTES = 1 << 18
 
 
-def borrowed(
-    graph: Graph, message_bytes: Callable[[Buffer], int], lenders: frozenset[int]
-) -> dict[Buffer, int]:
-    """Bytes of the messages that can be read where they lie: those that only kernels read.
+def borrowed(graph: Graph, nbytes: Sequence[int], lenders: frozenset[int]) -> list[bool]:
+    """Whether a buffer's message can be read where it lies: that of a large one that only kernels
+    read.
 
     A send of such a message ends with its last reader. So there are none in a graph where tasks
     wait for sends: a merge would wait for a message whose sender waits for that merge.
     """
-    if any(earlier.kind is Kind.SEND for task in graph.tasks for earlier in task.after):
-        return {}
-    sent = set(graph.sent())
-    came = [t.writes[0] for t in graph.tasks if t.kind is Kind.RECV and t.peer in lenders]
-    sizes = {buffer: message_bytes(buffer) for buffer in came if buffer not in sent}
-    return {buffer: size for buffer, size in sizes.items() if size >= BORROWED_BYTES}
+    found = [False] * len(nbytes)
+    if any(graph.kind[earlier] is Kind.SEND for after in graph.after for earlier in after):
+        return found
+    for task, peer in enumerate(graph.peer):
+        if peer in lenders and graph.kind[task] is Kind.RECV:
+            buffer = graph.message(task)
+            found[buffer] = nbytes[buffer] >= BORROWED_BYTES
+    for buffer in graph.sent():
+        found[buffer] = False
+    return found
 
 
-def place(
-    graph: Graph, message_bytes: Callable[[Buffer], int], elsewhere: Container[Buffer] = ()
-) -> tuple[dict[Buffer, int], int]:
-    """(where each message begins, where all end), in bytes, aligned; but for those `elsewhere`.
+def place(graph: Graph, nbytes: Sequence[int], elsewhere: Sequence[bool]) -> tuple[list[int], int]:
+    """(where each buffer begins, where all end), in bytes, aligned.
 
     What a merge sums stands side by side, in its order: a GPU's kernels need equal distances.
-    A message that may take another's memory does.
+    A message that may take another's memory does. One that lies `elsewhere` begins at 0.
     """
-    offsets: dict[Buffer, int] = {}
+    offsets = [-1] * len(nbytes)
     end = 0
-    reused = {
-        task.writes[0]: task.reuses
-        for task in graph.tasks
-        if task.reuses is not None and task.writes[0] not in elsewhere
-    }
-    merged = [b for task in graph.tasks if task.kind is Kind.MERGE for b in task.reads]
-    for buffer in (*merged, *graph.buffers):
-        if buffer not in offsets and buffer not in reused and buffer not in elsewhere:
-            offsets[buffer] = end
-            end += align(message_bytes(buffer))
+    reused: dict[int, int] = {}
+    for task, earlier in enumerate(graph.reuses):
+        if earlier >= 0 and not elsewhere[graph.message(task)]:
+            reused[graph.message(task)] = earlier
+    merged = [graph.reads[task] for task, kind in enumerate(graph.kind) if kind is Kind.MERGE]
+    for buffers in (*merged, *graph.writes):
+        for buffer in buffers:
+            if elsewhere[buffer]:
+                offsets[buffer] = 0
+            elif offsets[buffer] < 0 and buffer not in reused:
+                offsets[buffer] = end
+                end += align(nbytes[buffer])
     for buffer, earlier in reused.items():
-        assert buffer not in offsets, f"{buffer} is merged, it has a place of its own"
-        assert message_bytes(buffer) <= message_bytes(earlier)
+        assert offsets[buffer] < 0, "what is merged has a place of its own"
+        assert nbytes[buffer] <= nbytes[earlier]
         offsets[buffer] = offsets[earlier]
     return offsets, end

@@ -1,39 +1,24 @@
-"""From a graph to kernel calls: which rows each task covers, in tables that are filled once.
+"""From a graph to kernel calls: which rows each task covers, in one table that is filled once.
 
-Every encode, merge or decode of a graph becomes one kernel call for each codec and dtype among its
-rows. All rows of all calls stand in one table, a call is a stretch of it, and a step only fills in
-addresses and RNG keys, column by column.
+Every encode, merge or decode of a graph becomes one kernel call for each codec, dtype and form
+among its rows. All rows of all calls stand in one table, a call is a stretch of it, and a step only
+fills in addresses and RNG keys, column by column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from gradwire.engine import HEADER_BYTES, Buffer, Graph, Kind, Task
-from gradwire.lang import ROW, Codec, rng
-from gradwire.partition import Row, Spec
+from gradwire.engine import HEADER_BYTES, Graph, Kind
+from gradwire.lang import ROW, rng
+from gradwire.partition import Partition, Spec
 
 _PHASES = 3  # own values alone; the sum of all ranks; a sum of some
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kernel call of a task: rows [first, last) of the table.
-
-    Attributes:
-        kernel: index among the collective's kernels.
-        form: as in `gradwire.lang.forms.FORMS`.
-    """
-
-    kernel: int
-    form: str
-    first: int
-    last: int
 
 
 class Step(NamedTuple):
@@ -53,84 +38,45 @@ class Step(NamedTuple):
     steps: np.ndarray
 
 
+@dataclass(frozen=True)
 class Calls:
-    """The kernel calls of a graph.
-
-    Args:
-        graph: whose tasks.
-        rows: of the partition.
-        specs: of the tensors.
-        kernel_of: (codec, dtype) -> index of the kernels.
-        offsets: where each message starts in the arena, in bytes; borrowed ones lie elsewhere, so
-            a step counts them from the arena's start.
-        rank: whose calls these are.
-        batched: one call for all rows of a task, codec and dtype; else one for each row.
+    """The kernel calls of a graph, and the rows of their table, as columns.
 
     Attributes:
-        of: task -> its calls.
-        numel: number of values of each row of the table.
+        of: of each task, its calls.
+        kernel: of each call, the index of its codec and dtype among the partition's kinds.
+        form: as in `gradwire.lang.forms.FORMS`.
+        first, last: its rows of the table, [first, last).
+        item: of each row, which tensor it is a piece of.
+        numel, start: its values in that tensor.
+        value_offset, residual_offset: in bytes, from the start of the item's values and residual.
+        payload_offset, source_offset: in bytes, from the start of the arena; borrowed messages
+            count as if they began there.
+        phase: which random numbers it draws.
+        home: whether its values are of the chunk that this rank owns.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        rows: Sequence[Row],
-        specs: Sequence[Spec],
-        kernel_of: Mapping[tuple[Codec, torch.dtype], int],
-        offsets: Mapping[Buffer, int],
-        rank: int,
-        batched: bool = True,
-    ) -> None:
-        by_message: dict[tuple[int, int], list[Row]] = {}
-        for row in rows:
-            by_message.setdefault((row.segment, row.chunk), []).append(row)
-        self.of: dict[Task, list[Call]] = {}
-        placed: list[tuple[Row, int, int, int]] = []  # row, payload, source, phase
-        for task in graph.tasks:
-            if task.kind in (Kind.SEND, Kind.RECV):
-                continue
-            merges = task.kind is Kind.MERGE
-            messages = task.writes or (task.reads[:1] if merges else task.reads)
-            source = offsets.get(task.reads[0], 0) if merges and task.reads else 0
-            phase = 0 if not merges else 1 if task.final else 2
-            covered = [(row, m) for m in messages for row in by_message[m.segment, m.chunk]]
-            kinds = [
-                (kernel_of[row.codec, specs[row.item].dtype], form(task, specs[row.item].feedback))
-                for row, _ in covered
-            ]
-            calls = self.of[task] = []
-            # Stable: within a call, rows keep the order of their messages.
-            for i in sorted(range(len(covered)), key=kinds.__getitem__):
-                row, message = covered[i]
-                inside, at = HEADER_BYTES + row.offset, len(placed)
-                if batched and calls and (calls[-1].kernel, calls[-1].form) == kinds[i]:
-                    calls[-1] = Call(*kinds[i], calls[-1].first, at + 1)
-                else:
-                    calls.append(Call(*kinds[i], at, at + 1))
-                placed.append((row, offsets.get(message, 0) + inside, source + inside, phase))
-
-        def column(values: list[int], dtype: str = "u8") -> np.ndarray:
-            return np.array(values, dtype=dtype)
-
-        self._item = column([row.item for row, *_ in placed], "i8")
-        # In bytes, from the start of the item's values, of its residual, and of the arena.
-        self._values = column([r.start * specs[r.item].dtype.itemsize for r, *_ in placed])
-        self._residual = column([row.start * 4 for row, *_ in placed])
-        self._payload = column([payload for _, payload, _, _ in placed])
-        self._source = column([source for _, _, source, _ in placed])
-        self._phase = column([phase for *_, phase in placed], "i8")
-        self._home = np.array([row.chunk == rank for row, *_ in placed], dtype=bool)
-        self._table = np.zeros(len(placed), dtype=ROW)
-        self._table["numel"] = self.numel = column([row.numel for row, *_ in placed], "i8")
-        self._table["start"] = [row.start for row, *_ in placed]
+    of: Sequence[range]
+    kernel: Sequence[int]
+    form: Sequence[str]
+    first: Sequence[int]
+    last: Sequence[int]
+    item: np.ndarray
+    numel: np.ndarray
+    start: np.ndarray
+    value_offset: np.ndarray
+    residual_offset: np.ndarray
+    payload_offset: np.ndarray
+    source_offset: np.ndarray
+    phase: np.ndarray
+    home: np.ndarray
 
     def forms(self, kernels: int) -> list[list[str]]:
         """What each of so many kernels is to run, in the order of their indices."""
-        found: list[dict[str, None]] = [{} for _ in range(kernels)]
-        for calls in self.of.values():
-            for call in calls:
-                found[call.kernel][call.form] = None
-        return [list(names) for names in found]
+        found: list[list[str]] = [[] for _ in range(kernels)]
+        for kernel, form in dict.fromkeys(zip(self.kernel, self.form, strict=True)):
+            found[kernel].append(form)
+        return found
 
     def table(self, step: Step, arena: int) -> np.ndarray:
         """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
@@ -139,25 +85,107 @@ class Calls:
         random numbers each time, but the same of those that all ranks share: what was picked from
         every contribution is picked again.
         """
-        item = self._item
+        item = self.item
         phases = np.array([*range(_PHASES), 0])[:, None]
         keys = rng.step_keys(np.stack([step.keys] * _PHASES + [step.shared]), step.steps, phases)
-        rows = self._table.copy()
-        values = np.where(self._home, step.homes[item], step.values[item])
-        rows["values"] = values + self._values
+        rows = np.zeros(len(item), dtype=ROW)
+        rows["numel"], rows["start"] = self.numel, self.start
+        values = np.where(self.home, step.homes[item], step.values[item])
+        rows["values"] = values + self.value_offset
         residuals = step.residuals[item]
-        rows["residual"] = np.where(residuals > 0, residuals + self._residual, 0)
-        rows["payload"] = self._payload + np.uint64(arena)
-        rows["source"] = self._source + np.uint64(arena)
+        rows["residual"] = np.where(residuals > 0, residuals + self.residual_offset, 0)
+        rows["payload"] = self.payload_offset + np.uint64(arena)
+        rows["source"] = self.source_offset + np.uint64(arena)
         rows["shared"] = keys[_PHASES, item]
-        rows["key"] = keys[self._phase, item]
+        rows["key"] = keys[self.phase, item]
         return rows
 
 
-def form(task: Task, feedback: bool) -> str:
+def kernel_calls(
+    graph: Graph,
+    cut: Partition,
+    specs: Sequence[Spec],
+    offsets: Sequence[int],
+    rank: int,
+    batched: bool = True,
+) -> Calls:
+    """The calls of a graph's kernels.
+
+    Args:
+        specs: of the tensors that are cut.
+        offsets: where each buffer's message begins in the arena, in bytes.
+        rank: whose graph it is.
+        batched: one call for all rows of a task, codec, dtype and form; else one for each.
+    """
+    kernels = [task for task, peer in enumerate(graph.peer) if peer < 0]
+    # Of each message that a kernel covers: place of the kernel, message, and what its rows share.
+    covered: list[tuple[int, int, int, int, int, bool]] = []
+    for place, task in enumerate(kernels):
+        merges = graph.kind[task] is Kind.MERGE
+        source = offsets[graph.reads[task][0]] if merges and graph.reads[task] else 0
+        phase = 0 if not merges else 1 if graph.final[task] else 2
+        for buffer in covered_messages(graph, task):
+            message = graph.buffer_chunk[buffer] * len(cut.sizes) + graph.buffer_segment[buffer]
+            encodes = bool(graph.writes[task])
+            covered.append((place, message, offsets[buffer], source, phase, encodes))
+    columns = np.array(covered, dtype="i8").reshape(-1, 6)
+    messages = columns[:, 1]
+    rows = cut.first[messages + 1] - cut.first[messages]
+    ends = rows.cumsum()
+    row = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
+        cut.first[messages] - ends + rows, rows
+    )
+    place, _, payload, source, phase, encodes = np.repeat(columns, rows, axis=0).T
+
+    # By kernel and form; within a call, rows keep the order of their messages.
+    feedback = np.array([spec.feedback for spec in specs], dtype="i8")
+    kind = cut.kind[row] * 2 + encodes * feedback[cut.item[row]]
+    order = (place * 2 * len(cut.kinds) + kind).argsort(kind="stable")
+    row, place, kind = row[order], place[order], kind[order]
+    payload, source, phase = payload[order], source[order], phase[order]
+    begins = np.ones(len(row), dtype=bool)
+    if batched:
+        begins[1:] = (np.diff(place) != 0) | (np.diff(kind) != 0)
+    first = begins.nonzero()[0]
+
+    of = [range(0)] * len(graph)
+    counts = np.bincount(place[first], minlength=len(kernels)).tolist()
+    for task, (begin, end) in zip(kernels, pairwise(accumulate(counts, initial=0)), strict=True):
+        of[task] = range(begin, end)
+    item, start, inside = cut.item[row], cut.start[row], cut.offset[row] + HEADER_BYTES
+    itemsize = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
+    return Calls(
+        of=of,
+        kernel=(kind[first] // 2).tolist(),
+        form=[
+            form(graph, kernels[place], bool(kind % 2))
+            for place, kind in zip(place[first].tolist(), kind[first].tolist(), strict=True)
+        ],
+        first=first.tolist(),
+        last=[*first[1:].tolist(), len(row)][: len(first)],
+        item=item,
+        numel=cut.numel[row],
+        start=start,
+        value_offset=(start * itemsize[item]).astype("u8"),
+        residual_offset=(start * 4).astype("u8"),
+        payload_offset=(payload + inside).astype("u8"),
+        source_offset=(source + inside).astype("u8"),
+        phase=phase,
+        home=cut.chunk[row] == rank,
+    )
+
+
+def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
+    """The messages whose rows a kernel's table has: those of one chunk differ in place alone."""
+    reads = graph.reads[task]
+    return graph.writes[task] or (reads[:1] if graph.kind[task] is Kind.MERGE else reads)
+
+
+def form(graph: Graph, task: int, feedback: bool) -> str:
     """The form that a task runs on rows with, or without, a residual."""
-    if task.kind is Kind.DECODE:
+    kind = graph.kind[task]
+    if kind is Kind.DECODE:
         return "decode"
-    if not task.writes:
+    if not graph.writes[task]:
         return "decode_sum"
-    return ("encode" if task.kind is Kind.ENCODE else "reduce_encode") + ("_ef" if feedback else "")
+    return ("encode" if kind is Kind.ENCODE else "reduce_encode") + ("_ef" if feedback else "")

@@ -15,7 +15,7 @@ import torch
 
 from gradwire.collectives.calls import Step
 from gradwire.collectives.memory import HostMemory, Memory, StagedMemory, is_staged
-from gradwire.engine import Buffer, Kind, Task
+from gradwire.engine import Kind
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
@@ -54,9 +54,9 @@ class Job:
         self.collective = collective
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
-        self.borrowed: Mapping[Buffer, int] = collective.borrowed
-        self.readers = dict(collective.readers)  # that are left
-        self.loans: dict[Buffer, tuple[Loan, torch.Tensor]] = {}
+        self.borrowed: Mapping[int, int] = collective.borrowed
+        self.readers = list(collective.program.readers)  # that are left
+        self.loans: dict[int, tuple[Loan, torch.Tensor]] = {}
         self.kernel_seconds = 0.0
         on_gpu = collective.device.type == "cuda"
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
@@ -82,95 +82,100 @@ class Job:
         c = self.collective
         self.held: Memory
         if is_staged(c.device):
-            nbytes, messages = c.arena_bytes, c.workspace_offset
+            nbytes, messages = c.arena_bytes, c.program.arena_bytes
             self.held = StagedMemory(c.comm, c.device, nbytes, messages, self.ready)
         else:
             self.held = HostMemory(c.comm, c.arena_bytes)
-        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
+        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
 
-    def memory(self, buffer: Buffer) -> torch.Tensor:
+    def memory(self, buffer: int) -> torch.Tensor:
         if buffer in self.loans:
             return self.loans[buffer][1]
         return self.held.messages[slice(*self._slice(buffer))]
 
-    def lend(self, buffer: Buffer, loan: Loan, message: torch.Tensor) -> None:
+    def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
         self.loans[buffer] = loan, message
 
-    def _slice(self, buffer: Buffer) -> tuple[int, int]:
-        offset = self.collective.offsets[buffer]
-        return offset, offset + self.collective.message_bytes(buffer)
+    def _slice(self, buffer: int) -> tuple[int, int]:
+        program = self.collective.program
+        return program.offset[buffer], program.offset[buffer] + program.nbytes[buffer]
 
-    def tag(self, buffer: Buffer) -> int:
+    def tag(self, buffer: int) -> int:
         return self.first_tag + self.collective.tag(buffer)
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: int) -> None:
         c = self.collective
         begun = time.perf_counter()
+        reads, writes = self.graph.reads[task], self.graph.writes[task]
         distances = self.find(task)
-        with self.held.kernels(map(self._slice, task.reads), map(self._slice, task.writes)):
+        with self.held.kernels(map(self._slice, reads), map(self._slice, writes)):
             self.run_kernels(task, distances)
         with torch.cuda.device(c.device) if c.device.type == "cuda" else nullcontext():
-            for call in c.calls.of[task]:
-                mark = c.marks[call.kernel]
+            for call in c.program.calls.of[task]:
+                mark = c.marks[c.program.calls.kernel[call]]
                 if mark is not None:
                     mark.check()  # a GPU says afterwards what was wrong
-        for buffer in task.writes:
+        for buffer in writes:
             seal(self.memory(buffer), self._envelope(buffer))
         self._give_back(task)
         self.kernel_seconds += time.perf_counter() - begun
 
-    def run_kernels(self, task: Task, distances: np.ndarray | None) -> None:
-        c = self.collective
-        merge = task.kind is Kind.MERGE
-        for call in c.calls.of[task]:
-            c.kernels[call.kernel].run(
-                call.form,
-                self.rows[call.first : call.last],
-                ranks=len(task.reads) + (task.own is not None) if merge else 1,
-                rank=(-1 if task.own is None else task.own) if merge else 0,
+    def run_kernels(self, task: int, distances: np.ndarray | None) -> None:
+        c, g = self.collective, self.graph
+        merge, own = g.kind[task] is Kind.MERGE, g.own[task]
+        calls = c.program.calls
+        for call in calls.of[task]:
+            kernel = calls.kernel[call]
+            c.kernels[kernel].run(
+                calls.form[call],
+                self.rows[calls.first[call] : calls.last[call]],
+                ranks=len(g.reads[task]) + (own >= 0) if merge else 1,
+                rank=own if merge else 0,
                 distances=distances,
-                factor=self.factor if task.final else 1.0,
+                factor=self.factor if g.final[task] else 1.0,
                 threads=c.threads,
-                workspace=self.held.arena[c.workspace_offset :],
-                mark=c.marks[call.kernel],
+                workspace=self.held.arena[c.program.arena_bytes :],
+                mark=c.marks[kernel],
             )
 
-    def find(self, task: Task) -> np.ndarray | None:
+    def find(self, task: int) -> np.ndarray | None:
         """Of a merge, the distances between what it reads; its rows, and a decode's, are told where
         borrowed messages lie."""
-        if task.kind not in (Kind.MERGE, Kind.DECODE):
+        kind, reads = self.graph.kind[task], self.graph.reads[task]
+        if kind not in (Kind.MERGE, Kind.DECODE):
             return None
-        places = np.array([self._address(buffer) for buffer in task.reads], dtype="u8")
-        calls = self.collective.calls.of[task]
-        if calls and task.reads and task.reads[0] in self.loans:
-            column = "source" if task.kind is Kind.MERGE else "payload"
-            assert task.kind is Kind.MERGE or len(task.reads) == 1, task
+        places = np.array([self._address(buffer) for buffer in reads], dtype="u8")
+        calls = self.collective.program.calls
+        if calls.of[task] and reads and reads[0] in self.loans:
+            column = "source" if kind is Kind.MERGE else "payload"
+            assert kind is Kind.MERGE or len(reads) == 1, self.graph.describe(task)
+            first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
             moved = places[:1] - np.uint64(self.held.arena.data_ptr())
-            self.rows[calls[0].first : calls[-1].last][column] += moved
-        return (places - places[:1]).view("i8") if task.kind is Kind.MERGE else None
+            self.rows[first:last][column] += moved
+        return (places - places[:1]).view("i8") if kind is Kind.MERGE else None
 
-    def _address(self, buffer: Buffer) -> int:
+    def _address(self, buffer: int) -> int:
         """Where kernels read a message."""
         if buffer in self.loans:
             return self.loans[buffer][1].data_ptr()
-        return self.held.arena.data_ptr() + self.collective.offsets[buffer]
+        return self.held.arena.data_ptr() + self.collective.program.offset[buffer]
 
-    def _give_back(self, task: Task) -> None:
+    def _give_back(self, task: int) -> None:
         """The borrowed messages that no other task reads."""
-        for buffer in task.reads:
+        for buffer in self.graph.reads[task]:
             if buffer in self.loans:
                 self.readers[buffer] -= 1
                 if not self.readers[buffer]:
                     self.loans.pop(buffer)[0].give_back()
 
-    def received(self, task: Task) -> None:
-        buffer = task.writes[0]
-        assert task.peer is not None
-        check(self.memory(buffer), self._envelope(buffer), task.peer)
+    def received(self, task: int) -> None:
+        buffer = self.graph.message(task)
+        check(self.memory(buffer), self._envelope(buffer), self.graph.peer[task])
 
-    def _envelope(self, buffer: Buffer) -> Envelope:
-        c, place = self.collective, (buffer.segment, buffer.chunk)
-        return Envelope(c.plan, self.sequence, *place, self.call, c.checksum)
+    def _envelope(self, buffer: int) -> Envelope:
+        c, g = self.collective, self.graph
+        place = g.buffer_segment[buffer], g.buffer_chunk[buffer]
+        return Envelope(c.plan, self.sequence, *place, self.call, c.program.checksum)
 
     def finish(self) -> None:
         self.held.give()

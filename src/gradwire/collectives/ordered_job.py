@@ -12,7 +12,7 @@ import torch
 
 from gradwire.collectives.job import Job
 from gradwire.collectives.memory import HostMemory
-from gradwire.engine import Communicator, Task
+from gradwire.engine import Communicator
 from gradwire.engine.in_order import Verdict
 from gradwire.engine.schedule import Stage
 
@@ -33,12 +33,12 @@ class OrderedJob(Job):
 
     @property
     def schedule(self) -> Sequence[Stage]:
-        return self.collective.schedule
+        return self.collective.program.stages
 
     def start(self) -> None:
         c = self.collective
         self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
-        self.rows = c.calls.table(self.step, self.held.arena.data_ptr())
+        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
         stream = c.comm.stream(c.device)
         if stream is not None and self.ready is not None:
             stream.wait_event(self.ready)
@@ -47,7 +47,7 @@ class OrderedJob(Job):
             for tensor in {t.untyped_storage().data_ptr(): t for t in given}.values():
                 tensor.record_stream(stream)
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: int) -> None:
         self.run_kernels(task, self.find(task))
 
     def verdicts(self) -> Sequence[Verdict]:

@@ -1,41 +1,31 @@
 """A collective on a fixed set of tensors: prepared once, run every step.
 
-prepare    agreement between ranks, partition, graph, kernel calls
+prepare    agreement between ranks, the program, kernels
 start      fill in addresses and RNG keys, hand the job to the executor
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 
 import torch
 
-from gradwire import algorithms
-from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
-from gradwire.collectives.arena import borrowed, place
-from gradwire.collectives.calls import Calls
+from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.collectives.defined import check_defined, check_feedback
 from gradwire.collectives.job import Item, Job, check_item
 from gradwire.collectives.memory import is_staged
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
-from gradwire.collectives.topology import machines
-from gradwire.engine import HEADER_BYTES, Buffer, Communicator, Outcome
-from gradwire.engine.schedule import Stage, lower
+from gradwire.collectives.topology import Topology, machines
+from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, fingerprint, kernels
 from gradwire.lang.kernels import Kernels
-from gradwire.partition import SEGMENT_BYTES, Spec, partition
+from gradwire.partition import Spec
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of a segment, in uncompressed values of a chunk. Over a network, encoding and sending overlap; in
-# memory both are the work of the same cores, and what a segment costs is all there is to it.
-IN_MEMORY_BYTES = 16 << 20
 _KEPT = 1024  # more than the buckets of any model, few enough to hold
 
 
@@ -61,7 +51,6 @@ class Collective:
         wire_bytes: what one run sends from this rank, in bytes, by the algorithm's formula.
         arena_bytes: memory that one run owns: its messages, and the kernels' workspace.
         borrowed: bytes of the messages that are read where the peer that sends them has put them.
-        readers: how many tasks read each of these.
     """
 
     def __init__(
@@ -94,82 +83,51 @@ class Collective:
         # A codec's name says little of a user's file, which may be an older one elsewhere.
         agreed += [f"{codec}: program {fingerprint(codec, dtype)}" for codec, dtype in used]
         self.plan = comm.agree("a collective", agreed, once=True)
-        algorithm = _algorithm(comm, options, kind)
-        plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
-        chunks = options.partitions or algorithm.chunks(comm.world_size)
-        shards = kind != "all_reduce"
-        self._in_order = comm.in_order(device)
-        if self._in_order is not None and options.checksum:
-            raise ConfigError(
-                f"tensors on {device} travel in stream order, where no host could compare a "
-                "checksum: leave Options(checksum=None)"
-            )
-        # A GPU's messages are not the work of its kernels' cores, wherever they go.
-        in_memory = self._in_order is None and comm.in_memory()
-        self.checksum = not in_memory if options.checksum is None else options.checksum
-        segment_bytes = IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
-        cut = partition(self.specs, chunks, options.segments, plain, shards, segment_bytes)
-        self.graph = algorithm.build(comm.rank, comm.world_size, cut.sizes)
-        self.wire_bytes = algorithm.wire_bytes(comm.rank, comm.world_size, cut.sizes)
-        self.sizes = cut.sizes
-        self._roles = algorithm.ROLES
-        kinds = list(dict.fromkeys((row.codec, self.specs[row.item].dtype) for row in cut.rows))
-        self.schedule: tuple[Stage, ...] = ()
-        if self._in_order is not None:
-            hop = partial(algorithm.hop, world_size=comm.world_size)
-            self.schedule = lower(self.graph, comm.rank, hop)
-
-        # Coordinated rounds count on sends that end as soon as the message has left; links and
-        # pinned memory bring messages to a place of their own; triton's are at equal distances.
-        copies = (
-            self._in_order is not None
-            or is_staged(device)
-            or options.coordinated
-            or options.target == "triton"
+        in_order = comm.in_order(device)
+        capabilities = Capabilities(
+            fifo=in_order is not None,
+            in_memory=in_order is None and comm.in_memory(),
+            staged=is_staged(device),
+            lenders=frozenset() if in_order is not None else comm.transport.lenders,
         )
-        lenders = frozenset[int]() if copies else comm.transport.lenders
-        self.borrowed = borrowed(self.graph, self.message_bytes, lenders)
-        self.readers = Counter(
-            b for task in self.graph.tasks for b in task.reads if b in self.borrowed
-        )
-        self.offsets, self.workspace_offset = place(
-            self.graph, self.message_bytes, elsewhere=self.borrowed
-        )
-        index = {kind: i for i, kind in enumerate(kinds)}
-        self.calls = Calls(
-            self.graph, cut.rows, self.specs, index, self.offsets, comm.rank, options.batched
-        )
+        asks = options.algorithm == "hierarchical" and options.nodes is None
+        topology = Topology(comm.rank, comm.world_size, machines(comm) if asks else ())
+        layout = CollectiveLayout(kind, self.specs)
+        self.program = program = compile(layout, topology, capabilities, options)
+        self.graph = program.graph
+        self.wire_bytes = program.wire_bytes
+        self.borrowed = {b: program.nbytes[b] for b, lent in enumerate(program.borrowed) if lent}
+        self._in_order = in_order
+        forms = program.calls.forms(len(program.kinds))
         self.kernels = [
-            _kernels(codec, dtype, options.target, device, forms)
-            for (codec, dtype), forms in zip(kinds, self.calls.forms(len(kinds)), strict=True)
+            _kernels(codec, dtype, options.target, device, wanted)
+            for (codec, dtype), wanted in zip(program.kinds, forms, strict=True)
         ]
         # of this communicator's own: others may run the same kernels on payloads that are bad
         self.marks = [made.mark(device) for made in self.kernels]
         self.threads = options.threads or torch.get_num_threads()
-        self.arena_bytes = self.workspace_offset + max(
+        calls = program.calls
+        self.arena_bytes = program.arena_bytes + max(
             (
-                self.kernels[call.kernel].workspace_nbytes(
-                    self.calls.numel[call.first : call.last], self.threads, len(task.reads) + 1
+                self.kernels[calls.kernel[call]].workspace_nbytes(
+                    calls.numel[calls.first[call] : calls.last[call]], self.threads, len(reads) + 1
                 )
-                for task, calls in self.calls.of.items()
-                for call in calls
+                for reads, of_task in zip(self.graph.reads, calls.of, strict=True)
+                for call in of_task
             ),
             default=0,
         )
 
-    def message_bytes(self, buffer: Buffer) -> int:
-        """With its header."""
-        return self.sizes[buffer.segment][buffer.chunk] + HEADER_BYTES
-
     @property
     def tags(self) -> int:
         """How many tags a run needs."""
-        return len(self._roles) * sum(map(len, self.sizes))
+        return len(self.graph.roles) * sum(map(len, self.program.sizes))
 
-    def tag(self, buffer: Buffer) -> int:
+    def tag(self, buffer: int) -> int:
         """A number for `buffer` that both ends compute alike; unique between two given ranks."""
-        place = self._roles.index(buffer.role) * len(self.sizes) + buffer.segment
-        return place * len(self.sizes[0]) + buffer.chunk
+        g, sizes = self.graph, self.program.sizes
+        role, segment = g.roles.index(g.buffer_role[buffer]), g.buffer_segment[buffer]
+        return (role * len(sizes) + segment) * len(sizes[0]) + g.buffer_chunk[buffer]
 
     def start(self, items: Sequence[Item], average: bool) -> Future[Outcome]:
         """Run it on `items` (one for each spec, in order); the values are replaced by the result.
@@ -236,23 +194,3 @@ def _kernels(
             "CPU. Use another codec there"
         )
     return made
-
-
-def _algorithm(comm: Communicator, options: Options, kind: str) -> Algorithm:
-    """What runs a collective of `kind`, on the machines that there are."""
-    if kind != "all_reduce":
-        if options.algorithm != "sra":
-            raise ConfigError(
-                f"{kind} is a half of the algorithm sra; it has no algorithm {options.algorithm!r}"
-            )
-        algorithm = algorithms.HALVES[kind]
-    else:
-        algorithm = algorithms.get(options.algorithm)
-    if options.coordinated:
-        return Coordinated(algorithm)
-    if isinstance(algorithm, Hierarchical):
-        nodes = machines(comm) if options.nodes is None else options.nodes
-        if len(nodes) != comm.world_size:
-            raise ConfigError(f"nodes={nodes}: a machine for each of {comm.world_size} ranks")
-        return replace(algorithm, nodes=nodes, inside=options.inside)
-    return algorithm

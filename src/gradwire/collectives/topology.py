@@ -1,4 +1,4 @@
-"""Which ranks share a machine, by host names and by torchrun's LOCAL_WORLD_SIZE."""
+"""Where ranks are: which share a machine, by host names and by torchrun's LOCAL_WORLD_SIZE."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ import hashlib
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradwire.engine import Communicator
 
 _HOST_BYTES, _LOCAL_BYTES = 32, 8
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where a rank is among all.
+
+    Attributes:
+        rank, world_size: as in torch.
+        machines: the machine of each rank, any numbers; empty where nobody needs to know.
+    """
+
+    rank: int
+    world_size: int
+    machines: tuple[int, ...] = ()
 
 
 def machines(comm: Communicator) -> tuple[int, ...]:

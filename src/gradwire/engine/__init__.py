@@ -2,15 +2,13 @@
 
 from gradwire.engine.communicator import Communicator
 from gradwire.engine.executor import Executor, Job, Outcome
-from gradwire.engine.graph import Graph
+from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.pool import Pool
-from gradwire.engine.task import Buffer, Kind, Task
 from gradwire.engine.trace import Span, Trace
 
 __all__ = [
     "HEADER_BYTES",
-    "Buffer",
     "Communicator",
     "Executor",
     "Graph",
@@ -19,6 +17,5 @@ __all__ = [
     "Outcome",
     "Pool",
     "Span",
-    "Task",
     "Trace",
 ]

@@ -26,8 +26,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.engine.graph import Graph
-from gradwire.engine.task import Buffer, Kind, Task
+from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.trace import Trace, Traced
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
@@ -53,30 +52,30 @@ class Job(Protocol):
     """
 
     graph: Graph
-    borrowed: Mapping[Buffer, int]
+    borrowed: Mapping[int, int]
     kernel_seconds: float
 
     def start(self) -> None:
         """Take memory; called once, when one of the `in_flight` places is free."""
         ...
 
-    def memory(self, buffer: Buffer) -> torch.Tensor:
+    def memory(self, buffer: int) -> torch.Tensor:
         """The message (uint8) of `buffer`."""
         ...
 
-    def lend(self, buffer: Buffer, loan: Loan, message: torch.Tensor) -> None:
+    def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
         """The message of a borrowed buffer is here; the job gives it back after its last reader."""
         ...
 
-    def tag(self, buffer: Buffer) -> int:
+    def tag(self, buffer: int) -> int:
         """A number for `buffer`: the same on both ends, another for all others in flight."""
         ...
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: int) -> None:
         """Run the kernels of an encode, merge or decode."""
         ...
 
-    def received(self, task: Task) -> None:
+    def received(self, task: int) -> None:
         """Check the message that a recv brought; raises CodecError."""
         ...
 
@@ -103,8 +102,8 @@ class _Run:
         self.future: Future[Outcome] = Future()
         self.wire_bytes = 0
         self.waits = list(job.graph.waits)
-        self.left = len(job.graph.tasks)
-        self.sends_left = sum(task.kind is Kind.SEND for task in job.graph.tasks)
+        self.left = len(job.graph)
+        self.sends_left = job.graph.kind.count(Kind.SEND)
         self.finished = False
         self.freed = False
         self.submitted = time.perf_counter()
@@ -192,51 +191,47 @@ class Executor:
                 _put(self._compute, self._expect, run, receives)
             if source is not None:
                 self._release(run, source)
-        if not graph.tasks:
+        if not len(graph):
             self._ended(run)
 
     def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
         """Post these receives."""
         for index in receives:
-            task = run.job.graph.tasks[index]
-            assert task.peer is not None
-            buffer = task.writes[0]
+            buffer, peer = run.job.graph.message(index), run.job.graph.peer[index]
             tag, borrowed = run.job.tag(buffer), run.job.borrowed.get(buffer)
             if borrowed is not None:
-                loan = self.transport.borrow(borrowed, task.peer, tag)
+                loan = self.transport.borrow(borrowed, peer, tag)
                 _put(self._inbound, self._borrow, run, index, loan)
             else:
-                pending = self.transport.irecv(run.job.memory(buffer), task.peer, tag)
+                pending = self.transport.irecv(run.job.memory(buffer), peer, tag)
                 _put(self._inbound, self._receive, run, index, pending)
 
     def _release(self, run: _Run, index: int) -> None:
         """Task `index` has all that it needs."""
-        if run.job.graph.tasks[index].kind is Kind.SEND:
+        if run.job.graph.kind[index] is Kind.SEND:
             self._send(run, index)
         else:
             _put(self._compute, self._run_kernel, run, index)
 
     def _run_kernel(self, run: _Run, index: int) -> None:
-        run.job.compute(run.job.graph.tasks[index])
+        run.job.compute(index)
         self._done(run, index)
 
     def _send(self, run: _Run, index: int) -> None:
-        task = run.job.graph.tasks[index]
-        assert task.peer is not None
-        buffer = task.reads[0]
+        buffer, peer = run.job.graph.message(index), run.job.graph.peer[index]
         message = run.job.memory(buffer)
-        pending = self.transport.isend(message, task.peer, run.job.tag(buffer))
+        pending = self.transport.isend(message, peer, run.job.tag(buffer))
         _put(self._outbound, self._sent, run, index, pending)
         self._count(run, message.numel())
 
     def _borrow(self, run: _Run, index: int, loan: Loan) -> None:
-        run.job.lend(run.job.graph.tasks[index].writes[0], loan, loan.wait())
-        run.job.received(run.job.graph.tasks[index])
+        run.job.lend(run.job.graph.message(index), loan, loan.wait())
+        run.job.received(index)
         self._done(run, index)
 
     def _receive(self, run: _Run, index: int, pending: Pending) -> None:
         pending.wait()
-        run.job.received(run.job.graph.tasks[index])
+        run.job.received(index)
         self._done(run, index)
 
     def _done(self, run: _Run, index: int) -> None:
@@ -359,4 +354,4 @@ def _describe(step: partial[None]) -> str:
     run, *rest = step.args
     if rest and isinstance(rest[0], tuple):
         return f"{name}: {len(rest[0])} receives"
-    return f"{name}: {run.job.graph.tasks[rest[0]]}" if rest else name
+    return f"{name}: {run.job.graph.describe(rest[0])}" if rest else name

@@ -1,68 +1,263 @@
-"""A graph: tasks in an algorithm's order, with dependencies found from their buffers."""
+"""The vocabulary of the engine: a graph of five kinds of task, as columns.
+
+A collective is (HiPress 3.1, CaSync's primitives)
+
+    encode   values of some chunks -> their payloads
+    merge    payloads, with or without own values -> their sum: as values, or as a payload and what
+             that decodes to
+    decode   payload -> values
+    send     payload -> a peer
+    recv     a peer -> payload
+
+A merge is one kernel: it decodes, sums in the order in which it names its payloads, and encodes
+again, block by block. It replaces the values by the sum, or by what the sum's payload decodes to.
+
+Tasks and buffers are numbers. A *buffer* is one message in memory: the payload of one chunk of one
+segment, with its header. Tasks name the buffers that they read and write; what waits for what
+follows from that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 
-from gradwire.engine.task import Buffer, Kind, Task
+Opening = tuple[tuple[tuple[int, ...], int | None], ...]
+
+
+class Kind(Enum):
+    ENCODE = "encode"
+    DECODE = "decode"
+    MERGE = "merge"
+    SEND = "send"
+    RECV = "recv"
 
 
 class Graph:
-    """The tasks of one collective on one rank.
+    """The tasks of one collective on one rank, in an algorithm's order.
 
     A task depends on the tasks that write what it reads, and on those that it names in `after`;
-    algorithms state dataflow, nothing else. The order of the list is the order in which ready tasks
+    algorithms state dataflow, nothing else. The order of tasks is the order in which ready tasks
     start and in which receives are awaited, so an algorithm lists its tasks in the order it expects
     them to become ready. That order must be one for all ranks: a message that is listed later on
     one rank must not be needed for one that is listed earlier on another.
 
+    `encode`, `merge`, `decode`, `send` and `recv` list a task and return its number.
+
+    Args:
+        roles: what payloads hold, in the algorithm's own words ("contribution", "result"). Their
+            order numbers messages, see `slot`.
+
     Attributes:
-        tasks: the vertices.
-        dependents: for each task, the indices of the tasks that wait for it.
-        waits: for each task, how many tasks it waits for.
-        buffers: every buffer, in order of first mention.
-        opening: what can begin at once, step by step: receives to post, and then a source, a task
-            that waits for nothing (None: there are no more). Receives keep the list's order. A
-            transport that needs both ends ready wants them posted early, yet posting takes time
-            that the first source should not wait for; so each source has its share before it.
+        kind: of each task, what is done.
+        segment: the pipeline unit that it belongs to.
+        reads: buffers that it needs. A merge sums them in this order; they are payloads of one
+            chunk.
+        writes: buffers that it fills. A merge that writes none leaves the sum in the values.
+        peer: the other rank of a send or recv; -1 of kernels.
+        own: of a merge, the position of the own values in the sum; -1 sums payloads alone.
+        final: of a merge, whether it makes the result, so that an average is divided here.
+        after: tasks that must end first though no buffer says so: they change the values, or use
+            the link. A send ends when its transport says so: if its message is read where it lies,
+            with the last reader.
+        reuses: of a recv, a buffer, read by sends alone, whose memory the message may take, since
+            no rank sends the message before that buffer has reached all its receivers; -1: none.
+        buffer_role: of each buffer, what its payload holds.
+        buffer_segment: the pipeline unit.
+        buffer_chunk: the share of the values that it holds.
+        buffer_source: the rank that encoded it.
+        writer: the task that fills it; -1: none yet.
     """
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tuple(tasks)
-        writer: dict[Buffer, int] = {}
-        for index, task in enumerate(self.tasks):
-            for buffer in task.writes:
-                assert buffer not in writer, f"{buffer} is written by two tasks"
-                writer[buffer] = index
-        index_of = {task: index for index, task in enumerate(self.tasks)}
-        assert len(index_of) == len(self.tasks), "a task is listed twice"
-        dependents: list[list[int]] = [[] for _ in self.tasks]
-        waits = [0] * len(self.tasks)
-        for index, task in enumerate(self.tasks):
-            sources = {writer[buffer] for buffer in task.reads}
-            sources.update(index_of[earlier] for earlier in task.after)
-            for source in sorted(sources):
-                assert source < index, f"{task} is listed before the task whose result it reads"
-                dependents[source].append(index)
-                waits[index] += 1
-        self.dependents = tuple(tuple(d) for d in dependents)
-        self.waits = tuple(waits)
-        self.opening = _opening(self.tasks, self.waits)
-        self.buffers = tuple(dict.fromkeys(b for t in self.tasks for b in (*t.writes, *t.reads)))
+    def __init__(self, roles: Sequence[str]) -> None:
+        self.roles = tuple(roles)
+        self.kind: list[Kind] = []
+        self.segment: list[int] = []
+        self.reads: list[tuple[int, ...]] = []
+        self.writes: list[tuple[int, ...]] = []
+        self.peer: list[int] = []
+        self.own: list[int] = []
+        self.final: list[bool] = []
+        self.after: list[tuple[int, ...]] = []
+        self.reuses: list[int] = []
+        self.buffer_role: list[str] = []
+        self.buffer_segment: list[int] = []
+        self.buffer_chunk: list[int] = []
+        self.buffer_source: list[int] = []
+        self._buffers: dict[tuple[str, int, int, int], int] = {}
+        self.writer: list[int] = []
 
-    def sent(self) -> list[Buffer]:
+    def __len__(self) -> int:
+        """How many tasks there are."""
+        return len(self.kind)
+
+    # ---- listing -------------------------------------------------------------------------------
+
+    def buffer(self, role: str, segment: int, chunk: int, source: int) -> int:
+        """The number of a buffer, the same for the same four."""
+        known = self._buffers.setdefault((role, segment, chunk, source), len(self.writer))
+        if known == len(self.writer):
+            assert role in self.roles, f"{role!r} is none of the algorithm's {self.roles}"
+            self.buffer_role.append(role)
+            self.buffer_segment.append(segment)
+            self.buffer_chunk.append(chunk)
+            self.buffer_source.append(source)
+            self.writer.append(-1)
+        return known
+
+    def encode(self, segment: int, writes: Sequence[int], after: Sequence[int] = ()) -> int:
+        return self._add(Kind.ENCODE, segment, writes=writes, after=after)
+
+    def merge(
+        self,
+        segment: int,
+        reads: Sequence[int],
+        writes: Sequence[int] = (),
+        own: int | None = None,
+        final: bool = False,
+        after: Sequence[int] = (),
+    ) -> int:
+        # Its error would have no residual to go to: own values bring theirs.
+        assert not writes or own is not None, f"segment {segment}: encodes a sum without own values"
+        place = -1 if own is None else own
+        return self._add(Kind.MERGE, segment, reads, writes, own=place, final=final, after=after)
+
+    def decode(self, segment: int, reads: Sequence[int], after: Sequence[int] = ()) -> int:
+        return self._add(Kind.DECODE, segment, reads, after=after)
+
+    def send(self, segment: int, buffer: int, peer: int, after: Sequence[int] = ()) -> int:
+        return self._add(Kind.SEND, segment, reads=(buffer,), peer=peer, after=after)
+
+    def recv(self, segment: int, buffer: int, peer: int, reuses: int | None = None) -> int:
+        earlier = -1 if reuses is None else reuses
+        return self._add(Kind.RECV, segment, writes=(buffer,), peer=peer, reuses=earlier)
+
+    def _add(
+        self,
+        kind: Kind,
+        segment: int,
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
+        peer: int = -1,
+        own: int = -1,
+        final: bool = False,
+        reuses: int = -1,
+        after: Sequence[int] = (),
+    ) -> int:
+        task = len(self.kind)
+        self.kind.append(kind)
+        self.segment.append(segment)
+        self.reads.append(tuple(reads))
+        self.writes.append(tuple(writes))
+        self.peer.append(peer)
+        self.own.append(own)
+        self.final.append(final)
+        self.reuses.append(reuses)
+        self.after.append(tuple(after))
+        for buffer in reads:
+            assert self.writer[buffer] >= 0, f"{self.describe(task)}: listed before what it reads"
+        for buffer in writes:
+            assert self.writer[buffer] < 0, (
+                f"{self.describe(task)}: writes what another has written"
+            )
+            self.writer[buffer] = task
+        for earlier in after:
+            assert 0 <= earlier < task, f"{self.describe(task)}: listed before what it waits for"
+        return task
+
+    def reordered(self, order: Sequence[int], gates: Sequence[Sequence[int]]) -> Graph:
+        """These tasks in another order, where task t waits for `gates[t]` too.
+
+        `order` lists all tasks; they, and the gates, have the numbers that they have here. Buffers
+        keep theirs.
+        """
+        graph = Graph(self.roles)
+        for buffer in self._buffers:
+            graph.buffer(*buffer)
+        place = {task: number for number, task in enumerate(order)}
+        for task in order:
+            what = (self.kind[task], self.segment[task], self.reads[task], self.writes[task])
+            how = (self.peer[task], self.own[task], self.final[task], self.reuses[task])
+            graph._add(*what, *how, [place[t] for t in (*self.after[task], *gates[task])])
+        return graph
+
+    # ---- once all tasks are listed -------------------------------------------------------------
+
+    @cached_property
+    def dependents(self) -> list[list[int]]:
+        """For each task, the tasks that wait for it."""
+        found: list[list[int]] = [[] for _ in self.kind]
+        for task, needs in enumerate(self._needs):
+            for need in needs:
+                found[need].append(task)
+        return found
+
+    @cached_property
+    def waits(self) -> list[int]:
+        """For each task, how many tasks it waits for."""
+        return list(map(len, self._needs))
+
+    @cached_property
+    def _needs(self) -> list[set[int]]:
+        columns = zip(self.reads, self.after, strict=True)
+        return [{*map(self.writer.__getitem__, reads), *after} for reads, after in columns]
+
+    @cached_property
+    def opening(self) -> Opening:
+        """What can begin at once, step by step: receives to post, and then a source, a task that
+        waits for nothing (None: there are no more).
+
+        Receives keep the list's order. A transport that needs both ends ready wants them posted
+        early, yet posting takes time that the first source should not wait for; so each source has
+        its share before it.
+        """
+        kinds, waits = self.kind, self.waits
+        receives = [task for task, kind in enumerate(kinds) if kind is Kind.RECV]
+        sources = [t for t, kind in enumerate(kinds) if kind is not Kind.RECV and not waits[t]]
+        if not sources:
+            return ((tuple(receives), None),)
+        cuts = [len(receives) * place // len(sources) for place in range(len(sources) + 1)]
+        shares = [tuple(receives[begin:end]) for begin, end in pairwise(cuts)]
+        return tuple(zip(shares, sources, strict=True))
+
+    @cached_property
+    def slot(self) -> list[int]:
+        """For each send and recv, the number of its message among those from its sender to its
+        receiver, by role, segment and chunk; -1 for kernels. Both ends count alike."""
+        number = {role: n for n, role in enumerate(self.roles)}
+        role = [number[role] for role in self.buffer_role]
+        links: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
+        for task, peer in enumerate(self.peer):
+            if peer >= 0:
+                b = self.message(task)
+                name = role[b], self.buffer_segment[b], self.buffer_chunk[b], task
+                links.setdefault((peer, self.kind[task] is Kind.SEND), []).append(name)
+        found = [-1] * len(self.kind)
+        for messages in links.values():
+            messages.sort()
+            for place, (*_, task) in enumerate(messages):
+                found[task] = place
+            alike = [task for (*a, _), (*b, task) in pairwise(messages) if a == b]
+            assert not alike, f"{self.describe(alike[0])}: another message has its name"
+        return found
+
+    @cached_property
+    def slots(self) -> int:
+        """One more than the greatest slot."""
+        return max(self.slot, default=-1) + 1
+
+    def sent(self) -> list[int]:
         """The buffer of every send, in order; law 5 counts their bytes."""
-        return [task.reads[0] for task in self.tasks if task.kind is Kind.SEND]
+        return [self.message(task) for task, kind in enumerate(self.kind) if kind is Kind.SEND]
 
+    def message(self, task: int) -> int:
+        """The buffer that a send or recv moves."""
+        return (self.reads[task] or self.writes[task])[0]
 
-def _opening(
-    tasks: Sequence[Task], waits: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], int | None], ...]:
-    receives = [index for index, task in enumerate(tasks) if task.kind is Kind.RECV]
-    sources = [i for i, task in enumerate(tasks) if task.kind is not Kind.RECV and not waits[i]]
-    if not sources:
-        return ((tuple(receives), None),)
-    cuts = [len(receives) * place // len(sources) for place in range(len(sources) + 1)]
-    shares = [tuple(receives[begin:end]) for begin, end in pairwise(cuts)]
-    return tuple(zip(shares, sources, strict=True))
+    def describe(self, task: int) -> str:
+        """A task in words."""
+        direction = {Kind.SEND: " to rank", Kind.RECV: " from rank"}.get(self.kind[task], "")
+        peer = "" if self.peer[task] < 0 else f" {self.peer[task]}"
+        return f"{self.kind[task].value}{direction}{peer}, segment {self.segment[task]}"

@@ -26,9 +26,9 @@ from typing import Protocol
 import torch
 
 from gradwire.engine.executor import Outcome
+from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.schedule import Stage
 from gradwire.engine.streams import StreamFuture, on
-from gradwire.engine.task import Buffer, Kind, Task
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport.link import Link, Message
 from gradwire.transport.protocol import Pending
@@ -52,8 +52,11 @@ class OrderedJob(Protocol):
     """What the in-order executor asks of a collective; all of it is called with the stream current.
 
     Attributes:
-        schedule: what to do.
+        graph: its tasks.
+        schedule: when to do them.
     """
+
+    graph: Graph
 
     @property
     def schedule(self) -> Sequence[Stage]: ...
@@ -62,11 +65,11 @@ class OrderedJob(Protocol):
         """Take memory, and have the stream wait for the caller's values."""
         ...
 
-    def memory(self, buffer: Buffer) -> torch.Tensor:
+    def memory(self, buffer: int) -> torch.Tensor:
         """The message (uint8) of `buffer`, where the kernels have it."""
         ...
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: int) -> None:
         """Queue the kernels of an encode, merge or decode."""
         ...
 
@@ -180,8 +183,7 @@ class InOrder:
         self.link.fail(self.link.rank if peer is None else peer)
 
 
-def _message(job: OrderedJob, task: Task) -> Message:
-    assert task.peer is not None
-    incoming = task.kind is Kind.RECV
-    buffer = (task.writes if incoming else task.reads)[0]
-    return Message(job.memory(buffer), task.peer, incoming)
+def _message(job: OrderedJob, task: int) -> Message:
+    graph = job.graph
+    incoming = graph.kind[task] is Kind.RECV
+    return Message(job.memory(graph.message(task)), graph.peer[task], incoming)

@@ -18,15 +18,15 @@ ends know. Then
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.engine.graph import Graph
-from gradwire.engine.task import Buffer, Kind, Task
+from gradwire.engine.graph import Graph, Kind
 
 STRIDE = 2
 
-Hop = Callable[[Buffer, int, int], int]  # of a buffer from a sender to a receiver
+Hop = Callable[[str, int, int, int], int]  # of a message: role, chunk, sender, receiver
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Stage:
 
     Attributes:
         ended: how many batches, counted from the first, must have ended before.
-        kernels: in the order of the graph.
+        kernels: tasks, in the order of the graph.
         messages: sends and receives, posted together; those between two given ranks stand in the
             same order on both. None: there is no batch.
     """
 
     ended: int
-    kernels: tuple[Task, ...]
-    messages: tuple[Task, ...]
+    kernels: tuple[int, ...]
+    messages: tuple[int, ...]
 
 
 def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
@@ -50,58 +50,58 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
 
     An `after` that orders two messages, so as to spare a link, has no say: waves order them.
     """
-    writer = {buffer: task for task in graph.tasks for buffer in task.writes}
-    waves = {
-        task: task.segment + STRIDE * hop(*_letter(task, rank))
-        for task in graph.tasks
-        if task.peer is not None
-    }
-    sent = {b: waves[t] for t in reversed(graph.tasks) if t.kind is Kind.SEND for b in t.reads}
-    kernels: dict[int, list[Task]] = {}
-    messages: dict[int, list[Task]] = {}
-    for task in graph.tasks:
-        needs = [writer[buffer] for buffer in task.reads]
-        needs += [t for t in task.after if task.peer is None or t.peer is None]
-        earliest = max((_ended(need, waves) for need in needs), default=0)
-        if task.peer is None:
+    tasks = range(len(graph))
+    waves = [_wave(graph, task, rank, hop) if graph.peer[task] >= 0 else -1 for task in tasks]
+    ends: list[int] = []  # the first wave at which a task has ended
+    sent = {graph.message(t): waves[t] for t in reversed(tasks) if graph.kind[t] is Kind.SEND}
+    kernels: dict[int, list[int]] = {}
+    messages: dict[int, list[int]] = {}
+    for task in tasks:
+        is_kernel = graph.peer[task] < 0
+        needs = [ends[graph.writer[buffer]] for buffer in graph.reads[task]]
+        needs += [ends[t] for t in graph.after[task] if is_kernel or graph.peer[t] < 0]
+        earliest = max(needs, default=0)
+        if is_kernel:
             # What needs nothing could come at once, but then other segments would wait for it.
-            due = min((sent[b] for b in task.writes if b in sent), default=task.segment)
-            waves[task] = earliest if needs else due
+            due = [sent[b] for b in graph.writes[task] if b in sent]
+            waves[task] = earliest if needs else min(due, default=graph.segment[task])
+            ends.append(waves[task])
             kernels.setdefault(waves[task], []).append(task)
         else:
-            assert waves[task] >= earliest, f"{task}: its hop is not above what it depends on"
+            assert waves[task] >= earliest, (
+                f"{graph.describe(task)}: its hop is not above what it depends on"
+            )
+            ends.append(waves[task] + STRIDE)
             messages.setdefault(waves[task], []).append(task)
-    free: dict[Buffer, int] = {}
-    for task in graph.tasks:
-        for buffer in task.reads:
-            free[buffer] = max(free.get(buffer, 0), _ended(task, waves))
-    for task in graph.tasks:
-        early = task.reuses is None or free.get(task.reuses, 0) <= waves[task]
-        assert early, f"{task} takes memory that has not been sent by then"
+    free: dict[int, int] = {}
+    for task, reads in enumerate(graph.reads):
+        for buffer in reads:
+            free[buffer] = max(free.get(buffer, 0), ends[task])
+    for task, earlier in enumerate(graph.reuses):
+        assert free.get(earlier, 0) <= waves[task], (
+            f"{graph.describe(task)} takes memory that has not been sent by then"
+        )
+
+    def order(task: int) -> tuple[int, int, int]:
+        """The same on both ends."""
+        return *_ends(graph, task, rank), graph.slot[task]
 
     stages = []
     posted = sorted(messages)
     for wave in sorted({*kernels, *messages}):
-        batch = sorted(messages.get(wave, ()), key=lambda task: _order(task, rank))
-        ended = sum(earlier <= wave - STRIDE for earlier in posted)
+        ended = bisect_right(posted, wave - STRIDE)
+        batch = sorted(messages.get(wave, ()), key=order)
         stages.append(Stage(ended, tuple(kernels.get(wave, ())), tuple(batch)))
     return tuple(stages)
 
 
-def _ended(task: Task, waves: dict[Task, int]) -> int:
-    """The first wave at which `task` has ended."""
-    return waves[task] + (STRIDE if task.peer is not None else 0)
+def _wave(graph: Graph, task: int, rank: int, hop: Hop) -> int:
+    b, ends = graph.message(task), _ends(graph, task, rank)
+    late = hop(graph.buffer_role[b], graph.buffer_chunk[b], *ends)
+    return graph.segment[task] + STRIDE * late
 
 
-def _letter(task: Task, rank: int) -> tuple[Buffer, int, int]:
-    """What is sent, by whom, to whom."""
-    assert task.peer is not None
-    if task.kind is Kind.SEND:
-        return task.reads[0], rank, task.peer
-    return task.writes[0], task.peer, rank
-
-
-def _order(task: Task, rank: int) -> tuple[object, ...]:
-    """The same on both ends; a buffer's role, segment and chunk are one message a link."""
-    buffer, sender, receiver = _letter(task, rank)
-    return sender, receiver, buffer.role, buffer.segment, buffer.chunk
+def _ends(graph: Graph, task: int, rank: int) -> tuple[int, int]:
+    """Who sends a message, to whom."""
+    peer = graph.peer[task]
+    return (rank, peer) if graph.kind[task] is Kind.SEND else (peer, rank)

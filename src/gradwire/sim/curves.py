@@ -55,7 +55,7 @@ class Curves:
     engine: Overheads = field(default_factory=Overheads)
     link: Software = field(default_factory=Software)
 
-    def seconds(self, codec: Codec, form: str, values: int, payloads: int) -> float:
+    def seconds(self, codec: Codec, form: str, values: float, payloads: int) -> float:
         """Of one kernel call.
 
         Raises:

@@ -17,7 +17,7 @@ from gradwire.sim.curves import Curves
 from gradwire.sim.fabric import Link
 from gradwire.sim.run import Machines, run
 from gradwire.sim.stage import Stage
-from gradwire.sim.work import algorithm_of
+from gradwire.sim.work import algorithm_on
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     shapes = models.shapes(scenario.model)
     n = scenario.ranks
     handed = buckets(shapes, scenario.codec, scenario.feedback, n)
-    algorithm = algorithm_of(scenario.options, n, scenario.per_node)
+    algorithm = algorithm_on(scenario.options, n, scenario.per_node)
     in_memory = scenario.per_node >= n
     if not (not in_memory if scenario.options.checksum is None else scenario.options.checksum):
         curves = replace(curves, engine=replace(curves.engine, check_byte=0.0))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gradwire.engine import Buffer, Graph, Kind, Task
+from gradwire.engine import Graph, Kind
 from gradwire.sim.clock import Clock, Cores, Thread
 
 
@@ -23,13 +23,15 @@ class Timed:
 
     Attributes:
         graph: as the algorithm built it.
-        seconds: of the kernels of each task, in the graph's order; 0 of sends and receives.
-        nbytes: (segment, chunk) -> bytes of a message, its header included.
+        seconds: of the kernels of each task; 0 of sends and receives.
+        nbytes: of the message of each buffer, its header included.
+        largest: of the messages of all ranks.
     """
 
     graph: Graph
-    seconds: tuple[float, ...]
-    nbytes: dict[tuple[int, int], int]
+    seconds: Sequence[float]
+    nbytes: Sequence[int]
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,19 @@ class Overheads:
 class Post(Protocol):
     """What carries messages between ranks."""
 
-    def expect(self, rank: Rank, job: int, task: Task) -> Hashable:
+    def expect(self, rank: Rank, job: int, graph: Graph, task: int) -> Hashable:
         """`rank` has posted a receive; the message's name."""
         ...
 
-    def send(self, rank: Rank, job: int, task: Task, nbytes: int, sent: Callable[[], None]) -> None:
+    def send(
+        self,
+        rank: Rank,
+        job: int,
+        graph: Graph,
+        task: int,
+        nbytes: int,
+        sent: Callable[[], None],
+    ) -> None:
         """`rank` has posted a send; `sent` is called when its memory is free again."""
         ...
 
@@ -70,8 +80,8 @@ class _Run:
         self.graph = timed.graph
         self.timed = timed
         self.waits = list(timed.graph.waits)
-        self.left = len(timed.graph.tasks)
-        self.sends_left = sum(task.kind is Kind.SEND for task in timed.graph.tasks)
+        self.left = len(timed.graph)
+        self.sends_left = timed.graph.kind.count(Kind.SEND)
         self.free = False
 
 
@@ -143,17 +153,17 @@ class Rank:
                 self._compute.do(len(receives) * self._overheads.post, expect)
             if source is not None:
                 self._release(run, source, self._compute)
-        if not run.graph.tasks:
+        if not len(run.graph):
             self._end(run)
 
     def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
         for index in receives:
-            name = self._post.expect(self, run.number, run.graph.tasks[index])
+            name = self._post.expect(self, run.number, run.graph, index)
             self._awaited.append((name, run, index))
 
     def _release(self, run: _Run, index: int, thread: Thread) -> None:
         """Task `index` has all that it needs; `thread` found it out, and posts it if it sends."""
-        if run.graph.tasks[index].kind is Kind.SEND:
+        if run.graph.kind[index] is Kind.SEND:
             thread.do_first(self._overheads.post, lambda: self._send(run, index, thread))
             return
         seconds = run.timed.seconds[index]
@@ -162,10 +172,10 @@ class Rank:
         self._compute.do(seconds, lambda: self._done(run, index, self._compute))
 
     def _send(self, run: _Run, index: int, thread: Thread) -> None:
-        task = run.graph.tasks[index]
-        nbytes = _nbytes(run, task.reads[0])
+        nbytes = run.timed.nbytes[run.graph.message(index)]
         self.sent_bytes += nbytes
-        self._post.send(self, run.number, task, nbytes, lambda: self._sent(run, index))
+        sent = partial(self._sent, run, index)
+        self._post.send(self, run.number, run.graph, index, nbytes, sent)
         self._count(run)
 
     def arrived(self, message: Hashable) -> None:
@@ -180,7 +190,7 @@ class Rank:
         name, run, index = self._awaited.popleft()
         self._here.remove(name)
         self._receiving = True
-        nbytes = _nbytes(run, run.graph.tasks[index].writes[0])
+        nbytes = run.timed.nbytes[run.graph.message(index)]
 
         def received() -> None:
             self._done(run, index, self._inbound)
@@ -219,7 +229,3 @@ class Rank:
             while self._running and self._running[0].free:
                 self._running.popleft()
             self._admit()
-
-
-def _nbytes(run: _Run, buffer: Buffer) -> int:
-    return run.timed.nbytes[buffer.segment, buffer.chunk]

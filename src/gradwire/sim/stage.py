@@ -12,7 +12,7 @@ from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
 from gradwire.sim.rank import Timed
 from gradwire.sim.symmetry import Rotation
-from gradwire.sim.work import Cut, cut, level, timed
+from gradwire.sim.work import Amounts, amounts, level, timed
 
 # Of all ranks together: up to here all are simulated, in some ten seconds.
 EXACT_MESSAGES = 200_000
@@ -35,7 +35,7 @@ class Stage:
         chunks = options.partitions or algorithm.chunks(ranks)
         self.rotation = Rotation(ranks, per_node, chunks)
         # A model's layers repeat, and so do its buckets.
-        self._cuts: dict[Hashable, Cut] = {}
+        self._amounts: dict[Hashable, Amounts] = {}
         self._timed: dict[Hashable, Timed] = {}
 
     def jobs(
@@ -66,26 +66,26 @@ class Stage:
         """Whether the next node, and the one farthest away, do what node 0 does."""
         if self.rotation.nodes < 2 or not self.rotation.possible:
             return False
-        sizes = self._cut(bucket, True).sizes
+        sizes = self._held(bucket, True).sizes
 
         def build(rank: int) -> Graph:
             return self.algorithm.build(rank, self.ranks, sizes)
 
         return self.rotation.holds(build, tuple(sorted({1, self.rotation.nodes // 2})))
 
-    def _cut(self, bucket: Bucket, alike: bool) -> Cut:
+    def _held(self, bucket: Bucket, alike: bool) -> Amounts:
         key = _key(bucket, alike)
-        if key not in self._cuts:
+        if key not in self._amounts:
             in_memory = self.rotation.ranks >= self.ranks
-            made = cut(bucket, self.algorithm, self.options, self.ranks, in_memory)
-            self._cuts[key] = level(made, self.rotation.chunks) if alike else made
-        return self._cuts[key]
+            held = amounts(bucket, self.algorithm, self.options, self.ranks, in_memory)
+            self._amounts[key] = level(held, self.rotation.chunks) if alike else held
+        return self._amounts[key]
 
     def _job(self, bucket: Bucket, rank: int, alike: bool) -> Timed:
         key = rank, _key(bucket, alike)
         if key not in self._timed:
-            parts = self._cut(bucket, alike)
-            self._timed[key] = timed(parts, self.algorithm, rank, self.ranks, self.curves)
+            held = self._held(bucket, alike)
+            self._timed[key] = timed(held, self.algorithm, rank, self.ranks, self.curves)
         return self._timed[key]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from gradwire.engine import Buffer, Graph, Task
+from gradwire.engine import Graph
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,6 @@ class Rotation:
         form, place = divmod(chunk, self.chunks)
         return form * self.chunks + (place + steps * self.chunks // self.nodes) % self.chunks
 
-    def buffer(self, buffer: Buffer, steps: int) -> Buffer:
-        """Where they take a message."""
-        chunk, source = self.chunk(buffer.chunk, steps), self.rank(buffer.source, steps)
-        return Buffer(buffer.role, buffer.segment, chunk, source)
-
     def holds(self, build: Callable[[int], Graph], nodes: tuple[int, ...]) -> bool:
         """Whether the graphs of the ranks on these nodes have node 0's tasks, rotated.
 
@@ -75,14 +70,24 @@ class Rotation:
 
     def forms(self, graph: Graph, steps: int) -> list[Hashable]:
         """All that matters on a clock of a graph's tasks, rotated, in order."""
-        return [self._form(task, steps) for task in graph.tasks]
-
-    def _form(self, task: Task, steps: int) -> Hashable:
-        return (
-            task.kind,
-            task.segment,
-            frozenset(self.buffer(b, steps) for b in task.reads),
-            frozenset(self.buffer(b, steps) for b in task.writes),
-            None if task.peer is None else self.rank(task.peer, steps),
-            frozenset(self._form(earlier, steps) for earlier in task.after),
-        )
+        g = graph
+        buffers = [
+            (role, segment, self.chunk(chunk, steps), self.rank(source, steps))
+            for role, segment, chunk, source in zip(
+                g.buffer_role, g.buffer_segment, g.buffer_chunk, g.buffer_source, strict=True
+            )
+        ]
+        alone = [
+            (
+                g.kind[task],
+                frozenset(buffers[b] for b in g.reads[task]),
+                frozenset(buffers[b] for b in g.writes[task]),
+                g.segment[task],
+                self.rank(g.peer[task], steps) if g.peer[task] >= 0 else -1,
+            )
+            for task in range(len(g))
+        ]
+        return [
+            (form, frozenset(alone[earlier] for earlier in after))
+            for form, after in zip(alone, g.after, strict=True)
+        ]

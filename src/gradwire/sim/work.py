@@ -1,4 +1,4 @@
-"""From a bucket to what its tasks take: the partition, the algorithm's graph, the kernels' curves.
+"""From a bucket to what its tasks take: cut as gradwire.collectives does, timed by curves.
 
 Where one node is simulated for all, chunks are given their mean size first, so that all ranks do
 the same.
@@ -6,114 +6,98 @@ the same.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire import algorithms
-from gradwire.algorithms import Algorithm, Coordinated, Hierarchical
+import numpy as np
+
+from gradwire.algorithms import Algorithm
+from gradwire.algorithms.protocol import message
 from gradwire.collectives import Options
-from gradwire.collectives.calls import form
-from gradwire.collectives.prepared import IN_MEMORY_BYTES
-from gradwire.engine import HEADER_BYTES, Kind, Task
+from gradwire.collectives.calls import covered_messages, form
+from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut, message_bytes
+from gradwire.collectives.topology import Topology
+from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
 from gradwire.lang import Codec
-from gradwire.partition import SEGMENT_BYTES, partition
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
 from gradwire.sim.rank import Timed
 
-# (codec, whether a residual travels with the values) -> how many values
-Amounts = Mapping[tuple[Codec, bool], float]
-
 
 @dataclass(frozen=True)
-class Cut:
-    """A bucket, cut for an algorithm.
+class Amounts:
+    """What the messages of a bucket hold.
 
     Attributes:
-        sizes: of payloads, as algorithms take them.
-        amounts: (segment, chunk) -> what a message holds.
+        sizes: bytes of payloads, as algorithms take them.
+        kinds: (codec, whether a residual travels with the values).
+        values: float64[chunk, segment, kind]: how many values.
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    amounts: Mapping[tuple[int, int], Amounts]
+    kinds: tuple[tuple[Codec, bool], ...]
+    values: np.ndarray
 
 
-def algorithm_of(options: Options, world_size: int, per_node: int) -> Algorithm:
-    """What runs an all-reduce: as gradwire.collectives does, on nodes of `per_node` ranks."""
-    algorithm = algorithms.get(options.algorithm)
-    if isinstance(algorithm, Hierarchical):
-        nodes = options.nodes or tuple(rank // per_node for rank in range(world_size))
-        return Hierarchical(nodes, options.inside)
-    return Coordinated(algorithm) if options.coordinated else algorithm
+def algorithm_on(options: Options, world_size: int, per_node: int) -> Algorithm:
+    """What runs an all-reduce on nodes of `per_node` ranks."""
+    nodes = tuple(rank // per_node for rank in range(world_size))
+    return algorithm_of("all_reduce", Topology(0, world_size, nodes), options)
 
 
-def cut(
+def amounts(
     bucket: Bucket, algorithm: Algorithm, options: Options, world_size: int, in_memory: bool = False
-) -> Cut:
-    """Cut a bucket as gradwire.collectives does; `in_memory` if all ranks are on one node."""
-    plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
-    chunks = options.partitions or algorithm.chunks(world_size)
-    segment_bytes = IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES
-    parts = partition(bucket, chunks, options.segments, plain, segment_bytes=segment_bytes)
-    amounts: dict[tuple[int, int], Counter[tuple[Codec, bool]]] = {}
-    for row in parts.rows:
-        held = amounts.setdefault((row.segment, row.chunk), Counter())
-        held[row.codec, bucket[row.item].feedback] += row.numel
-    return Cut(parts.sizes, amounts)
+) -> Amounts:
+    """Cut a bucket for an algorithm; `in_memory` if all ranks are on one node."""
+    parts = cut(CollectiveLayout("all_reduce", bucket), algorithm, world_size, options, in_memory)
+    feedback = np.array([spec.feedback for spec in bucket], dtype="i8")
+    kinds = tuple((codec, kept) for codec, _ in parts.kinds for kept in (False, True))
+    shape = len(parts.sizes[0]), len(parts.sizes), len(kinds)
+    message = parts.chunk * len(parts.sizes) + parts.segment
+    place = message * len(kinds) + parts.kind * 2 + feedback[parts.item]
+    values = np.bincount(place, parts.numel, int(np.prod(shape))).reshape(shape)
+    return Amounts(parts.sizes, kinds, values)
 
 
-def level(parts: Cut, chunks: int) -> Cut:
+def level(held: Amounts, chunks: int) -> Amounts:
     """The same values in chunks of equal size; `chunks` at a time have one form."""
-    sizes, amounts = [], {}
-    for s, segment in enumerate(parts.sizes):
-        levelled: list[int] = []
-        for first in range(0, len(segment), chunks):
-            columns = range(first, first + chunks)
-            total: Counter[tuple[Codec, bool]] = Counter()
-            for c in columns:
-                total.update(parts.amounts.get((s, c), {}))
-            mean = {kind: values / chunks for kind, values in total.items()}
-            amounts.update({(s, c): mean for c in columns})
-            size = sum(segment[first : first + chunks]) / chunks
-            levelled += [align(-int(-size // 1))] * chunks
-        sizes.append(tuple(levelled))
-    return Cut(tuple(sizes), amounts)
+    forms = len(held.values) // chunks
+    sizes = []
+    for segment in held.sizes:
+        means = np.array(segment).reshape(forms, chunks).sum(axis=1) / chunks
+        sizes.append(tuple(align(int(mean)) for mean in np.ceil(means).repeat(chunks)))
+    values = held.values.reshape(forms, chunks, *held.values.shape[1:]).sum(axis=1) / chunks
+    return Amounts(tuple(sizes), held.kinds, values.repeat(chunks, axis=0))
 
 
-def timed(parts: Cut, algorithm: Algorithm, rank: int, world_size: int, curves: Curves) -> Timed:
+def timed(held: Amounts, algorithm: Algorithm, rank: int, world_size: int, curves: Curves) -> Timed:
     """A cut bucket on `rank`.
 
     Raises:
         ConfigError: a codec without a curve.
     """
-    graph = algorithm.build(rank, world_size, parts.sizes)
-    nbytes = {
-        (s, c): size + HEADER_BYTES
-        for s, segment in enumerate(parts.sizes)
-        for c, size in enumerate(segment)
-    }
-    seconds = tuple(_seconds(task, parts, nbytes, curves) for task in graph.tasks)
-    return Timed(graph, seconds, nbytes)
+    graph = algorithm.build(rank, world_size, held.sizes)
+    nbytes = message_bytes(graph, held.sizes)
+    seconds = [
+        _seconds(graph, task, held, nbytes, curves) if peer < 0 else 0.0
+        for task, peer in enumerate(graph.peer)
+    ]
+    return Timed(graph, seconds, nbytes, message(max(map(max, held.sizes))))
 
 
-def _seconds(
-    task: Task, parts: Cut, nbytes: Mapping[tuple[int, int], int], curves: Curves
-) -> float:
+def _seconds(graph: Graph, task: int, held: Amounts, nbytes: list[int], curves: Curves) -> float:
     """One kernel call for each codec and form, and a header for each message that is made."""
-    if task.kind in (Kind.SEND, Kind.RECV):
-        return 0.0
-    held: Counter[tuple[Codec, str]] = Counter()
-    merges = task.kind is Kind.MERGE
-    for message in task.writes or (task.reads[:1] if merges else task.reads):
-        for (codec, feedback), values in parts.amounts[message.segment, message.chunk].items():
-            held[codec, form(task, feedback)] += values  # type: ignore[assignment]
-    payloads = len(task.reads) if merges else 0
-    kernels = sum(
-        curves.seconds(codec, name, values, payloads) for (codec, name), values in held.items()
-    )
+    covered = covered_messages(graph, task)
+    chunks = [graph.buffer_chunk[b] for b in covered]
+    values = held.values[chunks, [graph.buffer_segment[b] for b in covered]].cumsum(axis=0)[-1]
+    calls: dict[tuple[Codec, str], float] = {}
+    for (codec, feedback), numel in zip(held.kinds, values.tolist(), strict=True):
+        if numel:
+            call = codec, form(graph, task, feedback)
+            calls[call] = calls.get(call, 0.0) + numel
+    payloads = len(graph.reads[task]) if graph.kind[task] is Kind.MERGE else 0
     e = curves.engine
-    return kernels + sum(
-        e.check + nbytes[message.segment, message.chunk] * e.check_byte for message in task.writes
-    )
+    seconds = 0.0
+    for (codec, name), numel in calls.items():
+        seconds += curves.seconds(codec, name, numel, payloads)
+    return seconds + sum(e.check + nbytes[b] * e.check_byte for b in graph.writes[task])

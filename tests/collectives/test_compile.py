@@ -1,0 +1,231 @@
+"""Compiling: programs of all ranks fit together, memory is not shared, no row is lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
+from gradwire.collectives import arena
+from gradwire.collectives.calls import Step, covered_messages
+from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
+from gradwire.collectives.topology import Topology
+from gradwire.engine import HEADER_BYTES, Kind
+from gradwire.engine.message import ALIGNMENT
+from gradwire.lang import layout
+from gradwire.partition import Spec
+
+quickly = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+ALL: list[tuple[str, dict[str, Any]]] = [
+    ("all_reduce", {"algorithm": "sra"}),
+    ("all_reduce", {"algorithm": "ring"}),
+    ("all_reduce", {"algorithm": "tree"}),
+    ("all_reduce", {"algorithm": "parameter_server", "partitions": 3}),
+    ("all_reduce", {"algorithm": "all_gather"}),
+    ("all_reduce", {"algorithm": "hierarchical", "inside": "full"}),
+    ("all_reduce", {"algorithm": "hierarchical", "inside": "codec"}),
+    ("all_reduce", {"algorithm": "sra", "coordinated": True}),
+    ("reduce_scatter", {}),
+    ("all_gather", {}),
+]
+every = pytest.mark.parametrize(("kind", "options"), ALL, ids=str)
+specs_of = st.lists(
+    st.builds(
+        lambda numel, dtype, codec, feedback, rotation: Spec(
+            "w", numel, dtype, codec, feedback, rotation
+        ),
+        st.integers(0, 3000).map(lambda n: n * 60),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.sampled_from([Identity(), QSGD(), TernGrad()]),
+        st.booleans(),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_messages_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "BORROWED_BYTES", 1 << 10)
+
+
+def programs(
+    kind: str, specs: list[Spec], n: int, able: Capabilities | None = None, **options: Any
+) -> list[Program]:
+    """Of every rank, two to a machine."""
+    machines = tuple(rank // 2 for rank in range(n))
+    return [
+        compile(
+            CollectiveLayout(kind, tuple(specs)),
+            Topology(rank, n, machines),
+            able or Capabilities(),
+            Options(**options),
+        )
+        for rank in range(n)
+    ]
+
+
+@every
+@quickly
+@given(
+    specs=specs_of,
+    n=st.integers(1, 6),
+    segments=st.sampled_from([None, 1, 3]),
+    lends=st.booleans(),
+)
+def test_both_ends_of_a_message_agree(
+    kind: str,
+    options: dict[str, Any],
+    specs: list[Spec],
+    n: int,
+    segments: int | None,
+    lends: bool,
+) -> None:
+    able = Capabilities(lenders=frozenset(range(n)) if lends else frozenset())
+    ends: dict[Kind, dict[tuple[int, int, int], int]] = {Kind.SEND: {}, Kind.RECV: {}}
+    for rank, program in enumerate(programs(kind, specs, n, able, segments=segments, **options)):
+        g = program.graph
+        for task, peer in enumerate(g.peer):
+            if peer >= 0:
+                way = (rank, peer) if g.kind[task] is Kind.SEND else (peer, rank)
+                name = (*way, g.slot[task])
+                ends[g.kind[task]][name] = program.nbytes[g.message(task)]
+        sent = sum(program.nbytes[b] for b in g.sent())
+        assert sent == program.wire_bytes
+    assert ends[Kind.SEND] == ends[Kind.RECV]
+
+
+@every
+@quickly
+@given(specs=specs_of, n=st.integers(1, 6), segments=st.sampled_from([1, 3]), lends=st.booleans())
+def test_messages_have_memory_of_their_own(
+    kind: str, options: dict[str, Any], specs: list[Spec], n: int, segments: int, lends: bool
+) -> None:
+    able = Capabilities(lenders=frozenset(range(n)) if lends else frozenset())
+    for program in programs(kind, specs, n, able, segments=segments, **options):
+        g = program.graph
+        reuses = {g.message(t): b for t, b in enumerate(g.reuses) if b >= 0}
+        own = [b for b in range(len(program.nbytes)) if not program.borrowed[b]]
+        placed = sorted((program.offset[b], program.nbytes[b]) for b in own if b not in reuses)
+        for (offset, nbytes), (following, _) in pairwise([*placed, (program.arena_bytes, 0)]):
+            assert offset % ALIGNMENT == 0
+            assert offset + nbytes <= following
+        for buffer in own:
+            if buffer in reuses:
+                assert program.offset[buffer] == program.offset[reuses[buffer]]
+        assert any(program.borrowed) <= lends
+        for buffer, borrowed in enumerate(program.borrowed):
+            readers = [t for t, reads in enumerate(g.reads) if buffer in reads]
+            assert program.readers[buffer] == len(readers)
+            assert not borrowed or all(g.peer[t] < 0 for t in readers)
+
+
+@every
+@pytest.mark.parametrize("batched", [True, False])
+@quickly
+@given(specs=specs_of, n=st.integers(1, 5), segments=st.sampled_from([1, 2]))
+def test_calls_cover_the_rows_of_each_kernel(
+    kind: str,
+    options: dict[str, Any],
+    batched: bool,
+    specs: list[Spec],
+    n: int,
+    segments: int,
+) -> None:
+    given = {**options, "segments": segments, "batched": batched}
+    for rank, program in enumerate(programs(kind, specs, n, **given)):
+        g, calls = program.graph, program.calls
+        assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
+        assert [*calls.first, len(calls.item)] == [0, *calls.last]  # one behind the other
+        assert batched or calls.last == [first + 1 for first in calls.first]
+        for task, of in enumerate(calls.of):
+            covered = covered_messages(g, task) if g.peer[task] < 0 else ()
+            run = [(calls.kernel[call], calls.form[call]) for call in of]
+            assert not batched or len(set(run)) == len(run)
+            ends: dict[int, int] = {}
+            home: dict[int, bool] = {}
+            for call in of:
+                codec, dtype = program.kinds[calls.kernel[call]]
+                for row in range(calls.first[call], calls.last[call]):
+                    spec = specs[calls.item[row]]
+                    assert spec.dtype == dtype
+                    assert calls.form[call].endswith("_ef") == (
+                        spec.feedback and "encode" in calls.form[call]
+                    )
+                    at = int(calls.payload_offset[row])
+                    home[at] = bool(calls.home[row])
+                    ends[at] = at + layout(codec, dtype).nbytes(int(calls.numel[row]))
+            # Every payload byte of every message, but for padding, is of one row.
+            filled = sorted(ends.items())
+            for b in covered:
+                first, last = (
+                    program.offset[b] + HEADER_BYTES,
+                    program.offset[b] + program.nbytes[b],
+                )
+                mine = [(at, end) for at, end in filled if first <= at < last]
+                assert mine[0][0] == first
+                assert {home[at] for at, _ in mine} == {g.buffer_chunk[b] == rank}
+                tiled = zip([*(at for at, _ in mine[1:]), last], mine, strict=True)
+                assert all(0 <= following - end < ALIGNMENT for following, (_, end) in tiled)
+            assert len(filled) == sum(len(range(calls.first[c], calls.last[c])) for c in of)
+
+
+def test_a_step_fills_in_addresses_alone() -> None:
+    specs = [
+        Spec("w", 1000, torch.float32, QSGD(), feedback=True),
+        Spec("b", 7, torch.float32, QSGD()),
+    ]
+    program = programs("all_reduce", specs, 2)[0]
+    numbers = [np.array([10**k, 3 * 10**k], dtype="u8") for k in range(5, 11)]
+    step = Step(*numbers)._replace(residuals=np.array([7000, 0], dtype="u8"))
+    one, two = (program.calls.table(step, arena) for arena in (0, 1 << 20))
+    for name in one.dtype.names:
+        moved = (1 << 20) if name in ("payload", "source") else 0
+        assert (two[name] == one[name] + np.uint64(moved)).all()
+    assert set(one["residual"][program.calls.item == 1].tolist()) == {0}
+    own = program.calls.home
+    assert own.any()
+    assert not own.all()
+    expected = np.where(own, step.homes[program.calls.item], step.values[program.calls.item])
+    assert (one["values"] == expected + program.calls.value_offset).all()
+
+
+def test_a_program_depends_on_its_arguments_alone() -> None:
+    specs = [Spec("w", 300_000, torch.float32, QSGD())]
+    one, two = (programs("all_reduce", specs, 3, Capabilities(fifo=True), segments=2) for _ in "12")
+    for a, b in zip(one, two, strict=True):
+        assert a is not b
+        assert (a.offset, a.nbytes, a.stages) == (b.offset, b.nbytes, b.stages)
+        assert a.stages
+        assert (a.graph.reads, a.graph.slot) == (b.graph.reads, b.graph.slot)
+    assert not programs("all_reduce", specs, 3, segments=2)[0].stages
+
+
+def test_checksums_where_messages_leave_the_machine() -> None:
+    specs = [Spec("w", 1000, torch.float32, QSGD())]
+    for able, asked, found in (
+        (Capabilities(), None, True),
+        (Capabilities(in_memory=True), None, False),
+        (Capabilities(in_memory=True), True, True),
+        (Capabilities(), False, False),
+    ):
+        assert programs("all_reduce", specs, 2, able, checksum=asked)[0].checksum is found
+    with pytest.raises(ConfigError, match="no host could compare a checksum"):
+        programs("all_reduce", specs, 2, Capabilities(fifo=True), checksum=True)
+
+
+def test_what_cannot_be_compiled_is_named() -> None:
+    specs = [Spec("w", 1000, torch.float32, QSGD())]
+    with pytest.raises(ConfigError, match="all_gather is a half of the algorithm sra"):
+        programs("all_gather", specs, 2, algorithm="ring")
+    with pytest.raises(ConfigError, match="w: 1000 values cannot be cut into 3 shards"):
+        programs("reduce_scatter", specs, 3)
+    with pytest.raises(ConfigError, match="a machine for each of 2 ranks"):
+        programs("all_reduce", specs, 2, algorithm="hierarchical", nodes=(0, 0, 1))
