@@ -161,10 +161,16 @@ class Connection:
         return min(rest, max(wanted, size / _WAITING_PER_S))
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns; if the store fails, all that is pending ends with that."""
+        """What `step` returns; if the store fails, all that is pending ends with that.
+
+        The step is taken where the store is gone, too: it may bring what then has to end.
+        """
         try:
             if self.gone is None:
                 self._host.check()
+        except Gone as error:
+            self._lose(str(error))
+        try:
             return step()
         except (Gone, RuntimeError, OSError) as error:
             self._lose(str(error))
@@ -173,6 +179,8 @@ class Connection:
             self._lose(repr(error))
 
     def _connect(self) -> None:
+        if self.gone is not None:
+            return
         self._prefixed = self._host.connect()
         self.root = Space(without_prefixes(self._prefixed), _ROOT)
 
@@ -185,7 +193,7 @@ class Connection:
         rung = bell != self._bell or self._must_look
         self._bell = bell
         self._must_look = False
-        for participant in self.participants:
+        for participant in list(self.participants):
             if rung or participant.looks_again:
                 participant.look()
         self._ring()
@@ -202,18 +210,16 @@ class Connection:
         if self.gone is not None:
             return
         lines = reason.splitlines() or ["no reason given"]
-        self.gone = (
+        reason = (
             f"{self._host} is lost ({lines[0]}): the process that hosts it has ended, or "
             "cannot be reached"
         )
-        self._close()
-        waited = [participant.lost(self.gone) for participant in self.participants]
-        if any(waited):
-            log.warning("gradwire: %s", self.gone)
+        if self._close(reason):
+            log.warning("gradwire: %s", reason)
 
     def _end(self) -> None:
         self._guarded(self._ring)
-        self._close()
+        self._close("the control channel is closed: this process is ending")
         while True:  # what was submitted meanwhile fails
             try:
                 command = self._commands.get_nowait()
@@ -222,9 +228,13 @@ class Connection:
             if command is not None:
                 self._guarded(command)
 
-    def _close(self) -> None:
+    def _close(self, reason: str) -> bool:
+        """Let the store go; whether anything was pending, which has ended now."""
+        self.gone = self.gone or reason
         self._host.close()
-        self.gone = self.gone or "this rank has left"
         self._prefixed = None
         if hasattr(self, "root"):
             del self.root
+        participants, self.participants = self.participants, []
+        waited = [participant.lost(self.gone) for participant in participants]
+        return any(waited)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -71,7 +72,7 @@ class Participant:
         self._news: Journal
         self._requests: Journal | None = None  # rank 0's
         self._answered: set[int] = set()
-        self._queued: list[tuple[Callable[[], None], Fail | None]] = []
+        self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
         self._exchanges: dict[str, Pending[list[bytes]]] = {}
         self._agreements: dict[str, _Agreement] = {}
         self._differing: dict[str, int] = {}
@@ -87,12 +88,9 @@ class Participant:
             return
         self._connection.participants.append(self)
         # The connection has no prefixes: under the group's own there is only its identity.
-        group = (
-            self._connection.prefixed(store)
-            .compare_set(_GROUP_KEY, "", secrets.token_hex(8))
-            .decode()
-        )
-        del store
+        prefixed = self._connection.prefixed(store)
+        group = prefixed.compare_set(_GROUP_KEY, "", secrets.token_hex(8)).decode()
+        del store, prefixed
         self._attempt = self._attempts.get((group, self.rank), 0) + 1
         self._attempts[(group, self.rank)] = self._attempt
         self._group = self._connection.root.below(f"groups/{group}")
@@ -144,8 +142,8 @@ class Participant:
         self._space = space
         self._news = Journal(space.below("news"), self._timeout)
         self._connection.look()
-        queued, self._queued = self._queued, []
-        for command, _ in queued:
+        while self._queued:
+            command, _ = self._queued.popleft()
             command()
 
     def _answer_requests(self, requests: Journal) -> None:
@@ -184,6 +182,15 @@ class Participant:
         )
 
     def look(self) -> None:
+        try:
+            self._look()
+        except ValueError as error:
+            self._connection.participants.remove(self)
+            reason = f"what the group's store holds makes no sense ({error})"
+            if self._end(reason):
+                log.warning("gradwire: rank %d: %s", self.rank, reason)
+
+    def _look(self) -> None:
         if self._name is None:
             self._look_for_place()
         if self._name is None:
