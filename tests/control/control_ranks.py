@@ -67,9 +67,9 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 class Wrapped:
-    """A store that does something before each operation."""
+    """A store that does something before each operation; it is told the (first) key."""
 
-    def __init__(self, store: Any, before: Callable[[], None]) -> None:
+    def __init__(self, store: Any, before: Callable[[str], Any]) -> None:
         self.store = store
         self.before = before
 
@@ -77,27 +77,27 @@ class Wrapped:
         return Wrapped(self.store.clone(), self.before)
 
     def set(self, *arguments: Any) -> Any:
-        self.before()
+        self.before(arguments[0])
         return self.store.set(*arguments)
 
     def add(self, *arguments: Any) -> Any:
-        self.before()
+        self.before(arguments[0])
         return self.store.add(*arguments)
 
     def check(self, *arguments: Any) -> Any:
-        self.before()
+        self.before(arguments[0][0])
         return self.store.check(*arguments)
 
     def multi_get(self, *arguments: Any) -> Any:
-        self.before()
+        self.before(arguments[0][0])
         return self.store.multi_get(*arguments)
 
     def compare_set(self, *arguments: Any) -> Any:
-        self.before()
+        self.before(arguments[0])
         return self.store.compare_set(*arguments)
 
 
 def delayed(store: Any, seed: int, most: float) -> Any:
     """`store`, where every operation begins up to `most` seconds late."""
     dice = random.Random(seed)
-    return Wrapped(store, lambda: time.sleep(dice.uniform(0.0, most)))
+    return Wrapped(store, lambda key: time.sleep(dice.uniform(0.0, most)))

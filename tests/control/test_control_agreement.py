@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from control_ranks import SIZES, Ears, channels, delayed, group
+from control_ranks import SIZES, Ears, Wrapped, channels, delayed, group, until
 
 from gradwire.errors import ConfigError, TransportError
 from ranks import as_threads, caught
@@ -69,6 +70,14 @@ def test_it_is_the_sentence_of_the_communicator() -> None:
         assert [str(future.exception(30)) for future in futures] == as_threads(2, body)
 
 
+def test_the_first_line_that_differs_is_named() -> None:
+    with group(2) as members:
+        lines = [["same", "a", "b"], ["same", "c", "d"]]
+        futures = [m.agree("plan", "the plan", lines[m.rank]) for m in members]
+        assert "rank 0 has 'a', rank 1 has 'c'" in str(futures[0].exception(30))
+        assert "rank 1 has 'c', rank 0 has 'a'" in str(futures[1].exception(30))
+
+
 def test_lines_that_only_one_rank_has() -> None:
     with group(2) as members:
         futures = [m.agree("plan", "the plan", LINES[: 2 - m.rank]) for m in members]
@@ -82,8 +91,32 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
         early = [members[r].agree("plan", "the plan", [LINES, OTHER][r]) for r in (0, 1)]
         for future in early:
             assert isinstance(future.exception(10), ConfigError)
+        until(lambda: bool(members[2]._part._differing))  # it has heard
         late = members[2].agree("plan", "the plan", LINES)
         assert "rank 2 has 'parameter 1: identity', rank 1 has" in str(late.exception(10))
+
+
+def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
+    """Others that differ from it, and not from each other, hear of each other meanwhile."""
+    store = dist.HashStore()
+    goes_on = threading.Event()
+    slow = Wrapped(store, lambda key: goes_on.wait(20) if "bodies/" in key else None)
+    with channels(3) as made:
+        members = [made[r].join(store if r else slow, r, 3, 20.0, Ears()) for r in range(3)]
+        for future in [m.exchange("e", b"") for m in members]:
+            future.result(20)
+        futures = [members[0].agree("plan", "the plan", OTHER)]
+        until(lambda: "plan" in members[0]._part._agreements)
+        time.sleep(0.05)
+        futures += [members[r].agree("plan", "the plan", LINES) for r in (1, 2)]
+        until(lambda: all(m._part._news._counted >= 3 for m in members[1:]))
+        time.sleep(0.05)
+        assert not any(future.done() for future in futures[1:])
+        goes_on.set()
+        for rank in (1, 2):
+            error = str(futures[rank].exception(10))
+            assert f"rank {rank} has 'parameter 1: identity', rank 0 has" in error
+        assert isinstance(futures[0].exception(10), ConfigError)
 
 
 def test_a_rank_that_joins_late_learns_of_the_difference() -> None:
@@ -157,12 +190,17 @@ def test_many_agreements_in_any_order() -> None:
             assert len({futures[rank, key].result(30) for rank in range(3)}) == 1
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["a channel each", "one channel"])
 @pytest.mark.parametrize("world_size", SIZES)
-def test_exchange_is_in_rank_order(world_size: int) -> None:
-    with group(world_size) as members:
-        futures = [member.exchange("e", b"=" * member.rank) for member in members]
-        wanted = [b"=" * rank for rank in range(world_size)]
-        assert [future.result(30) for future in futures] == [wanted] * world_size
+def test_exchange_is_in_rank_order(world_size: int, shared: bool) -> None:
+    wanted = [b"=" * rank for rank in range(world_size)]
+    with group(world_size, shared=shared) as members:
+        for last in members:
+            key = f"{last.rank} comes last"
+            futures = [m.exchange(key, wanted[m.rank]) for m in members if m is not last]
+            time.sleep(0.01)
+            futures.append(last.exchange(key, wanted[last.rank]))
+            assert [future.result(30) for future in futures] == [wanted] * world_size
 
 
 def test_the_first_to_come_decides() -> None:

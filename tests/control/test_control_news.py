@@ -163,7 +163,7 @@ def test_a_store_that_hangs_holds_up_nobody() -> None:
     hangs = threading.Event()
     end = threading.Event()
 
-    def before() -> None:
+    def before(key: str) -> None:
         if hangs.is_set():
             end.wait(30)
 
@@ -227,6 +227,22 @@ def test_a_rank_that_comes_back_before_the_others_have_left() -> None:
         other = made[0].join(store, 0, 2, 20.0, Ears())
         assert other.exchange("e", b"new 0").result(20) == [b"new 0", b"new 1"]
         assert waits.result(20) == [b"new 0", b"new 1"]
+
+
+def test_ranks_count_their_incarnations() -> None:
+    """A rank that is one ahead, having left before rank 0 came, waits for rank 0's next."""
+    store = dist.HashStore()
+    with channels(2) as made:
+        made[1].join(store, 1, 2, 20.0, Ears()).leave(b"")
+        ahead = made[1].join(store, 1, 2, 20.0, Ears())
+        first = made[0].join(store, 0, 2, 20.0, Ears())
+        time.sleep(0.3)
+        assert first._part.settled
+        assert not ahead._part.settled
+        first.leave(b"")
+        second = made[0].join(store, 0, 2, 20.0, Ears())
+        futures = [second.exchange("e", b"0"), ahead.exchange("e", b"1")]
+        assert [future.result(20) for future in futures] == [[b"0", b"1"]] * 2
 
 
 def test_processes_that_are_started_again() -> None:
@@ -343,21 +359,30 @@ def test_a_writer_that_dies_between_two_operations_holds_up_nobody() -> None:
         until(lambda: ears[1].heard_from == [(0, {"i": 1}), (0, {"i": 0})])
 
 
-def test_a_counter_that_makes_no_sense(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
     store = dist.HashStore()
-    with group(2, store, timeout=60.0) as members:
-        for future in [member.exchange("e", b"") for member in members]:
-            future.result(20)
-        pending = members[1].exchange("f", b"")
-        store.set(members[0]._part._space.below("news")._prefix + "n", b"many")
-        members[0].tell({"i": 1})
-        assert isinstance(pending.exception(10), TransportError)
+    with channels(1) as (channel,):
+        groups = [
+            [channel.join(dist.PrefixStore(f"{g}/", store), r, 2, 60.0, Ears()) for r in range(2)]
+            for g in range(2)
+        ]
+        for members in groups:
+            for future in [member.exchange("e", b"") for member in members]:
+                future.result(20)
+        pending = groups[0][1].exchange("f", b"")
+        store.set(groups[0][0]._part._space.below("news")._prefix + "n", b"many")
+        groups[1][0].tell({"rings": 1})
+        error = pending.exception(10)
+        assert isinstance(error, TransportError)
+        assert "makes no sense" in str(error)
+        for future in [member.exchange("f", b"") for member in groups[1]]:
+            assert future.result(20) == [b"", b""]
 
 
 def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     fails = threading.Event()
 
-    def before() -> None:
+    def before(key: str) -> None:
         if fails.is_set():
             raise RuntimeError("Broken pipe\nand a stack trace")
 
