@@ -25,8 +25,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.agreement import Description
 from gradwire.control.connection import Connection
+from gradwire.control.description import Description
 from gradwire.control.host import Host
 from gradwire.control.participant import Participant
 from gradwire.control.pending import Pending

@@ -91,7 +91,7 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
         early = [members[r].agree("plan", "the plan", [LINES, OTHER][r]) for r in (0, 1)]
         for future in early:
             assert isinstance(future.exception(10), ConfigError)
-        until(lambda: bool(members[2]._part._differing))  # it has heard
+        until(lambda: bool(members[2]._part._settled.agreements._differing))  # it has heard
         late = members[2].agree("plan", "the plan", LINES)
         assert "rank 2 has 'parameter 1: identity', rank 1 has" in str(late.exception(10))
 
@@ -100,16 +100,16 @@ def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
     """Others that differ from it, and not from each other, hear of each other meanwhile."""
     store = dist.HashStore()
     goes_on = threading.Event()
-    slow = Wrapped(store, lambda key: goes_on.wait(20) if "bodies/" in key else None)
+    slow = Wrapped(store, lambda key: goes_on.wait(20) if "descriptions/" in key else None)
     with channels(3) as made:
         members = [made[r].join(store if r else slow, r, 3, 20.0, Ears()) for r in range(3)]
         for future in [m.exchange("e", b"") for m in members]:
             future.result(20)
         futures = [members[0].agree("plan", "the plan", OTHER)]
-        until(lambda: "plan" in members[0]._part._agreements)
+        until(lambda: "plan" in members[0]._part._settled.agreements._open)
         time.sleep(0.05)
         futures += [members[r].agree("plan", "the plan", LINES) for r in (1, 2)]
-        until(lambda: all(m._part._news._counted >= 3 for m in members[1:]))
+        until(lambda: all(m._part._settled.news._counted >= 3 for m in members[1:]))
         time.sleep(0.05)
         assert not any(future.done() for future in futures[1:])
         goes_on.set()

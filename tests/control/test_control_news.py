@@ -309,7 +309,7 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
     with group(2, store, ears=ears) as members:
         for future in [member.exchange("e", b"") for member in members]:
             future.result(20)
-        news = members[0]._part._space.below("news")
+        news = members[0]._part._settled.space.below("news")
         pending = members[1].exchange("f", b"1")
         agreement = members[1].agree("a", "the plan", [])
         entries = [
@@ -351,7 +351,7 @@ def test_a_writer_that_dies_between_two_operations_holds_up_nobody() -> None:
     with group(2, ears=ears) as members:
         for future in [member.exchange("e", b"") for member in members]:
             future.result(20)
-        news = members[0]._part._space.below("news")
+        news = members[0]._part._settled.space.below("news")
         late = news.add("n")
         members[0].tell({"i": 1})
         until(lambda: ears[1].heard_from == [(0, {"i": 1})])
@@ -370,7 +370,7 @@ def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
             for future in [member.exchange("e", b"") for member in members]:
                 future.result(20)
         pending = groups[0][1].exchange("f", b"")
-        store.set(groups[0][0]._part._space.below("news")._prefix + "n", b"many")
+        store.set(groups[0][0]._part._settled.space.below("news")._prefix + "n", b"many")
         groups[1][0].tell({"rings": 1})
         error = pending.exception(10)
         assert isinstance(error, TransportError)

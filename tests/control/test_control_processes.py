@@ -86,14 +86,15 @@ class Rank:
 
 
 @contextmanager
-def ranks(script: str, world_size: int) -> Iterator[tuple[Rank, list[Rank]]]:
-    """A process that hosts a store, and one for each rank."""
-    host = Rank("")
-    started = [host]
+def ranks(script: str, world_size: int, port: int = 0) -> Iterator[tuple[Rank, list[Rank]]]:
+    """A process for each rank; and, where no `port` of a store is given, one that hosts it."""
+    started = []
     try:
-        port = host.hears()
+        if port == 0:
+            started.append(Rank(""))
+            port = started[0].hears()
         started += [Rank(script, rank, world_size, port) for rank in range(world_size)]
-        yield host, started[1:]
+        yield started[0], started[-world_size:]
     finally:
         for rank in started:
             rank.process.kill()
@@ -159,44 +160,31 @@ member.leave(b"")
         assert "gradwire" not in errors[1]
 
 
-def test_an_exit_while_waiting_is_clean_and_silent() -> None:
+def test_an_exit_while_waiting_is_clean_and_silent_and_what_was_told_last_is_heard() -> None:
     script = """
 member = channel.join(store, rank, world_size, 60.0, ears)
+member.exchange("e", b"").result(60)
 pending = member.exchange("never", b"")
-member.tell({"rank": rank})
 say("ready")
 input()
+if rank < 2:
+    member.tell({"raised": "RuntimeError in backward at step 12"})
 if rank == 0:
     sys.exit()
 if rank == 1:
     threading.Thread(target=lambda: time.sleep(0.3)).start()
+if rank == 2:  # it leaves by the last line
+    while len(ears.heard_from) < 2:
+        time.sleep(0.01)
+    say(ears.heard_from)
 """
-    with ranks(script, 3) as (_, started):  # rank 2 leaves by the last line
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ranks(script, 3, server.port) as (_, started):
         assert [rank.hears() for rank in started] == ["ready"] * 3
         for rank in started:
             rank.tell()
+        assert started[2].hears() == [{"raised": "RuntimeError in backward at step 12"}] * 2
         assert [rank.ends() for rank in started] == ["", "", ""]
-
-
-def test_the_host_exits_first() -> None:
-    """As at the end of a training script, where rank 0 hosts the store."""
-    with ranks(
-        """
-member = channel.join(store, rank, world_size, 60.0, ears)
-member.exchange("e", b"").result(30)
-say("ready")
-input()
-member.tell({"end": rank})
-member.leave(b"")
-""",
-        2,
-    ) as (host, started):
-        assert [rank.hears() for rank in started] == ["ready"] * 2
-        host.tell()
-        assert host.ends() == ""
-        for rank in started:
-            rank.tell()
-        assert [rank.ends() for rank in started] == ["", ""]
 
 
 def test_the_end_of_a_training_script() -> None:
@@ -215,6 +203,9 @@ member = Channel().join(store, rank, 2, 60.0, Deaf())
 member.agree("a", "the plan", []).result(60)
 dist.barrier()
 time.sleep(2.0 * rank)
+member.tell({{"end": rank}})
+if rank == 1:
+    member.leave(b"")
 """
     processes = [
         subprocess.Popen(
@@ -229,24 +220,6 @@ time.sleep(2.0 * rank)
         assert "TCPStore" not in errors
 
 
-def test_what_is_told_last_is_heard() -> None:
-    with ranks(
-        """
-member = channel.join(store, rank, world_size, 60.0, ears)
-member.exchange("e", b"").result(30)
-if rank == 0:
-    member.tell({"raised": "RuntimeError in backward at step 12"})
-else:
-    while not ears.heard_from:
-        time.sleep(0.01)
-    say(ears.heard_from)
-""",
-        2,
-    ) as (_, started):
-        assert started[1].hears() == [{"raised": "RuntimeError in backward at step 12"}]
-        assert [rank.ends() for rank in started] == ["", ""]
-
-
 def test_a_host_that_stops_is_no_hang() -> None:
     with ranks(
         """
@@ -256,9 +229,9 @@ say("ready")
 input()
 say(str(member.exchange("f", b"").exception(30)))
 """,
-        2,
+        1,
     ) as (host, started):
-        assert [rank.hears() for rank in started] == ["ready"] * 2
+        assert started[0].hears() == "ready"
         host.process.send_signal(signal.SIGSTOP)
         started[0].tell()
         assert "the group's store does not answer" in started[0].hears()

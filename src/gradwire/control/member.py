@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from gradwire.control.agreement import Description
 from gradwire.control.connection import Connection
+from gradwire.control.description import Description
 from gradwire.control.participant import Fail, Participant
 from gradwire.control.pending import Pending
 from gradwire.errors import ConfigError, TransportError
