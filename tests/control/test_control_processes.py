@@ -223,8 +223,9 @@ if rank == 1:
 def test_a_host_that_stops_is_no_hang() -> None:
     with ranks(
         """
-member = channel.join(store, rank, world_size, 1.0, ears)
-member.exchange("e", b"").result(30)
+member = channel.join(store, 0, 2, 30.0, ears)
+member.first("k", b"")
+member.timeout = 1.0
 say("ready")
 input()
 say(str(member.exchange("f", b"").exception(30)))
