@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "lang",
     "codecs",
+    "control",
     "transport",
     "engine",
     "algorithms",

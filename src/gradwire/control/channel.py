@@ -1,0 +1,225 @@
+"""The control channel of a process: one thread for all groups, and one per store server."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.control.connection import Connection
+from gradwire.control.host import Host
+from gradwire.control.member import Listener, Member
+from gradwire.control.pending import Pending
+from gradwire.errors import ConfigError, TransportError
+
+log = logging.getLogger("gradwire")
+
+TICK_S = 0.2
+_CLOSING_S = 0.35
+_ENDING_S = 0.1
+
+
+class Channel:
+    """What a process's ranks tell others beside the data, and the control thread.
+
+    A process has one; tests make several. Its thread starts with the first `join`, and ends with
+    `close`, or at the interpreter's exit. After a fork it is dead in the child.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._members: list[Member] = []
+        self._connections: list[tuple[Any, Connection]] = []  # with their addresses
+        self._attempts: dict[tuple[str, int], int] = {}
+        self._watched: set[Pending[Any]] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False  # nobody joins any more
+        self._stopping = False  # the thread is to end
+        self._ended = False  # it has: whoever posts runs it
+        _channels.add(self)
+
+    def join(
+        self, store: dist.Store, rank: int, world_size: int, timeout: float, listener: Listener
+    ) -> Member:
+        """Join the group of `store`; it waits for nobody.
+
+        Args:
+            store: the group's, the same on all ranks; a group that is made anew may use it again.
+                It is not kept.
+            rank, world_size: in the group.
+            timeout: seconds that peers have to come to what this rank waits for.
+            listener: hears the others.
+
+        Raises:
+            ConfigError: an argument is wrong, the channel is closed, or this process was forked.
+        """
+        self.check_process()
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of a group of {world_size}: give 0 to {world_size - 1}")
+        if not timeout > 0:
+            raise ConfigError(f"a timeout of {timeout} s: give a positive number of seconds")
+        host = Host(store)
+        with self._lock:
+            if self._closing:
+                raise ConfigError("the control channel is closed: this process is ending")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="gradwire-control", daemon=True
+                )
+                self._thread.start()
+            connection = self._connection(host)
+            connection.users += 1
+            member = Member(
+                self, connection, store, rank, world_size, timeout, listener, self._attempts
+            )
+            self._members.append(member)
+        self.post(lambda: None)  # the thread learns that there is somebody to tick for
+        return member
+
+    def close(self) -> None:
+        """End the threads; what is pending fails. What was told before still goes out.
+
+        It takes half a second at most: a thread that is stuck in the store is left behind.
+        """
+        if self.is_forked:
+            return
+        with self._lock:
+            self._closing = True
+            connections = [connection for _, connection in self._connections]
+            self._connections.clear()
+            self._members.clear()
+        for connection in connections:
+            connection.stop()
+        deadline = time.monotonic() + _CLOSING_S
+        for connection in connections:
+            connection.join(max(0.0, deadline - time.monotonic()))
+        self._stopping = True
+        self.post(lambda: None)
+        if self._thread is not None and not self.is_current:
+            self._thread.join(_ENDING_S)
+
+    # ---- for members
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the control thread."""
+        return threading.current_thread() is self._thread
+
+    def check_process(self) -> None:
+        """Raise ConfigError in a process that was forked from the channel's."""
+        if self.is_forked:
+            raise ConfigError(
+                "this process was forked from one that uses gradwire, whose threads and "
+                "connections a fork does not copy: start workers with the method 'spawn', or make "
+                "the process group in the child"
+            )
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` on the control thread, soon; takes no lock."""
+        self._posts.put(action)
+        if self._ended:
+            self._run_posts()
+
+    def watch(self, pending: Pending[Any]) -> None:
+        """End `pending` with an error when its time has run out."""
+
+        def watch() -> None:
+            self._watched.add(pending)
+            if self._ended:
+                pending.fail_here(_closed())
+
+        self.post(watch)
+
+    def release(self, member: Member, connection: Connection) -> None:
+        """`member` has left."""
+        with self._lock:
+            if member not in self._members:
+                return
+            self._members.remove(member)
+            connection.users -= 1
+            if connection.users > 0:
+                return
+            self._connections = [c for c in self._connections if c[1] is not connection]
+        connection.stop()
+        if not self.is_current and not connection.is_current:
+            connection.join(_CLOSING_S)
+
+    # ---- inside
+
+    def _connection(self, host: Host) -> Connection:
+        for address, connection in self._connections:
+            if address == host.address and connection.gone is None:
+                return connection
+        connection = Connection(host)
+        connection.start()
+        self._connections.append((host.address, connection))
+        return connection
+
+    def _run(self) -> None:
+        tick_at = 0.0
+        while not self._stopping:
+            members = list(self._members)
+            wakes = [pending.deadline for pending in self._watched]
+            if members:
+                wakes.append(tick_at)
+            now = time.monotonic()
+            try:
+                pause = max(0.0, min(wakes) - now) if wakes else None
+                self._guarded(self._posts.get(timeout=pause))
+            except queue.Empty:
+                pass
+            now = time.monotonic()
+            if members and now >= tick_at:
+                tick_at = now + TICK_S
+                for member in members:
+                    member.tick()
+            self._watched = {pending for pending in self._watched if not pending.over}
+            for pending in list(self._watched):
+                if now >= pending.deadline:
+                    self._guarded(pending.expire)
+        self._ended = True
+        self._run_posts()
+        for pending in self._watched:
+            pending.fail_here(_closed())
+
+    def _run_posts(self) -> None:
+        while True:
+            try:
+                self._guarded(self._posts.get_nowait())
+            except queue.Empty:
+                return
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("gradwire: the control thread goes on")
+
+
+def _closed() -> TransportError:
+    return TransportError("the control channel is closed: this process is ending")
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads while the interpreter still runs: one that comes back to it later, out of a
+    store's code, would abort the process."""
+    for channel in list(_channels):
+        channel.close()

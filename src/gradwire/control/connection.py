@@ -1,0 +1,240 @@
+"""One thread that speaks to one store server, for all groups of a process that live there.
+
+Whoever changes what others should see rings the server's bell, a counter. The thread reads the
+bell about five times a second, one small operation, and looks at its groups only when it has
+changed; while a future is pending it reads more often. It does not wait inside the store: such a
+wait cannot be interrupted, and one that runs out makes torch write to standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gradwire.control.host import Gone, Host, own, without_prefixes
+from gradwire.control.space import Space
+
+log = logging.getLogger("gradwire")
+
+_ROOT = "gradwire/control/"
+_IDLE_S = 0.2
+_BUSY_S = 0.001
+_SLOWER = 1.5
+# Reads per second, by all ranks together: a server answers 50 000 to 100 000 on one core.
+_WAITING_PER_S = 20_000
+_RESTING_PER_S = 2_500
+
+
+class Participant(Protocol):
+    """One rank's part in one group, as the thread sees it."""
+
+    world_size: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether news should come soon."""
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether there is something to find without the bell."""
+
+    def look(self) -> None:
+        """Read what is new."""
+
+    def lost(self, reason: str) -> bool:
+        """The store is gone. Returns whether something was pending, which has ended now."""
+
+
+class Connection:
+    """A connection to a store server, and its thread.
+
+    Args:
+        host: the server.
+
+    Attributes:
+        users: how many members share this; guarded by the lock of their Channel.
+        root: our part of the store; on the thread only, while the store is there.
+        gone: why the store is lost; None while it is not.
+        participants: who looks when the bell has rung; on the thread only.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.users = 0
+        self.root: Space
+        self.gone: str | None = None
+        self.participants: list[Participant] = []
+        self._host = host
+        self._prefixed: Any = None
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._bell = 0
+        self._must_ring = False
+        self._must_look = False
+        self._stopping = False
+        self._pause = 0.0
+        self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> bool:
+        """Have the thread run `command`, behind those before it; False once this is stopped.
+
+        It takes no lock: a finaliser may call it anywhere.
+        """
+        if self._stopping:
+            return False
+        self._commands.put(command)
+        return True
+
+    def stop(self) -> None:
+        """End the thread, behind what was submitted."""
+        self._stopping = True
+        self._commands.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended, `timeout` seconds at most."""
+        self._thread.join(timeout)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the thread."""
+        return threading.current_thread() is self._thread
+
+    # ---- on the thread
+
+    def prefixed(self, store: Any) -> Any:
+        """A connection of our own to a group's store, to be used once.
+
+        For the first group it is this one, whose keys have the group's prefixes.
+        """
+        ours, self._prefixed = self._prefixed, None
+        return own(store) if ours is None else ours
+
+    def ring(self) -> None:
+        """Tell all who share the server that there is something to read."""
+        self._must_ring = True
+
+    def look(self) -> None:
+        """Read what is new, rung or not."""
+        self._must_look = True
+
+    def turn(self) -> bool:
+        """Wait for a command or for the time to look, and do what is due; whether to go on."""
+        commands = self._next()
+        for command in commands:
+            if command is None:
+                self._end()
+                return False
+            self._guarded(command)
+        found = self._guarded(self._poll)
+        self._pause = self._next_pause(_BUSY_S if commands or found else self._pause * _SLOWER)
+        return True
+
+    def connect(self) -> None:
+        """Open the connection; before the first turn."""
+        self._guarded(self._connect)
+
+    def _run(self) -> None:
+        self.connect()
+        while self.turn():
+            pass
+
+    def _next(self) -> list[Callable[[], None] | None]:
+        """What was submitted, once something was or the pause is over."""
+        commands: list[Callable[[], None] | None] = []
+        try:
+            commands.append(self._commands.get(timeout=self._pause if self.gone is None else None))
+            while commands[-1] is not None:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            pass
+        return commands
+
+    def _next_pause(self, wanted: float) -> float:
+        size = max((p.world_size for p in self.participants), default=1)
+        rest = max(_IDLE_S, size / _RESTING_PER_S)
+        if not any(p.waits for p in self.participants):
+            return rest
+        return min(rest, max(wanted, size / _WAITING_PER_S))
+
+    def _guarded(self, step: Callable[[], Any]) -> Any:
+        """What `step` returns; if the store fails, all that is pending ends with that.
+
+        The step is taken where the store is gone, too: it may bring what then has to end.
+        """
+        try:
+            if self.gone is None:
+                self._host.check()
+        except Gone as error:
+            self._lose(str(error))
+        try:
+            return step()
+        except (Gone, RuntimeError, OSError) as error:
+            self._lose(str(error))
+        except Exception as error:
+            log.exception("gradwire: the control channel failed")
+            self._lose(repr(error))
+
+    def _connect(self) -> None:
+        if self.gone is not None:
+            return
+        self._prefixed = self._host.connect()
+        self.root = Space(without_prefixes(self._prefixed), _ROOT)
+
+    def _poll(self) -> bool:
+        """Look at the groups if there is a reason to; whether there was."""
+        if self.gone is not None:
+            return False
+        self._ring()
+        bell = self.root.counted("bell")
+        rung = bell != self._bell or self._must_look
+        self._bell = bell
+        self._must_look = False
+        for participant in list(self.participants):
+            if rung or participant.looks_again:
+                participant.look()
+        self._ring()
+        return rung
+
+    def _ring(self) -> None:
+        if self._must_ring and self.gone is None:
+            self._must_ring = False
+            bell = self.root.add("bell")
+            if bell == self._bell + 1 and len(self.participants) < 2:
+                self._bell = bell  # nobody else has rung, nor is anybody to hear
+
+    def _lose(self, reason: str) -> None:
+        if self.gone is not None:
+            return
+        lines = reason.splitlines() or ["no reason given"]
+        reason = (
+            f"{self._host} is lost ({lines[0]}): the process that hosts it has ended, or "
+            "cannot be reached"
+        )
+        if self._close(reason):
+            log.warning("gradwire: %s", reason)
+
+    def _end(self) -> None:
+        self._guarded(self._ring)
+        self._close("the control channel is closed: this process is ending")
+        while True:  # what was submitted meanwhile fails
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                self._guarded(command)
+
+    def _close(self, reason: str) -> bool:
+        """Let the store go; whether anything was pending, which has ended now."""
+        self.gone = self.gone or reason
+        self._host.close()
+        self._prefixed = None
+        if hasattr(self, "root"):
+            del self.root
+        participants, self.participants = self.participants, []
+        waited = [participant.lost(self.gone) for participant in participants]
+        return any(waited)

@@ -1,0 +1,112 @@
+"""Where a store lives: which server, a connection of our own to it, and whether it still runs.
+
+torch's client writes a warning with a stack trace to standard error for every operation on a
+server that has ended, and blocks for minutes when it connects to one. At the end of a training
+script the server often ends first. So the server is watched through a plain socket, which carries
+nothing and breaks in silence, and no operation is begun once it is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Hashable
+from typing import Any
+
+import torch.distributed as dist
+
+_CONNECT_S = 5.0
+
+
+class Gone(Exception):
+    """The store cannot be reached any more."""
+
+
+class Host:
+    """The server of a store.
+
+    Args:
+        store: a torch.distributed Store, with any prefixes. It is let go by `connect`: it may be
+            the server itself.
+
+    Attributes:
+        address: equal for stores that live in one place.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store: Any = store
+        self._base: Any = None
+        self.address: Hashable = _address(without_prefixes(store))
+        self._watch: socket.socket | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.address, tuple) and self.address[0] == "tcp":
+            return "the store at {1}:{2}".format(*self.address)
+        return "the group's store"
+
+    def connect(self) -> Any:
+        """A connection of our own to the store, with its prefixes.
+
+        Raises:
+            Gone: nothing answers there.
+        """
+        self._reach()
+        store, self._store = self._store, None
+        if not isinstance(without_prefixes(store), dist.TCPStore):
+            self._base = without_prefixes(store)  # while it is kept, its id is its address
+        return own(store)
+
+    def check(self) -> None:
+        """Raise Gone if the server has ended; one system call."""
+        if self._watch is None:
+            return
+        try:
+            self._watch.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        # The server let go of the socket. If it still runs, that meant nothing.
+        self._watch.close()
+        self._reach()
+
+    def close(self) -> None:
+        self._store = self._base = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _reach(self) -> None:
+        if not (isinstance(self.address, tuple) and self.address[0] == "tcp"):
+            return
+        _, name, port = self.address
+        try:
+            self._watch = socket.create_connection((name, port), timeout=_CONNECT_S)
+        except OSError as error:
+            self._watch = None
+            raise Gone(str(error)) from None
+        self._watch.setblocking(False)
+
+
+def without_prefixes(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def own(store: Any) -> Any:
+    """A connection of our own to a store; the store itself, if its kind has none to give."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        if isinstance(without_prefixes(store), dist.TCPStore):
+            raise
+        return store
+
+
+def _address(base: Any) -> Hashable:
+    if isinstance(base, dist.TCPStore):
+        return ("tcp", base.host, base.port)
+    with contextlib.suppress(AttributeError):
+        return ("file", base.path)
+    return ("object", id(base))

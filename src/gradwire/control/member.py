@@ -1,0 +1,237 @@
+"""One rank's membership in one group: what the rest of gradwire calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from gradwire.control.connection import Connection
+from gradwire.control.description import Description
+from gradwire.control.participant import Fail, Participant
+from gradwire.control.pending import Pending
+from gradwire.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from gradwire.control.channel import Channel
+
+log = logging.getLogger("gradwire")
+
+T = TypeVar("T")
+
+_MOST_BYTES = 4 << 20  # a TCPStore breaks the connection of whoever writes 8 MiB
+_MOST_NOTICE = 1 << 16
+_NAMING_S = 2.0
+_ANSWER_S = 1.0
+
+
+class Listener(Protocol):
+    """What a member hears. Called on the control thread: it must not block.
+
+    Exceptions are logged, and end nothing.
+    """
+
+    def heard(self, sender: int, notice: Mapping[str, Any]) -> None:
+        """Rank `sender` of the group has told `notice`; in the order in which it told them."""
+
+    def tick(self) -> None:
+        """Called about every 0.2 s from `join` until `leave`."""
+
+
+class Member:
+    """One rank's membership in one group; made by `Channel.join`; used from any thread."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        connection: Connection,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        listener: Listener,
+        attempts: dict[tuple[str, int], int],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._channel = channel
+        self._connection = connection
+        self._listener = listener
+        self._left = False
+        self._tick_failed = False
+        self._leaving = threading.Lock()
+        self._part = Participant(connection, store, rank, world_size, timeout, attempts, self._hear)
+        connection.submit(self._part.begin)
+
+    def tell(self, notice: Mapping[str, Any]) -> None:
+        """Tell all other ranks of the group `notice`, a JSON object of at most 64 KiB.
+
+        It returns at once, never raises and takes no lock, so that a finaliser may call it. Where
+        the store is lost, or after a fork, it does nothing.
+        """
+        try:
+            text = json.dumps(notice)
+        except (TypeError, ValueError, RecursionError) as error:
+            log.warning("gradwire: a notice cannot be told: %s", error)
+            return
+        if len(text) > _MOST_NOTICE:
+            log.warning("gradwire: a notice of %d bytes cannot be told: %.80s", len(text), text)
+            return
+        if not self._channel.is_forked:
+            self._submit(lambda: self._part.tell(text), None)
+
+    def exchange(self, key: str, mine: bytes) -> Future[list[bytes]]:
+        """Every rank's bytes, in rank order.
+
+        Args:
+            key: names the exchange, alike on all ranks; used once.
+            mine: at most 4 MiB.
+
+        Returns:
+            A future that ends on the control thread, with TransportError if ranks did not come
+            within the group's timeout (it names them), or the store is lost.
+
+        Raises:
+            ConfigError: `mine` is too large, or this process was forked.
+        """
+        if len(mine) > _MOST_BYTES:
+            raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
+        pending: Pending[list[bytes]] = self._pending(key)
+        self._submit(lambda: self._part.exchange(key, mine, pending), pending.fail)
+        return pending.future
+
+    def agree(self, key: str, what: str, description: Sequence[str]) -> Future[int]:
+        """Make sure that all ranks hold the same description.
+
+        Args:
+            key: names the agreement, alike on all ranks; used once.
+            what: is agreed on, for errors.
+            description: lines.
+
+        Returns:
+            A future of the first 8 bytes of the description's digest, which ends on the control
+            thread. It fails with ConfigError, as soon as two ranks that differ have come, with the
+            first line that differs and who holds what; and with TransportError as `exchange`.
+
+        Raises:
+            ConfigError: this process was forked.
+        """
+        mine = Description.of(self.rank, self.world_size, what, description)
+        pending: Pending[int] = self._pending(what)
+        self._submit(lambda: self._part.agree(key, mine, pending), pending.fail)
+        return pending.future
+
+    def first(self, key: str, value: bytes) -> bytes:
+        """The value of the rank that came first with `key`; one small store operation.
+
+        It waits until this rank has its place in the group, except on the control thread.
+
+        Raises:
+            TransportError: the store is lost or does not answer, or there is no place yet.
+            ConfigError: this process was forked.
+        """
+        return self._ask(lambda reply: self._part.first(key, value, reply))
+
+    def leave(self, record: bytes) -> None:
+        """Leave the group; peers can read `record` (`left`) once this returns.
+
+        What is pending fails with TransportError. It takes a second at most: if the store does not
+        answer by then, or this rank has found no place among the others yet, nobody can read the
+        record. Leaving again does nothing, nor does leaving in a process that was forked.
+        """
+        if self._channel.is_forked:
+            return
+        with self._leaving:
+            if self._left:
+                return
+            self._left = True
+        written = threading.Event()
+
+        def leave() -> None:
+            try:
+                self._part.leave(record)
+            finally:
+                written.set()
+
+        if self._connection.submit(leave) and not self._connection.is_current:
+            written.wait(_ANSWER_S)
+        self._channel.release(self, self._connection)
+
+    def left(self, rank: int) -> bytes | None:
+        """The record of a peer that has left; else, or where the store is lost, None.
+
+        One small store operation.
+
+        Raises:
+            ConfigError: this process was forked.
+        """
+        if not self._part.settled:
+            return None
+        try:
+            return self._ask(lambda reply: self._part.left(rank, reply))
+        except TransportError:
+            return None
+
+    # ---- called on the control thread
+
+    def tick(self) -> None:
+        if self._left:
+            return
+        try:
+            self._listener.tick()
+            self._tick_failed = False
+        except Exception:
+            if not self._tick_failed:  # once, not five times a second
+                log.exception("gradwire: a listener's tick failed")
+            self._tick_failed = True
+
+    def _deliver(self, sender: int, notice: Mapping[str, Any]) -> None:
+        if self._left:
+            return
+        try:
+            self._listener.heard(sender, notice)
+        except Exception:
+            log.exception("gradwire: a listener failed to hear a notice of rank %d", sender)
+
+    # ----
+
+    def _hear(self, sender: int, notice: Mapping[str, Any]) -> None:
+        self._channel.post(lambda: self._deliver(sender, notice))
+
+    def _pending(self, what: str) -> Pending[Any]:
+        self._channel.check_process()
+
+        def late(pending: Pending[Any]) -> None:
+            self._connection.submit(lambda: self._part.expire(pending))
+
+        pending: Pending[Any] = Pending(
+            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S
+        )
+        self._channel.watch(pending)
+        return pending
+
+    def _submit(self, command: Callable[[], None], fail: Fail | None) -> None:
+        submitted = not self._left and self._connection.submit(
+            lambda: self._part.when_settled(command, fail)
+        )
+        if not submitted and fail is not None:
+            fail(TransportError(f"rank {self.rank} has left the group"))
+
+    def _ask(self, ask: Callable[[Future[T]], None]) -> T:
+        self._channel.check_process()
+        on_control = self._channel.is_current
+        if on_control and not self._part.settled:
+            raise TransportError(f"rank {self.rank} has no place in the group yet")
+        reply: Future[T] = Future()
+        self._submit(lambda: ask(reply), reply.set_exception)
+        try:
+            return reply.result(_ANSWER_S if on_control else self.timeout)
+        except FutureTimeout:
+            raise TransportError(
+                f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
+            ) from None

@@ -1,0 +1,89 @@
+"""Keys of a store below one prefix: each method is one small operation, none waits for a peer.
+
+`read` and `counted` use compare_set, which returns what a key holds without a change and without
+waiting for it; `get` waits until the key exists, and torch writes to standard error when a wait
+runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# What compare_set returns for a key that does not exist. Values start with "=", numbers with a
+# digit: neither is equal to it, and no value is empty, which compare_set takes for a missing key.
+_MISSING = "?"
+_MARK = b"="
+
+
+class Space:
+    """A part of a store.
+
+    Args:
+        store: a torch.distributed Store, which may be used from several threads.
+        prefix: what every key starts with.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def below(self, name: str) -> Space:
+        return Space(self._store, f"{self._prefix}{name}/")
+
+    def write(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, _MARK + value)
+
+    def read(self, key: str) -> bytes | None:
+        """The value of `key`; None where there is none."""
+        return _unmarked(self._store.compare_set(self._prefix + key, _MISSING, _MISSING))
+
+    def first(self, key: str, value: bytes) -> bytes:
+        """Write `value` if `key` has none yet; the value that it has then."""
+        held = _unmarked(self._store.compare_set(self._prefix + key, "", _MARK + value))
+        return value if held is None else held
+
+    def add(self, key: str) -> int:
+        """Count one more on the counter `key`; the new count."""
+        return int(self._store.add(self._prefix + key, 1))
+
+    def counted(self, key: str) -> int:
+        """The counter `key`; 0 where it does not exist.
+
+        Raises:
+            ValueError: the key holds no number.
+        """
+        held = self._store.compare_set(self._prefix + key, _MISSING, _MISSING)
+        return 0 if held == _MISSING.encode() else int(held)
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of `keys`; None where one is missing."""
+        names = [self._prefix + key for key in keys]
+        if not self._store.check(names):
+            return None
+        values = [_unmarked(held) for held in self._store.multi_get(names)]
+        found = [value for value in values if value is not None]
+        return found if len(found) == len(names) else None
+
+    def missing(self, keys: Sequence[str], most: int) -> list[int]:
+        """Indices of the first `most` keys that do not exist: a few operations for each."""
+        found: list[int] = []
+
+        def look(start: int, end: int) -> None:
+            if len(found) >= most or self._store.check(
+                [self._prefix + key for key in keys[start:end]]
+            ):
+                return
+            if end - start == 1:
+                found.append(start)
+                return
+            middle = (start + end) // 2
+            look(start, middle)
+            look(middle, end)
+
+        look(0, len(keys))
+        return found
+
+
+def _unmarked(held: bytes) -> bytes | None:
+    return held[1:] if held[:1] == _MARK else None

@@ -1,0 +1,103 @@
+"""Ranks of a control channel as threads of one process, and stores that misbehave."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.control import Channel, Member
+
+SIZES = [1, 2, 3, 5, 8]
+
+
+class Ears:
+    """A listener that keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.heard_from: list[tuple[int, dict[str, Any]]] = []
+        self.ticks = 0
+
+    def heard(self, sender: int, notice: Any) -> None:
+        self.heard_from.append((sender, dict(notice)))
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+
+@contextmanager
+def channels(count: int, shared: bool = False) -> Iterator[list[Channel]]:
+    """A channel per rank, or one for all."""
+    made = [Channel()] * count if shared else [Channel() for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for channel in made:
+            channel.close()
+
+
+@contextmanager
+def group(
+    world_size: int,
+    store: Any = None,
+    timeout: float = 20.0,
+    shared: bool = False,
+    ears: list[Ears] | None = None,
+) -> Iterator[list[Member]]:
+    """The members of a group; each rank has a channel of its own, unless they are `shared`."""
+    store = dist.HashStore() if store is None else store
+    ears = ears or [Ears() for _ in range(world_size)]
+    with channels(world_size, shared) as made:
+        yield [
+            made[rank].join(store, rank, world_size, timeout, ears[rank])
+            for rank in range(world_size)
+        ]
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until `holds`; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.002)
+
+
+class Wrapped:
+    """A store that does something before each operation; it is told the (first) key."""
+
+    def __init__(self, store: Any, before: Callable[[str], Any]) -> None:
+        self.store = store
+        self.before = before
+
+    def clone(self) -> Wrapped:
+        return Wrapped(self.store.clone(), self.before)
+
+    def set(self, *arguments: Any) -> Any:
+        self.before(arguments[0])
+        return self.store.set(*arguments)
+
+    def add(self, *arguments: Any) -> Any:
+        self.before(arguments[0])
+        return self.store.add(*arguments)
+
+    def check(self, *arguments: Any) -> Any:
+        self.before(arguments[0][0])
+        return self.store.check(*arguments)
+
+    def multi_get(self, *arguments: Any) -> Any:
+        self.before(arguments[0][0])
+        return self.store.multi_get(*arguments)
+
+    def compare_set(self, *arguments: Any) -> Any:
+        self.before(arguments[0])
+        return self.store.compare_set(*arguments)
+
+
+def delayed(store: Any, seed: int, most: float) -> Any:
+    """`store`, where every operation begins up to `most` seconds late."""
+    dice = random.Random(seed)
+    return Wrapped(store, lambda key: time.sleep(dice.uniform(0.0, most)))

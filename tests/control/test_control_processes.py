@@ -1,0 +1,288 @@
+"""Ranks as processes over a TCPStore: agreement, a host that dies, exits, fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from control_ranks import Ears, channels, until
+
+from gradwire.control import Channel
+from gradwire.errors import ConfigError
+from ranks import as_processes, free_port
+
+pytestmark = pytest.mark.multiprocess
+
+PRELUDE = """
+import json, os, sys, time, threading, logging
+import torch.distributed as dist
+from datetime import timedelta
+from gradwire.control import Channel
+
+class Ears:
+    def __init__(self):
+        self.heard_from = []
+    def heard(self, sender, notice):
+        self.heard_from.append(notice)
+    def tick(self):
+        pass
+
+def say(what):
+    print(json.dumps(what), flush=True)
+
+rank, world_size, port = map(int, sys.argv[1:])
+if port == 0:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    say(server.port)
+    input()
+    sys.exit()
+store = dist.PrefixStore("group/", dist.TCPStore(
+    "127.0.0.1", port, is_master=False, wait_for_workers=False,
+))
+ears = Ears()
+channel = Channel()
+"""
+
+
+class Rank:
+    """A process that runs a script behind the prelude."""
+
+    def __init__(self, script: str, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+        arguments = [sys.executable, "-c", PRELUDE + script, str(rank), str(world_size), str(port)]
+        self.process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def hears(self) -> Any:
+        """What it says next."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr and self.process.stderr.read()
+        return json.loads(line)
+
+    def tell(self) -> None:
+        """Let it go on from `input()`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def ends(self) -> str:
+        """Its standard error, once it has ended well."""
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+        return errors
+
+
+@contextmanager
+def ranks(script: str, world_size: int, port: int = 0) -> Iterator[tuple[Rank, list[Rank]]]:
+    """A process for each rank; and, where no `port` of a store is given, one that hosts it."""
+    started = []
+    try:
+        if port == 0:
+            started.append(Rank(""))
+            port = started[0].hears()
+        started += [Rank(script, rank, world_size, port) for rank in range(world_size)]
+        yield started[0], started[-world_size:]
+    finally:
+        for rank in started:
+            rank.process.kill()
+            rank.process.wait()
+            for pipe in (rank.process.stdin, rank.process.stdout, rank.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def agree(rank: int) -> list[Any]:
+    """In the store of torch's own group: equal, different, and an exchange."""
+    store = dist.distributed_c10d._get_default_store()
+    world_size = dist.get_world_size()
+    channel = Channel()
+    ears = Ears()
+    member = channel.join(store, rank, world_size, 60.0, ears)
+    equal = member.agree("one", "the plan", ["a"]).result(60)
+    error = str(member.agree("two", "the plan", ["a" if rank else "b"]).exception(60))
+    member.tell({"from": rank})
+    exchanged = member.exchange("three", b"%d" % rank).result(60)
+    until(lambda: len(ears.heard_from) == world_size - 1)
+    dist.barrier()
+    channel.close()
+    return [equal, error, exchanged]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_agree(world_size: int) -> None:
+    found = as_processes(world_size, agree)
+    assert len({equal for equal, _, _ in found}) == 1
+    for rank, (_, error, exchanged) in enumerate(found):
+        assert "rank 0 has 'b'" in error
+        assert rank == 0 or f"rank {rank} has 'a'" in error
+        assert exchanged == [b"%d" % r for r in range(world_size)]
+
+
+def test_the_host_is_killed() -> None:
+    """What is pending fails with a sentence, said once; who waits for nothing is silent."""
+    script = """
+logging.basicConfig(format="%(message)s")
+member = channel.join(store, rank, world_size, 60.0, ears)
+member.exchange("e", b"").result(30)
+pending = [member.exchange("f", b""), member.agree("a", "plan", [])] if rank == 0 else []
+say("ready")
+for future in pending:
+    say(f"{type(future.exception(30)).__name__}: {future.exception()}")
+input()
+member.tell({"into": "the void"})
+member.leave(b"")
+"""
+    with ranks(script, 2) as (host, started):
+        assert [rank.hears() for rank in started] == ["ready"] * 2
+        host.process.send_signal(signal.SIGKILL)
+        for _ in range(2):
+            sentence = started[0].hears()
+            assert sentence.startswith("TransportError: rank 0: the store at 127.0.0.1:")
+            assert "is lost" in sentence
+        for rank in started:
+            rank.tell()
+        errors = [rank.ends() for rank in started]
+        # torch may add a stack trace of its own, for an operation that was under way.
+        assert errors[0].count("gradwire: the store at 127.0.0.1:") == 1
+        assert "gradwire" not in errors[1]
+
+
+def test_an_exit_while_waiting_is_clean_and_silent_and_what_was_told_last_is_heard() -> None:
+    script = """
+member = channel.join(store, rank, world_size, 60.0, ears)
+member.exchange("e", b"").result(60)
+pending = member.exchange("never", b"")
+say("ready")
+input()
+if rank < 2:
+    member.tell({"raised": "RuntimeError in backward at step 12"})
+if rank == 0:
+    sys.exit()
+if rank == 1:
+    threading.Thread(target=lambda: time.sleep(0.3)).start()
+if rank == 2:  # it leaves by the last line
+    while len(ears.heard_from) < 2:
+        time.sleep(0.01)
+    say(ears.heard_from)
+"""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ranks(script, 3, server.port) as (_, started):
+        assert [rank.hears() for rank in started] == ["ready"] * 3
+        for rank in started:
+            rank.tell()
+        assert started[2].hears() == [{"raised": "RuntimeError in backward at step 12"}] * 2
+        assert [rank.ends() for rank in started] == ["", "", ""]
+
+
+def test_the_end_of_a_training_script() -> None:
+    """Rank 0 hosts the store and exits first; nobody destroys the group."""
+    script = f"""
+import os, sys, time
+import torch.distributed as dist
+from gradwire.control import Channel
+class Deaf:
+    heard = tick = lambda *_: None
+rank = int(sys.argv[1])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+dist.init_process_group("gloo", rank=rank, world_size=2)
+store = dist.distributed_c10d._get_default_store()
+member = Channel().join(store, rank, 2, 60.0, Deaf())
+member.agree("a", "the plan", []).result(60)
+dist.barrier()
+time.sleep(2.0 * rank)
+member.tell({{"end": rank}})
+if rank == 1:
+    member.leave(b"")
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        assert "gradwire" not in errors
+        assert "TCPStore" not in errors
+
+
+def test_a_host_that_stops_is_no_hang() -> None:
+    with ranks(
+        """
+member = channel.join(store, 0, 2, 30.0, ears)
+member.first("k", b"")
+member.timeout = 1.0
+say("ready")
+input()
+say(str(member.exchange("f", b"").exception(30)))
+""",
+        1,
+    ) as (host, started):
+        assert started[0].hears() == "ready"
+        host.process.send_signal(signal.SIGSTOP)
+        started[0].tell()
+        assert "the group's store does not answer" in started[0].hears()
+        assert started[0].ends() == ""  # its thread is stuck in the store
+
+
+def test_the_server_is_not_kept_alive() -> None:
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    with channels(1) as (channel,):
+        member = channel.join(dist.PrefixStore("a/", server), 0, 2, 60.0, Ears())
+        until(lambda: member._part.settled)
+        del server
+        pending = member.exchange("e", b"")
+        assert "is lost" in str(pending.exception(10))
+        again = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        # The address is the former server's; the connection is not.
+        assert channel.join(again, 0, 1, 60.0, Ears()).exchange("e", b"").result(30) == [b""]
+
+
+def test_a_fork_is_refused() -> None:
+    store = dist.HashStore()
+    with channels(1) as (channel,):
+        member = channel.join(store, 0, 1, 60.0, Ears())
+        assert member.exchange("e", b"").result(30) == [b""]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            for use in (
+                lambda: channel.join(store, 0, 1, 60.0, Ears()),
+                lambda: member.exchange("f", b""),
+                lambda: member.agree("a", "plan", []),
+                lambda: member.first("k", b""),
+                lambda: member.left(0),
+            ):
+                try:
+                    use()
+                    said.append("nothing")
+                except ConfigError as error:
+                    said.append(str(error))
+            member.tell({})
+            member.leave(b"")
+            channel.close()
+            os.write(writer, json.dumps(said).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            said = json.loads(pipe.read())
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(said) == 5
+        assert all("spawn" in sentence for sentence in said)
+        assert member.exchange("f", b"").result(30) == [b""]  # the parent goes on
