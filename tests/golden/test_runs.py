@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from golden import runs, trained
 from golden.runs import CASES, Case
 from ranks import WORLD_SIZES
+from whole import whole
 
 
 def cases(ranks: int) -> list[Case]:
     """Those of this run: all where the whole product is asked for, else a sample."""
-    chosen = CASES if os.environ.get("GRADWIRE_TEST_ALL") else runs.sampled(CASES)
+    chosen = CASES if whole() else runs.sampled(CASES)
     return [case for case in chosen if case.ranks == ranks]
 
 
