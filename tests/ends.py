@@ -8,7 +8,7 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,6 +41,13 @@ class End:
 
     def __str__(self) -> str:
         return f"{self.error}: {self.text}" if self.error else f"returned {self.value!r}"
+
+
+def finished(found: Sequence[End]) -> None:
+    """Fails unless every rank returned."""
+    assert all(end.error is None for end in found), "\n".join(
+        f"rank {rank}: {end}" for rank, end in enumerate(found)
+    )
 
 
 def raised(error: BaseException) -> End:
