@@ -184,6 +184,7 @@ def drop_links() -> None:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as link:
                     if link.family in (socket.AF_INET, socket.AF_INET6):
+                        link.getpeername()  # raises for one that listens
                         link.shutdown(socket.SHUT_RDWR)
 
 
