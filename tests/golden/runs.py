@@ -201,7 +201,7 @@ def collective(
         )
         for i, (spec, tensor) in enumerate(zip(specs, given, strict=True))
     ]
-    prepared = prepare(comm, specs, options, kind)
+    prepared = prepare(getattr(comm, "calls", comm), specs, options, kind)
     return prepared.start(items, average and kind != "all_gather").result().wire_bytes
 
 
