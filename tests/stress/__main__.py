@@ -154,8 +154,10 @@ def shown(row: dict[str, Any]) -> str:
     if row["wrong"] is None:
         ended = "named errors" if fault else f"{row['steps']} steps, equal to the serial execution"
         return f"{text}, {ended}"
-    again = f"--seed {row['seed']} --ranks {row['ranks']} --transport {row['transport']} --steps 1"
-    return f"{text}, WRONG ({again}{' --faults' * bool(fault)}): {row['wrong']}"
+    way = row["transport"] if row["transport"] in TRANSPORTS else "threads"
+    again = f"--seed {row['seed']} --ranks {row['ranks']} --transport {way} --steps 1"
+    again += " --faults" if fault else f" --each {row['steps']}"
+    return f"{text}, WRONG ({again}): {row['wrong']}"
 
 
 if __name__ == "__main__":

@@ -86,10 +86,12 @@ class Step:
 
     Attributes:
         free: ranks may issue the owners of one group in different orders.
+        lingers: scopes without residuals may end in the next step, beside the same buckets again.
     """
 
     actions: tuple[Action, ...]
     free: bool
+    lingers: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Program:
         for group in range(2):
             count = min(int(draw.expovariate(0.7)), 5)
             queues.append([_call(draw, group, self.seed, number) for _ in range(count)])
-        return Step(tuple(_merged(draw, queues)), free=draw.random() < 0.5)
+        return Step(tuple(_merged(draw, queues)), draw.random() < 0.5, draw.random() < 0.3)
 
     def order(self, rank: int, number: int) -> list[int]:
         """In which order a rank issues the actions of a step: their indices."""

@@ -118,13 +118,13 @@ class Runner:
             scopes = seat.scopes[owner.group]
             self._owners.append(scopes and scopes.open(owner.name, owner.window))
         self._members: dict[tuple[int, Parameter], Member] = {}
-        self._calls: list[tuple[tuple[int, int], Callable[[], Left]]] = []
+        self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
 
     def run(self, first: int, last: int) -> dict[tuple[int, int], str]:
         """Steps [first, last); raises what a collective ends with."""
         for number in range(first, last):
             self.step(number)
-        self._collect(self._calls)
+        self._collect(self._later)
         return self.found
 
     def step(self, number: int) -> None:
@@ -133,7 +133,7 @@ class Runner:
         if not (self.serial or self.in_order):
             indices = self.program.order(self.seat.rank, number)
         running = []
-        calls, self._calls = self._calls, []
+        before, self._later = self._later, []
         for place, index in enumerate(indices):
             action = self.before(number, place, step.actions[index])
             if not self.program.takes_part(self.seat.rank, action):
@@ -142,18 +142,20 @@ class Runner:
                 self.delays.before_call()
             key = number, index
             if isinstance(action, Scope):
-                running.append((key, self._scope(action, number)))
+                parameters = self.program.layout(action.owner, number)[action.bucket]
+                keeps = any(parameter.feedback for parameter in parameters)
+                ending = self._later if step.lingers and not keeps else running
+                ending.append((key, self._scope(action, number)))
             else:
-                self._calls.append((key, self._call(action, number, index)))
+                self._later.append((key, self._call(action, number, index)))
             if self.serial:
-                self._collect(running)
-                self._collect(self._calls)
-                running.clear()
-                self._calls.clear()
-        # Scopes end with their step, as backward does; calls may go on into the next.
+                for ending in (running, self._later):
+                    self._collect(ending)
+                    ending.clear()
+        # Most scopes end with their step, as backward does; calls may go on into the next.
         self._draw.shuffle(running)
         self._collect(running)
-        self._collect(calls)
+        self._collect(before)
 
     def _collect(self, ended: Sequence[tuple[Any, Callable[[], Left]]]) -> None:
         for key, wait in ended:

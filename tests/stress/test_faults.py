@@ -30,7 +30,7 @@ SOME_WAYS = [
     [(k, n) for i, k in enumerate(BY_THREADS) for n in (RANKS if whole() else RANKS[i % 3 :][:1])],
 )
 def test_threads(kind: str, ranks: int) -> None:
-    for seed in range(10, 20 if whole() else 12):
+    for seed in range(10, 20 if whole() else 11):
         program = Program.of(seed, ranks)
         fault = Fault.of(kind, program)
         found = faults.wrong(fault, faults.by_threads(fault, program))

@@ -12,6 +12,7 @@ from gradwire.aggregators import CompressedAllReduce
 from stress import worlds
 from stress.programs import Call, Parameter, Program, Scope, Step, order
 from stress.running import CODECS, Chained, difference, strayed
+from whole import whole
 
 STEPS = 12
 
@@ -30,7 +31,7 @@ def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> No
     assert strayed(program, found) is None
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", range(4 if whole() else 1))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_threads(ranks: int, seed: int) -> None:
     program = Program.of(seed, ranks)
@@ -45,8 +46,9 @@ def test_in_order(ranks: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+@pytest.mark.parametrize(
+    ("ranks", "shm"), [(2, False), (3, True)] + ([(2, True), (3, False)] if whole() else [])
+)
 def test_processes(ranks: int, shm: bool) -> None:
     program = Program.of(3, ranks)
     check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=60))
@@ -80,7 +82,9 @@ def test_programs_have_all_that_the_stress_is_about() -> None:
     assert {owner.window for p in programs for owner in p.owners} == {1, 2}
     assert {len(ranks) for p in programs for ranks in p.groups} == {2, 3}
     steps = [p.step(number) for p in programs for number in range(30)]
-    assert {step.free for step in steps} == {True, False}
+    assert {(step.free, step.lingers) for step in steps} == {
+        (free, lingers) for free in (True, False) for lingers in (True, False)
+    }
     scopes = [a for step in steps for a in step.actions if isinstance(a, Scope)]
     assert {scope.bucket for scope in scopes} == set(range(8))
     calls = [a for step in steps for a in step.actions if isinstance(a, Call)]
