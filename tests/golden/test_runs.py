@@ -1,0 +1,62 @@
+"""Everything that runs gives the bits, and sends the bytes, that runs.txt has (see runs.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from golden import runs, trained
+from golden.runs import CASES, Case
+from ranks import WORLD_SIZES
+from whole import whole
+
+
+def cases(ranks: int) -> list[Case]:
+    """Those of this run: all where the whole product is asked for, else a sample."""
+    chosen = CASES if whole() else runs.sampled(CASES)
+    return [case for case in chosen if case.ranks == ranks]
+
+
+def compare(found: dict[str, str]) -> None:
+    known = runs.stored()
+    changed = [(known.get(name, "(no such line)"), text) for name, text in found.items()
+               if known.get(name) != text]  # fmt: skip
+    assert not changed, f"{len(changed)} of {len(found)} runs changed, the first: " + "".join(
+        f"\n  was {was}\n  is  {text}" for was, text in changed[:5]
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _updated(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--update-golden"):
+        runs.record()
+
+
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
+def test_collectives(ranks: int) -> None:
+    compare(runs.lines(cases(ranks)))
+
+
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
+def test_collectives_in_order(ranks: int) -> None:
+    """Over links that know the order of messages and nothing else: the same lines."""
+    compare(runs.lines(cases(ranks), in_order=True))
+
+
+@pytest.mark.parametrize("options", [{"target": "eager"}, {"threads": 3}, {"batched": False}],
+                         ids=lambda options: next(iter(options)))  # fmt: skip
+def test_what_results_do_not_depend_on(options: dict[str, object]) -> None:
+    some = [case for case in CASES if case.ranks == 2 and case.segments == 1]
+    compare(runs.lines([case for case in some if case.way in ("sra", "ring")], **options))
+
+
+@pytest.mark.multiprocess
+def test_training() -> None:
+    compare(trained.lines())
+
+
+def test_the_file_has_every_case() -> None:
+    training = {name for name in runs.stored() if name.startswith(("attach ", "backend "))}
+    assert set(runs.stored()) - training == {case.name for case in CASES}
+    assert len(training) == 7
+    kept = {(case.way, case.ranks) for case in runs.sampled(CASES)}
+    assert kept == {(case.way, case.ranks) for case in CASES}

@@ -1,0 +1,126 @@
+"""Golden runs of training: two processes, three steps, through `gw.attach` and the backend.
+
+The model is made of products of single values, so that its gradients, too, are the same bits on
+every machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from golden.runs import Found, digest, line, values
+from ranks import as_processes
+
+STEPS = 3
+SHAPES = {
+    "wide": (300, 50),
+    "bias": (50,),
+    "deep": (70, 90),
+    "norm": (70,),
+    "long": (2, 11_111),
+}
+HALF = {"brief": (64, 40)}
+LEARNING_RATE = 0.125  # a power of two: the update is rounded once, however it is computed
+
+
+class Products(nn.Module):
+    """A loss whose gradient of a parameter p is p * x, x the step's input."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        for i, (name, shape) in enumerate({**SHAPES, **(HALF if half else {})}.items()):
+            dtype = torch.bfloat16 if name in HALF else torch.float32
+            start = values(torch.Size(shape).numel(), dtype, 2000 + i).view(shape)
+            setattr(self, name, nn.Parameter(start))
+
+    def forward(self, step: int) -> torch.Tensor:
+        loss = torch.zeros(())
+        for i, parameter in enumerate(self.parameters(recurse=False)):
+            seed = 3000 + 100 * dist.get_rank() + 10 * step + i
+            x = values(parameter.numel(), torch.float32, seed).view(parameter.shape)
+            loss = loss + (parameter.float().square() * (x / 2)).sum()
+        return loss
+
+
+def train(model: nn.Module) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        model(step).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return [p.detach() for p in whole]
+
+
+def attached(rank: int) -> dict[str, Found]:
+    """What each way of attaching leaves on this rank."""
+    found = {}
+    for feedback in (False, True):
+        for coalesce in (0, None):
+            given: dict[str, Any] = {} if coalesce is None else {"coalesce_bytes": coalesce}
+            model = DDP(Products(half=True), bucket_cap_mb=0.03)
+            handle = gw.attach(model, "qsgd", error_feedback=feedback, seed=3, **given)
+            train(model)
+            name = f"attach qsgd feedback={feedback} coalesce={coalesce}"
+            kept = handle.state_dict()["aggregators"]
+            residuals = [kept[p][k] for p in sorted(kept) for k in sorted(kept[p])]
+            sent = int(handle.stats()["wire_bytes"])
+            digested = digest(residuals) if feedback else None
+            found[name] = Found(digest(weights(model)), digested, [sent])
+    return found
+
+
+def sharded(registered: bool) -> tuple[nn.Module, nn.Module]:
+    model = Products(half=False)
+    wrapped = fully_shard(model, mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    if registered:
+        gw.register(model, "qsgd", bits=8)
+    return model, wrapped
+
+
+def backend(rank: int) -> dict[str, Found]:
+    """What the drop-in backend leaves: blobs of DDP's and FSDP2's, and shards of known layout."""
+    group: Any = dist.group.WORLD
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "backend ddp blobs": lambda: DDP(Products(half=True), bucket_cap_mb=0.03),
+        "backend fsdp blobs": lambda: sharded(registered=False)[1],
+        "backend fsdp registered": lambda: sharded(registered=True)[1],
+    }
+    found = {}
+    for name, make in makers.items():
+        before = group.stats()["wire_bytes"]
+        model = make()
+        train(model)
+        sent = int(group.stats()["wire_bytes"] - before)
+        found[name] = Found(digest(weights(model)), None, [sent])
+    return found
+
+
+def lines() -> dict[str, str]:
+    """Name -> line, of all of them."""
+    old = os.environ.get("GRADWIRE_MIN_BYTES")
+    os.environ["GRADWIRE_MIN_BYTES"] = "1000"
+    try:
+        texts = {}
+        for body, of in ((attached, "gloo"), (backend, "gradwire")):
+            ranks = as_processes(2, body, backend=of)
+            for name in ranks[0]:
+                texts[name] = line(name, [rank[name] for rank in ranks])
+    finally:
+        os.environ.pop("GRADWIRE_MIN_BYTES")
+        if old is not None:
+            os.environ["GRADWIRE_MIN_BYTES"] = old
+    return texts

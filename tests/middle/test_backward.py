@@ -1,0 +1,275 @@
+"""Backward passes of attached modules that end early, detach, or go back to a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ends import End, ends, finished, raised
+from stress.worlds import of_transport
+
+pytestmark = pytest.mark.multiprocess
+
+BOUND_S = 2.0
+LIMIT = timedelta(seconds=8)
+over = pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 30)
+    )
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    return torch.randn(8, 20, generator=generator)
+
+
+def train(models: list[nn.Module], steps: range, **forward: Any) -> None:
+    """All models in one backward; plain SGD."""
+    for step in steps:
+        for model in models:
+            model.zero_grad()
+        sum(model(batch(step)).square().mean() for model in models).backward()
+        with torch.no_grad():
+            for model in models:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p -= 0.1 * p.grad
+
+
+def flat(*models: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for m in models for p in m.parameters()])
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def in_backward(tensor: torch.Tensor, action: Callable[[], None]) -> None:
+    """Have `action` run when backward has come to `tensor`."""
+    handle: Any = None
+
+    def once(gradient: torch.Tensor) -> None:
+        handle.remove()
+        action()
+
+    handle = tensor.register_hook(once)
+
+
+# ---- an exception in one rank's backward
+
+
+def raising(rank: int) -> dict[str, tuple[End, float]]:
+    """How each case ends on this rank, and after how many seconds."""
+    found = {}
+    for where in ("at its start", "in its middle"):
+        for modules, coalesce in ((1, 0), (1, 1 << 18), (2, 0)):
+            case = f"{where}, {modules} modules, coalesce_bytes={coalesce}"
+            found[case] = raises_in_backward(rank, where, modules, coalesce)
+            dist.barrier()
+    return found
+
+
+def raises_in_backward(rank: int, where: str, modules: int, coalesce: int) -> tuple[End, float]:
+    """Rank 1 raises in the backward of step 4, which it catches; how this rank's pass ends."""
+    group = dist.new_group(timeout=LIMIT)
+    models = [DDP(mlp(m), bucket_cap_mb=0.005, process_group=group) for m in range(modules)]
+    for model in models:
+        gw.attach(model, coalesce_bytes=coalesce)
+    train(models, range(4))
+    dist.barrier()
+
+    def fail() -> None:
+        raise ValueError("a user's hook fails")
+
+    begun = time.monotonic()
+    outputs = [model(batch(4)) for model in models]
+    if rank == 1:
+        in_backward(outputs[0] if where == "at its start" else models[0].module[2].weight, fail)
+    try:
+        sum(output.square().mean() for output in outputs).backward()
+        end = End("finished", at=time.monotonic())
+    except Exception as error:
+        end = raised(error)
+    return end, end.at - begun
+
+
+@over
+def test_an_exception_in_one_ranks_backward(shm: bool) -> None:
+    found = ends(3, raising, timeout=30, deadline=120, environment=of_transport(shm))
+    finished(found)
+    wrong = []
+    for rank, end in enumerate(found):
+        for case, (got, seconds) in end.value.items():
+            good = (got.error, got.text) == ("ValueError", "a user's hook fails")
+            if rank != 1:
+                said = all(word in got.text for word in ("rank 1", "backward", "step"))
+                good = got.error == "TransportError" and got.peer == 1 and said
+            if not good or seconds > BOUND_S:
+                wrong.append(f"{case}: rank {rank} after {seconds:.1f} s, {got}")
+    assert not wrong, "\n".join(wrong)
+
+
+def raised_by_all(rank: int) -> None:
+    """Every rank's backward fails at one place, as with a bad batch: training may go on."""
+    model = DDP(mlp(), bucket_cap_mb=0.005)
+    gw.attach(model, coalesce_bytes=0)
+    train([model], range(2))
+
+    def fail() -> None:
+        raise ValueError("a bad batch")
+
+    output = model(batch(2))
+    in_backward(output, fail)
+    try:
+        output.square().mean().backward()
+    except ValueError:
+        return
+    raise AssertionError("nothing was raised")
+
+
+def test_an_exception_on_every_rank_is_each_ranks_own() -> None:
+    finished(ends(2, raised_by_all, timeout=8))
+
+
+# ---- detach inside backward
+
+
+def detaching(rank: int) -> None:
+    for coalesce in (0, 1 << 18):
+        assert detaches(coalesce) == 4
+
+
+def detaches(coalesce: int) -> int:
+    """The steps that went through gradwire."""
+    model, plain = DDP(mlp(), bucket_cap_mb=0.005), DDP(mlp(), bucket_cap_mb=0.005)
+    handle = gw.attach(model, "qsgd", bits=8, coalesce_bytes=coalesce)
+    train([model], range(3))
+    train([plain], range(3))
+    output = model(batch(3))
+    model.zero_grad()
+    in_backward(model.module[2].weight, handle.detach)
+    output.square().mean().backward()
+    gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert same_everywhere(gradients)
+    sent = int(handle.stats()["steps"]), int(handle.stats()["wire_bytes"])
+    # From the next pass on it averages plainly.
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.copy_(p)
+    train([model], range(4, 6))
+    train([plain], range(4, 6))
+    assert torch.equal(flat(model), flat(plain))
+    assert sent == (handle.stats()["steps"], handle.stats()["wire_bytes"])
+    gw.attach(model)  # anew
+    train([model], range(6, 8))
+    assert same_everywhere(flat(model))
+    return sent[0]
+
+
+def test_detach_inside_backward_takes_effect_at_its_end() -> None:
+    finished(ends(2, detaching, timeout=8, deadline=30))
+
+
+# ---- DDP's own ways, with two modules over one group
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, by what it is given: the other has no gradient then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.left, self.right, self.head = nn.Linear(20, 60), nn.Linear(20, 60), nn.Linear(60, 30)
+        self.steps = seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.head(self.left(x) if self.steps % 2 else self.right(x))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "rebuilt buckets": {},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+def every_way(rank: int) -> None:
+    for way in WAYS:
+        for codec in (None, "qsgd"):
+            try:
+                pairs(way, codec)
+            except BaseException as error:
+                raise AssertionError(f"{way}, {codec}: {error}") from error
+
+
+def pairs(way: str, codec: str | None) -> None:
+    """Two modules in one backward, while DDP rebuilds buckets; dense, they train as DDP does."""
+    branches = way == "find_unused_parameters"
+
+    def pair() -> list[nn.Module]:
+        return [
+            DDP(Branches(m) if branches else mlp(m), bucket_cap_mb=0.005, **WAYS[way])
+            for m in range(2)
+        ]
+
+    models = pair()
+    handles = [
+        gw.attach(m, codec, coalesce_bytes=c) for m, c in zip(models, (0, 1 << 18), strict=True)
+    ]
+    train(models, range(6))
+    assert same_everywhere(flat(*models))
+    assert [handle.stats()["steps"] for handle in handles] == [6, 6]
+    if codec is None:
+        plain = pair()
+        train(plain, range(6))
+        torch.testing.assert_close(flat(*models), flat(*plain), rtol=1e-5, atol=1e-6)
+
+
+def test_two_modules_of_ddps_own_ways() -> None:
+    finished(ends(2, every_way, timeout=8))
+
+
+# ---- going back
+
+
+def going_back(rank: int) -> None:
+    """A checkpoint in memory, restored in one of two modules while the other goes on."""
+    models = [DDP(mlp(m), bucket_cap_mb=0.005) for m in range(2)]
+    handles = [
+        gw.attach(model, "qsgd", bits=2, error_feedback=True, coalesce_bytes=c)
+        for model, c in zip(models, (0, 1 << 18), strict=True)
+    ]
+    train(models, range(3))
+    kept = {k: v.clone() for k, v in models[0].module.state_dict().items()}, handles[0].state_dict()
+    train(models, range(3, 6))
+    first, other = flat(models[0]), flat(models[1])
+    for again in range(3):
+        models[0].module.load_state_dict(kept[0])
+        handles[0].load_state_dict(kept[1])
+        train(models, range(3, 6))
+        assert torch.equal(flat(models[0]), first), f"time {again}"
+        assert same_everywhere(flat(*models))
+        assert not torch.equal(flat(models[1]), other)
+        other = flat(models[1])
+
+
+@over
+def test_a_checkpoint_is_restored_while_identities_go_on(shm: bool) -> None:
+    finished(ends(2, going_back, timeout=8, environment=of_transport(shm)))

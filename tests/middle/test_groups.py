@@ -1,0 +1,232 @@
+"""Process groups beside each other: their order, their beginning, their end, and what they take."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+import gradwire as gw
+from ends import ends, finished
+from stress.worlds import of_transport
+
+pytestmark = pytest.mark.multiprocess
+
+LIMIT = timedelta(seconds=8)
+
+
+# ---- two groups in two orders
+
+
+def opposite_orders(rank: int) -> None:
+    for cold in (True, False):
+        in_opposite_orders(rank, cold)
+
+
+def in_opposite_orders(rank: int, cold: bool) -> None:
+    a, b = dist.new_group(timeout=LIMIT), dist.new_group(timeout=LIMIT)
+    if not cold:
+        for group in (a, b):
+            gw.all_reduce(torch.ones(10), "identity", group=group)
+    for step in range(20):
+        values = {a: torch.full((1000,), float(rank)), b: torch.full((3000,), float(rank))}
+        futures = [
+            gw.all_reduce(values[group], "identity", group=group, step=step, async_op=True)
+            for group in ((a, b) if rank == 0 else (b, a))
+        ]
+        for future in futures:
+            assert future is not None
+            assert torch.equal(future.wait(), torch.full_like(future.value(), 1.0))
+
+
+@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+def test_two_groups_in_opposite_orders(shm: bool) -> None:
+    finished(ends(2, opposite_orders, environment=of_transport(shm)))
+
+
+def late_peer(rank: int) -> float:
+    if rank == 1:
+        time.sleep(2.5)
+    values, begun = torch.full((1000,), float(rank)), time.monotonic()
+    future = gw.all_reduce(values, "identity", async_op=True)
+    seconds = time.monotonic() - begun
+    assert future is not None
+    assert torch.equal(future.wait(), torch.full((1000,), 1.0))
+    return seconds
+
+
+def test_the_first_asynchronous_call_does_not_block() -> None:
+    found = ends(2, late_peer, timeout=10)
+    finished(found)
+    assert found[0].value < 0.5, f"async_op=True returned after {found[0].value:.1f} s"
+
+
+# ---- groups that torch does not list
+
+
+def by_hand(rank: int, size: int, name: str) -> dist.ProcessGroup:
+    """A group that is not in torch's table of groups, as frameworks make them."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    backend = c10d.ProcessGroupGloo(store, rank, size, timeout=LIMIT)
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def unlisted(rank: int) -> None:
+    groups = [by_hand(rank, 2, name) for name in ("one", "two")]
+    for step in range(3):
+        futures = []
+        for group in (*groups, None):  # each call comes while the one before is under way
+            values = torch.full((200_000,), float(rank))
+            futures.append(gw.all_reduce(values, "identity", group=group, step=step, async_op=True))
+        for future in futures:
+            assert future is not None
+            assert torch.equal(future.wait(), torch.full((200_000,), 1.0))
+
+
+def test_a_group_made_by_hand_lives_on() -> None:
+    finished(ends(2, unlisted, timeout=8))
+
+
+# ---- what groups take
+
+
+def taken() -> dict[str, int]:
+    """Threads (of all kinds), descriptors, MiB of address space and of shared memory, now."""
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    with open("/proc/self/smaps_rollup") as file:
+        shared = next((line for line in file if line.startswith("Pss_Shmem")), "x: 0 kB")
+    return {
+        "threads": int(status["Threads"]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "address_mib": int(status["VmSize"].split()[0]) >> 10,
+        "shared_mib": int(shared.split()[1]) >> 10,
+    }
+
+
+def settled(most: dict[str, int], patience: float = 2.0) -> dict[str, int]:
+    """What is taken, once it is at most that, or patience is at its end."""
+    end = time.monotonic() + patience
+    while any(now > most[name] for name, now in taken().items()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return taken()
+
+
+def eight_groups(rank: int) -> dict[str, dict[str, int]]:
+    """Beside what gloo's groups take by themselves."""
+    gw.all_reduce(torch.ones(1000))
+    before = taken()
+    groups = [dist.new_group(timeout=LIMIT) for _ in range(8)]
+    for group in groups:
+        dist.all_reduce(torch.ones(10), group=group)
+    plain = taken()
+    for group in groups:
+        gw.all_reduce(torch.ones(1000), group=group)
+    used = settled(plain)
+    for group in groups:
+        dist.destroy_process_group(group)
+    return {"before": before, "plain": plain, "used": used, "gone": settled(before)}
+
+
+def test_eight_groups_share_threads_and_address_space() -> None:
+    found = ends(2, eight_groups, timeout=8)
+    finished(found)
+    for end in found:
+        of = end.value
+        more = {name: of["used"][name] - of["plain"][name] for name in of["used"]}
+        assert more["threads"] <= 8, of
+        assert more["address_mib"] < 64 << 10, of
+        # Without another call: nothing of eight groups is left.
+        assert of["gone"]["threads"] <= of["before"]["threads"] + 2, of
+        assert of["gone"]["descriptors"] <= of["before"]["descriptors"] + 2, of
+        assert of["gone"]["address_mib"] < of["before"]["address_mib"] + (4 << 10), of
+
+
+def cycles(rank: int, count: int) -> list[dict[str, int]]:
+    """What is taken after cycles of gloo's groups alone, and then of used ones."""
+
+    def cycle(used: bool) -> None:
+        group = dist.new_group(timeout=LIMIT)
+        values = torch.ones(100_000)
+        dist.all_reduce(values, group=group)
+        if used:
+            gw.all_reduce(values, group=group)
+        dist.destroy_process_group(group)
+
+    found = []
+    for used in (False, True):
+        for _ in range(5):
+            cycle(used)
+        found.append(settled(taken(), 0.5))
+        for _ in range(count):
+            cycle(used)
+        found.append(settled(found[-1]))
+    return found
+
+
+@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
+    count = 40
+    found = ends(2, cycles, count, timeout=8, deadline=120, environment=of_transport(shm))
+    finished(found)
+    for end in found:
+        plain_before, plain_after, before, after = end.value
+        for name in ("threads", "descriptors", "address_mib", "shared_mib"):
+            allowed = max(plain_after[name] - plain_before[name], 0)
+            slack = {"address_mib": 512, "shared_mib": 8}.get(name, 4)
+            assert after[name] - before[name] <= allowed + slack, (name, end.value)
+
+
+# ---- forked children
+
+
+def forked(rank: int) -> str:
+    gw.all_reduce(torch.ones(1000))
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            gw.all_reduce(torch.ones(1000))
+            text = "nothing was raised"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(sender, text.encode())
+        os._exit(0)
+    ready, _, _ = select.select([receiver], [], [], 3)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    gw.all_reduce(torch.ones(1000), step=1)  # the parent goes on
+    return os.read(receiver, 4096).decode() if ready else "the child hangs"
+
+
+def test_a_forked_child_is_refused() -> None:
+    found = ends(2, forked, timeout=8)
+    finished(found)
+    for end in found:
+        assert end.value.startswith("ConfigError"), end.value
+        assert "fork" in end.value
+        assert "spawn" in end.value
+
+
+def fresh_child(rank: int) -> str:
+    """A child of a process that has not used gradwire yet may."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if threading.active_count() else 1)
+    os.waitpid(child, 0)
+    gw.all_reduce(torch.ones(1000))
+    return "used"
+
+
+def test_a_fork_before_the_first_use_is_no_matter() -> None:
+    finished(ends(2, fresh_child, timeout=8))

@@ -1,0 +1,208 @@
+"""What a message belongs to does not depend on when it comes, nor on what else is under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ends import ends, finished
+from gradwire.aggregators import Member
+from gradwire.lang import rng
+from stress.running import Chained
+from stress.scopes import of_processes
+from stress.worlds import of_transport
+from whole import whole
+
+pytestmark = pytest.mark.multiprocess
+
+BUCKETS = 6
+LIMIT = timedelta(seconds=6)
+over = pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+
+
+def normal(numel: int, *seed: int) -> torch.Tensor:
+    mixed = sum(part * 1000**at for at, part in enumerate(seed))
+    return torch.randn(numel, generator=torch.Generator().manual_seed(mixed))
+
+
+# ---- rounds of several buckets at once
+
+
+def two_rounds(rank: int) -> None:
+    for window in (1, 2):
+        group = dist.new_group(timeout=LIMIT)
+        two_rounds_of(group, rank, window)
+        dist.destroy_process_group(group)
+
+
+def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
+    """Rank 0 issues its buckets slowly: it has the second round of one before the next bucket."""
+    scopes, size = of_processes(group), dist.get_world_size()
+    owner = scopes.open("owner", window)
+    # of all sizes in another order each: a message in the wrong place has a wrong size
+    numels = [100 * (b + 1) for b in range(BUCKETS)]
+    members = [
+        Member(
+            f"p{b}",
+            Chained([(numel, "identity"), (numel // 2, "identity")]),
+            rng.parameter_keys(0, f"p{b}", rank),
+            rotation=0,
+        )
+        for b, numel in enumerate(numels)
+    ]
+    for step in range(10):
+        gradients = [normal(n, rank, step, b) for b, n in enumerate(numels)]
+        running = []
+        for b in range(BUCKETS):
+            running.append(scopes.start(owner, [members[b]], [gradients[b]]))
+            if rank == 0:
+                time.sleep(0.01)
+        for b, future in enumerate(running):
+            future.result(30)
+            expected = sum(normal(numels[b], r, step, b) for r in range(size)) / size
+            torch.testing.assert_close(gradients[b], expected)
+
+
+WORLDS = [(2, True), (3, False)] + ([(2, False), (3, True)] if whole() else [])
+worlds = pytest.mark.parametrize(("ranks", "shm"), WORLDS)
+
+
+@worlds
+def test_rounds_of_buckets_overtake_each_other(ranks: int, shm: bool) -> None:
+    finished(ends(ranks, two_rounds, environment=of_transport(shm)))
+
+
+# ---- two modules and a user's calls, over one group
+
+
+def mlp(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(20, 50 + seed), nn.ReLU(), nn.Linear(50 + seed, 40), nn.ReLU(), nn.Linear(40, 10)
+    )
+
+
+class Meter:
+    """All-reduces of the user's own, started in the middle of backward."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.running: list[tuple[int, torch.Tensor, object]] = []
+
+    def __call__(self, _: torch.Tensor) -> None:
+        number, self.calls = self.calls, self.calls + 1
+        values = torch.full((777 + number % 3,), float(dist.get_rank() + number))
+        future = gw.all_reduce(values, "identity", async_op=True, step=number)
+        self.running.append((number, values, future))
+
+    def check(self) -> None:
+        size = dist.get_world_size()
+        for number, values, future in self.running:
+            future.wait()  # type: ignore[attr-defined]
+            expected = number * size + size * (size - 1) / 2
+            assert torch.equal(values, torch.full_like(values, expected))
+        self.running.clear()
+
+
+def two_modules(rank: int) -> None:
+    """From the fourth step on the modules' buckets come in another order on each rank."""
+    models = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
+    plain = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
+    for model in models:
+        gw.attach(model, codec=None, coalesce_bytes=0)
+    meter = Meter()
+    for step in range(8):
+        x = normal(4 * 20, rank, step).view(4, 20)
+        for each, calls in ((models, meter), (plain, None)):
+            order = [0, 1] if step < 3 or rank == 0 else [1, 0]
+            losses: dict[int, torch.Tensor] = {}
+            for at in order:
+                hidden = each[at](x)
+                if calls is not None:
+                    hidden.register_hook(calls)
+                losses[at] = hidden.square().mean()
+            for model in each:
+                model.zero_grad()
+            if calls is not None:
+                torch.stack(list(losses.values())).sum().backward()
+                continue
+            for at in range(2):  # torch's own all-reduces need one order
+                losses[at].backward()
+        meter.check()
+        for model, reference in zip(models, plain, strict=True):
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+
+
+@worlds
+def test_two_modules_and_calls_over_one_group(ranks: int, shm: bool) -> None:
+    finished(ends(ranks, two_modules, timeout=6, environment=of_transport(shm)))
+
+
+def another_position(rank: int) -> None:
+    """A module's bucket and a call of the user's change places between ranks."""
+    group = dist.new_group(timeout=LIMIT)
+    scopes = of_processes(group)
+    owner = scopes.open("owner", 2)
+    keys = rng.parameter_keys(0, "p", rank)
+    member = Member("p", Chained([(5000, "identity")]), keys, rotation=0)
+    for step in range(10):
+        gradient, values = torch.full((5000,), float(rank)), torch.full((300,), float(rank))
+        started: dict[str, object] = {}
+
+        def bucket(gradient=gradient, started=started) -> None:  # type: ignore[no-untyped-def]
+            started["bucket"] = scopes.start(owner, [member], [gradient])
+
+        def call(values=values, started=started, step=step) -> None:  # type: ignore[no-untyped-def]
+            started["call"] = gw.all_reduce(
+                values, "identity", group=group, async_op=True, step=step
+            )
+
+        for action in (bucket, call) if (step + rank) % 2 or not step else (call, bucket):
+            action()
+        started["bucket"].result(30)  # type: ignore[attr-defined]
+        started["call"].wait()  # type: ignore[attr-defined]
+        size = dist.get_world_size()
+        assert torch.equal(gradient, torch.full((5000,), (size - 1) / 2))
+        assert torch.equal(values, torch.full((300,), size * (size - 1) / 2))
+
+
+def threads_call(rank: int) -> None:
+    """Calls of two threads on two groups, each in order."""
+    groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def body(at: int) -> None:
+        try:
+            for step in range(30):
+                values = torch.full((100 + 50 * at,), float(rank + step))
+                gw.all_reduce(values, "identity", group=groups[at], step=step)
+                assert torch.equal(values, torch.full_like(values, 2.0 * step + 1))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(at,)) for at in range(2)]
+    for thread in threads if rank == 0 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def changing(rank: int) -> None:
+    threads_call(rank)
+    another_position(rank)
+
+
+@over
+def test_owners_and_groups_change_places(shm: bool) -> None:
+    finished(ends(2, changing, environment=of_transport(shm)))

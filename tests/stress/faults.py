@@ -1,0 +1,223 @@
+"""Random programs in which something goes wrong on one rank: every rank must end in a named error.
+
+    raise      the thread that issues scopes and calls raises between two of them
+    coroutine  an aggregator raises behind its first round
+    call       another call of the user's than on the other ranks
+    scope      another bucket than on the other ranks
+    destroy    the process group is destroyed, with whatever is under way
+    drop       the rank's links break; it does not know
+    die        the process dies
+
+What raises on a rank ends what it issues on all of its groups, as it would in backward.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ends import End, ends, raised
+from gradwire.aggregators import Aggregator, Steps
+from stress.programs import Action, Call, Program, Scope
+from stress.running import Runner, Seat
+from stress.slow import Delays, slow_groups
+from stress.worlds import Threads, of_transport, process_seat
+
+BY_THREADS = ("raise", "coroutine", "call", "scope", "destroy", "drop")
+BY_PROCESSES = (*BY_THREADS, "die")
+NAMED = ("TransportError", "ConfigError", "CodecError")
+
+TIMEOUT_S = 8.0  # of the transports: what ends by it was not noticed
+BOUND_S = 2.0  # from the fault to the last rank's error
+STEPS = 12  # a fault comes in one of the first ten
+
+
+class OnPurpose(Exception):
+    """What a fault raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, on which rank, and before which action of its order."""
+
+    kind: str
+    rank: int
+    step: int
+    place: int
+
+    @staticmethod
+    def of(kind: str, program: Program) -> Fault:
+        """One that all ranks have a part in, of a program's first steps."""
+        draw = random.Random(f"fault {kind} {program.seed} {program.ranks}")
+        while True:
+            fault = Fault(kind, draw.randrange(program.ranks), draw.randrange(10), 0)
+            step = program.step(fault.step)
+            places = [
+                place
+                for place, index in enumerate(program.order(fault.rank, fault.step))
+                if program.takes_part(fault.rank, step.actions[index])
+                and fault.fits(step.actions[index])
+            ]
+            if places:
+                return replace(fault, place=draw.choice(places))
+
+    def fits(self, action: Action) -> bool:
+        """Whether it can happen before, or in, `action`."""
+        if self.kind in ("coroutine", "scope"):
+            return isinstance(action, Scope)
+        return self.kind != "call" or isinstance(action, Call)
+
+
+class Raises:
+    """An aggregator that raises behind its first round."""
+
+    def __init__(self, inner: Aggregator) -> None:
+        self.inner = inner
+
+    def aggregate(self, gradient: torch.Tensor) -> Steps:
+        yield next(self.inner.aggregate(gradient))
+        raise OnPurpose("an aggregator raises on purpose")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank ended, and when the fault was (time.monotonic), if it was its own."""
+
+    end: End
+    fault_at: float | None
+
+
+def report(
+    program: Program, fault: Fault, seat: Seat, breaks: Callable[[str, Action], None], **how: Any
+) -> Report:
+    """Run a program on one rank until its end; `breaks` does what a kind of fault needs done."""
+    at: list[float] = []
+
+    def before(step: int, place: int, action: Action) -> Action:
+        if (fault.rank, fault.step, fault.place) != (seat.rank, step, place):
+            return action
+        at.append(time.monotonic())
+        if fault.kind == "raise":
+            raise OnPurpose("the issuing thread raises on purpose")
+        if isinstance(action, Call) and fault.kind == "call":
+            return another_call(action)
+        if isinstance(action, Scope) and fault.kind == "scope":
+            return replace(action, bucket=(action.bucket + 4) % 8)
+        if isinstance(action, Scope) and fault.kind == "coroutine":
+            runner.wrap(action, step, Raises)
+        breaks(fault.kind, action)
+        return action
+
+    runner = Runner(program, seat, before=before, **how)
+    try:
+        runner.run(0, STEPS)
+        end = End("all steps", at=time.monotonic())
+    except BaseException as error:
+        end = raised(error)
+        for scopes in seat.scopes:
+            if scopes is not None:
+                scopes.abandon(error)
+    return Report(end, at[0] if at else None)
+
+
+def another_call(call: Call) -> Call:
+    kind = "all_gather" if call.kind == "all_reduce" else "all_reduce"
+    return replace(call, kind=kind, numel=call.numel + 1000)
+
+
+def by_threads(fault: Fault, program: Program) -> list[Report]:
+    """How every rank ends; raises TimeoutError where one hangs."""
+    world = Threads(program, timeout=TIMEOUT_S)
+
+    def body(seat: Seat) -> Report:
+        def breaks(kind: str, action: Action) -> None:
+            scopes = seat.scopes[action.group]
+            if kind == "destroy" and scopes is not None:
+                scopes.close()
+            if kind == "drop":
+                for hub, ranks in zip(world.hubs, program.groups, strict=True):
+                    if seat.rank in ranks:
+                        hub.kill(ranks.index(seat.rank))
+
+        return report(program, fault, seat, breaks, delays=world.delays[seat.rank])
+
+    reports: list[Report] = world.run(body, deadline=3 * TIMEOUT_S)
+    return reports
+
+
+def _body(rank: int, fault: Fault, seed: int) -> Report:
+    program = Program.of(seed, dist.get_world_size())
+    delays = Delays(f"{seed} {rank}")
+    slow_groups(delays)
+    seat = process_seat(program, TIMEOUT_S)
+
+    def breaks(kind: str, action: Action) -> None:
+        if kind == "die":
+            os._exit(1)
+        if kind == "destroy":
+            dist.destroy_process_group(seat.groups[action.group])
+        if kind == "drop":
+            drop_links()
+
+    return report(program, fault, seat, breaks, delays=delays)
+
+
+def drop_links() -> None:
+    """Break every connection of this process with another over TCP."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as link:
+                    if link.family in (socket.AF_INET, socket.AF_INET6):
+                        link.getpeername()  # raises for one that listens
+                        link.shutdown(socket.SHUT_RDWR)
+
+
+def by_processes(fault: Fault, program: Program, shm: bool) -> list[Report]:
+    """How every rank ends; of one that died, or hangs, its end says so."""
+    found = ends(
+        program.ranks, _body, fault, program.seed,
+        timeout=TIMEOUT_S, deadline=4 * TIMEOUT_S, environment=of_transport(shm),
+    )  # fmt: skip
+    return [
+        end.value if isinstance(end.value, Report)
+        else Report(end, end.at if fault == replace(fault, kind="die", rank=rank) else None)
+        for rank, end in enumerate(found)
+    ]  # fmt: skip
+
+
+def wrong(fault: Fault, reports: list[Report], bound: float = BOUND_S) -> str | None:
+    """What is not as it must be, or None."""
+    fault_at = reports[fault.rank].fault_at
+    if fault_at is None:
+        return (
+            f"the fault did not come: rank {fault.rank} ended before it, {reports[fault.rank].end}"
+        )
+    found = []
+    for rank, each in enumerate(reports):
+        expected = NAMED
+        if rank == fault.rank and fault.kind in ("raise", "coroutine"):
+            expected = (*NAMED, "OnPurpose")
+        if rank == fault.rank and fault.kind == "die":
+            expected = ("died",)
+        seconds = each.end.at - fault_at
+        if each.end.error not in expected:
+            found.append(f"rank {rank} ended in no named error: {each.end}")
+        elif seconds > bound:
+            found.append(f"rank {rank} ended after {seconds:.1f} s: {each.end}")
+    return "; ".join(found) or None

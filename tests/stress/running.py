@@ -1,0 +1,265 @@
+"""Run a program on one rank: as the rank pleases, or serially, one collective at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gradwire as gw
+from gradwire import codecs
+from gradwire.aggregators import (
+    Aggregator,
+    Compressed,
+    CompressedAllReduce,
+    ErrorFeedback,
+    Member,
+    Steps,
+)
+from gradwire.lang import Codec, rng
+from stress.programs import Action, Call, Parameter, Program, Scope
+from stress.scopes import Scopes
+from stress.slow import Delays
+
+CODECS: dict[str, Codec] = {
+    "qsgd": codecs.get("qsgd"),
+    "qsgd2": codecs.get("qsgd", bits=2, block=64),
+    "terngrad": codecs.get("terngrad"),
+    "topk": codecs.get("topk", density=0.05),
+    "onebit": codecs.get("onebit"),
+    "identity": codecs.get("identity"),
+    "fp16": codecs.get("fp16"),
+}
+WAIT_S = 60.0  # for a scope; the transports end before that
+
+
+# What an action leaves: tensors that all ranks have alike, and those of this rank alone.
+Left = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+class Chained:
+    """An average in rounds: each averages what the rounds before have left of the gradient."""
+
+    def __init__(self, rounds: Sequence[tuple[int, str]]) -> None:
+        self.rounds = rounds
+
+    def aggregate(self, gradient: torch.Tensor) -> Steps:
+        total = torch.zeros_like(gradient)
+        for numel, codec in self.rounds:
+            left = gradient[:numel] - total[:numel]
+            total[:numel] += yield CompressedAllReduce(left, CODECS[codec])
+        return total
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert not state
+
+
+def aggregator(parameter: Parameter) -> Aggregator:
+    if parameter.feedback:
+        return ErrorFeedback(Compressed(CODECS[parameter.rounds[0][1]]))
+    return Chained(parameter.rounds)
+
+
+@dataclass
+class Seat:
+    """One rank's place in a run.
+
+    Attributes:
+        scopes: by group; None where the rank is not in it.
+        group: the same, as the public functions take it.
+    """
+
+    rank: int
+    scopes: Sequence[Scopes | None]
+    groups: Sequence[Any]
+
+
+class Runner:
+    """A program on one rank.
+
+    Args:
+        serial: one collective at a time, in the program's own order, each awaited.
+        in_order: keep the program's own order, although nothing is awaited: what links without tags
+            need, whose host waits besides.
+        before: called before an action is issued, with (step, place in this rank's order, action);
+            what it returns is issued in its place.
+
+    Attributes:
+        found: (step, action's number) -> what the action left on this rank, as digests.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        seat: Seat,
+        serial: bool = False,
+        in_order: bool = False,
+        delays: Delays | None = None,
+        before: Callable[[int, int, Action], Action] = lambda step, place, action: action,
+    ) -> None:
+        self.program = program
+        self.seat = seat
+        self.serial = serial
+        self.in_order = in_order
+        self.delays = delays
+        self.before = before
+        self.found: dict[tuple[int, int], str] = {}
+        self._draw = random.Random(f"rank {seat.rank} of {program.seed}")
+        self._owners: list[Any] = []
+        for owner in program.owners:
+            scopes = seat.scopes[owner.group]
+            self._owners.append(scopes and scopes.open(owner.name, owner.window))
+        self._members: dict[tuple[int, Parameter], Member] = {}
+        self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
+
+    def run(self, first: int, last: int) -> dict[tuple[int, int], str]:
+        """Steps [first, last); raises what a collective ends with."""
+        for number in range(first, last):
+            self.step(number)
+        self._collect(self._later)
+        return self.found
+
+    def step(self, number: int) -> None:
+        step = self.program.step(number)
+        indices = list(range(len(step.actions)))
+        if not (self.serial or self.in_order):
+            indices = self.program.order(self.seat.rank, number)
+        running = []
+        before, self._later = self._later, []
+        for place, index in enumerate(indices):
+            action = self.before(number, place, step.actions[index])
+            if not self.program.takes_part(self.seat.rank, action):
+                continue
+            if self.delays is not None:
+                self.delays.before_call()
+            key = number, index
+            if isinstance(action, Scope):
+                parameters = self.program.layout(action.owner, number)[action.bucket]
+                keeps = any(parameter.feedback for parameter in parameters)
+                ending = self._later if step.lingers and not keeps else running
+                ending.append((key, self._scope(action, number)))
+            else:
+                self._later.append((key, self._call(action, number, index)))
+            if self.serial:
+                for ending in (running, self._later):
+                    self._collect(ending)
+                    ending.clear()
+        # Most scopes end with their step, as backward does; calls may go on into the next.
+        self._draw.shuffle(running)
+        self._collect(running)
+        self._collect(before)
+
+    def _collect(self, ended: Sequence[tuple[Any, Callable[[], Left]]]) -> None:
+        for key, wait in ended:
+            self.found[key] = " ".join(map(digest, wait()))
+
+    def values(self, numel: int, *what: object) -> torch.Tensor:
+        """This rank's, of an action."""
+        seed = random.Random(f"{self.program.seed} {self.seat.rank} {what}").getrandbits(63)
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    def _scope(self, action: Scope, number: int) -> Callable[[], Left]:
+        scopes, owner = self.seat.scopes[action.group], self._owners[action.owner]
+        assert scopes is not None
+        parameters = self.program.layout(action.owner, number)[action.bucket]
+        members = [self._member(action.owner, p, i) for i, p in enumerate(parameters)]
+        gradients = [self.values(p.numel, number, p.name) for p in parameters]
+        future: Future[None] = scopes.start(owner, members, gradients)
+
+        def wait() -> Left:
+            future.result(WAIT_S)
+            kept = [t for m in members for t in m.aggregator.state_dict().values()]
+            return gradients, kept
+
+        return wait
+
+    def wrap(self, action: Scope, number: int, wrapper: Callable[[Aggregator], Aggregator]) -> None:
+        """Replace the first parameter's aggregator of a scope that is about to start."""
+        parameter = self.program.layout(action.owner, number)[action.bucket][0]
+        member = self._member(action.owner, parameter, 0)
+        member.aggregator = wrapper(member.aggregator)
+
+    def _member(self, owner: int, parameter: Parameter, rotation: int) -> Member:
+        key = owner, parameter
+        if key not in self._members:
+            scopes = self.seat.scopes[self.program.owners[owner].group]
+            assert scopes is not None
+            keys = rng.parameter_keys(self.program.seed, parameter.name, scopes.comm.rank)
+            made = Member(parameter.name, aggregator(parameter), keys, rotation)
+            self._members[key] = made
+        return self._members[key]
+
+    def _call(self, action: Call, number: int, index: int) -> Callable[[], Left]:
+        size = len(self.program.groups[action.group])
+        shard, whole = action.numel, action.numel * size
+        given = self.values(whole if action.kind == "reduce_scatter" else shard, number, index)
+        result = given
+        how: dict[str, Any] = {
+            "group": self.seat.groups[action.group],
+            "async_op": not action.waits,
+            "seed": self.program.seed,
+            "step": number,
+            "name": "call",
+        }
+        op = "avg" if action.average else "sum"
+        codec = CODECS[action.codec]
+        if action.kind == "all_reduce":
+            future = gw.all_reduce(result, codec, op=op, **how)
+        elif action.kind == "reduce_scatter":
+            result = torch.empty(shard)
+            future = gw.reduce_scatter(result, given, codec, op=op, **how)
+        else:
+            result = torch.empty(whole)
+            future = gw.all_gather(result, given, codec, **how)
+
+        def wait() -> Left:
+            if future is not None:
+                future.wait()
+            return ([], [result]) if action.kind == "reduce_scatter" else ([result], [])
+
+        return wait
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    """8 bytes of blake2b over the tensors' bits, in hexadecimal."""
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        state.update(tensor.numpy().tobytes())
+    return state.hexdigest()
+
+
+# ---- comparing
+
+
+Found = dict[tuple[int, int], str]
+
+
+def difference(program: Program, found: Sequence[Found], expected: Sequence[Found]) -> str | None:
+    """The first action in which a rank has not what the serial execution has; None if none is."""
+    for key in sorted({key for rank in expected for key in rank}):
+        for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            if mine.get(key) != theirs.get(key):
+                step, index = key
+                return (
+                    f"seed {program.seed}, step {step}, {program.step(step).actions[index]}: rank "
+                    f"{rank} has {mine.get(key)}, and {theirs.get(key)} in the serial execution"
+                )
+    return None
+
+
+def strayed(program: Program, found: Sequence[Found]) -> str | None:
+    """The first action after which two ranks' replicas differ; None if there is none."""
+    for key in sorted({key for rank in found for key in rank}):
+        action = program.step(key[0]).actions[key[1]]
+        ranks = program.groups[action.group]
+        if len({found[rank].get(key, "").split(" ")[0] for rank in ranks}) > 1:
+            return f"seed {program.seed}, step {key[0]}, {action}: replicas differ"
+    return None

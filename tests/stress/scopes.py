@@ -1,0 +1,65 @@
+"""What the stress knows of the engine: owners of scopes, and how a scope is started.
+
+The only file here that knows classes of the engine; the rest calls `gradwire`'s public functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire import Options, groups
+from gradwire.aggregators import Member, Rounds
+from gradwire.engine import Communicator, Outcome
+from gradwire.transport import Transport
+
+
+class Scopes:
+    """The owners of one process group, on one rank."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def open(self, name: str, window: int) -> Any:
+        """An owner with up to `window` scopes under way; all ranks open theirs in one order."""
+        if hasattr(self.comm, "owner"):
+            return self.comm.owner(name, window=window)
+        self.comm.executor.in_flight = window  # of the whole group
+        return self.comm
+
+    def start(
+        self, owner: Any, members: Sequence[Member], gradients: Sequence[torch.Tensor]
+    ) -> Future[None]:
+        """Start a scope; the future ends when the gradients are averages, or with the error."""
+        ended: Future[None] = Future()
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+
+        Rounds(owner, members, gradients, Options(), done).start()
+        return ended
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank has raised where it would have started scopes: it will start no more."""
+        if hasattr(self.comm, "fail"):
+            self.comm.fail(error)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+def of_threads(transport: Transport, link: Any = None) -> Scopes:
+    """One rank's end of a group of threads; with `link`, collectives run in order over it."""
+    return Scopes(Communicator(transport, links=lambda device: link))
+
+
+def of_processes(group: dist.ProcessGroup) -> Scopes:
+    """One rank's end of a process group."""
+    return Scopes(groups.communicator(group))

@@ -1,0 +1,152 @@
+"""A sample of the stress: random programs give what their serial execution gives, to the bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradwire.aggregators import CompressedAllReduce
+from stress import worlds
+from stress.programs import Call, Parameter, Program, Scope, Step, order
+from stress.running import CODECS, Chained, difference, strayed
+from whole import whole
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_kernel_thread() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> None:
+    expected = worlds.serially(program, 0, steps)
+    assert difference(program, found, expected) is None
+    assert strayed(program, found) is None
+
+
+@pytest.mark.parametrize("seed", range(4 if whole() else 1))
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_threads(ranks: int, seed: int) -> None:
+    program = Program.of(seed, ranks)
+    check(program, worlds.by_threads(program, 0, STEPS, deadline=60))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_in_order(ranks: int) -> None:
+    """Links that know the order of messages and nothing else: one order of all owners' scopes."""
+    program = Program.of(2, ranks)
+    check(program, worlds.by_threads(program, 0, STEPS, fifo=True, deadline=60))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "shm"), [(2, False), (3, True)] + ([(2, True), (3, False)] if whole() else [])
+)
+def test_processes(ranks: int, shm: bool) -> None:
+    program = Program.of(3, ranks)
+    check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=60))
+
+
+# ---- the stress itself
+
+
+def test_an_order_keeps_streams_and_waiting_calls_in_order() -> None:
+    program, orders = Program.of(5, 3), set()
+    for number in range(60):
+        step = program.step(number)
+        for rank in range(3):
+            indices = program.order(rank, number)
+            assert sorted(indices) == list(range(len(step.actions)))
+            orders.add((number, tuple(indices)))
+            actions = [(i, step.actions[i]) for i in indices]
+            waiting = [i for i, a in actions if isinstance(a, Call) and a.waits]
+            assert waiting == sorted(waiting)
+            streams: dict[object, list[int]] = {}
+            for i, a in actions:
+                owner = (a.owner if isinstance(a, Scope) else -1) if step.free else 0
+                streams.setdefault((a.group, owner), []).append(i)
+            assert all(stream == sorted(stream) for stream in streams.values())
+    assert len(orders) > 120  # of 180
+
+
+def test_programs_have_all_that_the_stress_is_about() -> None:
+    programs = [Program.of(seed, 3) for seed in range(20)]
+    assert {len(p.owners) for p in programs} == {2, 3, 4}
+    assert {owner.window for p in programs for owner in p.owners} == {1, 2}
+    assert {len(ranks) for p in programs for ranks in p.groups} == {2, 3}
+    steps = [p.step(number) for p in programs for number in range(30)]
+    assert {(step.free, step.lingers) for step in steps} == {
+        (free, lingers) for free in (True, False) for lingers in (True, False)
+    }
+    scopes = [a for step in steps for a in step.actions if isinstance(a, Scope)]
+    assert {scope.bucket for scope in scopes} == set(range(8))
+    calls = [a for step in steps for a in step.actions if isinstance(a, Call)]
+    assert {call.kind for call in calls} == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert {call.waits for call in calls} == {True, False}
+    parameters = [q for p in programs for bucket in p.layout(0, 0) for q in bucket]
+    assert {len(q.rounds) for q in parameters} == {1, 2, 3}
+    assert {q.feedback for q in parameters} == {True, False}
+
+
+def test_a_serial_execution_is_the_average() -> None:
+    """Against averages that torch computes: with Identity, every round's error is that of fp32."""
+    rounds = ((700, "identity"), (1000, "identity"), (200, "identity"))
+    data = [torch.randn(1000) for _ in range(3)]
+    running = [Chained(rounds).aggregate(gradient.clone()) for gradient in data]
+    asked = [next(steps) for steps in running]
+    while True:
+        assert all(isinstance(request, CompressedAllReduce) for request in asked)
+        mean = torch.stack([request.values for request in asked]).mean(0)
+        ended = []
+        for at, steps in enumerate(running):
+            try:
+                asked[at] = steps.send(mean.clone())
+            except StopIteration as end:
+                ended.append(end.value)
+        if ended:
+            break
+    for total in ended:
+        torch.testing.assert_close(total, torch.stack(data).mean(0))
+    assert CODECS["identity"] is asked[0].codec
+
+
+def test_what_differs_is_found_and_named() -> None:
+    program = Program.of(6, 2)
+    expected = worlds.serially(program, 0, 3)
+    assert strayed(program, expected) is None
+    key = sorted(expected[1])[4]
+    changed = [dict(rank) for rank in expected]
+    changed[1][key] = "0" + changed[1][key]
+    text = difference(program, changed, expected)
+    assert text is not None
+    assert f"step {key[0]}, {program.step(key[0]).actions[key[1]]}: rank 1 has 0" in text
+    del changed[1][key]
+    assert difference(program, changed, expected) is not None
+    shared = next(k for k in sorted(expected[0]) if k in expected[1] and not scattered(program, k))
+    changed = [dict(rank) for rank in expected]
+    changed[0][shared] = "0" + changed[0][shared]
+    assert "replicas differ" in (strayed(program, changed) or "")
+
+
+def scattered(program: Program, key: tuple[int, int]) -> bool:
+    action = program.step(key[0]).actions[key[1]]
+    return isinstance(action, Call) and action.kind == "reduce_scatter"
+
+
+def test_calls_that_wait_never_wait_for_each_other() -> None:
+    """Two of them in two groups: their order is one on all ranks, whatever moves around them."""
+    a = Call(0, "all_reduce", 5, "qsgd", average=True, waits=True)
+    b = replace(a, group=1)
+    c = replace(a, waits=False)
+    step = Step((a, b, c, replace(c, group=1)), free=False)
+    seen = {tuple(order(step, random.Random(seed))) for seed in range(50)}
+    assert all(indices.index(0) < indices.index(1) for indices in seen)
+    assert len(seen) == 3
+    assert Parameter("p", 1, ((1, "qsgd"),), False).numel == 1

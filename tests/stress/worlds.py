@@ -1,0 +1,167 @@
+"""Where programs run: ranks as threads over loopback, as processes over gloo or shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ends import ends
+from fifo import FifoHub
+from gradwire.transport import Hub
+from stress.programs import Program
+from stress.running import Found, Runner, Seat
+from stress.scopes import Scopes, of_processes, of_threads
+from stress.slow import Delays, Slow, slow_groups
+
+TRANSPORTS = ("threads", "fifo", "gloo", "shm")
+TIMEOUT_S = 20.0  # of the transports
+
+
+class Threads:
+    """The groups of a program, whose ranks are threads of this process.
+
+    Args:
+        fifo: over links that know the order of messages and nothing else.
+        timeout: seconds that a transport waits.
+        delayed: whether sends and calls are late at random.
+
+    Attributes:
+        hubs: by group.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        fifo: bool = False,
+        timeout: float = TIMEOUT_S,
+        delayed: bool = True,
+    ) -> None:
+        self.program = program
+        self.fifo = fifo
+        self.hubs = [Hub(len(ranks), timeout) for ranks in program.groups]
+        links = [FifoHub(len(ranks), timeout=timeout) for ranks in program.groups]
+        self.delays: list[Delays | None] = [
+            Delays(f"{program.seed} {rank}") if delayed else None for rank in range(program.ranks)
+        ]
+        self.seats = []
+        for rank, delays in enumerate(self.delays):
+            scopes: list[Scopes | None] = []
+            for group, ranks in enumerate(program.groups):
+                if rank not in ranks:
+                    scopes.append(None)
+                    continue
+                at = ranks.index(rank)
+                transport: Any = self.hubs[group].transport(at)
+                if delays is not None:
+                    transport = Slow(transport, delays)
+                scopes.append(of_threads(transport, links[group].link(at) if fifo else None))
+            self.seats.append(Seat(rank, scopes, [s and s.comm for s in scopes]))
+
+    def run(self, body: Callable[[Seat], Any], deadline: float) -> list[Any]:
+        """`body` on every rank at once: what it returned, or the error it ended with.
+
+        Raises:
+            TimeoutError: ranks that have not ended within `deadline` seconds.
+        """
+        ended: list[Any] = [None] * self.program.ranks
+
+        def run(seat: Seat) -> None:
+            try:
+                ended[seat.rank] = body(seat)
+            except BaseException as error:
+                ended[seat.rank] = error
+
+        threads = [threading.Thread(target=run, args=(s,), daemon=True) for s in self.seats]
+        end = time.monotonic() + deadline
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0))
+        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        for seat in self.seats:
+            for scopes in seat.scopes:
+                if scopes is not None:
+                    scopes.close()
+        if hung:
+            raise TimeoutError(f"ranks {hung} hang; the others: {ended}")
+        return ended
+
+    def runner(self, seat: Seat, **how: Any) -> Runner:
+        delays = self.delays[seat.rank]
+        return Runner(self.program, seat, in_order=self.fifo, delays=delays, **how)
+
+
+def serially(program: Program, first: int, last: int, deadline: float = 300.0) -> list[Found]:
+    """What each rank has after a serial execution of steps [first, last)."""
+    world = Threads(program, delayed=False)
+    ended = world.run(lambda seat: Runner(program, seat, serial=True).run(first, last), deadline)
+    return _without_errors(ended)
+
+
+def by_threads(
+    program: Program, first: int, last: int, fifo: bool = False, deadline: float = 300.0
+) -> list[Found]:
+    """What each rank has when all run at once, with delays.
+
+    Raises:
+        RuntimeError: a rank ended with an error.
+        TimeoutError: ranks hang.
+    """
+    world = Threads(program, fifo)
+    ended = world.run(lambda seat: world.runner(seat).run(first, last), deadline)
+    return _without_errors(ended)
+
+
+def _without_errors(ended: Sequence[Any]) -> list[Found]:
+    errors = {rank: end for rank, end in enumerate(ended) if isinstance(end, BaseException)}
+    if errors:
+        text = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in errors.items())
+        raise RuntimeError(text)
+    return list(ended)
+
+
+# ---- processes
+
+
+def process_seat(program: Program, timeout: float = TIMEOUT_S) -> Seat:
+    """This process's place: groups made for the program."""
+    limit = timedelta(seconds=timeout)  # new groups do not inherit it
+    made = [dist.new_group(list(ranks), timeout=limit) for ranks in program.groups]
+    member = [dist.get_rank() in ranks for ranks in program.groups]
+    chosen = [group if inside else None for group, inside in zip(made, member, strict=True)]
+    return Seat(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
+
+
+def _run(rank: int, seed: int, first: int, last: int) -> Found:
+    program = Program.of(seed, dist.get_world_size())
+    delays = Delays(f"{seed} {rank}")
+    slow_groups(delays)
+    return Runner(program, process_seat(program), delays=delays).run(first, last)
+
+
+def by_processes(
+    program: Program, first: int, last: int, shm: bool, deadline: float = 300.0
+) -> list[Found]:
+    """What each rank has when all run at once, with delays, over gloo or shared memory.
+
+    Raises:
+        RuntimeError: a rank ended with an error, died or hangs.
+    """
+    found = ends(
+        program.ranks, _run, program.seed, first, last,
+        timeout=TIMEOUT_S, deadline=deadline, environment=of_transport(shm),
+    )  # fmt: skip
+    wrong = [f"rank {rank}: {end}" for rank, end in enumerate(found) if end.error]
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return [end.value for end in found]
+
+
+def of_transport(shm: bool) -> dict[str, str]:
+    """The environment in which ranks of one machine use shared memory, or gloo's connections."""
+    return {"GRADWIRE_SHM": "1" if shm else "0"}
