@@ -91,7 +91,8 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
         early = [members[r].agree("plan", "the plan", [LINES, OTHER][r]) for r in (0, 1)]
         for future in early:
             assert isinstance(future.exception(10), ConfigError)
-        until(lambda: bool(members[2]._part._settled.agreements._differing))  # it has heard
+        part = members[2]._part
+        until(lambda: part.settled and "plan" in part._settled.agreements._differing)
         late = members[2].agree("plan", "the plan", LINES)
         assert "rank 2 has 'parameter 1: identity', rank 1 has" in str(late.exception(10))
 
