@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections.abc import Container
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from gradwire.engine import Communicator
+from gradwire.engine import Communicator, Engine, Seat
 from gradwire.errors import ConfigError
 from gradwire.transport import Mixed, TorchP2P
 from gradwire.transport.companion import carries, companion
-from gradwire.transport.queued_p2p import Host, QueuedP2P
+from gradwire.transport.queued_p2p import QueuedP2P
+from gradwire.transport.torch_p2p import timeout_of
 
-
-class _Entry:
-    """A group's communicator, made under a lock of its own: making one waits for the other ranks,
-    who may make those of several groups in another order."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.communicator: Communicator | None = None
-
-    def close(self) -> None:
-        # Not made yet, and perhaps never, if its maker waits for a rank that is gone.
-        if self.lock.acquire(timeout=_MAKING_S):
-            if self.communicator is not None:
-                self.communicator.close()
-            self.lock.release()
-
-
-_MAKING_S = 1.0
 _lock = threading.Lock()
-_entries: dict[dist.ProcessGroup, _Entry] = {}
+_communicators: dict[dist.ProcessGroup, Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
-    """The communicator of `group` (None: the default group).
+    """The communicator of `group` (None: the default group); it waits for nobody.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or this rank is not in the group.
@@ -53,15 +37,30 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
             f"group is {actual!r}: give a process group that this rank is a member of, or None"
         )
     with _lock:
-        gone = [_entries.pop(g) for g in list(_entries) if _is_gone(g)]
-        entry = _entries.setdefault(actual, _Entry())
-    for other in gone:
-        other.close()
-    with entry.lock:
-        if entry.communicator is None:
-            host = host_transport(actual)
-            entry.communicator = Communicator(host, links=partial(link, actual, host))
-        return entry.communicator
+        known = _communicators.get(actual)
+        if known is None:
+            known = _communicators[actual] = _make(actual)
+    return known
+
+
+def _make(group: dist.ProcessGroup) -> Communicator:
+    seat = Seat(group.rank(), group.size(), timeout_of(group), group.get_group_store())
+    comm = Communicator(partial(host_transport, group), seat=seat)
+    comm.links = lambda device: link(group, comm, device)
+    # A group that torch has not listed has no end that anybody could see.
+    if group in _listed():
+        comm.alive = lambda: group in _listed() or _end(group)
+    return comm
+
+
+def _listed() -> Container[dist.ProcessGroup]:
+    """The process groups that torch knows of; it forgets those that are destroyed."""
+    return dist.distributed_c10d._world.pg_map
+
+
+def _end(group: dist.ProcessGroup) -> bool:
+    Engine.current().workers.run(partial(release, group))
+    return False
 
 
 def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
@@ -71,9 +70,13 @@ def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
     return TorchP2P(companion(group))
 
 
-def link(group: dist.ProcessGroup, host: Host, device: torch.device) -> QueuedP2P | None:
+def link(group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> QueuedP2P | None:
     """What carries messages between tensors on `device` in stream order; None if nothing does."""
-    return QueuedP2P(group, device, host) if keeps_order(group, device) else None
+    if not keeps_order(group, device):
+        return None
+    host = comm.transport
+    assert isinstance(host, (Mixed, TorchP2P))
+    return QueuedP2P(group, device, host)
 
 
 def keeps_order(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -85,29 +88,20 @@ def keeps_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     )
 
 
-def _is_gone(group: dist.ProcessGroup) -> bool:
-    """Whether a process group was destroyed.
-
-    Those of the backend gradwire say so themselves (`release`): torch does not know all of them.
-    """
-    if getattr(group, "tells_its_end", False):
-        return False
-    return group not in dist.distributed_c10d._world.pg_map
-
-
 def release(group: dist.ProcessGroup) -> None:
-    """Close the communicator of `group`, if it has one: the group is about to go."""
+    """Close the communicator of `group`, if it has one: the group has gone, or is about to."""
     with _lock:
-        entry = _entries.pop(group, None)
-    if entry is not None:
-        entry.close()
+        comm = _communicators.pop(group, None)
+    if comm is not None:
+        comm.close()
 
 
 @atexit.register
 def _close_all() -> None:
     """Let process groups go while the interpreter still runs: gloo's threads abort after it."""
     with _lock:
-        entries = list(_entries.values())
-        _entries.clear()
-    for entry in entries:
-        entry.close()
+        comms = list(_communicators.values())
+        _communicators.clear()
+    for comm in comms:
+        comm.close()
+    Engine.current().channel.close()

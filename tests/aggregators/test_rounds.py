@@ -69,7 +69,7 @@ def average(
             errors.append(error)
         ended.set()
 
-    Rounds(comm, members, gradients, Options(), done).start()
+    Rounds(comm.owner("a test"), members, gradients, Options(), done).start()
     assert ended.wait(30)
     if errors:
         raise errors[0]

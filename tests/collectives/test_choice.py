@@ -12,8 +12,8 @@ from gradwire.codecs import REGISTRY as CODECS
 from gradwire.codecs import TBQ, Codec, RandomK
 from gradwire.codecs import get as get_codec
 from gradwire.collectives import check_defined, check_feedback
-from gradwire.collectives.topology import machines, numbered
 from gradwire.engine import Communicator
+from gradwire.engine.topology import numbered
 from ranks import as_processes, as_threads, caught
 
 A, B, C = b"a", b"b", b"c"
@@ -33,10 +33,10 @@ def test_machines_of_one_name_are_told_apart_by_their_size() -> None:
 
 def test_machines_are_found_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert as_threads(5, machines) == [(0, 0, 1, 1, 2)] * 5
+    assert as_threads(5, lambda comm: comm.topology.machines) == [(0, 0, 1, 1, 2)] * 5
     for nothing in ("", "many"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", nothing)
-        assert as_threads(3, machines) == [(0, 0, 0)] * 3
+        assert as_threads(3, lambda comm: comm.topology.machines) == [(0, 0, 0)] * 3
 
 
 def test_hierarchical_finds_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,8 @@ def test_hierarchical_finds_its_machines(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         assert future is not None
         future.wait()
-        (collective,) = (c for key, c in comm.kept.items() if key[0] == "all_reduce")  # type: ignore[index]
-        return int(collective.wire_bytes)  # type: ignore[attr-defined]
+        (collective,) = (c for key, c in comm.calls.kept.items() if key[0] == "all_reduce")  # type: ignore[index]
+        return int(collective.prepared.wire_bytes)  # type: ignore[attr-defined]
 
     sent = as_threads(4, body)
     assert sent[1] == sent[3] == 4096 * 4 + 2 * 48

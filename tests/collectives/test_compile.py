@@ -15,9 +15,9 @@ from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
 from gradwire.collectives import arena
 from gradwire.collectives.calls import Step, covered_messages
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
-from gradwire.collectives.topology import Topology
 from gradwire.engine import HEADER_BYTES, Kind
 from gradwire.engine.message import ALIGNMENT
+from gradwire.engine.topology import Topology
 from gradwire.lang import layout
 from gradwire.partition import Spec
 

@@ -71,7 +71,7 @@ def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None
         ]
         values = [t.clone() for t in data[comm.rank]]
         residuals = [torch.zeros_like(t) for t in values]
-        collective = prepare(comm, specs, WAYS[way](n))
+        collective = prepare(comm.calls, specs, WAYS[way](n))
         sent = []
         for step in range(2):  # the second time in memory that the first has left
             items = [
@@ -79,7 +79,7 @@ def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None
                 for i, (t, r) in enumerate(zip(values, residuals, strict=True))
             ]
             sent.append(collective.start(items, average=True).result(30).wire_bytes)
-        assert sent == [collective.wire_bytes] * 2
+        assert sent == [collective.prepared.wire_bytes] * 2
         return [*values, *residuals], sent
 
     ordered, queued = both(n, lazy, body)
@@ -141,8 +141,8 @@ def test_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
 
     def body(comm: Communicator) -> list[BaseException | None]:
         if comm.rank == 2:
-            comm.in_order(torch.device("cpu"))
-            prepare(comm, [Spec("tensor", 5000, torch.float32, QSGD())], WAYS[way](4))
+            comm.stream(torch.device("cpu"))
+            prepare(comm.calls, [Spec("tensor", 5000, torch.float32, QSGD())], WAYS[way](4))
             fifo.kill(2)
             return []
         reduce = partial(all_reduce, torch.randn(5000), "qsgd", group=comm, options=WAYS[way](4))
@@ -200,11 +200,11 @@ def test_memory_is_that_of_one_collective() -> None:
     """However many follow one another: each takes the arena that the one before has left."""
 
     def body(comm: Communicator) -> tuple[int, int]:
-        collective = prepare(comm, [Spec("w", 100_000, torch.float32, QSGD())])
+        collective = prepare(comm.calls, [Spec("w", 100_000, torch.float32, QSGD())])
         item = Item(torch.ones(100_000), rng.parameter_keys(0, "w", comm.rank), 0)
         for _ in range(5):
             collective.start([item], average=True)
-        return comm.peak_bytes, collective.arena_bytes
+        return comm.pools.peak_bytes, collective.prepared.arena_bytes
 
     for peak, arena in as_threads(2, body, fifo=FifoHub(2)):
         assert peak == arena

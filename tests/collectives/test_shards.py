@@ -142,8 +142,8 @@ def test_law_5_bytes_are_accounted(n: int, codec: Codec, kind: str, segments: in
             else Item(torch.ones(n * m), rng.Keys(m, m), 0)
             for m in SHARDS
         ]
-        collective = prepare(comm, specs, Options(segments=segments), kind)
-        return collective.wire_bytes, collective.start(items, False).result().wire_bytes
+        collective = prepare(comm.calls, specs, Options(segments=segments), kind)
+        return collective.prepared.wire_bytes, collective.start(items, False).result().wire_bytes
 
     for formula, counted in as_threads(n, body):
         assert formula == counted

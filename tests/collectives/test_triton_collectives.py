@@ -21,6 +21,11 @@ def test_collectives_of_target_triton_are_those_of_target_c() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    told = "NoneType NoneType NoneType CodecError NoneType"  # the bad group's second call
-    said = ["plain same", "staged same", "in order same", told, told]
-    assert done.stdout.splitlines() == said, done.stderr[-3000:]
+    *same, one, other = done.stdout.splitlines()
+    assert same == ["plain same", "staged same", "in order same"], done.stderr[-3000:]
+    # The bad group's second call; a rank may hear of it from its peer first.
+    raised = {line.replace("NoneType ", "", 3).split()[0] for line in (one, other)}
+    assert "CodecError" in raised, (one, other, done.stderr[-3000:])
+    assert raised <= {"CodecError", "TransportError"}
+    for line in (one, other):
+        assert [kind == "NoneType" for kind in line.split()] == [True, True, True, False, True]

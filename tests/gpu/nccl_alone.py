@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gradwire as gw
 from fifo import FifoHub
-from gradwire.engine import Graph, Kind
-from gradwire.engine.in_order import InOrder
+from gradwire.engine import Communicator, Graph, Issue, Kind
 from gradwire.engine.schedule import lower
 from gradwire.groups import communicator
+from gradwire.transport import Hub
 
 SEGMENTS, NBYTES, JOBS = 6, 1 << 20, 5
 
@@ -80,25 +80,30 @@ def main(device: torch.device) -> None:
             address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         dist.init_process_group("nccl", address, timedelta(seconds=60), 1, 0)
         dist.all_reduce(torch.ones(1, device=device))  # makes the communicator
-        in_order = communicator().in_order(device)
-        if in_order is None:
+        comm = communicator()
+        if comm.stream(device) is None:
             print("a group over NCCL is not taken for one")
             return
     else:
-        in_order = InOrder(FifoHub(1).link(0))
-    mirrored(in_order, device)
+        link = FifoHub(1).link(0)
+        comm = Communicator(Hub(1).transport(0), links=lambda _: link)
+    mirrored(comm, device)
     if device.type == "cuda":
         functions(device)
         dist.destroy_process_group()
 
 
-def mirrored(in_order: InOrder, device: torch.device) -> None:
+def mirrored(comm: Communicator, device: torch.device) -> None:
+    stream = comm.stream(device)
+    assert stream is not None
     jobs = [Mirror(device, number) for number in range(JOBS)]
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")  # whoever makes the host wait
     for job in jobs:
-        in_order.submit(job).result(0)
+        ticket = comm.calls.ticket()
+        ticket.begin_in_order(Issue(0, "a test"), stream, lambda job=job: job).result(0)
+        ticket.close()
     results = torch.stack([job.result for job in jobs])
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")

@@ -35,9 +35,9 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
-    in_order = communicator().in_order(device)
-    if (in_order is not None) != (backend == "nccl"):
-        print(f"over {backend}, tensors on {device} go by way of {in_order}")
+    stream = communicator().stream(device)
+    if (stream is not None) != (backend == "nccl"):
+        print(f"over {backend}, tensors on {device} go by way of {stream}")
     dist.barrier()
     dist.destroy_process_group()
 

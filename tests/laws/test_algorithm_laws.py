@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradwire import QSGD, Codec, ConfigError, Identity, TernGrad, TransportError
 from gradwire.codecs import RandomK, TopK
@@ -81,8 +83,8 @@ def reduce_all(
         Item(t, rng.parameter_keys(0, f"p{i}", comm.rank), 3, residuals[i] if residuals else None)
         for i, t in enumerate(tensors)
     ]
-    collective = prepare(comm, specs, options)
-    return collective.wire_bytes, collective.start(items, average).result().wire_bytes
+    collective = prepare(comm.calls, specs, options)
+    return collective.prepared.wire_bytes, collective.start(items, average).result().wire_bytes
 
 
 @cache
@@ -199,7 +201,7 @@ def test_law_8_company_changes_nothing(way: str, codec: Codec) -> None:
             for group in [order[::-1]] if together else [[i] for i in order]:
                 specs = [Spec(f"p{i}", SIZES[i], torch.float32, codec, rotation=i) for i in group]
                 items = [Item(mine[i], rng.parameter_keys(0, f"p{i}", comm.rank), 5) for i in group]
-                prepare(comm, specs, options).start(items, True).result()
+                prepare(comm.calls, specs, options).start(items, True).result()
             return mine
 
         result: list[torch.Tensor] = as_threads(3, body)[0]
@@ -231,7 +233,7 @@ def test_law_3_a_codec_that_scales_is_unbiased_or_refused(way: str, n: int, aver
             specs = [
                 Spec(f"p{i}", m, torch.float32, codec, rotation=i) for i, m in enumerate(sizes)
             ]
-            collective = prepare(comm, specs, WAYS[way](n))
+            collective = prepare(comm.calls, specs, WAYS[way](n))
             for step in range(5):
                 items = [
                     Item(own[:m].clone(), rng.parameter_keys(0, f"p{i}", comm.rank), step)
@@ -367,7 +369,7 @@ def test_staged_messages_change_no_bit(
 
 def test_memory_of_another_device_is_refused() -> None:
     def body(comm: Communicator) -> BaseException | None:
-        collective = prepare(comm, [Spec("w", 10, torch.float32, QSGD())])
+        collective = prepare(comm.calls, [Spec("w", 10, torch.float32, QSGD())])
         item = Item(torch.zeros(10, device="meta"), rng.parameter_keys(0, "w", 0), 0)
         return caught(lambda: collective.start([item], True))
 
@@ -379,7 +381,13 @@ class Machine:
     """Ranks that share memory; stands for a hub."""
 
     def __init__(self, made: list[Shm]) -> None:
-        self.transport = made.__getitem__
+        self.made = made
+        self.board = dist.HashStore()
+
+    def transport(self, rank: int) -> Any:
+        end: Any = self.made[rank]
+        end.board, end.tick = self.board, lambda: None  # of the group's own transport elsewhere
+        return end
 
 
 @every_way
@@ -399,7 +407,7 @@ def test_borrowed_messages_change_no_bit(
         for _ in range(2):  # the second time in memory that the first has left
             sent, counted = reduce_all(comm, tensors, codec, WAYS[way](n), residuals)
             assert sent == counted
-        return tensors + residuals, any(c.borrowed for c in comm.kept.values())
+        return tensors + residuals, any(c.prepared.borrowed for c in comm.calls.kept.values())
 
     plain = as_threads(n, body)
     assert not any(borrows for _, borrows in plain)

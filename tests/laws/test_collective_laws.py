@@ -59,7 +59,7 @@ def reduce_all(
         Spec(f"p{i}", t.numel(), t.dtype, codec, residuals is not None, rotation=i)
         for i, t in enumerate(tensors)
     ]
-    collective = prepare(comm, specs, options)
+    collective = prepare(comm.calls, specs, options)
     items = [
         Item(
             t,
@@ -177,7 +177,7 @@ def test_law_5_bytes_are_accounted(codec: Codec, world_size: int, segments: int 
     def body(comm: Communicator) -> tuple[int, int]:
         options = Options(segments=segments)
         collective, outcome = reduce_all(comm, data[comm.rank], codec, options=options)
-        return collective.wire_bytes, outcome.wire_bytes
+        return collective.prepared.wire_bytes, outcome.wire_bytes
 
     for formula, counted in as_threads(world_size, body):
         assert formula == counted
@@ -199,7 +199,7 @@ def test_law_8_company_changes_nothing(codec: Codec, world_size: int) -> None:
                     Spec(f"p{i}", mine[i].numel(), mine[i].dtype, codec, rotation=i) for i in group
                 ]
                 items = [Item(mine[i], rng.parameter_keys(0, f"p{i}", comm.rank), 5) for i in group]
-                prepare(comm, specs, Options(segments=segments)).start(items, True).result()
+                prepare(comm.calls, specs, Options(segments=segments)).start(items, True).result()
             return mine
 
         result: list[torch.Tensor] = as_threads(world_size, body)[0]

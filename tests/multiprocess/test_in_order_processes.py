@@ -77,8 +77,8 @@ def reductions(rank: int) -> list[str]:
         for codec in ("identity", "qsgd", "topk")
         if not equal(ordered, partial(all_reduce, codec=codec, options=options))
     ]
-    assert groups.communicator(ordered).in_order(torch.device("cpu")) is not None
-    assert groups.communicator().in_order(torch.device("cpu")) is None
+    assert groups.communicator(ordered).stream(torch.device("cpu")) is not None
+    assert groups.communicator().stream(torch.device("cpu")) is None
     return wrong + ["the halves"] * (not equal(ordered, halves))
 
 
@@ -115,7 +115,7 @@ def dropped_in(rank: int) -> bool:
     model(x[rank]).sum().backward()
     assert dist.group.WORLD.stats()["calls"] == 1
     assert dist.group.WORLD.stats()["ratio"] > 3
-    assert groups.communicator().in_order(torch.device("cpu")) is not None
+    assert groups.communicator().stream(torch.device("cpu")) is not None
     (weight,) = model.parameters()
     return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
 

@@ -48,7 +48,7 @@ def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
             for i, n in enumerate(SIZES)
         ]
         keys = [rng.parameter_keys(0, f"p{i}", comm.rank) for i in range(len(SIZES))]
-        collective = prepare(comm, specs, Options(segments=3))
+        collective = prepare(comm.calls, specs, Options(segments=3))
         futures = []
         for step in range(2):
             tensors = [torch.randn(n, generator=generator) for n in SIZES]
@@ -56,7 +56,7 @@ def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
             items = [Item(t, k, step, r) for t, k, r in zip(tensors, keys, residuals, strict=True)]
             futures.append(collective.start(items, True))
             found += tensors + residuals
-        accounted &= all(f.result().wire_bytes == collective.wire_bytes for f in futures)
+        accounted &= all(f.result().wire_bytes == collective.prepared.wire_bytes for f in futures)
     comm.close()
     return [t.numpy().tobytes() for t in found], accounted
 

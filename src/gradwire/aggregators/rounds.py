@@ -2,7 +2,9 @@
 
 All coroutines advance in step. What they yield in one round becomes one collective, whose
 messages carry every parameter; when it ends, each coroutine gets its own result, and the next
-round begins. No thread waits for a round: its end starts the next.
+round begins. No thread waits for a round: its end starts the next. All rounds have one ticket,
+which is taken before the first: so the order of buckets is the order in which they were started,
+however their rounds overtake each other.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 
 from gradwire.aggregators.protocol import Aggregator, CompressedAllReduce, Steps
 from gradwire.collectives import Item, Options, prepare
-from gradwire.engine import Communicator, Outcome
+from gradwire.engine import Outcome, Owner
 from gradwire.lang import rng
 from gradwire.partition import Spec
 
@@ -52,23 +54,27 @@ class Rounds:
     """One bucket's way from gradients to averages.
 
     Args:
-        comm: the process group's engine.
+        owner: whose bucket it is.
         members: the parameters of the bucket.
         gradients: theirs, 1-D and contiguous, replaced by the averages.
         options: of every collective.
-        done: called once, from the engine's thread, with the error or None, and with what the
-            rounds took.
+        done: called once, with the error or None, and with what the rounds took; from the engine's
+            thread, or from `start`.
+
+    Raises:
+        TransportError, ConfigError: the group is broken (see `Owner.ticket`); `done` is not called.
     """
 
     def __init__(
         self,
-        comm: Communicator,
+        owner: Owner,
         members: Sequence[Member],
         gradients: Sequence[torch.Tensor],
         options: Options,
         done: Callable[[BaseException | None, list[Outcome]], None],
     ) -> None:
-        self.comm = comm
+        self.owner = owner
+        self.ticket = owner.ticket()
         self.members = members
         self.gradients = gradients
         self.options = options
@@ -79,13 +85,15 @@ class Rounds:
 
     def start(self) -> None:
         """Run every coroutine to its first collective, and begin the first round."""
-        for index, (member, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):
-            steps = member.aggregator.aggregate(gradient)
-            self._advance(index, steps, None)
         self.steps = [member.step for member in self.members]
         for member in self.members:
             member.step += 1
-        self._next_round(0)
+        try:
+            for index, (m, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):
+                self._advance(index, m.aggregator.aggregate(gradient), None)
+            self._next_round(0)
+        except BaseException as error:
+            self._end(error)
 
     def _advance(self, index: int, steps: Steps, result: torch.Tensor | None) -> None:
         """Resume one coroutine; it asks for another collective, or ends with its average."""
@@ -96,12 +104,16 @@ class Rounds:
             gradient = self.gradients[index]
             if average.data_ptr() != gradient.data_ptr():
                 gradient.copy_(average)
+        except BaseException as error:
+            # Peers are in the round that this rank will not begin.
+            self.owner.comm.fail_owner(self.owner, error)
+            raise
         else:
             self.active.append((index, steps, request))
 
     def _next_round(self, number: int) -> None:
         if not self.active:
-            self.done(None, self.outcomes)
+            self._end(None)
             return
         specs, items = [], []
         for index, _, request in self.active:
@@ -111,7 +123,8 @@ class Rounds:
             step = self.steps[index] | number << 48
             items.append(Item(request.values, member.keys, step, request.residual))
         device = items[0].values.device
-        running = prepare(self.comm, specs, self.options, device=device).start(items, average=True)
+        collective = prepare(self.owner, specs, self.options, device=device)
+        running = collective.start(items, average=True, ticket=self.ticket)
         running.add_done_callback(lambda outcome: self._finish_round(number, outcome))
 
     def _finish_round(self, number: int, outcome: Future[Outcome]) -> None:
@@ -122,4 +135,8 @@ class Rounds:
                 self._advance(index, steps, request.values)
             self._next_round(number + 1)
         except BaseException as error:
-            self.done(error, self.outcomes)
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.ticket.close()
+        self.done(error, self.outcomes)

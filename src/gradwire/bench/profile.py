@@ -1,16 +1,16 @@
 """`gradwire bench profile`: what gradwire costs a DDP bucket beyond its kernels and the wire.
 
-A DDP module of 30 parameters, 25 MB in all, in one bucket unless told otherwise. Its executor
-records what its threads do. Everything is counted on rank 0, in its threads' own CPU time, so that
+A DDP module of 30 parameters, 25 MB in all, in one bucket unless told otherwise. The group's lanes
+record what they do. Everything is counted on rank 0, in its threads' own CPU time, so that
 ranks that share cores do not count twice; medians over steps.
 
 A row: method, part, seconds (of all buckets), steps (how often); with ranks, net, transport, numel,
 parameters, bucket_mb. Parts:
 
     hook        DDP's own thread, until the bucket is handed over
-    compute     the compute thread's Python: tables of addresses, scheduling
-    inbound     the inbound thread's Python, and over a network the checksums of what came
-    outbound    the outbound thread's Python
+    compute     the compute lane's Python: tables of addresses, scheduling
+    inbound     the inbound lanes' Python, and over a network the checksums of what came
+    outbound    the outbound lanes' Python
     python      these four together
     queueing    steps that lay ready while their thread slept (wall clock), all threads together;
                 but not waits for messages that were still on their way when they began
@@ -37,7 +37,7 @@ from typing import Any
 
 from gradwire.bench.methods import parse
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
-from gradwire.collectives.topology import Topology
+from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
 from gradwire.sim.buckets import buckets

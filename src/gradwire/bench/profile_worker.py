@@ -19,7 +19,8 @@ from gradwire.bench.profile import Config
 from gradwire.engine import Trace
 from gradwire.engine.trace import WIRE, Span
 from gradwire.groups import communicator
-from gradwire.integrations.hook import socket_of
+from gradwire.integrations.buckets import Buckets
+from gradwire.integrations.hook import hook_state
 
 _WARM_UP = 3  # DDP's buckets are rebuilt after the first step
 _SLEPT_S = 50e-6  # more than waking up takes
@@ -43,17 +44,17 @@ class _Layers(torch.nn.Module):
 def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace) -> dict[str, Any]:
     """One backward pass, part by part: (seconds, how often)."""
     hook: list[float] = []
-    plug = socket_of(model).plug
-    assert plug is not None
-    reduce = type(plug).reduce
+    buckets = hook_state(model).reducer
+    assert isinstance(buckets, Buckets)
+    reduce = type(buckets).reduce
 
     def timed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         begun = time.thread_time()
-        future = reduce(plug, bucket)
+        future = reduce(buckets, bucket)
         hook.append(time.thread_time() - begun)
         return future
 
-    plug.reduce = timed  # type: ignore[method-assign]
+    buckets.reduce = timed  # type: ignore[method-assign]
     before = handle.stats()
     trace.clear()
     loss = model()
@@ -100,9 +101,9 @@ def _profile(name: str, config: Config) -> list[dict[str, Any]]:
     for _ in range(_WARM_UP):
         model().backward()
     comm = communicator()
-    trace = comm.executor.begin_trace()
+    trace = comm.begin_trace()
     steps = [_step(model, handle, trace) for _ in range(config.steps)]
-    comm.executor.end_trace()
+    comm.end_trace()
     if comm.rank == 0 and config.trace is not None:
         Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
     handle.detach()

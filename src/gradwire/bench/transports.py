@@ -1,7 +1,7 @@
 """`gradwire bench transports`: shared memory against gloo on loopback, between two ranks.
 
 Both transports move the same messages between the same two processes, in turns (A B A B), as the
-executor uses them: receives are posted before their messages are sent. Each rank has a core of its
+engine uses them: receives are posted before their messages are sent. Each rank has a core of its
 own, where there are two.
 
 A row: transport (shm, gloo), bytes (of a message), latency_us (half the time there and back),

@@ -19,7 +19,7 @@ from gradwire.transport import Mixed, TorchP2P, Transport
 _STREAM_BYTES = 1 << 25  # of a turn's messages in flight, at most _STREAM_MOST of them
 _STREAM_MOST = 64
 _TURN_S = 0.03  # of a turn's messages there and back, by what one takes over gloo
-_TAGS = 1 << 10  # of a measurement: each message in flight has its own, as in the executor
+_TAGS = 1 << 10  # of a measurement: each message in flight has its own, as in the engine
 
 
 def _meet(transport: Transport, tag: int) -> None:

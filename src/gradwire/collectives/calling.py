@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -67,7 +68,7 @@ def communicator_of(
         ConfigError: no such group, or the call would wait on the thread that must do the work.
     """
     comm = group if isinstance(group, Communicator) else communicator(group)
-    if not async_op and comm.executor.is_own_thread():
+    if not async_op and comm.workers.owns(threading.current_thread()):
         raise ConfigError(
             f"{function} was called in a callback that runs on gradwire's own thread, where "
             "waiting would never end: use async_op=True"

@@ -16,9 +16,9 @@ from gradwire.algorithms.protocol import message
 from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls, kernel_calls
 from gradwire.collectives.options import Options
-from gradwire.collectives.topology import Topology
 from gradwire.engine import Graph
 from gradwire.engine.schedule import Stage, lower
+from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.partition import SEGMENT_BYTES, Kind, Partition, Spec, partition
 

@@ -16,9 +16,9 @@ from gradwire.collectives.calling import (
     communicator_of,
     deliver,
 )
+from gradwire.collectives.collective import prepare
 from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
-from gradwire.collectives.prepared import prepare
 from gradwire.engine import Communicator
 from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
@@ -69,7 +69,7 @@ def all_reduce(
     chosen = codecs.get(codec, **codec_options)
     comm = communicator_of("all_reduce", group, async_op)
     spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
-    collective = prepare(comm, [spec], options, device=tensor.device)
+    collective = prepare(comm.calls, [spec], options, device=tensor.device)
     values = tensor.detach().contiguous().view(-1)
     flat_residual = None if residual is None else residual.view(-1)
     keys = rng.parameter_keys(seed, name, comm.rank)

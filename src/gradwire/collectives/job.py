@@ -1,4 +1,4 @@
-"""One run of a prepared collective: what the executor asks for."""
+"""One round of a prepared collective: its addresses, keys, kernels and messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from gradwire.collectives.calls import Step
 from gradwire.collectives.memory import HostMemory, Memory, StagedMemory, is_staged
-from gradwire.engine import Kind
+from gradwire.engine import Kind, Ticket
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
@@ -23,7 +23,7 @@ from gradwire.partition import Spec
 from gradwire.transport import Loan
 
 if TYPE_CHECKING:
-    from gradwire.collectives.prepared import Collective
+    from gradwire.collectives.prepared import Prepared
 
 
 @dataclass
@@ -48,9 +48,12 @@ class Item:
 
 
 class Job:
-    """Fulfils gradwire.engine.Job."""
+    """Fulfils gradwire.engine.threads.Work."""
 
-    def __init__(self, collective: Collective, items: Sequence[Item], average: bool) -> None:
+    def __init__(
+        self, collective: Prepared, items: Sequence[Item], average: bool, ticket: Ticket
+    ) -> None:
+        self.ticket = ticket
         self.collective = collective
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
@@ -61,7 +64,7 @@ class Job:
         on_gpu = collective.device.type == "cuda"
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
         self.factor = 1.0 / collective.comm.world_size if average else 1.0
-        self.sequence, self.first_tag = collective.comm.sequence(collective.plan, collective.tags)
+        self.sequence = ticket.place.number << 8 | ticket.rounds & 255
         columns = zip(*map(self._numbers, items), strict=True)
         numbers = np.fromiter(chain.from_iterable(columns), "u8", len(Step._fields) * len(items))
         self.step = Step(*numbers.reshape(len(Step._fields), -1))
@@ -100,8 +103,8 @@ class Job:
         program = self.collective.program
         return program.offset[buffer], program.offset[buffer] + program.nbytes[buffer]
 
-    def tag(self, buffer: int) -> int:
-        return self.first_tag + self.collective.tag(buffer)
+    def tag(self, task: int) -> int:
+        return self.ticket.tag(self.collective.tags, self.graph.slot[task])
 
     def compute(self, task: int) -> None:
         c = self.collective
@@ -180,6 +183,7 @@ class Job:
     def finish(self) -> None:
         self.held.give()
         self.items = ()
+        del self.held, self.rows  # whoever keeps a job must not keep its memory
 
 
 def check_item(spec: Spec, item: Item, world_size: int, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class HostMemory:
     """On the CPU."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
-        self._pool = comm.pool(torch.device("cpu"))
+        self._pool = comm.pools.of(torch.device("cpu"))
         self.arena = self.messages = self._pool.take(nbytes)
 
     @contextmanager
@@ -75,11 +75,11 @@ class StagedMemory:
         message_bytes: int,
         ready: torch.cuda.Event | None,
     ) -> None:
-        self._pools = comm.pool(device), comm.pool(device, staging=True)
+        self._pools = comm.pools.of(device), comm.pools.of(device, staging=True)
         self.arena, self.messages = (
             pool.take(n) for pool, n in zip(self._pools, (nbytes, message_bytes), strict=True)
         )
-        self._stream = comm.stream(device)
+        self._stream = comm.pools.stream(device)
         if self._stream is not None and ready is not None:
             self._stream.wait_event(ready)
 

@@ -1,4 +1,4 @@
-"""One run of a prepared collective in stream order: what the in-order executor asks for.
+"""One round of a prepared collective in stream order.
 
 Kernels and messages have one arena, on the tensors' device. Messages keep room for a header, so
 that they lie, and count, as everywhere else; nobody writes or reads it.
@@ -13,8 +13,8 @@ import torch
 from gradwire.collectives.job import Job
 from gradwire.collectives.memory import HostMemory
 from gradwire.engine import Communicator
-from gradwire.engine.in_order import Verdict
 from gradwire.engine.schedule import Stage
+from gradwire.engine.stream import Verdict
 
 
 class OrderedMemory(HostMemory):
@@ -24,12 +24,12 @@ class OrderedMemory(HostMemory):
     """
 
     def __init__(self, comm: Communicator, device: torch.device, nbytes: int) -> None:
-        self._pool = comm.pool(device)
+        self._pool = comm.pools.of(device)
         self.arena = self.messages = self._pool.take(nbytes)
 
 
 class OrderedJob(Job):
-    """Fulfils gradwire.engine.in_order.OrderedJob."""
+    """Fulfils gradwire.engine.stream.StreamWork."""
 
     @property
     def schedule(self) -> Sequence[Stage]:
@@ -39,7 +39,7 @@ class OrderedJob(Job):
         c = self.collective
         self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
         self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
-        stream = c.comm.stream(c.device)
+        stream = c.comm.pools.stream(c.device)
         if stream is not None and self.ready is not None:
             stream.wait_event(self.ready)
             # What the caller lets go of must outlive what is queued here.

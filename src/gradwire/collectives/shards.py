@@ -20,9 +20,9 @@ from gradwire.collectives.calling import (
     communicator_of,
     deliver,
 )
+from gradwire.collectives.collective import prepare
 from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
-from gradwire.collectives.prepared import prepare
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, rng
@@ -71,7 +71,7 @@ def reduce_scatter(
     _check_shards(comm, whole=("input", input), shard=("output", output))
     check_residual(residual, input.numel())
     spec = Spec(name, input.numel(), input.dtype, chosen, residual is not None)
-    collective = prepare(comm, [spec], options, "reduce_scatter", input.device)
+    collective = prepare(comm.calls, [spec], options, "reduce_scatter", input.device)
     values = input.detach().contiguous().view(-1)
     home = _flat_home(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
@@ -123,7 +123,7 @@ def all_gather(
     comm = communicator_of("all_gather", group, async_op)
     _check_shards(comm, whole=("output", output), shard=("input", input))
     spec = Spec(name, output.numel(), output.dtype, chosen)
-    collective = prepare(comm, [spec], options, "all_gather", output.device)
+    collective = prepare(comm.calls, [spec], options, "all_gather", output.device)
     values = _flat_home(output)
     own = values[comm.rank * input.numel() :][: input.numel()]
     own.copy_(input.detach().reshape(-1))

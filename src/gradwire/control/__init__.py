@@ -9,6 +9,7 @@ keys, what it costs, and why it is so.
 """
 
 from gradwire.control.channel import Channel
+from gradwire.control.description import digest
 from gradwire.control.member import Listener, Member
 
-__all__ = ["Channel", "Listener", "Member"]
+__all__ = ["Channel", "Listener", "Member", "digest"]

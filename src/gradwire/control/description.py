@@ -69,3 +69,8 @@ class Description:
             f"rank {other.rank} has '{theirs[line]}'. Give every rank the same model, options "
             "and seed"
         )
+
+
+def digest(world_size: int, what: str, description: Sequence[str]) -> int:
+    """The number that `Member.agree` gives for this description."""
+    return Description.of(0, world_size, what, description).number

@@ -1,21 +1,26 @@
 """The engine: runs graphs of five kinds of task. It knows no algorithm and no codec."""
 
-from gradwire.engine.communicator import Communicator
-from gradwire.engine.executor import Executor, Job, Outcome
+from gradwire.engine.communicator import Communicator, Seat
 from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.message import HEADER_BYTES
+from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
+from gradwire.engine.process import Engine
+from gradwire.engine.threads import Outcome
 from gradwire.engine.trace import Span, Trace
 
 __all__ = [
     "HEADER_BYTES",
     "Communicator",
-    "Executor",
+    "Engine",
     "Graph",
-    "Job",
+    "Issue",
     "Kind",
     "Outcome",
+    "Owner",
     "Pool",
+    "Seat",
     "Span",
+    "Ticket",
     "Trace",
 ]

@@ -1,224 +1,426 @@
-"""What a process group's collectives share: an executor, memory, agreement between ranks."""
+"""What the scopes of one process group share: transport, owners, memory, and what peers tell.
+
+A communicator is opened by its first use: the ranks then make their ends of the transport,
+together, on a thread that nobody else waits for. Several groups may be opened in another order on
+each rank.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
+import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from gradwire.engine.executor import Executor
-from gradwire.engine.in_order import InOrder
-from gradwire.engine.pool import Pool
-from gradwire.engine.streams import on
-from gradwire.errors import ConfigError
+from gradwire import control
+from gradwire.control import Member
+from gradwire.engine.core import Actions
+from gradwire.engine.owner import Owner
+from gradwire.engine.pool import Pools
+from gradwire.engine.process import Engine
+from gradwire.engine.ranges import Ranges
+from gradwire.engine.stream import Stream, StreamWork
+from gradwire.engine.threads import Flight, Outcome, Threads, Work
+from gradwire.engine.topology import Facts, Topology
+from gradwire.engine.trace import Trace, Traced
+from gradwire.engine.watch import Watch
+from gradwire.engine.workers import Lane
+from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
 from gradwire.transport.link import Link
 
-# A job's tag: 9 bits of its plan, 20 bits that count. Agreements use the tags from there on.
-_COUNTED = 1 << 20
-_PLANS = 1 << 9
-_AGREE_TAG = _COUNTED * _PLANS
-_CHECK_BYTES = 40
+log = logging.getLogger("gradwire")
+
+T = TypeVar("T")
+
+_LINGER_S = 2.0  # for sends of results that are in place, on closing
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place in a process group.
+
+    Attributes:
+        rank, world_size: as in torch, within the group.
+        timeout: seconds that a wait may last.
+        store: shared by the group's ranks, and by nobody else.
+    """
+
+    rank: int
+    world_size: int
+    timeout: float
+    store: dist.Store
 
 
 class Communicator:
-    """The engine of one process group on one rank.
+    """One process group's part of the engine, on one rank.
 
     Args:
-        transport: moves the bytes.
-        in_flight: how many collectives may own memory at a time (two overlap encoding with
-            sending).
+        transport: moves the bytes; or makes what does, where `seat` says for whom.
+        window: scopes that a stream of single collectives may have under way at a time (two overlap
+            encoding with sending).
         links: what carries messages between tensors of a device in stream order; None: nothing
             does, so that they go by way of `transport`. All ranks ask, and are told alike.
+        seat: where `transport` is made later.
 
     Attributes:
-        executor: runs the graphs whose messages go by `transport`.
-        preparing: held while something is looked up in `kept`, or agreed on.
-        kept: what is prepared once and used every step, by what it is for; the least used first.
+        calls: the owner of single collectives that users call.
+        pools: the memory of scopes under way.
+        error: what broke this group, or None.
+        alive: asked from time to time; False: the process group has gone.
     """
+
+    alive: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
         self,
-        transport: Transport,
-        in_flight: int = 2,
+        transport: Transport | Callable[[], Transport],
+        window: int = 2,
         links: Callable[[torch.device], Link | None] = lambda device: None,
+        seat: Seat | None = None,
     ) -> None:
-        self.transport = transport
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.executor = Executor(transport, in_flight)
-        self._links = links
-        self._in_order: dict[torch.device, InOrder | None] = {}
-        self._in_memory: bool | None = None
-        self.kept: OrderedDict[Hashable, object] = OrderedDict()
-        self.preparing = threading.RLock()
+        if seat is None:
+            made: Any = transport
+            seat = Seat(made.rank, made.world_size, made.timeout, made.board)
+        self.rank, self.world_size, self.timeout = seat.rank, seat.world_size, seat.timeout
+        self.error: BaseException | None = None
+        self.trace: Trace | None = None
+        engine = Engine.current()
+        self.workers = engine.workers
+        self._transport: Transport | None = None if callable(transport) else transport
+        self._make = transport if callable(transport) else None
+        self.links = links
+        self._streams: dict[torch.device, Stream | None] = {}
         self._lock = threading.Lock()
-        self._jobs = 0
-        self._tags = 0
-        self._agreements = 0
-        self._agreed: set[bytes] = set()
-        self._pools: dict[tuple[torch.device, bool], Pool] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._opening = threading.RLock()
+        self._flights: set[Flight] = set()
+        self._agreements = itertools.count()
+        self._topology: Topology | None = None
+        self._compute = self.lane("compute")
+        self._threads: Threads | None = None
+        self.pools = Pools(lambda: self.transport.store)
+        self.watch = Watch(self)
+        self.owners: list[Owner] = []
+        self._serial = 0
+        self._ranges = Ranges(self._first)
+        self._frontier: dict[str, int] = {}
+        self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
+        self.calls, self.blobs = self.streams
+        self.member: Member | None = None
+        if self.world_size > 1:
+            self.member = engine.channel.join(
+                seat.store, self.rank, self.world_size, self.timeout, self.watch
+            )
 
-    def close(self) -> None:
-        """End the threads; collectives under way are abandoned."""
-        self.executor.close()
-        self._links = lambda device: None  # nothing of ours may keep a process group alive
-        for in_order in self._in_order.values():
-            if in_order is not None:
-                in_order.close()
-        with self._lock:
-            for pool in self._pools.values():
-                pool.close()
-        self.transport.close()
+    # ---- opening -------------------------------------------------------------------------------
 
-    def in_order(self, device: torch.device) -> InOrder | None:
-        """What runs the graphs of tensors on `device` where their messages keep a stream's order,
-        else None. All ranks ask at once the first time.
-
-        Raises:
-            TransportError: the ranks do not find together.
-        """
-        if device not in self._in_order:
-            link = self._links(device)
-            made = None if link is None else InOrder(link, self.stream(device))
-            self._in_order[device] = made
-        return self._in_order[device]
-
-    # ---- numbers that are the same on all ranks, because collectives start in the same order ----
-
-    def sequence(self, plan: int, tags: int) -> tuple[int, int]:
-        """The number of the next collective, and the first of `tags` tags of its own.
-
-        The low bits of a tag count, so that no two messages in flight share one. The high bits
-        are of the plan: ranks that by mistake run different collectives at a time then wait in
-        vain, which ends in an error, rather than receive a message of another size, which gloo
-        punishes by aborting the process (all but one mistake in 512).
+    @property
+    def transport(self) -> Transport:
+        """What moves the bytes; the first call waits for the other ranks' first calls.
 
         Raises:
-            ConfigError: more ranks and segments than there are tags.
+            TransportError: a peer did not answer, or the group is broken.
         """
-        if tags > _COUNTED // 4:
-            raise ConfigError(f"a collective of {tags} messages: use fewer segments")
-        with self._lock:
-            number, first = self._jobs, self._tags
-            if first + tags > _COUNTED:
-                first = 0
-            self._jobs += 1
-            self._tags = first + tags
-        return number, plan % _PLANS * _COUNTED + first
+        if self._transport is None:
+            with self._opening:
+                if self._transport is None:
+                    self.check()
+                    assert self._make is not None
+                    made = self._make()
+                    self._transport, self._make = made, None
+                    if self.error is not None:
+                        made.close()
+                        raise self.error
+        return self._transport
 
-    # ---- agreement ---------------------------------------------------------------------------
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a machine, and whether all messages stay in memory: alike on all ranks.
 
-    def agree(self, what: str, description: list[str], once: bool = False) -> int:
-        """Make sure that every rank holds the same `description`; each call is a round trip.
+        The first call waits for the other ranks' first calls.
 
-        With `once`, what was agreed on before needs none.
+        Raises:
+            TransportError: a peer did not answer.
+        """
+        with self._opening:
+            if self._topology is None:
+                mine = Facts.here(self.transport.in_memory)
+                self._topology = Topology.of(self.rank, self.exchange("topology", mine))
+            return self._topology
+
+    def exchange(self, key: str, facts: Facts) -> list[Facts]:
+        """Every rank's facts, in rank order; `key` is used once."""
+        if self.member is None:
+            return [facts]
+        return [Facts.unpack(b) for b in self.member.exchange(key, facts.pack()).result()]
+
+    def agree(self, what: str, description: list[str]) -> int:
+        """Make sure that every rank holds the same `description`; all ranks call in one order.
 
         Returns:
-            The first 8 bytes of the description's digest: what message headers carry.
+            A digest: what message headers carry.
 
         Raises:
             ConfigError: on every rank, naming the first line that differs and who holds what.
             TransportError: a peer did not answer.
         """
-        lines = [f"world size {self.world_size}", what, *description]
-        body = "\n".join(lines).encode()
-        digest = hashlib.blake2b(body, digest_size=32).digest()
-        number = int.from_bytes(digest[:8], "little")
-        if once and digest in self._agreed:
-            return number
-        record = digest + len(body).to_bytes(_CHECK_BYTES - len(digest), "little")
-        records = self.exchange(record, [_CHECK_BYTES] * self.world_size)
-        if any(other[:32] != digest for other in records):
-            sizes = [int.from_bytes(other[32:], "little") for other in records]
-            bodies = self.exchange(body, sizes)
-            raise ConfigError(self._difference([b.decode().split("\n") for b in bodies]))
-        self._agreed.add(digest)
-        return number
+        return self.agreement(f"group {next(self._agreements)}", what, description).result()
 
-    def exchange(self, mine: bytes, sizes: list[int]) -> list[bytes]:
-        """Every rank's bytes, in rank order; `sizes` are their lengths."""
-        tag = _AGREE_TAG + self._agreements % _COUNTED
-        self._agreements += 1
-        peers = [p for p in range(self.world_size) if p != self.rank]
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        inbox = {p: torch.empty(sizes[p], dtype=torch.uint8) for p in peers}
-        receives = [self.transport.irecv(inbox[p], p, tag) for p in peers]
-        sends = [self.transport.isend(data, p, tag) for p in peers]
-        for pending in (*receives, *sends):
-            pending.wait()
-        return [
-            mine if p == self.rank else inbox[p].numpy().tobytes() for p in range(self.world_size)
-        ]
-
-    def _difference(self, bodies: list[list[str]]) -> str:
-        longest = max(map(len, bodies))
-        padded = [body + ["(nothing)"] * (longest - len(body)) for body in bodies]
-        line = next(i for i in range(longest) if len({body[i] for body in padded}) > 1)
-        other = next(
-            r for r in range(self.world_size) if padded[r][line] != padded[self.rank][line]
-        )
-        return (
-            f"ranks disagree on {bodies[self.rank][1]}: rank {self.rank} has "
-            f"'{padded[self.rank][line]}', rank {other} has '{padded[other][line]}'. "
-            "Give every rank the same model, options and seed"
-        )
-
-    def in_memory(self) -> bool:
-        """Whether no message of any rank leaves the memory of one machine: all ranks answer alike.
-
-        The first call is a round trip, which all ranks take together.
-
-        Raises:
-            TransportError: a peer did not answer.
-        """
-        if self._in_memory is None:
-            mine = bytes([self.transport.in_memory])
-            self._in_memory = all(map(any, self.exchange(mine, [1] * self.world_size)))
-        return self._in_memory
-
-    # ---- memory ------------------------------------------------------------------------------
-
-    def pool(self, device: torch.device, staging: bool = False) -> Pool:
-        """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
-        pinned = staging and device.type == "cuda"
-        place = torch.device("cpu") if staging else device
-        stream = None if staging else self.stream(device)
-        # What kernels on the CPU write, peers on this machine may read where it lies.
-        lends = device.type == "cpu" and not staging
-
-        def make(nbytes: int) -> torch.Tensor:
-            store = self.transport.store if lends else None
-            arena = None if store is None else store.take(nbytes)
-            if arena is not None:
-                return arena
-            # In the side stream's own memory: no other stream's work may still use it.
-            with on(stream):
-                return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
-
-        def unmake(arena: torch.Tensor) -> None:
-            store = self.transport.store if lends else None
-            if store is not None:
-                store.give(arena)
-
-        with self._lock:
-            return self._pools.setdefault((device, staging), Pool(make, unmake))
+    def agreement(self, key: str, what: str, description: list[str]) -> Future[int]:
+        """As `agree`, at its own pace; `key` names it on all ranks and is used once."""
+        self.check()
+        if self.member is None:
+            alone: Future[int] = Future()
+            alone.set_result(control.digest(1, what, description))
+            return alone
+        return self.member.agree(key, what, description)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most memory that collectives owned at one time, in bytes, of each kind."""
-        with self._lock:
-            return sum(pool.peak_bytes for pool in self._pools.values())
+    def opened(self) -> Transport | None:
+        """The transport, if there is one by now."""
+        return self._transport
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The side stream of this group's kernels on `device`; None on the CPU."""
-        if device.type == "cpu":
-            return None
+    def all_owners(self) -> list[Owner]:
+        """The streams of single collectives, and the handles."""
+        return [*self.streams, *self.owners]
+
+    def claim(self, owner: Owner, layout: str) -> int:
+        """The range of tags of a layout of `owner`; see gradwire.engine.ranges.
+
+        Raises:
+            ConfigError: too many are in use.
+            TransportError: the group's store is gone.
+        """
+        return self._ranges.claim(owner, layout)
+
+    def _first(self, key: str, value: bytes) -> bytes:
+        return value if self.member is None else self.member.first(key, value)
+
+    # ---- owners and their rounds ---------------------------------------------------------------
+
+    def owner(self, name: str, window: int = 2) -> Owner:
+        """Open the next owner; all ranks do in one order."""
         with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            return self._streams[device]
+            serial, self._serial = self._serial, self._serial + 1
+            owner = Owner(self, serial, name, window, False)
+            self._drop_closed()
+            self.owners.append(owner)
+        self.watch.opened(owner)
+        return owner
+
+    def close_owner(self, owner: Owner) -> None:
+        """`owner` issues no further ticket; what it has issued still ends."""
+        with self._lock:
+            owner.closed = True
+            self._drop_closed()
+        self.watch.closed(owner)
+
+    def _drop_closed(self) -> None:
+        """Forget the owners that are over, but for how far they came; the lock is held."""
+        over = [owner for owner in self.owners if owner.over]
+        self._frontier.update({owner.key: owner.returned for owner in over})
+        self.owners = [owner for owner in self.owners if owner not in over]
+
+    def stream(self, device: torch.device) -> Stream | None:
+        """What runs rounds of tensors on `device` where their messages keep a stream's order, else
+        None. All ranks ask at once the first time.
+
+        Raises:
+            TransportError: the ranks do not find together.
+        """
+        if device not in self._streams:
+            with self._opening:
+                if device not in self._streams:
+                    link = self.links(device)
+                    stream = None
+                    if link is not None:
+                        stream = Stream(link, self.pools.stream(device), self.fail)
+                    self._streams[device] = stream
+        return self._streams[device]
+
+    def check(self) -> None:
+        """Raises what broke this group, if anything did."""
+        if self.error is not None:
+            raise self.error
+
+    def expect(self, flight: Flight) -> None:
+        """A round was issued: it ends with its result, or with the group's error."""
+        with self._lock:
+            self._flights.add(flight)
+            error = self.error or flight.ticket.owner.error
+        if error is not None:
+            self._end(flight, error)
+
+    def launch(self, flight: Flight, ready: Future[T], make: Callable[[T], Work]) -> None:
+        """What a round needs is prepared, or will never be."""
+        if flight.future.done():
+            return
+        try:
+            work = make(ready.result())
+        except BaseException as error:
+            self._cancel(flight)
+            self._end(flight, error)
+        else:
+            self._driver().begin(flight, work)
+
+    def _cancel(self, flight: Flight) -> None:
+        """A round will never begin."""
+        owner = flight.ticket.owner
+        with owner.lock:
+            actions = owner.core.cancel(flight.ticket.place)
+        self.perform(actions)
+
+    def queue(self, flight: Flight, stream: Stream, make: Callable[[], StreamWork]) -> None:
+        """Run a round on a stream: it is queued, or has failed, when this returns."""
+        try:
+            work = make()
+        except Exception as error:
+            self._cancel(flight)
+            self._end(flight, error)
+            return
+        try:
+            wire_bytes = stream.begin(flight, work)
+        except BaseException as error:
+            self._end(flight, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            seconds = time.perf_counter() - flight.begun
+            self._end(flight, Outcome(seconds, wire_bytes, 0.0))
+
+    def lane(self, name: str, owner: Owner | None = None) -> Lane:
+        """Steps of this group, or of one owner; none runs once it is broken."""
+
+        def stopped() -> bool:
+            return self.error is not None or (owner is not None and owner.error is not None)
+
+        return Lane(self.workers, name, self.fail, lambda: self.trace, stopped)
+
+    def _driver(self) -> Threads:
+        if self._threads is None:
+            self._threads = Threads(lambda: self.traced, self._compute, self._ended)
+        return self._threads
+
+    def perform(self, actions: Actions) -> None:
+        """Do what an owner's core says."""
+        if actions:
+            self._driver().perform(actions)
+
+    def _ended(self, flight: Flight) -> None:
+        assert flight.work is not None
+        seconds = time.perf_counter() - flight.begun
+        self._end(flight, Outcome(seconds, flight.wire_bytes, flight.work.kernel_seconds))
+
+    def _end(self, flight: Flight, end: Outcome | BaseException) -> None:
+        with self._lock:
+            if flight not in self._flights:
+                return  # another thread ended it
+            self._flights.discard(flight)
+        if isinstance(end, BaseException):
+            flight.future.set_exception(end)
+        else:
+            flight.future.set_result(end)
+
+    # ---- failure and the end -------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """What happened here breaks the group, and peers are told."""
+        if not self.end(error):
+            return  # another thread has met the same, a moment ago
+        if isinstance(error, GradwireError):
+            log.error("%s", error)
+        else:
+            log.exception("gradwire: a task failed", exc_info=error)
+        peer = error.peer if isinstance(error, TransportError) else None
+        blamed = self.rank if peer is None else peer
+        if self._transport is not None:
+            self._transport.fail(blamed)
+        self.watch.tell_failure(error, blamed, None)
+
+    def end(self, error: BaseException) -> bool:
+        """End every round, now and later, with `error`; False if an earlier error did."""
+        with self._lock:
+            if self.error is not None:
+                return False
+            self.error = error
+            stranded = list(self._flights)
+        for flight in stranded:
+            self._end(flight, error)
+        return True
+
+    def fail_owner(self, owner: Owner, error: BaseException) -> None:
+        """What happened here breaks one owner: peers end their rounds of it, and only those."""
+        if self.end_owner(owner, error):
+            log.error("%s", error)
+            self.watch.tell_failure(error, self.rank, owner)
+
+    def end_owner(self, owner: Owner, error: BaseException) -> bool:
+        """End every round of `owner`, now and later, with `error`; False: an earlier one did."""
+        with self._lock:
+            if owner.error is not None or self.error is not None:
+                return False
+            owner.error = error
+            stranded = [flight for flight in self._flights if flight.ticket.owner is owner]
+        for flight in stranded:
+            self._end(flight, error)
+        return True
+
+    def close(self) -> None:
+        """The process group goes: rounds under way end in a TransportError."""
+        gone = TransportError(
+            f"rank {self.rank}: this process group was destroyed; attach again in the new one"
+        )
+        if self.error is None:
+            self._linger()
+        self.end(gone)
+        frontier = self._frontier | {owner.key: owner.returned for owner in self.all_owners()}
+        self.watch.leave(frontier)
+        # Nothing of ours may keep a process group alive.
+        self.links = lambda device: None
+        self.alive = lambda: True
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.close()
+        self.pools.close()
+        for owner in self.all_owners():
+            owner.kept.clear()
+        self._make = None
+        if self._transport is not None:
+            with suppress(TransportError):
+                self._transport.close()
+
+    def _linger(self) -> None:
+        """Results may be in place here whose last sends are still on their way to a peer."""
+        end = time.monotonic() + _LINGER_S
+        owners = self.all_owners()
+        while time.monotonic() < end and not self._flights:
+            if all(owner.returned == owner.core.issued for owner in owners):
+                return
+            time.sleep(0.01)
+
+    # ---- records -------------------------------------------------------------------------------
+
+    @property
+    def traced(self) -> Transport:
+        """The transport, recording what it does while there is a trace."""
+        return self.transport if self.trace is None else Traced(self.transport, self.trace)
+
+    def begin_trace(self) -> Trace:
+        """Record what the lanes and the transport do from now on."""
+        self.trace = Trace()
+        return self.trace
+
+    def end_trace(self) -> None:
+        """Record no more."""
+        self.trace = None
+
+
+_STREAMS = ("single collectives", "collectives of the backend")

@@ -1,6 +1,6 @@
 """The header of a message: enough to refuse a payload that is not the one expected.
 
-48 bytes, little-endian: magic, version, flags, plan digest, sequence number of the collective, the
+48 bytes, little-endian: magic, version, flags, plan digest, number of the ticket and round, the
 call's digest, payload length, checksum, segment, chunk. Payload segments carry no header of their
 own: the plan, which ranks compare before its first use, says what each byte is
 (docs/wire-format.md). What may change from call to call, and must be the same on every rank, is in
@@ -40,8 +40,8 @@ class Envelope:
     """What both ends know about a message before it is sent.
 
     Attributes:
-        plan: 64 bits, from `Communicator.agree`.
-        sequence: which collective of its group; its low 32 bits travel.
+        plan: 64 bits: the digest of what ranks compare (`Collective.issue`).
+        sequence: which ticket of its owner, and which round of it; its low 32 bits travel.
         segment, chunk: what of the plan the payload is.
         call: 32 bits, a digest of this call's arguments that must be alike on every rank.
         checksum: whether the payload has one.

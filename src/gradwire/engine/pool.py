@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from gradwire.engine.streams import on
+from gradwire.transport.shm_store import Store
+
 _REMEMBERED = 64  # collectives
 
 
@@ -78,3 +81,68 @@ class Pool:
             self.unmake(arena)
         gone = {id(a) for a in arenas}
         self._free = [a for a in self._free if id(a) not in gone]
+
+
+class Pools:
+    """The arenas of one process group, and the side streams of its kernels.
+
+    Args:
+        store: memory that peers of this machine can read where it lies; None if there is none.
+    """
+
+    def __init__(self, store: Callable[[], Store | None]) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._pools: dict[tuple[torch.device, bool], Pool] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._peak_bytes = 0  # of pools that are closed
+
+    def of(self, device: torch.device, staging: bool = False) -> Pool:
+        """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
+        with self._lock:
+            known = self._pools.get((device, staging))
+        if known is not None:
+            return known
+        pinned = staging and device.type == "cuda"
+        place = torch.device("cpu") if staging else device
+        stream = None if staging else self.stream(device)
+        # What kernels on the CPU write, peers on this machine may read where it lies.
+        store = self._store() if device.type == "cpu" and not staging else None
+
+        def make(nbytes: int) -> torch.Tensor:
+            arena = None if store is None else store.take(nbytes)
+            if arena is not None:
+                return arena
+            # In the side stream's own memory: no other stream's work may still use it.
+            with on(stream):
+                return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+
+        def unmake(arena: torch.Tensor) -> None:
+            if store is not None:
+                store.give(arena)
+
+        with self._lock:
+            return self._pools.setdefault((device, staging), Pool(make, unmake))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that scopes held at one time, in bytes, of each kind."""
+        with self._lock:
+            return self._peak_bytes + sum(pool.peak_bytes for pool in self._pools.values())
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The side stream of this group's kernels on `device`; None on the CPU."""
+        if device.type == "cpu":
+            return None
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            return self._streams[device]
+
+    def close(self) -> None:
+        """Let go of what lies free, and of the store."""
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
+                self._peak_bytes += pool.peak_bytes
+            self._pools.clear()

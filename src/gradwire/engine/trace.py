@@ -1,4 +1,4 @@
-"""A record of what an executor's threads did, and when: for a profile, or for chrome://tracing."""
+"""A record of what a group's threads did, and when: for a profile, or for chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire.transport import Transport
 from gradwire.transport.protocol import Loan, Pending
@@ -94,6 +95,10 @@ class Traced:
         self.store = transport.store
 
     @property
+    def board(self) -> dist.Store:
+        return self.transport.board
+
+    @property
     def shared_bytes(self) -> int:
         return self.transport.shared_bytes
 
@@ -121,6 +126,9 @@ class Traced:
 
     def fail(self, peer: int) -> None:
         self.transport.fail(peer)
+
+    def tick(self) -> None:
+        self.transport.tick()
 
     def close(self) -> None:
         self.transport.close()

@@ -12,7 +12,7 @@ from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.hook import socket_of
+from gradwire.integrations.hook import hook_state
 from gradwire.integrations.synchronised import synchronised
 from gradwire.lang import Codec
 from gradwire.planner import make_plan
@@ -76,8 +76,8 @@ def attach(
     check_seed(seed)
     if type(coalesce_bytes) is not int or coalesce_bytes < 0:
         raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
-    socket = socket_of(model)
-    if socket.plug is not None:
+    state = hook_state(model)
+    if state.reducer is not None:
         raise ConfigError(
             "this module has a handle attached: call its detach() before attaching anew"
         )
@@ -102,4 +102,5 @@ def attach(
         coalesce_bytes = 0  # a bucket that others would wait for may never come
     agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
     comm.agree("what is attached", [*agreed, *plan.describe()])
-    return Handle(socket, dict(named), plan, comm, seed, options, coalesce_bytes)
+    owner = comm.owner(f"the module of {named[0][0]}")
+    return Handle(model, state, dict(named), plan, owner, seed, options, coalesce_bytes)

@@ -119,8 +119,6 @@ class Group(dist.ProcessGroup):
             log.warning("gradwire: gradients on %s go uncompressed: %s", tensor.device.type, reason)
         return reason is None
 
-    tells_its_end = True  # see gradwire.groups
-
     # ---- what torch asks of a group
 
     def getBackendName(self) -> str:  # torch's spelling

@@ -137,7 +137,7 @@ class Blobs:
     ) -> Pending:
         comm = self._engine()
         begun = time.perf_counter()
-        collective = prepare(comm, specs, Options(), kind, result.device)
+        collective = prepare(comm.blobs, specs, Options(), kind, result.device)
         with self._lock:
             step, self._calls = self._calls, self._calls + 1
         items = [

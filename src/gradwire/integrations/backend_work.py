@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -50,7 +51,7 @@ class Pending(dist.Work):
         self._finish = finish
         self._tensors = tensors
         self._watch = watch
-        self._stream = comm.stream(tensors[0].device)
+        self._stream = comm.pools.stream(tensors[0].device)
         self._ended: Future[None] = StreamFuture(self._stream)
         running.add_done_callback(self._end)
 
@@ -74,7 +75,7 @@ class Pending(dist.Work):
             CodecError: a payload arrived corrupted.
             ConfigError: called on the engine's own thread, where waiting would never end.
         """
-        if not self._ended.done() and self._comm.executor.is_own_thread():
+        if not self._ended.done() and self._comm.workers.owns(threading.current_thread()):
             raise ConfigError(
                 "wait() was called in a callback on gradwire's own thread, which has the work to "
                 "do: wait elsewhere, or chain another callback"

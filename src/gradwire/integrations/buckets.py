@@ -5,27 +5,27 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from gradwire.aggregators import Member, Rounds
 from gradwire.collectives import DTYPES, Options
 from gradwire.collectives.calling import future_on
-from gradwire.engine import Communicator, Outcome
+from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
-from gradwire.integrations.hook import Plug, average
+from gradwire.integrations.backward import Backward
+from gradwire.integrations.hook import average
 
 
-class Buckets(Plug):
-    """What is plugged into a DDP module's hook.
+class Buckets:
+    """The reducer of a DDP module's hook.
 
     Args:
         members: parameter -> its state, for each that DDP synchronises.
-        comm: of `group`, the module's process group.
+        owner: of the module's scopes, on `group`, its process group.
         options: of every collective.
         coalesce_bytes: buckets wait for each other until they hold as many.
     """
@@ -33,13 +33,14 @@ class Buckets(Plug):
     def __init__(
         self,
         members: Mapping[torch.Tensor, Member],
-        comm: Communicator,
+        owner: Owner,
         group: dist.ProcessGroup,
         options: Options,
         coalesce_bytes: int,
     ) -> None:
         self._members = members
-        self._comm = comm
+        self._owner = owner
+        self._comm = owner.comm
         self._group = group
         self._options = options
         self._coalesce_bytes = coalesce_bytes
@@ -50,7 +51,8 @@ class Buckets(Plug):
         self._arrived: set[torch.Tensor] = set()  # parameters of this pass whose buckets have come
         self._held: list[_Bucket] = []
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
-        self._backward = _NO_BACKWARD
+        self.backward = Backward(self._settle, self._abandoned)
+        self._then: Callable[[], None] | None = None
         self._error: BaseException | None = None
 
     def totals(self) -> dict[str, float]:
@@ -67,8 +69,6 @@ class Buckets(Plug):
         buffer = bucket.buffer()
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.parameters) or bucket.is_last()
-        if is_last:
-            self._arrived.clear()
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
 
         future = future_on(buffer.device)
@@ -82,6 +82,8 @@ class Buckets(Plug):
         held = sum(b.buffer.nbytes for b in self._held)
         if self._held and (held >= self._coalesce_bytes or is_last):
             self._start()
+        if is_last:
+            self._arrived.clear()
         return future
 
     def _arrives(self, parameters: list[torch.Tensor]) -> bool:
@@ -103,7 +105,7 @@ class Buckets(Plug):
     def _start(self) -> None:
         """Average the buckets held, in one collective."""
         held, self._held = self._held, []
-        self._expect(held)
+        within = self._expect(held)
         members = [member for bucket in held for member in bucket.members]
         gradients = [gradient for bucket in held for gradient in bucket.gradients]
 
@@ -112,16 +114,17 @@ class Buckets(Plug):
             self._ended(held, error, sent, sum(o.kernel_seconds for o in outcomes))
 
         try:
-            Rounds(self._comm, members, gradients, self._options, done).start()
-        except BaseException as error:
+            rounds = Rounds(self._owner, members, gradients, self._options, done)
+        except Exception as error:
             done(error, [])  # or a later backward would wait for these buckets
-            raise
-        if self._backward == _NO_BACKWARD:
-            self._wait()
+        else:
+            rounds.start()
+        if not within:
+            self._settle()
 
     def _start_by_torch(self, bucket: _Bucket) -> None:
         """Average a bucket that no codec takes: through torch's own all-reduce."""
-        self._expect([bucket])
+        within = self._expect([bucket])
         for member in bucket.members:
             member.step += 1
 
@@ -150,20 +153,13 @@ class Buckets(Plug):
                 raise
         else:
             averaged.add_done_callback(done)
-        if self._backward == _NO_BACKWARD:
-            self._wait()
+        if not within:
+            self._settle()
 
-    def _expect(self, buckets: list[_Bucket]) -> None:
-        """Have the running backward wait for these, which are about to start."""
-        # One backward pass of the user's may be several of autograd's (reentrant checkpointing, or
-        # a loss in parts), so a bucket is waited for in the one that starts its collective.
-        backward = torch._C._current_graph_task_id()
-        if backward not in (_NO_BACKWARD, self._backward):
-            # At the end of this backward, before DDP looks at the futures: it would turn an
-            # error of ours into a RuntimeError without its name.
-            Variable._execution_engine.queue_callback(self._wait)
-        self._backward = backward
+    def _expect(self, buckets: list[_Bucket]) -> bool:
+        """Have the running backward, if any, wait for these, which are about to start."""
         self._pending += [bucket.future for bucket in buckets]
+        return self.backward.enter()
 
     def _ended(
         self,
@@ -214,13 +210,38 @@ class Buckets(Plug):
             )
         return self._members[parameter]
 
-    def _wait(self) -> None:
+    def _settle(self) -> None:
         """Until every bucket that was started has its average; raises what went wrong."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.wait()
         if self._error is not None:
             raise self._error
+        self._leave()
+
+    def _abandoned(self) -> None:
+        """Backward ended by an exception: its buckets will never be complete."""
+        rank, step = self._comm.rank, self._totals["steps"]
+        self._arrived.clear()
+        self._held.clear()
+        self._comm.fail_owner(
+            self._owner,
+            TransportError(
+                f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
+                f"so its gradients are not complete: see what rank {rank} raised",
+                peer=rank,
+            ),
+        )
+
+    def at_end(self, then: Callable[[], None]) -> None:
+        """Call `then` when the pass that is under way has ended, or now if none is."""
+        self._then = then
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._then is not None and not (self._arrived or self._pending):
+            then, self._then = self._then, None
+            then()
 
 
 @dataclass(frozen=True)
@@ -247,9 +268,6 @@ class _Bucket:
     gradients: list[torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
     ready: float  # time.perf_counter when DDP had it
-
-
-_NO_BACKWARD = -1  # what autograd calls the running backward where there is none
 
 
 def _parts(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[slice]:

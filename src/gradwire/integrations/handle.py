@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Member
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
-from gradwire.engine import Communicator
+from gradwire.engine import Owner
 from gradwire.integrations.buckets import Buckets
-from gradwire.integrations.hook import Socket
+from gradwire.integrations.hook import HookState
 from gradwire.integrations.state import merge_states
 from gradwire.lang import layout, rng
 from gradwire.planner import Plan
@@ -27,16 +30,18 @@ class Handle:
 
     def __init__(
         self,
-        socket: Socket,
+        model: DistributedDataParallel,
+        state: HookState,
         parameters: Mapping[str, torch.Tensor],
         plan: Plan,
-        comm: Communicator,
+        owner: Owner,
         seed: int,
         options: Options,
         coalesce_bytes: int,
     ) -> None:
         self.plan = plan
-        self._comm = comm
+        self._owner = owner
+        self._comm = comm = owner.comm
         self._seed = seed
         self._members = {
             p.name: Member(
@@ -45,9 +50,12 @@ class Handle:
             for p in plan.parameters
         }
         by_parameter = {parameters[name]: member for name, member in self._members.items()}
-        self._buckets = Buckets(by_parameter, comm, socket.group, options, coalesce_bytes)
-        self._socket: Socket | None = socket
-        socket.plug = self._buckets
+        self._buckets = Buckets(by_parameter, owner, state.group, options, coalesce_bytes)
+        self._buckets.backward.watch(model)
+        # A module that is let go without `detach` issues nothing more either.
+        weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
+        self._state: HookState | None = state
+        state.reducer = self._buckets
 
     def stats(self) -> dict[str, Any]:
         """What has been sent so far.
@@ -97,7 +105,7 @@ class Handle:
             "residual_bytes": residual,
             "shared_bytes": self._comm.transport.shared_bytes,
             "lent_bytes": self._comm.transport.lent_bytes,
-            "peak_extra_bytes": self._comm.peak_bytes + residual,
+            "peak_extra_bytes": self._comm.pools.peak_bytes + residual,
             "parameters": parameters,
         }
 
@@ -142,7 +150,16 @@ class Handle:
         self._seed = merged["seed"]
 
     def detach(self) -> None:
-        """Give the module back to plain averaging. The statistics and state stay readable."""
-        if self._socket is not None and self._socket.plug is self._buckets:
-            self._socket.plug = None
-        self._socket = None
+        """Give the module back to plain averaging; within a backward pass, when that has ended.
+
+        The statistics and state stay readable.
+        """
+        state, self._state = self._state, None
+        if state is not None:
+            self._buckets.at_end(partial(self._detach, state))
+
+    def _detach(self, state: HookState) -> None:
+        self._buckets.backward.unwatch()
+        if state.reducer is self._buckets:
+            state.reducer = None
+        self._comm.close_owner(self._owner)

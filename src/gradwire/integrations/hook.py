@@ -1,10 +1,11 @@
-"""The DDP communication hook, and the socket through which gradwire is plugged into it.
+"""The DDP communication hook, and its state, through which gradwire is attached and detached.
 
-DDP takes a hook once and for all, so what is registered is a socket: with a plug in it, gradients
-go through gradwire; after `detach` it averages them plainly, until another one is plugged in. DDP
-reads the hook's annotations as objects, so this file does not postpone their evaluation.
+DDP takes a hook once and for all. While its state holds a reducer, gradients go through that; after
+`detach` the hook averages them plainly, until another reducer is set. DDP reads the hook's
+annotations as objects, so this file does not postpone their evaluation.
 """
 
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,29 +15,30 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import ConfigError
 
 
-class Socket:
+class HookState:
     """What one DDP module's hook holds.
 
     Attributes:
-        plug: gets each bucket; None after detach.
+        reducer: gets each bucket; None after detach.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.plug: Plug | None = None
+        self.reducer: Reducer | None = None
 
 
-class Plug:
-    """What a socket takes: `reduce` starts a bucket's average and returns its future."""
+class Reducer(Protocol):
+    """Averages buckets."""
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        raise AssertionError("a plug reduces")
+        """Start a bucket's average; the future gives its buffer."""
+        ...
 
 
-def hook(state: Socket, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the ranks, through whatever is plugged in."""
-    if state.plug is not None:
-        return state.plug.reduce(bucket)
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the ranks, through the reducer if there is one."""
+    if state.reducer is not None:
+        return state.reducer.reduce(bucket)
     averaged = average(bucket.buffer(), state.group)
     future: torch.futures.Future[torch.Tensor] = averaged.then(lambda f: f.value()[0])
     return future
@@ -54,12 +56,12 @@ def average(
 
 
 # Beside the modules, not in them: a copy of a module has a reducer of its own, without a hook, so
-# it must not inherit the socket; and a saved module holds nothing of gradwire's.
-_sockets: WeakKeyDictionary[DistributedDataParallel, Socket] = WeakKeyDictionary()
+# it must not inherit the state; and a saved module holds nothing of gradwire's.
+_states: WeakKeyDictionary[DistributedDataParallel, HookState] = WeakKeyDictionary()
 
 
-def socket_of(model: DistributedDataParallel) -> Socket:
-    """The socket of `model`, registered on first use.
+def hook_state(model: DistributedDataParallel) -> HookState:
+    """The hook's state of `model`, registered on first use.
 
     Raises:
         ConfigError: `model` is no DDP module, has another communication hook, or is one whose
@@ -75,11 +77,11 @@ def socket_of(model: DistributedDataParallel) -> Socket:
             "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "
             "which has no buckets: set it to another value before wrapping the module"
         )
-    socket = _sockets.get(model)
-    if socket is None:
-        socket = Socket(model.process_group)
+    state = _states.get(model)
+    if state is None:
+        state = HookState(model.process_group)
         try:
-            model.register_comm_hook(socket, hook)
+            model.register_comm_hook(state, hook)
         except RuntimeError as error:
             raise ConfigError(
                 f"this DDP module has a communication hook already ({error}); attach before, or "
@@ -88,6 +90,6 @@ def socket_of(model: DistributedDataParallel) -> Socket:
         finally:
             # DDP notes the hook and its state in the module, for its Python reducer alone. There
             # they would be copied and saved with it, process group, locks and all.
-            model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not socket]
-        _sockets[model] = socket
-    return socket
+            model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not state]
+        _states[model] = state
+    return state

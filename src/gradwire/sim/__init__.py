@@ -1,8 +1,9 @@
 """The simulator: the engine's graphs on a virtual clock, on modelled links (HIPRESS 3.3).
 
 Read in this order: `models` and `buckets` (what DDP hands over), `work` and `curves` (what a
-collective's tasks take), `rank` (the executor's rules), `fabric` (the links), `run` (all ranks, or
-by `symmetry` one node for all), `predict` (a row). docs/simulator.md tells users the same.
+collective's tasks take), `rank` (the scheduler core on that clock), `fabric` (the links), `run`
+(all ranks, or by `symmetry` one node for all), `predict` (a row). docs/simulator.md tells users the
+same.
 """
 
 from gradwire.sim.curves import Curves

@@ -1,19 +1,20 @@
-"""One rank on a virtual clock: the rules of gradwire.engine.executor, step by step.
+"""One rank on a virtual clock: the scheduler core, driven by the times that its actions take.
 
-A thread runs kernels in the order in which their inputs arrive, and posts the sends that they
-release. Another awaits receives, job by job, in the order of their graphs. All receives of a job
-are posted among its first kernels, and at most `in_flight` jobs own memory at a time.
+The lanes are those of gradwire.engine.threads: a thread runs kernels in the order in which their
+inputs arrive, and posts the sends that they release; each scope's receives are awaited by a thread
+of their own, in the order of their graph.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from gradwire.engine import Graph, Kind
+from gradwire.engine import Graph
+from gradwire.engine.core import Actions, Core, Do, Run
 from gradwire.sim.clock import Clock, Cores, Thread
 
 
@@ -72,17 +73,16 @@ class Post(Protocol):
         ...
 
 
-class _Run:
-    """One job under way."""
+@dataclass
+class _Scope:
+    """One collective under way: the receives that it awaits, the first of them first."""
 
-    def __init__(self, number: int, timed: Timed) -> None:
-        self.number = number
-        self.graph = timed.graph
-        self.timed = timed
-        self.waits = list(timed.graph.waits)
-        self.left = len(timed.graph)
-        self.sends_left = timed.graph.kind.count(Kind.SEND)
-        self.free = False
+    number: int
+    timed: Timed
+    inbound: Thread
+    outbound: Thread
+    awaited: deque[tuple[Hashable, int]] = field(default_factory=deque)
+    receiving: bool = False
 
 
 class Rank:
@@ -93,7 +93,7 @@ class Rank:
         node: the machine it is on, as the fabric counts them.
         cores: on which its threads work.
         post: carries its messages.
-        in_flight: as of the executor.
+        window: as of an owner.
 
     Attributes:
         ended: when each job had its result in place, in seconds.
@@ -109,7 +109,7 @@ class Rank:
         cores: Cores,
         post: Post,
         overheads: Overheads,
-        in_flight: int = 2,
+        window: int = 2,
     ) -> None:
         self.number = number
         self.node = node
@@ -118,114 +118,93 @@ class Rank:
         self.sent_bytes = 0
         self.kernel_seconds = 0.0
         self._clock = clock
+        self._cores = cores
         self._post = post
         self._overheads = overheads
-        self._in_flight = in_flight
+        self._core = Core(window)
         self._compute = Thread(cores)
-        self._inbound = Thread(cores)
-        self._outbound = Thread(cores)
-        self._waiting: deque[_Run] = deque()
-        self._running: deque[_Run] = deque()  # that hold a place, the oldest first
-        self._awaited: deque[tuple[Hashable, _Run, int]] = deque()
+        self._awaiting: dict[Hashable, Run] = {}
         self._here: set[Hashable] = set()
-        self._receiving = False
 
     def submit_at(self, seconds: Sequence[float], jobs: Sequence[Timed]) -> None:
         """Submit `jobs`, each at its time, which does not fall from one to the next."""
         for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
-            run = _Run(number, timed)
-            self._clock.at(when, partial(self._submit, run))
+            self._clock.at(when, partial(self._submit, number, timed))
 
-    def _submit(self, run: _Run) -> None:
-        self._waiting.append(run)
-        self._admit()
+    def _submit(self, number: int, timed: Timed) -> None:
+        place = self._core.issue()
+        self._core.expect(place)
+        self._core.close(place)
+        scope = _Scope(number, timed, Thread(self._cores), Thread(self._cores))
+        _, actions = self._core.begin(place, timed.graph, scope)
+        self._perform(actions, self._compute)
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._in_flight:
-            run = self._waiting.popleft()
-            self._running.append(run)
-            self._compute.do(self._overheads.start, partial(self._start, run))
+    def _perform(self, actions: Actions, thread: Thread) -> None:
+        """Do what the core says; `thread` found it out, and posts what is to be sent."""
+        o = self._overheads
+        for do, run, tasks in actions:
+            scope: _Scope = run.job
+            if do is Do.KERNEL:
+                seconds = scope.timed.seconds[tasks[0]]
+                self.kernel_seconds += seconds
+                self._event(self._compute, seconds + o.task, self._core.done, run, tasks[0])
+            elif do is Do.SEND:
+                thread.do_first(o.post, partial(self._send, run, tasks[0], thread))
+            elif do is Do.POST:
+                self._compute.do(len(tasks) * o.post, partial(self._expect, run, tasks))
+            elif do is Do.START:
+                self._event(self._compute, o.start, self._core.started, run)
+            elif do is Do.RESULT:
+                self.ended[scope.number] = self._clock.now
 
-    def _start(self, run: _Run) -> None:
-        for receives, source in run.graph.opening:
-            if receives:
-                expect = partial(self._expect, run, receives)
-                self._compute.do(len(receives) * self._overheads.post, expect)
-            if source is not None:
-                self._release(run, source, self._compute)
-        if not len(run.graph):
-            self._end(run)
+    def _event(
+        self, thread: Thread, seconds: float, event: Callable[..., Actions], *arguments: object
+    ) -> None:
+        """Tell the core when `thread` has worked for so long."""
+        thread.do(seconds, lambda: self._perform(event(*arguments), thread))
 
-    def _expect(self, run: _Run, receives: tuple[int, ...]) -> None:
-        for index in receives:
-            name = self._post.expect(self, run.number, run.graph, index)
-            self._awaited.append((name, run, index))
+    def _expect(self, run: Run, receives: Sequence[int]) -> None:
+        scope: _Scope = run.job
+        for task in receives:
+            name = self._post.expect(self, scope.number, run.graph, task)
+            self._awaiting[name] = run
+            scope.awaited.append((name, task))
 
-    def _release(self, run: _Run, index: int, thread: Thread) -> None:
-        """Task `index` has all that it needs; `thread` found it out, and posts it if it sends."""
-        if run.graph.kind[index] is Kind.SEND:
-            thread.do_first(self._overheads.post, lambda: self._send(run, index, thread))
-            return
-        seconds = run.timed.seconds[index]
-        self.kernel_seconds += seconds
-        seconds += self._overheads.task
-        self._compute.do(seconds, lambda: self._done(run, index, self._compute))
-
-    def _send(self, run: _Run, index: int, thread: Thread) -> None:
-        nbytes = run.timed.nbytes[run.graph.message(index)]
+    def _send(self, run: Run, task: int, thread: Thread) -> None:
+        scope: _Scope = run.job
+        nbytes = _nbytes(run, task)
         self.sent_bytes += nbytes
-        sent = partial(self._sent, run, index)
-        self._post.send(self, run.number, run.graph, index, nbytes, sent)
-        self._count(run)
+
+        def sent() -> None:
+            self._perform(self._core.sent(run, task), scope.outbound)
+
+        self._post.send(self, scope.number, run.graph, task, nbytes, sent)
+        self._perform(self._core.posted(run, task), thread)
 
     def arrived(self, message: Hashable) -> None:
         """Of gradwire.sim.fabric.End."""
         self._here.add(message)
-        self._receive()
+        self._receive(self._awaiting[message])
 
-    def _receive(self) -> None:
-        """Receives end in the order of the graph, whatever has arrived."""
-        if self._receiving or not self._awaited or self._awaited[0][0] not in self._here:
+    def _receive(self, run: Run) -> None:
+        """Receives of a scope end in the order of its graph, whatever has arrived."""
+        scope: _Scope = run.job
+        if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._here:
             return
-        name, run, index = self._awaited.popleft()
+        name, task = scope.awaited.popleft()
         self._here.remove(name)
-        self._receiving = True
-        nbytes = run.timed.nbytes[run.graph.message(index)]
+        del self._awaiting[name]
+        scope.receiving = True
 
         def received() -> None:
-            self._done(run, index, self._inbound)
-            self._receiving = False
-            self._receive()
+            self._perform(self._core.done(run, task), scope.inbound)
+            scope.receiving = False
+            self._receive(run)
 
         o = self._overheads
-        self._inbound.do(o.task + o.check + nbytes * o.check_byte, received)
+        scope.inbound.do(o.task + o.check + _nbytes(run, task) * o.check_byte, received)
 
-    def _done(self, run: _Run, index: int, thread: Thread) -> None:
-        self._release_dependents(run, index, thread)
-        self._count(run)
 
-    def _release_dependents(self, run: _Run, index: int, thread: Thread) -> None:
-        for dependent in run.graph.dependents[index]:
-            run.waits[dependent] -= 1
-            if run.waits[dependent] == 0:
-                self._release(run, dependent, thread)
-
-    def _count(self, run: _Run) -> None:
-        """One task less to do; a send counts once it is posted."""
-        run.left -= 1
-        if run.left == 0:
-            self.ended[run.number] = self._clock.now
-        self._end(run)
-
-    def _sent(self, run: _Run, index: int) -> None:
-        self._release_dependents(run, index, self._outbound)
-        run.sends_left -= 1
-        self._end(run)
-
-    def _end(self, run: _Run) -> None:
-        if run.left == 0 and run.sends_left == 0 and not run.free:
-            run.free = True
-            self.ended.setdefault(run.number, self._clock.now)
-            while self._running and self._running[0].free:
-                self._running.popleft()
-            self._admit()
+def _nbytes(run: Run, message: int) -> int:
+    nbytes: int = run.job.timed.nbytes[run.graph.message(message)]
+    return nbytes

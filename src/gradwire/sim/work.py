@@ -15,9 +15,9 @@ from gradwire.algorithms.protocol import message
 from gradwire.collectives import Options
 from gradwire.collectives.calls import covered_messages, form
 from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut, message_bytes
-from gradwire.collectives.topology import Topology
 from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
+from gradwire.engine.topology import Topology
 from gradwire.lang import Codec
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves

@@ -10,6 +10,7 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 from gradwire.errors import TransportError
 
@@ -39,6 +40,7 @@ class Hub:
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.dead: set[int] = set()
+        self.board = dist.HashStore()
 
     def kill(self, rank: int) -> None:
         """Make `rank` a dead peer: what it sent is lost, and nothing reaches it."""
@@ -126,6 +128,7 @@ class Loopback:
         self.rank = rank
         self.world_size = hub.world_size
         self.timeout = hub.timeout
+        self.board = hub.board
         self.lenders = frozenset(range(hub.world_size) if hub.lends else ())
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Sent:
@@ -146,6 +149,9 @@ class Loopback:
 
     def fail(self, peer: int) -> None:
         self.hub.kill(peer)
+
+    def tick(self) -> None:
+        return
 
     def close(self) -> None:
         return

@@ -61,6 +61,10 @@ class Mixed:
         return "+".join(names)
 
     @property
+    def board(self) -> dist.Store:
+        return self._p2p.board
+
+    @property
     def shared_bytes(self) -> int:
         return 0 if self._shm is None else self._shm.shared_bytes
 
@@ -112,6 +116,9 @@ class Mixed:
         if self._shm is not None:
             self._shm.error = self._p2p.error
             self._shm.fail(peer)
+
+    def tick(self) -> None:
+        self._p2p.tick()
 
     def close(self) -> None:
         if self._shm is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from gradwire.transport.shm_store import Store
 
@@ -42,7 +43,8 @@ class Transport(Protocol):
     An implementer's duties:
     - `isend` and `irecv` return at once, may be called from any thread, and match by (peer, tag);
       the two ends name the same number of bytes (callers compare plans before they send).
-    - Messages between two ranks with different tags may be in flight together, in any number.
+    - Messages between two ranks with different tags may be in flight together, in any number; those
+      with one tag are delivered in order.
     - Every wait ends within `timeout` seconds: in delivery, or in a TransportError whose `peer`
       is the rank that failed, as well as this rank can know it.
     - After a TransportError the transport is broken; later calls raise the same error.
@@ -55,6 +57,7 @@ class Transport(Protocol):
         lent_bytes: of messages that peers have read where they lay, so far.
         lenders: the peers whose messages can be borrowed.
         store: memory for messages that peers can borrow; None if none can.
+        board: a store in torch's sense, which the group's ranks share.
     """
 
     rank: int
@@ -62,6 +65,8 @@ class Transport(Protocol):
     timeout: float
     in_memory: bool
 
+    @property
+    def board(self) -> dist.Store: ...
     @property
     def shared_bytes(self) -> int: ...
     @property
@@ -85,6 +90,10 @@ class Transport(Protocol):
 
     def fail(self, peer: int) -> None:
         """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
+        ...
+
+    def tick(self) -> None:
+        """Called several times a second, between messages; it must not wait."""
         ...
 
     def close(self) -> None:

@@ -10,9 +10,7 @@ So whoever fails breaks the others, who would blame the messenger: hence gradwir
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -50,22 +48,23 @@ class TorchP2P:
         self.group: dist.ProcessGroup = group if group is not None else _default_group()
         self.rank = self.group.rank()
         self.world_size = self.group.size()
-        self.timeout = _timeout_of(self.group)
+        self.timeout = timeout_of(self.group)
         self.error: TransportError | None = None
         self.waiting: dict[Any, float] = {}  # what has a peer -> when the wait for it began
-        self._closed = threading.Event()
-        self.notices = Notices(self.group, _NOTICE_TAG)
-        watch = threading.Thread(
-            target=_watch,
-            args=(weakref.ref(self), self._closed, self.timeout),
-            name="gradwire-watch",
-            daemon=True,
-        )
-        watch.start()
+        try:
+            self.notices = Notices(self.group, _NOTICE_TAG)
+        except RuntimeError as error:  # a peer has gone already
+            raise TransportError(f"rank {self.rank}: the group cannot be used: {error}") from error
+        self._told = False
+
+    @property
+    def board(self) -> dist.Store:
+        return self.group.get_group_store()
 
     def close(self) -> None:
-        self._closed.set()
-        del self.group, self.notices  # nothing of ours may keep a destroyed process group alive
+        self.error = self.error or TransportError(f"rank {self.rank}: this transport was closed")
+        # Nothing of ours may keep a destroyed process group alive.
+        del self.group, self.notices
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start(self.group.send, data, peer, tag, "send to")
@@ -109,6 +108,20 @@ class TorchP2P:
     def fail(self, peer: int) -> None:
         self.notices.tell(peer)
 
+    def tick(self) -> None:
+        """Tell peers of a wait that is likely to end in a timeout; withdraw it if it does not."""
+        if self.error is not None:
+            return
+        longest = self.longest_wait()
+        if longest is not None and longest[0] > _PATIENCE * self.timeout:
+            if not self._told:
+                self.notices.tell(longest[1])
+            self._told = True
+        elif self._told:
+            self.notices.tell(None)
+            self._told = False
+        self.notices.collect()
+
     def longest_wait(self) -> tuple[float, int] | None:
         """Seconds and peer of the longest wait under way, or None."""
         waits = list(self.waiting.items())
@@ -116,25 +129,6 @@ class TorchP2P:
             return None
         work, begun = min(waits, key=lambda wait: wait[1])
         return time.monotonic() - begun, work.peer
-
-
-def _watch(owner: weakref.ref[TorchP2P], closed: threading.Event, timeout: float) -> None:
-    """Tell the peers of a wait that is likely to end in a timeout; withdraw it if it does not."""
-    told = False
-    while not closed.wait(timeout / 10):
-        transport = owner()
-        if transport is None or transport.error is not None:
-            return
-        longest = transport.longest_wait()
-        if longest is not None and longest[0] > _PATIENCE * timeout:
-            if not told:
-                transport.notices.tell(longest[1])
-            told = True
-        elif told:
-            transport.notices.tell(None)
-            told = False
-        transport.notices.collect()
-        del transport
 
 
 class _Work:
@@ -168,7 +162,7 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
     """The group's own timeout, in seconds; torch has no public getter for it."""
     try:
         options = group._get_backend(torch.device("cpu")).options

@@ -1,4 +1,4 @@
-"""What the in-order executor leaves to streams: it waits for nothing, and orders everything.
+"""What the driver on a stream leaves to streams: it waits for nothing, and orders everything.
 
 Links here never deliver, and streams are records of what was asked of them.
 """
@@ -6,6 +6,7 @@ Links here never deliver, and streams are records of what was asked of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +18,8 @@ from gradwire.algorithms import REGISTRY
 from gradwire.codecs import TopK
 from gradwire.collectives import Item, prepare
 from gradwire.collectives.ordered_job import OrderedJob
-from gradwire.engine import Communicator, Graph
-from gradwire.engine.in_order import InOrder
+from gradwire.engine import Communicator, Graph, Issue, Outcome
+from gradwire.engine.pool import Pools
 from gradwire.engine.schedule import Stage, lower
 from gradwire.engine.streams import StreamFuture
 from gradwire.lang import rng
@@ -29,6 +30,7 @@ from gradwire.transport import Hub
 from gradwire.transport.link import Message
 
 KEYS = rng.Keys(0, 0)
+CPU = torch.device("cpu")
 
 
 class Nowhere:
@@ -92,6 +94,30 @@ class Symbols:
         self.log.append("finish")
 
 
+def over(link: Nowhere) -> Communicator:
+    return Communicator(Hub(1).transport(0), links=lambda device: link)
+
+
+def submit(comm: Communicator, work: Any) -> Future[Outcome]:
+    """One round, in a ticket of its own."""
+    stream = comm.stream(CPU)
+    assert stream is not None
+    ticket = comm.calls.ticket()
+    running = ticket.begin_in_order(Issue(0, "a test"), stream, lambda: work)
+    ticket.close()
+    return running
+
+
+def alone(link: Nowhere) -> Communicator:
+    """Rank 0 of two, whose peer holds whatever it holds, and never sends."""
+    comm = Communicator(Hub(2).transport(0), links=lambda device: link)
+    comm.exchange = lambda key, facts: [facts] * 2  # type: ignore[method-assign]
+    agreed: Future[int] = Future()
+    agreed.set_result(0)
+    comm.agreement = lambda *_: agreed  # type: ignore[method-assign]
+    return comm
+
+
 def stages_of(graph: Graph, rank: int, n: int, name: str) -> tuple[Stage, ...]:
     return lower(graph, rank, lambda *letter: REGISTRY[name].hop(*letter, n))
 
@@ -100,7 +126,8 @@ def test_kernels_and_batches_are_queued_stage_by_stage() -> None:
     """SRA on 2 ranks, 3 segments: encoding runs ahead of the batch that is under way."""
     log: list[str] = []
     graph = REGISTRY["sra"].build(0, 2, [[16, 16]] * 3)
-    InOrder(Nowhere(log)).submit(Symbols(stages_of(graph, 0, 2, "sra"), log, graph=graph)).result(0)
+    work = Symbols(stages_of(graph, 0, 2, "sra"), log, graph=graph)
+    submit(over(Nowhere(log)), work).result(0)
     expected = """
         start
         compute encode 0, post 0,
@@ -121,7 +148,8 @@ def test_memory_is_given_back_behind_all_batches(name: str) -> None:
         log: list[str] = []
         graph = REGISTRY[name].build(rank, 4, [[16] * REGISTRY[name].chunks(4)] * 2)
         link = Nowhere(log, 4)
-        InOrder(link).submit(Symbols(stages_of(graph, rank, 4, name), log, graph=graph)).result(0)
+        work = Symbols(stages_of(graph, rank, 4, name), log, graph=graph)
+        submit(over(link), work).result(0)
         waits = [step for step in log if step.startswith("wait")]
         assert waits == [f"wait {i}" for i in range(link.posted)]
         assert log[-1] == "finish"
@@ -133,10 +161,9 @@ def test_the_host_waits_for_nothing(
     name: str, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective whose peers never answer is queued to its end; nobody asks a device."""
-    comm = Communicator(Hub(2).transport(0), links=lambda device: Nowhere())
-    comm.exchange = lambda mine, sizes: [mine] * 2  # type: ignore[method-assign]
+    comm = alone(Nowhere())
     options = Options(algorithm=name, segments=2)
-    collective = prepare(comm, [Spec("w", 5000, torch.float32, codec, True)], options)
+    collective = prepare(comm.calls, [Spec("w", 5000, torch.float32, codec, True)], options)
     item = Item(torch.randn(5000), KEYS, 0, torch.zeros(5000))
 
     def never(*_: object, **__: object) -> None:
@@ -154,7 +181,7 @@ def test_the_host_waits_for_nothing(
     for _ in range(3):
         future = collective.start([item], average=True)
         assert future.done()
-        assert future.result(0).wire_bytes == collective.wire_bytes
+        assert future.result(0).wire_bytes == collective.prepared.wire_bytes
     monkeypatch.undo()
     comm.close()
 
@@ -228,7 +255,7 @@ def test_a_collective_runs_on_the_side_stream_behind_the_callers(
     streams: tuple[Any, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, log = streams
-    monkeypatch.setattr(Communicator, "stream", lambda comm, device: side)
+    monkeypatch.setattr(Pools, "stream", lambda pools, device: side)
     recorded: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: recorded.append(t))
     run = Kernels.run
@@ -238,15 +265,15 @@ def test_a_collective_runs_on_the_side_stream_behind_the_callers(
         run(kernels, form, *args, **options)
 
     monkeypatch.setattr(Kernels, "run", logged)
-    comm = Communicator(Hub(2).transport(0), links=lambda device: Nowhere(log))
-    comm.exchange = lambda mine, sizes: [mine] * 2  # type: ignore[method-assign]
-    collective = prepare(comm, [Spec("w", 500, torch.float32, QSGD(), True)])
+    comm = alone(Nowhere(log))
+    collective = prepare(comm.calls, [Spec("w", 500, torch.float32, QSGD(), True)])
     values, residual = torch.randn(500), torch.zeros(500)
-    job = OrderedJob(collective, [Item(values, KEYS, 0, residual)], average=True)
+    stream, ticket = comm.stream(CPU), comm.calls.ticket()
+    assert stream is not None
+    item = Item(values, KEYS, 0, residual)
+    job = OrderedJob(collective.prepared, [item], True, ticket)
     job.ready = torch.cuda.current_stream().record_event()
-    in_order = comm.in_order(torch.device("cpu"))
-    assert in_order is not None
-    in_order.submit(job).result(0)
+    ticket.begin_in_order(collective.issue, stream, lambda: job).result(0)
     assert log == [
         "caller records 1",
         "side waits for caller 1",
@@ -286,16 +313,16 @@ class Later:
 
 def test_a_bad_payload_breaks_the_group_once_it_is_known() -> None:
     link = Nowhere()
-    in_order = InOrder(link)
+    comm = over(link)
     verdicts = [Later(), Later(CodecError("row 3: a payload that TopK never makes")), Later()]
     for verdict in verdicts:
-        in_order.submit(Symbols((), [], [verdict])).result(0)
+        submit(comm, Symbols((), [], [verdict])).result(0)
     verdicts[1].is_known = True  # but it is behind the first
-    in_order.submit(Symbols((), [])).result(0)
+    submit(comm, Symbols((), [])).result(0)
     verdicts[0].is_known = True
     for _ in range(2):
         with pytest.raises(CodecError, match="row 3"):
-            in_order.submit(Symbols((), []))
+            submit(comm, Symbols((), [])).result(0)
     assert link.failed == [0]
 
 
@@ -317,10 +344,10 @@ def test_an_error_in_the_middle_breaks_the_group() -> None:
             raise CodecError("no such payload")
 
     link = Nowhere()
-    in_order = InOrder(link)
+    comm = over(link)
     graph = REGISTRY["sra"].build(0, 2, [[16, 16]])
-    future = in_order.submit(Broken(stages_of(graph, 0, 2, "sra"), [], graph=graph))
+    future = submit(comm, Broken(stages_of(graph, 0, 2, "sra"), [], graph=graph))
     assert isinstance(future.exception(0), CodecError)
     assert link.failed == [0]
     with pytest.raises(CodecError, match="no such payload"):
-        in_order.submit(Symbols((), []))
+        submit(comm, Symbols((), []))

@@ -1,4 +1,4 @@
-"""The executor's promises: nothing hangs, nothing lingers, one caller's error is its own."""
+"""The engine's promises: nothing hangs, nothing lingers, one caller's error is its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
 from gradwire.collectives import Collective, Item, prepare
 from gradwire.collectives.job import Job
-from gradwire.engine import Communicator
+from gradwire.engine import Communicator, Engine, Outcome
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
@@ -34,7 +35,7 @@ def test_closing_ends_jobs_under_way() -> None:
     hub = Hub(2, timeout=60)
 
     def body(comm: Communicator) -> BaseException | None:
-        collective = prepare(comm, [Spec("w", 10, torch.float32, Identity())])
+        collective = prepare(comm.calls, [Spec("w", 10, torch.float32, Identity())])
         if comm.rank == 1:
             return None  # never joins in
         future = collective.start([Item(torch.ones(10), KEYS, 0)], average=True)
@@ -75,7 +76,7 @@ def test_wrong_input_fails_its_caller_and_nobody_else() -> None:
 def test_memory_that_is_not_what_the_spec_says_never_reaches_a_kernel() -> None:
     def body(comm: Communicator) -> None:
         spec = Spec("w", 100, torch.float32, Identity(), feedback=True)
-        collective = prepare(comm, [spec])
+        collective = prepare(comm.calls, [spec])
         good, residual = torch.zeros(100), torch.zeros(100)
         for item in (
             Item(good[:50], KEYS, 0, residual),
@@ -130,30 +131,33 @@ def test_waiting_in_a_callback_is_refused() -> None:
     assert "async_op" in str(error)
 
 
-def test_places_free_in_the_order_of_jobs() -> None:
-    """Job 1 lasts, since rank 1 joins it late; job 2 is rank 0's alone and ends at once. Job 3 must
-    wait for job 1 all the same: its messages would stand in the way of job 1's."""
+def test_tickets_are_returned_in_their_order() -> None:
+    """Ticket 0 lasts, since rank 1 joins it late; ticket 1 is rank 0's alone and ends at once.
+    Ticket 2 waits for ticket 0 all the same: two are admitted at a time, on every rank alike."""
     hub = Hub(2, timeout=20)
     joined = threading.Event()
 
     def body(comm: Communicator) -> list[str]:
-        running = prepare(comm, [Spec("first", 10, torch.float32, Identity())])
-        empty = prepare(comm, [Spec("empty", 0, torch.float32, Identity())])
+        running = prepare(comm.calls, [Spec("first", 10, torch.float32, Identity())])
+        empty = prepare(comm.calls, [Spec("empty", 0, torch.float32, Identity())])
         started: list[str] = []
 
-        def named(collective: Collective, name: str) -> Job:
-            values = torch.ones(collective.specs[0].numel)
-            job = Job(collective, [Item(values, KEYS, 0)], average=True)
+        def begin(collective: Collective, name: str) -> Future[Outcome]:
+            ticket, values = comm.calls.ticket(), torch.ones(collective.specs[0].numel)
+            job = Job(collective.prepared, [Item(values, KEYS, 0)], True, ticket)
             start = job.start
             job.start = lambda: (started.append(name), start())  # type: ignore[assignment, func-returns-value]
-            return job
+            ready: Future[None] = Future()
+            ready.set_result(None)
+            future = ticket.begin(collective.issue, ready, lambda _: job)
+            ticket.close()
+            return future
 
+        assert running.prepared
+        assert empty.prepared
         if comm.rank == 1:
             joined.wait(10)
-        futures = [
-            comm.executor.submit(named(collective, name))
-            for collective, name in ((running, "1"), (empty, "2"), (empty, "3"))
-        ]
+        futures = [begin(*one) for one in ((running, "0"), (empty, "1"), (empty, "2"))]
         if comm.rank == 0:
             futures[1].result(timeout=10)
             time.sleep(0.2)
@@ -164,8 +168,8 @@ def test_places_free_in_the_order_of_jobs() -> None:
         return early if comm.rank == 0 else started
 
     early, all_of_them = as_threads(2, body, hub)
-    assert early == ["1", "2"]
-    assert all_of_them == ["1", "2", "3"]
+    assert early == ["0", "1"]
+    assert all_of_them == ["0", "1", "2"]
 
 
 def test_a_result_that_cannot_be_delivered_is_an_error_of_the_future() -> None:
@@ -196,20 +200,64 @@ def test_what_may_differ_between_ranks_may_change_on_one() -> None:
 
 def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Though two threads meet it before either has told the peers."""
-    executor = Communicator(Hub(1).transport(0)).executor
-    tell, told = executor.transport.fail, []
+    comm = Communicator(Hub(1).transport(0))
+    tell, told = comm.transport.fail, []
 
     def meanwhile(rank: int) -> None:
         told.append(rank)
         if len(told) == 1:
-            late = threading.Thread(target=executor._fail, args=(TransportError("second"),))
+            late = threading.Thread(target=comm.fail, args=(TransportError("second"),))
             late.start()
             late.join(5)
         tell(rank)
 
-    executor.transport.fail = meanwhile
-    executor._fail(TransportError("first", peer=0))
-    executor.close()
+    comm.transport.fail = meanwhile  # type: ignore[method-assign]
+    comm.fail(TransportError("first", peer=0))
+    comm.close()
     assert [record.getMessage() for record in caplog.records] == ["first"]
     assert told == [0]
-    assert str(executor.error) == "first"
+    assert str(comm.error) == "first"
+
+
+def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight groups at rest hold none of their own, and idle ones end."""
+    monkeypatch.setattr(Engine, "_current", None)
+
+    def body(comm: Communicator) -> None:
+        all_reduce(torch.ones(100), group=comm)
+
+    for _ in range(8):
+        as_threads(2, body)
+    workers = Engine.current().workers
+    deadline = time.monotonic() + 20
+    while len(workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 0
+    Engine.current().channel.close()
+
+
+def test_two_groups_in_opposite_order() -> None:
+    """Each rank waits for the call that the other has not made yet, and makes the other one."""
+    hubs = [Hub(2, timeout=10), Hub(2, timeout=10)]
+    found: list[list[float]] = [[], []]
+
+    def body(rank: int) -> None:
+        comms = [Communicator(hub.transport(rank)) for hub in hubs]
+        order = comms if rank == 0 else comms[::-1]
+        tensors = [torch.full((1000,), float(rank + 1)) for _ in comms]
+        running = [
+            all_reduce(t, "identity", group=comm, async_op=True)
+            for comm, t in zip(order, tensors, strict=True)
+        ]
+        for future in running:
+            assert future is not None
+            found[rank].append(float(future.wait()[0]))
+        for comm in comms:
+            comm.close()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [[3.0, 3.0], [3.0, 3.0]]

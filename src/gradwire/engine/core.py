@@ -1,0 +1,210 @@
+"""The scheduler core: what may be done next. Events in, actions out; no threads, bytes or clock.
+
+An *owner* (a handle, an FSDP object, a stream of user calls) issues *tickets*, one per scope. A
+ticket is admitted when it is among the `window` oldest that have not been returned; tickets are
+issued, admitted and returned in the owner's order, which is the same on every rank. A ticket runs
+rounds, one after the other; a *run* is one round under way. What an admitted ticket needs is never
+held by a younger one, nor by another owner: so the oldest ticket always ends, and then the next.
+
+Three drivers perform the actions: threads (engine/threads.py), a stream (engine/stream.py), and the
+simulator's clock (gradwire.sim.rank).
+
+A ticket reserves no memory in advance: a round takes what it needs when it begins, and waits for
+nothing. So the memory in flight is bounded by the windows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from gradwire.engine.graph import Graph, Kind
+
+
+class Do(Enum):
+    START = "start"  # take memory, then report `started`
+    POST = "post"  # post these receives; each reports `done` when its message is here
+    KERNEL = "kernel"  # run this task, then report `done`
+    SEND = "send"  # post this send, report `posted`, and `sent` when its memory is free again
+    FREE = "free"  # the run's memory is not needed any more
+    RESULT = "result"  # the run's values are in place
+
+
+class Run:
+    """One round of a ticket under way.
+
+    Attributes:
+        place: of the ticket whose round this is.
+        number: of the round, from 0.
+        graph: what is to be done.
+        job: the driver's own.
+    """
+
+    __slots__ = ("_left", "_sends", "_waits", "graph", "job", "number", "place")
+
+    def __init__(self, place: Place, graph: Graph, job: Any) -> None:
+        self.place = place
+        self.number = place.rounds
+        self.graph = graph
+        self.job = job
+        self._waits = list(graph.waits)
+        self._left = len(graph)
+        self._sends = graph.kind.count(Kind.SEND)
+
+
+class Place:
+    """A ticket's place in its owner's order.
+
+    Attributes:
+        number: in the owner's order, from 0.
+        rounds: that have begun.
+        admitted: whether its rounds may start.
+        closed: whether it will have no further round.
+    """
+
+    __slots__ = ("admitted", "closed", "number", "queued", "rounds", "under_way")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rounds = 0
+        self.admitted = False
+        self.closed = False
+        self.queued: deque[Run] = deque()  # that begin once it is admitted
+        self.under_way = 0  # rounds that are expected, or whose memory is not free
+
+    @property
+    def returned(self) -> bool:
+        return self.closed and not self.under_way
+
+
+class Action(NamedTuple):
+    """What a driver is to do: for POST several tasks, for KERNEL and SEND one, else none."""
+
+    do: Do
+    run: Run
+    tasks: Sequence[int] = ()
+
+
+Actions = list[Action]
+
+
+class Core:
+    """The tickets of one owner. Not thread-safe: its driver makes one call at a time.
+
+    Args:
+        window: how many tickets may be admitted at a time, at least 1.
+    """
+
+    def __init__(self, window: int) -> None:
+        assert window >= 1
+        self.window = window
+        self.issued = 0
+        self._places: deque[Place] = deque()  # that have not been returned, the oldest first
+
+    @property
+    def returned(self) -> int:
+        """How many tickets, counted from the first, have been returned."""
+        return self.issued - len(self._places)
+
+    @property
+    def outstanding(self) -> tuple[Place, ...]:
+        """The tickets that have not been returned, the oldest first."""
+        return tuple(self._places)
+
+    def issue(self) -> Place:
+        """The owner's next place."""
+        place = Place(self.issued)
+        self.issued += 1
+        self._places.append(place)
+        place.admitted = len(self._places) <= self.window
+        return place
+
+    def expect(self, place: Place) -> None:
+        """The ticket has another round, which begins, or is cancelled, when it is prepared."""
+        assert not place.closed, "a closed ticket has no further round"
+        place.under_way += 1
+
+    def cancel(self, place: Place) -> Actions:
+        """The round that was expected will not begin."""
+        place.under_way -= 1
+        return self._return()
+
+    def begin(self, place: Place, graph: Graph, job: Any) -> tuple[Run, Actions]:
+        """The round that was expected."""
+        run = Run(place, graph, job)
+        place.rounds += 1
+        if place.admitted:
+            return run, [Action(Do.START, run)]
+        place.queued.append(run)
+        return run, []
+
+    def started(self, run: Run) -> Actions:
+        """The run has its memory."""
+        actions: Actions = []
+        for receives, source in run.graph.opening:
+            if receives:
+                actions.append(Action(Do.POST, run, receives))
+            if source is not None:
+                actions.append(self._release(run, source))
+        return actions if len(run.graph) else self._ended(run)
+
+    def done(self, run: Run, task: int) -> Actions:
+        """A kernel has run, or a message is here."""
+        actions = self._dependents(run, task)
+        run._left -= 1
+        return actions if run._left else actions + self._ended(run)
+
+    def posted(self, run: Run, task: int) -> Actions:
+        """A send was handed to the transport: the result does not wait for its end."""
+        assert run.graph.kind[task] is Kind.SEND
+        run._left -= 1
+        return [] if run._left else self._ended(run)
+
+    def sent(self, run: Run, task: int) -> Actions:
+        """A send's memory may be used again."""
+        actions = self._dependents(run, task)
+        run._sends -= 1
+        if run._left == 0 and run._sends == 0:
+            actions += self._freed(run)
+        return actions
+
+    def close(self, place: Place) -> Actions:
+        """The ticket has no round beyond those that are expected."""
+        place.closed = True
+        return self._return()
+
+    def _dependents(self, run: Run, task: int) -> Actions:
+        actions: Actions = []
+        for dependent in run.graph.dependents[task]:
+            run._waits[dependent] -= 1
+            if run._waits[dependent] == 0:
+                actions.append(self._release(run, dependent))
+        return actions
+
+    def _release(self, run: Run, task: int) -> Action:
+        sends = run.graph.kind[task] is Kind.SEND
+        return Action(Do.SEND if sends else Do.KERNEL, run, (task,))
+
+    def _ended(self, run: Run) -> Actions:
+        """Every task is done, or posted."""
+        freed = self._freed(run) if run._sends == 0 else []
+        # Memory first: whoever waits for the result may look at what is held.
+        return [*freed[:1], Action(Do.RESULT, run), *freed[1:]]
+
+    def _freed(self, run: Run) -> Actions:
+        run.place.under_way -= 1
+        return [Action(Do.FREE, run), *self._return()]
+
+    def _return(self) -> Actions:
+        """Take back tickets that are over, in order, and admit as many."""
+        while self._places and self._places[0].returned:
+            self._places.popleft()
+        actions: Actions = []
+        for place in list(self._places)[: self.window]:
+            if not place.admitted:
+                place.admitted = True
+                actions += [Action(Do.START, run) for run in place.queued]
+                place.queued.clear()
+        return actions

@@ -1,0 +1,195 @@
+"""The driver on threads: performs what the scheduler core decides, on the CPU.
+
+    compute   one lane per process group: kernels, in the order in which their inputs arrive
+    inbound   one lane per ticket: awaits its receives, in the order of their graph
+    outbound  one lane per ticket: awaits its sends, whose memory is free only then
+
+Kernels and waits release the GIL, so all of them run beside backward. All receives of a round are
+posted among its first kernels: a transport that waits for both ends to be ready then loses no round
+trip. A send is posted by whichever thread released it: posting returns at once.
+
+Waits of two tickets never stand before each other. They must not: a rank that awaits results of one
+before contributions to the other, and a rank that does the reverse, would wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gradwire.engine.core import Action, Actions, Do, Run
+from gradwire.engine.graph import Graph
+from gradwire.engine.workers import Lane
+from gradwire.transport import Transport
+from gradwire.transport.protocol import Loan, Pending
+
+if TYPE_CHECKING:
+    from gradwire.engine.owner import Ticket
+
+
+class Work(Protocol):
+    """What the driver asks of a round that it runs: its memory, its kernels, its messages.
+
+    Attributes:
+        graph: what to do.
+        borrowed: bytes of the messages that are read where the peer that sends them has put them.
+        kernel_seconds: what kernels have taken so far, checksums of what they wrote included.
+    """
+
+    graph: Graph
+    borrowed: Mapping[int, int]
+    kernel_seconds: float
+
+    def start(self) -> None:
+        """Take memory; called once, when the ticket is admitted."""
+        ...
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The message (uint8) of `buffer`."""
+        ...
+
+    def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
+        """The message of a borrowed buffer is here; it is given back after its last reader."""
+        ...
+
+    def tag(self, task: int) -> int:
+        """A number for the message of a send or receive, alike on both ends."""
+        ...
+
+    def compute(self, task: int) -> None:
+        """Run the kernels of an encode, merge or decode."""
+        ...
+
+    def received(self, task: int) -> None:
+        """Check the message that a receive brought; raises CodecError."""
+        ...
+
+    def finish(self) -> None:
+        """Give memory back; called once, when every send and receive has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round took: seconds from its begin to its result, and of these in kernels; bytes
+    handed to the transport."""
+
+    seconds: float
+    wire_bytes: int
+    kernel_seconds: float
+
+
+class Flight:
+    """A round, from its issue to its result."""
+
+    def __init__(self, ticket: Ticket, future: Future[Outcome]) -> None:
+        self.ticket = ticket
+        self.future = future
+        self.begun = time.perf_counter()
+        self.wire_bytes = 0
+        self.work: Work | None = None
+
+
+class Threads:
+    """Performs the actions of one process group's owners.
+
+    Args:
+        transport: moves the bytes.
+        compute: the lane of kernels.
+        ended: called with each flight whose result is in place.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[], Transport],
+        compute: Lane,
+        ended: Callable[[Flight], None],
+    ) -> None:
+        self._transport = transport
+        self._compute = compute
+        self._ended = ended
+
+    def begin(self, flight: Flight, work: Work) -> None:
+        """Run a round as soon as its ticket is admitted."""
+        flight.work = work
+        owner = flight.ticket.owner
+        with owner.lock:
+            _, actions = owner.core.begin(flight.ticket.place, work.graph, flight)
+        self.perform(actions)
+
+    def perform(self, actions: Actions) -> None:
+        """Do, or have done, what the core says."""
+        for action in actions:
+            run = action.run
+            if action.do is Do.KERNEL:
+                self._compute.put(self._run_kernel, run, action.tasks[0])
+            elif action.do is Do.SEND:
+                self._send(run, action.tasks[0])
+            elif action.do is Do.POST:
+                self._compute.put(self._expect, run, tuple(action.tasks))
+            elif action.do is Do.START:
+                self._compute.put(self._start, run)
+            elif action.do is Do.FREE:
+                _work(run).finish()
+            else:
+                self._ended(run.job)
+
+    def _event(self, run: Run, name: str, *arguments: int) -> None:
+        owner = run.job.ticket.owner
+        with owner.lock:
+            actions: list[Action] = getattr(owner.core, name)(run, *arguments)
+            owner.forget()
+        self.perform(actions)
+
+    def _start(self, run: Run) -> None:
+        _work(run).start()
+        self._event(run, "started")
+
+    def _expect(self, run: Run, receives: tuple[int, ...]) -> None:
+        """Post these receives."""
+        work, inbound = _work(run), run.job.ticket.inbound
+        for task in receives:
+            buffer, peer = run.graph.writes[task][0], run.graph.peer[task]
+            borrowed = work.borrowed.get(buffer)
+            if borrowed is not None:
+                loan = self._transport().borrow(borrowed, peer, work.tag(task))
+                inbound.put(self._borrow, run, task, loan)
+            else:
+                pending = self._transport().irecv(work.memory(buffer), peer, work.tag(task))
+                inbound.put(self._receive, run, task, pending)
+
+    def _run_kernel(self, run: Run, task: int) -> None:
+        _work(run).compute(task)
+        self._event(run, "done", task)
+
+    def _send(self, run: Run, task: int) -> None:
+        work = _work(run)
+        message = work.memory(run.graph.reads[task][0])
+        pending = self._transport().isend(message, run.graph.peer[task], work.tag(task))
+        run.job.wire_bytes += message.numel()
+        run.job.ticket.outbound.put(self._sent, run, task, pending)
+        self._event(run, "posted", task)
+
+    def _borrow(self, run: Run, task: int, loan: Loan) -> None:
+        _work(run).lend(run.graph.writes[task][0], loan, loan.wait())
+        _work(run).received(task)
+        self._event(run, "done", task)
+
+    def _receive(self, run: Run, task: int, pending: Pending) -> None:
+        pending.wait()
+        _work(run).received(task)
+        self._event(run, "done", task)
+
+    def _sent(self, run: Run, task: int, pending: Pending) -> None:
+        pending.wait()
+        self._event(run, "sent", task)
+
+
+def _work(run: Run) -> Work:
+    work: Work = run.job.work
+    return work

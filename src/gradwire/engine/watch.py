@@ -1,0 +1,225 @@
+"""The watch of one process group: what ranks tell each other when something does not go on.
+
+A round that waits long is *reported*: the first rank to do so leaves what it issued in that place,
+the others compare. Being late is no difference. A difference is one of these:
+
+- two ranks issued unlike rounds in one place, by digest;
+- a peer that is needed has left the group, or detached the owner, before that place;
+- a peer says that it has failed, or that its backward pass ended early.
+
+It breaks the group on every rank, with one sentence that names the rank and what it did. A peer
+that says nothing is the business of the transport's timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gradwire.engine.owner import Issue, Owner, Ticket
+from gradwire.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from gradwire.engine.communicator import Communicator
+
+_LONG_S = 0.4  # that a round waits before it is reported
+
+Place = tuple[str, int, int]  # owner's key, ticket, round
+
+
+class Watch:
+    """Fulfils gradwire.control.Listener for one communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._reported: set[Place] = set()
+        self._busy = False  # a report is being made
+        self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
+        self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
+        self._gone: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
+
+    # ---- what this rank tells ------------------------------------------------------------------
+
+    def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
+        """Peers end their waits, or those for one owner: this rank has failed, and holds `blamed`
+        responsible."""
+        key = None if owner is None else owner.key
+        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key})
+
+    def opened(self, owner: Owner) -> None:
+        """This rank has opened an owner: a peer may have told of its failure already."""
+        error = self._broken.pop(owner.key, None)
+        if error is not None:
+            self._comm.end_owner(owner, error)
+
+    def leave(self, frontier: Mapping[str, int]) -> None:
+        """This rank leaves the group, with so many tickets of each owner returned."""
+        if self._comm.member is not None:
+            self._comm.member.leave(json.dumps(frontier).encode())
+
+    def closed(self, owner: Owner) -> None:
+        """This rank has closed an owner: who waits for later tickets of it waits in vain."""
+        self._tell({"kind": "closed", "owner": owner.key, "name": owner.name, "at": owner.returned})
+
+    def _tell(self, notice: Mapping[str, Any]) -> None:
+        if self._comm.member is not None:
+            self._comm.member.tell(notice)
+
+    def tick(self) -> None:
+        """Look for rounds that wait long; the store is asked on a thread that may wait."""
+        comm = self._comm
+        if not comm.alive():
+            return
+        if comm.opened is not None and comm.error is None:
+            comm.opened.tick()
+        if self._busy or comm.error is not None:
+            return
+        late = [t for owner in comm.all_owners() if (t := self._late(owner)) is not None]
+        if late:
+            self._busy = True
+            comm.workers.run(partial(self._report, late))
+
+    def _late(self, owner: Owner) -> Ticket | None:
+        ticket = owner.oldest()
+        return ticket if ticket and time.monotonic() - ticket.since > _LONG_S else None
+
+    def _report(self, late: list[Ticket]) -> None:
+        try:
+            for ticket in late:
+                place, issue = _place(ticket), ticket.issue
+                if issue is None or self._comm.error is not None:
+                    continue
+                if place not in self._reported:
+                    self._reported.add(place)
+                    self._claim(place, issue)
+                if place[0] in self._gone:
+                    self._heard_closed(self._gone[place[0]])
+                self._look_for_leavers(place)
+        finally:
+            self._busy = False
+
+    def _claim(self, place: Place, issue: Issue) -> None:
+        """Leave what was issued here, or compare it with who came first."""
+        member = self._comm.member
+        assert member is not None
+        mine = {
+            "kind": "late", "place": list(place), "digest": issue.digest, "what": issue.what,
+            "rank": self._comm.rank,
+        }  # fmt: skip
+        value = json.dumps(mine).encode()
+        first = member.first("late/" + "/".join(map(str, place)), value)
+        if first == value:
+            member.tell(mine)
+        else:
+            self._differs(json.loads(first), issue, place)
+
+    def _look_for_leavers(self, place: Place) -> None:
+        member, comm = self._comm.member, self._comm
+        assert member is not None
+        key, ticket, _ = place
+        for peer in range(comm.world_size):
+            if peer == comm.rank or comm.error is not None:
+                continue
+            record = member.left(peer)
+            if record is not None and json.loads(record).get(key, 0) <= ticket:
+                comm.end(
+                    TransportError(
+                        f"rank {comm.rank}: rank {peer} has destroyed the process group, or ended, "
+                        "while this rank waits for it: let all ranks make the same calls before "
+                        "destroy_process_group",
+                        peer=peer,
+                    )
+                )
+
+    # ---- what peers tell -----------------------------------------------------------------------
+
+    def heard(self, sender: int, notice: Mapping[str, Any]) -> None:
+        """Of gradwire.control.Listener."""
+        kind = notice.get("kind")
+        if kind == "failed":
+            self._heard_failed(sender, notice)
+        elif kind == "late":
+            self._heard_late(notice)
+        elif kind == "closed":
+            self._gone[str(notice["owner"])] = {**notice, "rank": sender}
+        elif kind == "differ":
+            self._comm.end(ConfigError(f"rank {self._comm.rank}: {notice['text']}"))
+
+    def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
+        comm, blamed = self._comm, int(notice["blamed"])
+        text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
+        if blamed not in (sender, comm.rank):
+            text += f". Rank {blamed} was the first to fail"
+        error = TransportError(text, peer=sender if blamed == comm.rank else blamed)
+        if notice.get("owner") is not None:
+            owner = self._owner(str(notice["owner"]))
+            if owner is None:
+                self._broken[str(notice["owner"])] = error
+            else:
+                comm.end_owner(owner, error)
+        elif comm.end(error) and comm.opened is not None:
+            comm.opened.fail(blamed)  # ends the waits of shared memory
+
+    def _heard_late(self, notice: Mapping[str, Any]) -> None:
+        key, ticket, number = notice["place"]
+        place = (str(key), int(ticket), int(number))
+        owner = self._owner(place[0])
+        # Noted first: what is issued from now on is compared where it is issued.
+        self._expected[place] = notice
+        issue = None if owner is None else owner.issued(place[1], place[2])
+        if issue is not None:
+            self._expected.pop(place, None)
+            self._differs(notice, issue, place)
+
+    def compare(self, ticket: Ticket, issue: Issue) -> None:
+        """A round was issued here: look whether a peer has told of another in its place."""
+        if self._expected:
+            place = _place(ticket)
+            notice = self._expected.pop(place, None)
+            if notice is not None:
+                self._differs(notice, issue, place)
+
+    def _differs(self, other: Mapping[str, Any], issue: Issue, place: Place) -> None:
+        """Break the group if two ranks issued unlike rounds in one place."""
+        if other["digest"] == issue.digest:
+            return
+        comm = self._comm
+        where = f"call {place[1]} of {self._name(place[0])}"
+        if place[2]:
+            where += f", round {place[2]}"
+        text = (
+            f"rank {other['rank']} issued {other['what']} where rank {comm.rank} issued "
+            f"{issue.what} ({where}): all ranks must make the same calls in the same order"
+        )
+        if comm.end(ConfigError(text)):
+            self._tell({"kind": "differ", "text": text})
+
+    def _heard_closed(self, notice: Mapping[str, Any]) -> None:
+        comm = self._comm
+        owner = self._owner(str(notice["owner"]))
+        waiting = None if owner is None else owner.oldest()
+        if waiting is not None and waiting.place.number >= int(notice["at"]):
+            comm.end(
+                ConfigError(
+                    f"rank {comm.rank}: rank {notice['rank']} has detached {notice['name']}, for "
+                    "which this rank waits: detach on all ranks at the same step"
+                )
+            )
+
+    def _owner(self, key: str) -> Owner | None:
+        return next((o for o in self._comm.all_owners() if o.key == key), None)
+
+    def _name(self, key: str) -> str:
+        owner = self._owner(key)
+        return key if owner is None else owner.name
+
+
+def _place(ticket: Ticket) -> Place:
+    return ticket.owner.key, ticket.place.number, ticket.rounds
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

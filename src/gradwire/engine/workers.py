@@ -1,0 +1,141 @@
+"""Threads for steps that may wait: as many as wait at a time, and none that was idle for long.
+
+gloo can neither poll a message nor call back, so each wait needs a thread. A *lane* runs its steps
+in order and holds a thread only while it has some: lanes of their own are how two waits stand
+beside, not before, each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from gradwire.engine.trace import Trace
+
+log = logging.getLogger("gradwire")
+
+_IDLE_S = 5.0  # after which a thread ends
+
+Step = partial[None]
+
+
+class Workers:
+    """Daemon threads, made when they are needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Call `task` on a thread; what it raises is logged."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                thread = threading.Thread(target=self._serve, name="gradwire-worker", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+        self._tasks.put(task)
+
+    def __len__(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def owns(self, thread: threading.Thread) -> bool:
+        """Whether `thread` is one of these."""
+        return thread in self._threads
+
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        while True:
+            try:
+                task = self._tasks.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._idle:
+                        continue  # a task is on its way
+                    self._idle -= 1
+                    self._threads.discard(me)
+                    return
+            try:
+                task()
+            except BaseException:
+                log.exception("gradwire: a task failed")
+            with self._lock:
+                self._idle += 1
+            del task  # or what it holds would live until the next one
+
+
+class Lane:
+    """Steps, one after the other.
+
+    Args:
+        workers: whose threads it borrows.
+        name: in traces.
+        failed: is told what a step raises.
+        trace: gets what the steps take, while there is one.
+        stopped: whether what is put here is dropped.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        name: str,
+        failed: Callable[[BaseException], None],
+        trace: Callable[[], Trace | None],
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._workers = workers
+        self._name = name
+        self._failed = failed
+        self._trace = trace
+        self._stopped = stopped
+        self._lock = threading.Lock()
+        self._steps: deque[tuple[float, Step]] = deque()
+        self._busy = False
+
+    def put(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call `function` after all that was put before."""
+        with self._lock:
+            self._steps.append((time.perf_counter(), partial(function, *arguments)))
+            if self._busy:
+                return
+            self._busy = True
+        self._workers.run(self._drain)
+
+    def _drain(self) -> None:
+        threading.current_thread().name = f"gradwire-{self._name}"  # in traces and debuggers
+        free = 0.0  # since when this thread had nothing to do
+        while True:
+            with self._lock:
+                if not self._steps:
+                    self._busy = False
+                    return
+                posted, step = self._steps.popleft()
+            trace = self._trace()
+            begun = None if trace is None else trace.begin()
+            try:
+                if not self._stopped():
+                    step()
+            except BaseException as error:
+                self._failed(error)
+            if trace is not None and begun is not None:
+                trace.end(begun, self._name, describe(step), begun[0] - max(posted, free))
+            free = time.perf_counter()
+            del step
+
+
+def describe(step: Step) -> str:
+    """A step in words: what it does, and the task it does it for."""
+    name = step.func.__name__.lstrip("_").replace("_", " ")
+    run, *rest = step.args or (None,)
+    if rest and isinstance(rest[0], tuple):
+        return f"{name}: {len(rest[0])} receives"
+    return f"{name}: {run.graph.describe(rest[0])}" if rest else name

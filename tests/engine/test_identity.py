@@ -1,0 +1,91 @@
+"""Tags: what may be in flight at once between two ranks never has one tag."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gradwire.engine import Communicator
+from gradwire.engine.identity import (
+    LAYOUTS,
+    MOST_WINDOW,
+    RANGES,
+    TAGS,
+    call_tag,
+    scope_tag,
+)
+from gradwire.engine.ranges import Ranges
+from gradwire.errors import ConfigError
+from gradwire.transport import Hub
+
+
+def test_messages_within_the_windows_have_tags_of_their_own() -> None:
+    """Whatever tickets the owners are at: each has a window of them, in up to four rounds."""
+    draw = random.Random(0)
+    for _ in range(20):
+        tags: list[int] = []
+        for layout in draw.sample(range(RANGES - 1), 5):
+            first = draw.randrange(1 << 40)
+            tags += [
+                scope_tag(layout, first + ticket, number, slot)
+                for ticket in range(MOST_WINDOW)
+                for number in range(4)
+                for slot in (0, 1, 2, 77, (1 << 12) - 1)
+            ]
+        for stream in (0, 1):
+            first = draw.randrange(1 << 40)
+            tags += [
+                call_tag(stream, layout, first + ticket, slot)
+                for layout in draw.sample(range(LAYOUTS), 4)
+                for ticket in range(MOST_WINDOW)
+                for slot in (0, 1, 2, (1 << 14) - 1)
+            ]
+        assert len(set(tags)) == len(tags)
+        assert min(tags) >= 0
+        assert max(tags) < TAGS
+
+
+def test_ranges_are_claimed_alike_whatever_the_order() -> None:
+    """Three ranks meet five layouts, each in another order."""
+    store: dict[str, bytes] = {}
+    owner = Communicator(Hub(1).transport(0)).owner("a test")
+    layouts = ["a", "b", "c", "d", "e"]
+    found = []
+    for seed in range(3):
+        ranges = Ranges(store.setdefault)
+        order = random.Random(seed).sample(layouts, 5)
+        claimed = {layout: ranges.claim(owner, layout) for layout in order}
+        found.append([claimed[layout] for layout in layouts])
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 5
+
+
+def test_a_range_is_used_again_once_its_owner_is_over() -> None:
+    comm = Communicator(Hub(1).transport(0))
+    ranges = Ranges(lambda key, value: value)
+    first, second = comm.owner("one"), comm.owner("another")
+    for i in range(RANGES - 1):
+        ranges.claim(first, str(i))
+    with pytest.raises(ConfigError, match="detach"):
+        ranges.claim(second, "a")
+    first.closed = True
+    assert ranges.claim(second, "a") == 0
+
+
+def test_unlike_layouts_never_meet() -> None:
+    """The same call on two ranks: what differs is the layout alone."""
+    assert len({call_tag(0, layout, 5, 3) for layout in range(LAYOUTS)}) == LAYOUTS
+
+
+def test_the_last_ranges_tags_are_left_to_transports() -> None:
+    highest = scope_tag(RANGES - 2, MOST_WINDOW - 1, 3, (1 << 12) - 1)
+    assert highest < TAGS - (1 << 17)
+
+
+@pytest.mark.parametrize(
+    "tag", [lambda: scope_tag(0, 0, 0, 1 << 12), lambda: call_tag(0, 0, 0, 1 << 14)]
+)
+def test_more_messages_than_slots_are_refused(tag) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="fewer segments"):
+        tag()
