@@ -1,7 +1,8 @@
-"""Options of the whole test suite: which cases run, on which worker."""
+"""Options of the whole test suite: which cases run, with which kernels, on which worker."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="Run every case: what `make test-all` does.",
+        help="Run every case, with kernels compiled as users get them: what `make test-all` does.",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels compile in a third of the time, since no flag changes a bit (law 6).
+
+    Not those of an exhaustive run, and nowhere those of golden payloads and of prebuilt libraries.
+    """
+    if not config.getoption("exhaustive"):
+        os.environ.setdefault("GRADWIRE_KERNEL_FLAGS", "-Og")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
