@@ -1,4 +1,4 @@
-# The two commands: `make demo` and `make test`. Both set up all that they need.
+# `make demo`, `make test` and `make test-all` set up all that they need.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,12 +7,17 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constr
 # One worker a core: the lab and the benchmarks' tests use more processes themselves.
 WORKERS ?= 2
 
-.PHONY: demo test lint types unit wheel gpu-check debian clean
+.PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
+# Of each product of cases as many as it takes for every two values to meet (tests/products.py), with
+# kernels that compile fast: at most 8 minutes on two cores where nothing has been compiled before.
 test: debian lint types unit
+
+# Every case, with kernels as users get them.
+test-all: debian lint types unit-all
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests examples scripts
@@ -21,8 +26,13 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 unit: $(VENV)/.test
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(PYTEST)
+
+unit-all: $(VENV)/.test
+	$(PYTEST) --exhaustive
 
 # A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test

@@ -1,12 +1,15 @@
-"""Options of the whole test suite."""
+"""Options of the whole test suite: which cases run, with which kernels, on which worker."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-LAB = Path(__file__).parent / "lab"
+TESTS = Path(__file__).parent
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,18 +18,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Write tests/golden/ anew, do not compare.",
     )
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="Run every case, with kernels compiled as users get them: what `make test-all` does.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels compile in a third of the time, since no flag changes a bit (law 6).
+
+    Not those of an exhaustive run, and nowhere those of golden payloads and of prebuilt libraries.
+    """
+    if not config.getoption("exhaustive"):
+        os.environ.setdefault("GRADWIRE_KERNEL_FLAGS", "-Og")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes or make namespaces run one at a time, on one xdist worker.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exhaustive cases out, and tell xdist what is to run on one worker, and in which order.
 
-    They need the cores for themselves, and some look for what others of them left behind.
+    The lab and the benchmarks need the cores for themselves, and some look for what others left
+    behind, so they are one group. Tests that start processes are a group for each file, since they
+    share what takes long. What takes longest begins first.
     """
+    if not config.getoption("exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     for item in items:
-        alone = item.get_closest_marker("lab") or item.get_closest_marker("multiprocess")
-        if alone or LAB in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        folder = item.path.relative_to(TESTS).parts[0]
+        if item.get_closest_marker("lab") or folder in ("lab", "bench"):
+            item.add_marker(pytest.mark.xdist_group("lab"))
+        elif item.get_closest_marker("multiprocess"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    return 2 if group is None else int(group.args != ("lab",))
 
 
 @pytest.hookimpl(trylast=True)  # behind xdist
@@ -39,3 +71,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                     f"this pytest-xdist does not keep groups of tests together ({item.nodeid}); "
                     "install the versions of constraints.txt"
                 )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist tells its controller, which collects nothing, how many it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(f"{left_out} cases were left out: `make test-all` adds them")

@@ -12,6 +12,7 @@ from test_graphs import draw_sizes, served
 from gradwire.algorithms import HALVES, REGISTRY, Algorithm, Coordinated, Hierarchical
 from gradwire.engine import Graph
 from gradwire.engine.schedule import lower
+from products import every_pair
 
 WORLDS = [1, 2, 3, 4, 5, 8, 16]
 quickly = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -56,9 +57,9 @@ def check(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
         assert found.held == expected.held
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "n", "segments"), every_pair(ALGORITHMS, WORLDS, [1, 2, 4]), ids=str
+)
 def test_nobody_waits_for_ever(name: str, n: int, segments: int) -> None:
     algorithm = ALGORITHMS[name](n)
     check(algorithm, even_sizes(algorithm, n, segments), n)

@@ -11,6 +11,7 @@ from codec_calls import call, gradient
 from gradwire.codecs import LearnedLevels
 from gradwire.errors import ConfigError
 from gradwire.lang import kernels
+from products import every_pair
 
 SIZE = 30_000
 
@@ -31,9 +32,10 @@ def error(codec: LearnedLevels, values: torch.Tensor) -> float:
     return float((decoded.double() - values.double()).square().sum())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
-@pytest.mark.parametrize("kind", ["gaussian", "laplacian"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(
+    ("kind", "bits", "rounding"),
+    every_pair(["gaussian", "laplacian"], [2, 3, 4, 5], ["nearest", "stochastic"]),
+)
 def test_error_is_clearly_below_even_levels(kind: str, bits: int, rounding: str) -> None:
     values = sample(kind)
     learned = LearnedLevels.learn(values, bits, rounding=rounding)

@@ -27,6 +27,7 @@ from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
+from products import every_pair
 from ranks import WORLD_SIZES, as_threads, caught
 
 SIZES = [1, 17, 0, 128, 129, 1000, 3025]
@@ -57,10 +58,9 @@ def both(n: int, lazy: bool, body: Any) -> tuple[list[Any], list[Any]]:
     return as_threads(n, body, fifo=FifoHub(n, lazy)), as_threads(n, body)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codec", CODECS, ids=["identity", "qsgd", "topk"])
-@every_world
-@lazily
+@pytest.mark.parametrize(
+    ("way", "codec", "n", "lazy"), every_pair(WAYS, CODECS, WORLD_SIZES, [False, True]), ids=str
+)
 def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None:
     made = torch.Generator().manual_seed(n)
     data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]

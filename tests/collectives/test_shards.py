@@ -21,6 +21,7 @@ from gradwire.collectives import Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
+from products import every_pair
 from ranks import WORLD_SIZES, as_processes, as_threads, caught
 
 SHARDS = [0, 1, 17, 129, 1000]
@@ -33,11 +34,9 @@ CODECS: list[Codec] = [
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda c: type(c).__name__)
 with_feedback = pytest.mark.parametrize(
     "codec", [*CODECS[:-1], RandomK(density=0.1)], ids=lambda c: type(c).__name__
 )
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_world = pytest.mark.parametrize("n", WORLD_SIZES)
 
 
@@ -45,9 +44,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@every_world
-@every_dtype
-@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize(
+    ("n", "dtype", "op"), every_pair(WORLD_SIZES, DTYPES, ["sum", "avg"]), ids=str
+)
 def test_identity_reduce_scatter_is_torchs(n: int, dtype: torch.dtype, op: str) -> None:
     for shard in SHARDS:
         inputs = [randn(n * shard, dtype=dtype, seed=r) for r in range(n)]
@@ -66,9 +65,7 @@ def test_identity_reduce_scatter_is_torchs(n: int, dtype: torch.dtype, op: str) 
             torch.testing.assert_close(found, expected, rtol=2 * eps, atol=n * eps)
 
 
-@every_world
-@every_dtype
-@every_codec
+@pytest.mark.parametrize(("n", "dtype", "codec"), every_pair(WORLD_SIZES, DTYPES, CODECS), ids=str)
 def test_all_gather_gives_every_rank_the_same(n: int, dtype: torch.dtype, codec: Codec) -> None:
     """Law 1; with Identity it is what went in."""
     for shard in SHARDS:
@@ -129,10 +126,11 @@ def test_law_4_non_finite_travels(codec: Codec) -> None:
         assert not torch.isfinite(whole[at])
 
 
-@every_world
-@every_codec
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "codec", "kind", "segments"),
+    every_pair(WORLD_SIZES, CODECS, ["reduce_scatter", "all_gather"], [1, 3]),
+    ids=str,
+)
 def test_law_5_bytes_are_accounted(n: int, codec: Codec, kind: str, segments: int) -> None:
     def body(comm: Communicator) -> tuple[int, int]:
         specs = [Spec(f"p{m}", n * m, torch.float32, codec) for m in SHARDS]

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lang"))
+
+from triton_checks import patch_once
 
 import gradwire.collectives.arena as arena_module
 import gradwire.collectives.job as job_module
@@ -54,6 +57,7 @@ def reduce_with(target: str, fifo: FifoHub | None = None) -> list[list[torch.Ten
 
 
 def main() -> None:
+    patch_once()
     gpu.Device.run = run  # type: ignore[method-assign]
     arena_module.BORROWED_BYTES = 1
     expected = reduce_with("c")

@@ -6,6 +6,7 @@ After an intended change run `pytest tests/golden --update-golden` and read the 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,9 +92,17 @@ def entries(lay: Layout, payload: torch.Tensor) -> int:
     raise AssertionError("no length depends on data")
 
 
+@pytest.fixture
+def flags_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels as users get them; those that other tests have made may be compiled otherwise."""
+    monkeypatch.delenv("GRADWIRE_KERNEL_FLAGS", raising=False)
+    module = sys.modules["gradwire.lang.kernels"]  # the package has a function of that name
+    monkeypatch.setattr(module, "_made", module.Kernels)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("target", ["eager", "c"])
 @pytest.mark.parametrize("name", CASES)
-def test_payload(name: str, target: str, pytestconfig: pytest.Config) -> None:
+def test_payload(name: str, target: str, flags_of_use: None, pytestconfig: pytest.Config) -> None:
     codec = CASES[name]
     payload = call(codec, "encode", gradient(NUMEL), target=target, key=2**63 + 5).payload
     update = pytestconfig.getoption("--update-golden") and target == "eager"

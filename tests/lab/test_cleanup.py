@@ -27,11 +27,13 @@ NETS = [
 ]
 # Two nodes, each with a grandchild in a session of its own and deaf to SIGTERM: hard to clean up.
 STUBBORN = 'setsid sh -c "trap : TERM INT; while :; do sleep 1; done" & trap : TERM; echo up; wait'
-# A shell has Ctrl-C ignored by what it starts in the background, such as these tests.
+# A shell has Ctrl-C ignored by what it starts in the background, such as these tests; nohup has
+# SIGHUP ignored.
 LAUNCH = """
 import signal, sys
 from gradwire.lab import run_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.exit(run_command(["sh", "-c", sys.argv[2]], 2, sys.argv[1]))
 """
 
@@ -129,7 +131,7 @@ def test_killing_the_launcher_leaves_nothing(
     made = network_namespaces(marked(mark)) - {ours}
     assert len(made) == (0 if net == "none" else 3)  # two nodes and the switch
     launcher.send_signal(killer)
-    launcher.wait()
+    launcher.wait(10)
     assert until(lambda: not marked(mark))
     assert until(lambda: not made & network_namespaces())
     assert set(os.listdir("/sys/class/net")) == devices

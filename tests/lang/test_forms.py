@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from codec_calls import CODECS, call, gradient, same
+from codec_calls import CODECS, DTYPES, call, gradient, same
 from gradwire.codecs import Codec
 from gradwire.lang import verify
+from products import in_turn
 
 N = 2500
 
@@ -82,11 +83,12 @@ class TestForms:
         assert not torch.isfinite(error[1234])
         assert torch.equal(result.residual, kept)
 
-    def test_sums_of_halves_are_made_in_fp32(self, codec: Codec) -> None:
-        for dtype in (torch.float16, torch.bfloat16):
-            own = gradient(N, dtype)
-            peer = call(codec, "encode", gradient(N, dtype, 1), target="eager").payload
-            result = call(codec, "reduce_encode", own, peers=[peer], factor=1.0)
-            other = call(codec, "reduce_encode", own, peers=[peer], target="eager")
-            assert same(result.values, other.values)
-            assert torch.equal(result.payload, other.payload)
+
+@pytest.mark.parametrize(("codec", "dtype"), in_turn(CODECS, DTYPES[1:]), ids=str)
+def test_sums_of_halves_are_made_in_fp32(codec: Codec, dtype: torch.dtype) -> None:
+    own = gradient(N, dtype)
+    peer = call(codec, "encode", gradient(N, dtype, 1), target="eager").payload
+    result = call(codec, "reduce_encode", own, peers=[peer], factor=1.0)
+    other = call(codec, "reduce_encode", own, peers=[peer], target="eager")
+    assert same(result.values, other.values)
+    assert torch.equal(result.payload, other.payload)

@@ -9,10 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from gradwire.codecs import QSGD
+from gradwire.codecs import QSGD, Identity
 from gradwire.errors import ConfigError
-from gradwire.lang import isa, jit, kernels
+from gradwire.lang import isa, jit, kernels, native
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -64,6 +65,23 @@ def test_racing_processes_compile_once(tmp_path: Path) -> None:
     assert [process.communicate(timeout=120)[0] for process in racing] == ["c\n"] * 3
     assert log.read_text() == "run\n"
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".so", ".lock")]
+
+
+def test_more_flags_make_another_library_of_the_same_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
+    for number, flags in enumerate(("", "-O1", "-O1 -fno-such-optimisation")):
+        monkeypatch.setenv("GRADWIRE_KERNEL_FLAGS", flags)
+        library = native.Library(Identity(), torch.float32)
+        if "such" in flags:
+            with pytest.raises(jit.CompileError, match="no-such-optimisation"):
+                library.ready(["encode"])
+        else:
+            library.ready(["encode"])
+            assert len(list(tmp_path.glob("*.so"))) == number + 1
+    assert jit.load(SOURCE).answer() == 42  # what is no kernel is compiled as ever
 
 
 @pytest.mark.skipif(not isa.supported(), reason="no level of this CPU is known")

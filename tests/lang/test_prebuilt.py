@@ -22,6 +22,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import build, isa, jit, native, prebuilt
 from gradwire.lang.emit import c
 from gradwire.lang.forms import FORMS
+from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.xdist_group("prebuilt")  # one worker builds the libraries, once
 
@@ -31,14 +32,18 @@ CODECS = dict(variants.prebuilt(LABELS))
 HALVED = LABELS[1]  # also built for bf16
 
 
+ENDS = list(dict.fromkeys([isa.supported()[0], isa.supported()[-1]]))  # levels
+
+
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a library for every level of this CPU."""
+def libraries(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """A folder with a library for every level of this CPU, or for its lowest and its highest."""
     folder = tmp_path_factory.mktemp("libraries")
+    levels = isa.supported() if pytestconfig.getoption("exhaustive") else ENDS
     units = build.units(CODECS.items(), ["fp32"])
     units += build.units([(HALVED, CODECS[HALVED])], ["bf16"])
-    rows = list(build.build(units, isa.supported(), folder))
-    assert [row["isa"] for row in rows] == [level.name for level in isa.supported()]
+    rows = list(build.build(units, levels, folder))
+    assert [row["isa"] for row in rows] == [level.name for level in levels]
     return folder
 
 
@@ -61,7 +66,11 @@ def installed(libraries: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None) 
 
 
 @pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("level", isa.supported(), ids=lambda level: level.name)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(v, marks=[] if v in ENDS else [EXHAUSTIVE]) for v in isa.supported()],
+    ids=lambda level: level.name,
+)
 def test_every_level_gives_the_bytes_that_the_interpreter_gives(
     level: isa.Level, label: str, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

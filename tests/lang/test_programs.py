@@ -36,6 +36,7 @@ from gradwire.lang.ops import (
 )
 from gradwire.lang.sweeps import LookUp, Loop, Put, Recall, Scalars
 from gradwire.lang.trace import lift
+from products import every_pair
 
 
 @dataclass(frozen=True)
@@ -136,27 +137,28 @@ CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked()]
 PAIRS = [*((c, torch.float32) for c in CODECS), *((Odd(), dtype) for dtype in DTYPES[1:])]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=str)
-def test_targets_agree(codec: Codec, form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("pair", "form", "start"), every_pair(PAIRS, FORMS, [0, 2**32 - 40]), ids=str
+)
+def test_targets_agree(pair: tuple[Codec, torch.dtype], form: str, start: int) -> None:
+    codec, dtype = pair
     for n in ragged_sizes(layout(codec, dtype).block):
-        for start in (0, 2**32 - 40):
-            values = gradient(n, dtype)
-            own, peer = (
-                call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
-                for s in (1, 2)
+        values = gradient(n, dtype)
+        own, peer = (
+            call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
+            for s in (1, 2)
+        )
+        a, b = (
+            call(
+                codec, form, values, target=target, payload=own,
+                peers=[peer] if form.startswith("reduce") else [],
+                residual=gradient(n, seed=3), factor=0.5, threads=threads, start=start,
             )
-            a, b = (
-                call(
-                    codec, form, values, target=target, payload=own,
-                    peers=[peer] if form.startswith("reduce") else [],
-                    residual=gradient(n, seed=3), factor=0.5, threads=threads, start=start,
-                )
-                for target, threads in (("c", 2), ("eager", 1))
-            )  # fmt: skip
-            assert torch.equal(a.payload, b.payload), (n, start)
-            assert same(a.values, b.values), (n, start)
-            assert same(a.residual, b.residual), (n, start)
+            for target, threads in (("c", 2), ("eager", 1))
+        )  # fmt: skip
+        assert torch.equal(a.payload, b.payload), n
+        assert same(a.values, b.values), n
+        assert same(a.residual, b.residual), n
 
 
 def test_sweeps_are_cut_at_tensor_reductions() -> None:

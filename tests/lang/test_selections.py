@@ -43,6 +43,7 @@ from gradwire.lang.ops import (
     uint,
     where,
 )
+from products import in_turn
 
 LEVELS = (-1.0, -0.3, 0.0, 0.2, 0.9)
 
@@ -149,31 +150,31 @@ class Whole(Codec):
 CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled(), Whole()]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_c_equals_eager(codec: Codec) -> None:
-    # the largest is divided among threads row by row, see emit/c_rows.py
-    for dtype, n, threads in [
-        (torch.float32, 1, 1), (torch.float32, 1025, 2), (torch.bfloat16, 5000, 3),
-        (torch.float32, 70000, 3), (torch.float16, 70000, 2),
-    ]:  # fmt: skip
-        values, residual = gradient(n, dtype), gradient(n, seed=4)
-        payload = call(codec, "encode", gradient(n, dtype, 1), target="eager", key=1).payload
-        peers = [
-            call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload
-            for s in (5, 6)
-        ]
-        for form in FORMS:
-            many = peers if form.startswith("reduce") or form == "decode_sum" else None
-            a, b = (
-                call(
-                    codec, form, values, target=target, threads=threads, payload=payload,
-                    residual=residual, peers=many, rank=1 if many else 0, factor=1 / 3,
-                )
-                for target in ("eager", "c")
-            )  # fmt: skip
-            assert torch.equal(a.payload, b.payload), (form, n)
-            assert same(a.values, b.values), (form, n)
-            assert same(a.residual, b.residual), (form, n)
+# dtype, values, threads; the largest are divided among threads row by row, see emit/c_rows.py
+SINGLE = [(torch.float32, 1, 1), (torch.float32, 1025, 2), (torch.float32, 70000, 3)]
+HALF = [(torch.bfloat16, 5000, 3), (torch.float16, 70000, 2)]
+
+
+@pytest.mark.parametrize(("codec", "row"), in_turn(CODECS, [*SINGLE, *HALF], always=3), ids=str)
+def test_c_equals_eager(codec: Codec, row: tuple[torch.dtype, int, int]) -> None:
+    dtype, n, threads = row
+    values, residual = gradient(n, dtype), gradient(n, seed=4)
+    payload = call(codec, "encode", gradient(n, dtype, 1), target="eager", key=1).payload
+    peers = [
+        call(codec, "encode", gradient(n, dtype, s), target="eager", key=s).payload for s in (5, 6)
+    ]
+    for form in FORMS:
+        many = peers if form.startswith("reduce") or form == "decode_sum" else None
+        a, b = (
+            call(
+                codec, form, values, target=target, threads=threads, payload=payload,
+                residual=residual, peers=many, rank=1 if many else 0, factor=1 / 3,
+            )
+            for target in ("eager", "c")
+        )  # fmt: skip
+        assert torch.equal(a.payload, b.payload), form
+        assert same(a.values, b.values), form
+        assert same(a.residual, b.residual), form
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])

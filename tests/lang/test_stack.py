@@ -43,6 +43,7 @@ from gradwire.lang.ops import (
     topk,
     uint,
 )
+from products import EXHAUSTIVE, in_turn
 
 STACK = 256 << 10  # what docs/kernels.md promises to stay below, in bytes
 MOST = 65536  # values of a block
@@ -140,10 +141,9 @@ def run(codecs: list[Codec]) -> None:
     print("done")
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_large_blocks_leave_the_same_bytes(codec: Codec) -> None:
-    for threads in (1, 3):
-        agree(codec, threads)
+@pytest.mark.parametrize(("codec", "threads"), in_turn(CODECS, [1, 3]), ids=str)
+def test_large_blocks_leave_the_same_bytes(codec: Codec, threads: int) -> None:
+    agree(codec, threads)
 
 
 def test_small_stacks_of_callers_and_of_openmp() -> None:
@@ -161,7 +161,9 @@ def test_small_stacks_of_callers_and_of_openmp() -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="asks gcc")
-@pytest.mark.parametrize("codec", [*CODECS, *SMALL], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [*CODECS, *(pytest.param(codec, marks=EXHAUSTIVE) for codec in SMALL)], ids=repr
+)
 def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
     """By what the compiler says: a sweep and the copy that it calls, twice the largest frame."""
     largest_forms = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the others do a part of these

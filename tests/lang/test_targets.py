@@ -12,6 +12,7 @@ from codec_calls import CODECS, DTYPES, WIDTHS, Result, call, gradient, ragged_s
 from gradwire.codecs import QSGD, Codec, Identity, TopK
 from gradwire.lang import ROW, kernels, layout
 from gradwire.lang.forms import FORMS
+from products import every_pair
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 6e-8, 65504.0, 65520.0, 7e4, -3.4e38, 3.4028235e38]
 NON_FINITE = [float("inf"), float("-inf"), float("nan")]
@@ -39,9 +40,11 @@ def assert_same(a: Result, b: Result, form: str) -> None:
     assert same(a.residual, b.residual), form
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+# each case is a compilation: every form in fp32, and in the others as many as meet in pairs
+CASES = every_pair(CODECS, DTYPES, FORMS, always=lambda codec, dtype, form: dtype is torch.float32)
+
+
+@pytest.mark.parametrize(("codec", "dtype", "form"), CASES, ids=str)
 def test_c_equals_eager(codec: Codec, dtype: torch.dtype, form: str) -> None:
     for n in ragged_sizes(layout(codec, dtype).block):
         values = gradient(n, dtype)
@@ -66,20 +69,24 @@ def test_every_width_of_code(codec: Codec, form: str) -> None:
         ),
         max_size=300,
     ),
-    dtype=st.sampled_from(DTYPES),
-    form=st.sampled_from(FORMS),
+    data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
 def test_c_equals_eager_on_anything(
-    codec: Codec, numbers: list[float], dtype: torch.dtype, form: str
+    codec: Codec, numbers: list[float], data: st.DataObject, pytestconfig: pytest.Config
 ) -> None:
+    every = pytestconfig.getoption("exhaustive")
+    known = [
+        case.values[1:] for case in CASES if case.values[0] == codec and (every or not case.marks)
+    ]
+    dtype, form = data.draw(st.sampled_from(known))
     values = torch.tensor(numbers, dtype=torch.float32).to(dtype)
     assert_same(run(codec, form, values, "c"), run(codec, form, values, "eager"), form)
 
 
-@pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize(
+    ("codec", "form", "threads"), every_pair(CODECS, FORMS, [2, 3, 5]), ids=str
+)
 def test_threads_change_nothing(codec: Codec, form: str, threads: int) -> None:
     for n in (1, 130, 9000):
         values = gradient(n)

@@ -28,6 +28,7 @@ from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
+from products import EXHAUSTIVE, in_turn
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,6 +39,11 @@ pytestmark = [
 
 
 ALIKE = (GradDrop, HardThreshold)  # made of the same kernels as DGC and TopK
+
+# the forms that have of everything; the others, of parts of it
+MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
+REST = tuple(form for form in FORMS if form not in MOST)
+MOST_AND_REST = [MOST, pytest.param(REST, marks=EXHAUSTIVE)]
 
 
 @dataclass(frozen=True)
@@ -68,21 +74,23 @@ def sizes(codec: Codec) -> list[int]:
     return [4096 + block + 3, 0, 1, block]
 
 
+@pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_triton_equals_eager(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
-    given, which = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL], FORMS
+def test_triton_equals_eager(
+    interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
+) -> None:
+    given = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL]
     if layout(codec).staged:
         given = [SPECIAL * 5 + NON_FINITE * 9]
     if isinstance(codec, ALIKE):
-        which = ("encode", "reduce_encode_ef")
+        which = which[-1:]
     asked = interpreting.submit(
         triton_checks.differences, codec, torch.float32, sizes(codec), given, which
     )
     assert asked.result() == ""
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize(("codec", "dtype"), in_turn(CODECS, DTYPES[1:]), ids=str)
 def test_narrow_values(interpreting: ProcessPoolExecutor, codec: Codec, dtype: torch.dtype) -> None:
     block = layout(codec, dtype).block
     sparse = bool(layout(codec, dtype).staged)
@@ -103,13 +111,15 @@ def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) ->
     assert asked.result() == ""
 
 
+@pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
 @pytest.mark.parametrize("codec", [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]], ids=repr)
-def test_programs_that_no_codec_has(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+def test_programs_that_no_codec_has(
+    interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
+) -> None:
     few = (5000, 1) if layout(codec).staged else (5000, 1, 70, 0)
     asked = interpreting.submit(
-        triton_checks.differences, codec, torch.float32, few, (SPECIAL,),
-        ("encode_ef", "decode", "decode_add", "reduce_encode") if layout(codec).staged else FORMS,
-    )  # fmt: skip
+        triton_checks.differences, codec, torch.float32, few, (SPECIAL,), which
+    )
     assert asked.result() == ""
 
 

@@ -22,6 +22,7 @@ from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC
 from gradwire.lang import kernels, layout, tiles
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
+from products import EXHAUSTIVE
 
 pytestmark = [
     pytest.mark.skipif(
@@ -45,7 +46,9 @@ class Trits(Codec):
         return scatter(value + sign * 0.0, chosen)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.02, "fp32"), TopK(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [TopK(0.02, "fp32"), pytest.param(TopK(1.0), marks=EXHAUSTIVE)], ids=repr
+)
 def test_of_equal_keys_the_first_are_taken(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     few, many = [1.0, -1.0, 0.5] * 300, [2.0] * 9000  # ties in several tiles
     given = (few, many, [0.0] * 700)
@@ -113,9 +116,14 @@ LAUNCHES = {
     DGC(): [22, 22, 2, 2, 2, 23, 23],
     MSTopK(): [34, 34, 2, 2, 2, 14, 14],
 }
+LONG = (AdaComp(), DGC(), MSTopK())  # an interpreted launch takes long
 
 
-@pytest.mark.parametrize("codec", LAUNCHES, ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(codec, marks=[EXHAUSTIVE] if codec in LONG else []) for codec in LAUNCHES],
+    ids=repr,
+)
 def test_launches_do_not_depend_on_the_number_of_rows(
     interpreting: ProcessPoolExecutor, codec: Codec
 ) -> None:

@@ -21,12 +21,14 @@ from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
 from gradwire.transport.shm import Shm
+from products import every_pair
 from ranks import WORLD_SIZES, as_threads, caught
 from transport.shm_ends import ends
 
 SIZES = [1, 17, 0, 128, 129, 1000, 1025]
 CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05), RandomK(density=0.1)]
 NAMES = ["identity", "qsgd", "terngrad", "topk", "randomk"]
+FEW: list[Codec] = [Identity(), QSGD(), TopK(density=0.05)]
 
 # What stands for world size n: the options with which an algorithm runs.
 WAYS = {
@@ -51,7 +53,9 @@ WAYS = {
 
 every_way = pytest.mark.parametrize("way", WAYS)
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=NAMES)
-every_world = pytest.mark.parametrize("n", WORLD_SIZES)
+every_case = pytest.mark.parametrize(
+    ("way", "codec", "n"), every_pair(WAYS, CODECS, WORLD_SIZES), ids=str
+)
 
 
 @dataclass
@@ -105,9 +109,7 @@ def run(way: str, codec: Codec, n: int, dtype: torch.dtype, average: bool = True
     return Run(data, before, results, residuals, formula, counted)
 
 
-@every_way
-@every_codec
-@every_world
+@every_case
 def test_law_1_replicas_agree(way: str, codec: Codec, n: int) -> None:
     for dtype in (torch.float32, torch.bfloat16) if n == 5 else (torch.float32,):
         found = run(way, codec, n, dtype).results
@@ -116,9 +118,7 @@ def test_law_1_replicas_agree(way: str, codec: Codec, n: int) -> None:
                 assert torch.equal(expected, mine)
 
 
-@every_way
-@every_codec
-@every_world
+@every_case
 def test_law_2_nothing_is_lost(way: str, codec: Codec, n: int) -> None:
     for dtype in (torch.float32, torch.bfloat16) if n == 5 else (torch.float32,):
         for average in (True, False) if n == 3 else (True,):
@@ -140,9 +140,9 @@ def check_nothing_is_lost(found: Run, n: int, dtype: torch.dtype, average: bool)
         torch.testing.assert_close(sent + kept, brought, rtol=slack, atol=slack)
 
 
-@every_way
-@every_codec
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("way", "codec", "value"), every_pair(WAYS, CODECS, [float("inf"), float("nan")]), ids=str
+)
 def test_law_4_non_finite_travels(way: str, codec: Codec, value: float) -> None:
     n, size, at = 5, 2000, 700
     data = [torch.randn(size) for _ in range(n)]
@@ -158,9 +158,7 @@ def test_law_4_non_finite_travels(way: str, codec: Codec, value: float) -> None:
         assert torch.isfinite(residual).all()
 
 
-@every_way
-@every_codec
-@every_world
+@every_case
 def test_law_5_bytes_are_accounted(way: str, codec: Codec, n: int) -> None:
     found = run(way, codec, n, torch.float32)
     assert found.formula == found.counted
@@ -214,9 +212,9 @@ def test_law_8_company_changes_nothing(way: str, codec: Codec) -> None:
 PATTERN = 10  # values that repeat: every block of RandomK(0.1) is a draw of the same
 
 
-@every_way
-@pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+@pytest.mark.parametrize(
+    ("way", "n", "average"), every_pair(WAYS, [2, 3, 5], [True, False]), ids=str
+)
 def test_law_3_a_codec_that_scales_is_unbiased_or_refused(way: str, n: int, average: bool) -> None:
     """RandomK(unbiased=True): over 10^5 draws, at five steps, the mean is within 5 standard errors
     of the true one, place by place; where an algorithm would be biased, an error says where not."""
@@ -345,9 +343,7 @@ def test_what_is_switched_off_for_an_ablation_changes_no_bit(options: Options, n
     assert all(map(torch.equal, plain, other))
 
 
-@every_way
-@pytest.mark.parametrize("codec", [Identity(), QSGD(), TopK(density=0.05)], ids=str)
-@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize(("way", "codec", "n"), every_pair(WAYS, FEW, [2, 5]), ids=str)
 def test_staged_messages_change_no_bit(
     way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,9 +386,7 @@ class Machine:
         return end
 
 
-@every_way
-@pytest.mark.parametrize("codec", [Identity(), QSGD(), TopK(density=0.05)], ids=str)
-@every_world
+@pytest.mark.parametrize(("way", "codec", "n"), every_pair(WAYS, FEW, WORLD_SIZES), ids=str)
 def test_borrowed_messages_change_no_bit(
     way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
+from products import every_pair
 from ranks import WORLD_SIZES, as_threads, caught
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 5000]
@@ -38,6 +39,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 every_world = pytest.mark.parametrize("world_size", WORLD_SIZES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_case = pytest.mark.parametrize(
+    ("codec", "dtype", "world_size"), every_pair(CODECS, DTYPES, WORLD_SIZES), ids=str
+)
 
 
 def gradients(world_size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -73,9 +77,7 @@ def reduce_all(
     return collective, outcome
 
 
-@every_codec
-@every_dtype
-@every_world
+@every_case
 def test_law_1_replicas_agree(codec: Codec, dtype: torch.dtype, world_size: int) -> None:
     data = gradients(world_size, dtype)
 
@@ -125,9 +127,7 @@ def test_error_is_bounded_by_the_grid_of_both_encodings(bits: int, world_size: i
         assert float((found - expected).abs().max()) <= 2 * 1.05 * widest / (2**bits - 1) + 1e-6
 
 
-@every_codec
-@every_dtype
-@every_world
+@every_case
 def test_law_2_nothing_is_lost(codec: Codec, dtype: torch.dtype, world_size: int) -> None:
     data = gradients(world_size, dtype)
     before = [[torch.randn(n) * 0.1 for n in SIZES] for _ in range(world_size)]
@@ -150,9 +150,11 @@ def test_law_2_nothing_is_lost(codec: Codec, dtype: torch.dtype, world_size: int
         torch.testing.assert_close(sent + kept, brought, rtol=slack, atol=slack)
 
 
-@every_codec
-@every_dtype
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "value"),
+    every_pair(CODECS, DTYPES, [float("inf"), float("-inf"), float("nan")]),
+    ids=str,
+)
 def test_law_4_non_finite_travels(codec: Codec, dtype: torch.dtype, value: float) -> None:
     world_size, size, at = 3, 2000, 700
     data = [torch.randn(size).to(dtype) for _ in range(world_size)]
@@ -168,9 +170,9 @@ def test_law_4_non_finite_travels(codec: Codec, dtype: torch.dtype, value: float
         assert torch.isfinite(residual).all()
 
 
-@every_codec
-@every_world
-@pytest.mark.parametrize("segments", [1, 3, None])
+@pytest.mark.parametrize(
+    ("codec", "world_size", "segments"), every_pair(CODECS, WORLD_SIZES, [1, 3, None]), ids=str
+)
 def test_law_5_bytes_are_accounted(codec: Codec, world_size: int, segments: int | None) -> None:
     data = gradients(world_size, torch.float32)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from products import EXHAUSTIVE
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -29,7 +30,14 @@ def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("script", "world_size"), [("ddp_backend.py", 4), ("fsdp2_backend.py", 2)])
+@pytest.mark.parametrize(
+    ("script", "world_size"),
+    [
+        ("ddp_backend.py", 2),
+        pytest.param("ddp_backend.py", 4, marks=EXHAUSTIVE),
+        ("fsdp2_backend.py", 2),
+    ],
+)
 def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
     assert "import gradwire" not in (EXAMPLES / script).read_text()
     made = {

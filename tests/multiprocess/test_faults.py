@@ -70,8 +70,7 @@ def double_backward_after_death(rank: int, dying: int) -> Report:
 def attach_without_a_peer(rank: int) -> Report:
     model = DDP(nn.Linear(10, 10))
     if rank == 1:
-        time.sleep(12)  # never attaches
-        return "nothing", None, "", 0.0
+        time.sleep(60)  # never attaches, and is killed when the other has reported
     return reported(lambda: gw.attach(model))
 
 
@@ -148,7 +147,7 @@ def test_an_error_of_torchs_all_reduce_is_named() -> None:
 
 
 def test_a_rank_that_never_attaches_is_named() -> None:
-    reports = as_processes(2, attach_without_a_peer, timeout=3)
+    reports = as_processes(2, attach_without_a_peer, timeout=3, expect_death=(1,))
     kind, peer, text, seconds = reports[0]
     assert (kind, peer) == ("TransportError", 1), text
     assert seconds < 10

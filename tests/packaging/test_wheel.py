@@ -23,8 +23,8 @@ import torch
 from gradwire.lang import isa
 
 ROOT = Path(__file__).parents[2]
-LEVELS = list(dict.fromkeys([isa.supported()[0].name, isa.supported()[-1].name]))
-KERNELS = {"GRADWIRE_BUILD": "identity qsgd:bits=4 shm", "GRADWIRE_BUILD_ISA": " ".join(LEVELS)}
+LEVELS = list(dict.fromkeys([isa.supported()[-1].name, isa.supported()[0].name]))
+KERNELS = "identity qsgd:bits=4 shm"
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -76,7 +76,7 @@ def run(command: list[str], seconds: float, cwd: Path, **environment: str) -> st
 
 
 def isolation() -> list[str]:
-    """Build with tools fetched for it, as users do; with those here where there is no index."""
+    """With tools fetched for it, as users do; with those here where there is no index."""
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "hatchling"]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -95,9 +95,19 @@ def build(folder: Path, *options: str, **environment: str) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with a few kernels."""
-    return build(tmp_path_factory.mktemp("wheel"), *isolation(), **KERNELS)[0]
+def levels(pytestconfig: pytest.Config) -> list[str]:
+    """What kernels are built for: this CPU, and in an exhaustive run also less than that."""
+    return LEVELS if pytestconfig.getoption("exhaustive") else LEVELS[:1]
+
+
+@pytest.fixture(scope="module")
+def wheel(
+    levels: list[str], tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
+    """A wheel with a few kernels; in an exhaustive run built as users do, else with tools here."""
+    how = isolation() if pytestconfig.getoption("exhaustive") else ["--no-isolation"]
+    wanted = {"GRADWIRE_BUILD": KERNELS, "GRADWIRE_BUILD_ISA": " ".join(levels)}
+    return build(tmp_path_factory.mktemp("wheel"), *how, **wanted)[0]
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +124,18 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_wheel_names_the_platform_of_its_kernels(wheel: Path) -> None:
+def test_a_wheel_names_the_platform_of_its_kernels(wheel: Path, levels: list[str]) -> None:
     assert re.fullmatch(r"gradwire-[\d.]+-py3-none-\w+\.whl", wheel.name)
     assert wheel.name.endswith(f"{isa.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name).name for name in archive.namelist() if name.endswith(".so")}
         (metadata,) = (name for name in archive.namelist() if name.endswith("/WHEEL"))
         assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
-    assert names == {f"kernels-{level}.so" for level in LEVELS}
+    assert names == {f"kernels-{level}.so" for level in levels}
 
 
 @pytest.mark.multiprocess
-def test_training_needs_no_compiler(python: Path, tmp_path: Path) -> None:
+def test_training_needs_no_compiler(python: Path, levels: list[str], tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(textwrap.dedent(TRAINING))
     launcher = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -136,7 +146,7 @@ def test_training_needs_no_compiler(python: Path, tmp_path: Path) -> None:
     environment |= {"PATH": str(python.parent), "HOME": str(home), "XDG_CACHE_HOME": ""}
     environment |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     curves = []
-    for level in LEVELS:
+    for level in levels:
         said = run(launcher, 100, tmp_path, **environment, GRADWIRE_ISA=level)
         losses = [float(x) for x in re.findall(r"loss ([\d.e-]+)", said)]
         assert len(losses) == 40

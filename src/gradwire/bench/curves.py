@@ -167,5 +167,6 @@ def _processor() -> str:
 
 def _cache(threads: int) -> Path:
     key = f"{_processor()}, {threads} threads, gradwire {__version__}, torch {torch.__version__}"
+    key += " ".join(jit.kernel_flags())  # other kernels have other curves
     name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return jit.cache_folder() / f"curves-{name}.json"

@@ -3,8 +3,9 @@
 A library is compiled on first use, into a folder that only its user can write, under a name made
 of the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks
 that want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a
-compiler, GRADWIRE_CACHE a folder, and GRADWIRE_ISA less than the CPU has (see isa.py): all are for
-debugging. Kernels that were built ahead of time are found by prebuilt.py before any of this.
+compiler, GRADWIRE_CACHE a folder, GRADWIRE_KERNEL_FLAGS more flags for codecs' kernels, and
+GRADWIRE_ISA less than the CPU has (see isa.py): all are for debugging. Kernels that were built
+ahead of time are found by prebuilt.py before any of this.
 """
 
 from __future__ import annotations
@@ -51,11 +52,16 @@ def compiler() -> str:
     )
 
 
-def load(source: str) -> ctypes.CDLL:
-    """The library compiled from `source`, from the cache where it is there."""
+def kernel_flags() -> tuple[str, ...]:
+    """What GRADWIRE_KERNEL_FLAGS says: none, unless somebody debugs."""
+    return tuple(os.environ.get("GRADWIRE_KERNEL_FLAGS", "").split())
+
+
+def load(source: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library compiled from `source`, with `more` flags, from the cache where it is there."""
     level = isa.forced()
     instructions = isa.native() if level is None else level.flags
-    return _load(source, compiler(), (*FLAGS, *instructions), str(cache_folder()))
+    return _load(source, compiler(), (*FLAGS, *instructions, *more), str(cache_folder()))
 
 
 @cache

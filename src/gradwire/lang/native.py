@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from gradwire.errors import CodecError
-from gradwire.lang import forms, prebuilt
+from gradwire.lang import forms, jit, prebuilt
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c, c_stack
@@ -67,7 +67,8 @@ class Library:
 
     def _compiled(self, form: str) -> Callable[..., int]:
         text = c.prelude() + source(self._codec, self._dtype, [form])
-        return _typed(prebuilt.compiled(text, [form], self._said)[form])
+        found = prebuilt.compiled(text, [form], self._said, jit.kernel_flags())
+        return _typed(found[form])
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs."""

@@ -71,13 +71,14 @@ def find(text: str, names: Sequence[str]) -> tuple[Functions | None, str]:
         return None, "this codec, options and dtype are not among them"
 
 
-def compiled(text: str, names: Sequence[str], said: str) -> Functions:
-    """The named functions of a C source, compiled here; `said` is why there are no others.
+def compiled(text: str, names: Sequence[str], said: str, more: tuple[str, ...] = ()) -> Functions:
+    """The named functions of a C source, compiled here with `more` flags; `said` is why there are
+    no others.
 
     Raises `jit.CompileError`.
     """
     try:
-        library = jit.load(text)
+        library = jit.load(text, more)
     except jit.CompileError as error:
         raise jit.CompileError(f"{error}; prebuilt kernels: {said}") from error
     return {one: library[one] for one in names}

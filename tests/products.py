@@ -1,0 +1,52 @@
+"""Products of cases: `make test` has every pair of values meet in one, `make test-all` runs all.
+
+What goes wrong where two values meet is found by either; the rest of a product adds what takes
+three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:
+    """The product of two axes, for `parametrize`, where each case costs much: a compilation.
+
+    `make test` runs each value of the first axis with the `always` first ones of the second, and
+    with one more of these, taking turns.
+    """
+    turns = len(second) - always
+    return [
+        pytest.param(a, b, marks=[EXHAUSTIVE] if j >= always and (j - always - i) % turns else [])
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+
+
+def every_pair(*axes: Iterable[Any], always: Callable[..., bool] | None = None) -> list[Any]:
+    """The product of the axes, for `parametrize`; those that `make test` leaves out are marked.
+
+    It runs the cases of which `always(*values)` is true, and of the others as many as it takes for
+    any two values of two axes to meet.
+    """
+    values = [list(axis) for axis in axes]
+    cases = list(product(*(range(len(axis)) for axis in values)))
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    given = {case: [axis[at] for axis, at in zip(values, case, strict=True)] for case in cases}
+    chosen = [case for case in cases if always is not None and always(*given[case])]
+    met = set().union(*(pairs[case] for case in chosen))
+    for new in range(len(axes) * (len(axes) - 1) // 2, 0, -1):  # those that add most come first
+        for case in cases:
+            if len(pairs[case] - met) >= new:
+                chosen.append(case)
+                met |= pairs[case]
+    left_out = set(cases) - set(chosen)
+    return [
+        pytest.param(*given[case], marks=[EXHAUSTIVE] if case in left_out else []) for case in cases
+    ]
