@@ -7,12 +7,12 @@ import pytest
 from golden import runs, trained
 from golden.runs import CASES, Case
 from ranks import WORLD_SIZES
-from whole import whole
 
 
-def cases(ranks: int) -> list[Case]:
+@pytest.fixture
+def cases(pytestconfig: pytest.Config, ranks: int) -> list[Case]:
     """Those of this run: all where the whole product is asked for, else a sample."""
-    chosen = CASES if whole() else runs.sampled(CASES)
+    chosen = CASES if pytestconfig.getoption("--exhaustive") else runs.sampled(CASES)
     return [case for case in chosen if case.ranks == ranks]
 
 
@@ -32,14 +32,14 @@ def _updated(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
-def test_collectives(ranks: int) -> None:
-    compare(runs.lines(cases(ranks)))
+def test_collectives(cases: list[Case]) -> None:
+    compare(runs.lines(cases))
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
-def test_collectives_in_order(ranks: int) -> None:
+def test_collectives_in_order(cases: list[Case]) -> None:
     """Over links that know the order of messages and nothing else: the same lines."""
-    compare(runs.lines(cases(ranks), in_order=True))
+    compare(runs.lines(cases, in_order=True))
 
 
 @pytest.mark.parametrize("options", [{"target": "eager"}, {"threads": 3}, {"batched": False}],

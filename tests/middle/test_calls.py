@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import gradwire as gw
 from ends import End, ends, finished, raised
+from products import in_turn
 from stress.worlds import of_transport
-from whole import whole
 
 pytestmark = pytest.mark.multiprocess
 
@@ -134,10 +134,7 @@ def destroyed(rank: int, own: bool) -> dict[str, Any]:
     return found
 
 
-DESTROYED = [(True, False), (False, True)] + ([(True, True), (False, False)] if whole() else [])
-
-
-@pytest.mark.parametrize(("own", "shm"), DESTROYED)
+@pytest.mark.parametrize(("own", "shm"), in_turn([True, False], [False, True]))
 def test_a_destroyed_group_ends_what_waits(own: bool, shm: bool) -> None:
     found = ends(3, destroyed, own, timeout=8, environment=of_transport(shm))
     finished(found)

@@ -16,10 +16,10 @@ import gradwire as gw
 from ends import ends, finished
 from gradwire.aggregators import Member
 from gradwire.lang import rng
+from products import in_turn
 from stress.running import Chained
 from stress.scopes import of_processes
 from stress.worlds import of_transport
-from whole import whole
 
 pytestmark = pytest.mark.multiprocess
 
@@ -71,8 +71,7 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
             torch.testing.assert_close(gradients[b], expected)
 
 
-WORLDS = [(2, True), (3, False)] + ([(2, False), (3, True)] if whole() else [])
-worlds = pytest.mark.parametrize(("ranks", "shm"), WORLDS)
+worlds = pytest.mark.parametrize(("ranks", "shm"), in_turn([2, 3], [True, False]))
 
 
 @worlds

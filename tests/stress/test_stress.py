@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gradwire.aggregators import CompressedAllReduce
+from products import EXHAUSTIVE, in_turn
 from stress import worlds
 from stress.programs import Call, Parameter, Program, Scope, Step, order
 from stress.running import CODECS, Chained, difference, strayed
-from whole import whole
 
 STEPS = 12
 
@@ -31,7 +31,7 @@ def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> No
     assert strayed(program, found) is None
 
 
-@pytest.mark.parametrize("seed", range(4 if whole() else 1))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2, 3))])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_threads(ranks: int, seed: int) -> None:
     program = Program.of(seed, ranks)
@@ -46,9 +46,7 @@ def test_in_order(ranks: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("ranks", "shm"), [(2, False), (3, True)] + ([(2, True), (3, False)] if whole() else [])
-)
+@pytest.mark.parametrize(("ranks", "shm"), in_turn([2, 3], [False, True]))
 def test_processes(ranks: int, shm: bool) -> None:
     program = Program.of(3, ranks)
     check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=60))
