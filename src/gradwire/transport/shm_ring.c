@@ -1,13 +1,16 @@
 /* Rings: how bytes get from one process to another on one machine. Compiled together with
  * shm_wait.c, which says who moves them and how threads sleep.
  *
- * Each rank owns one segment of memory, mapped by it and by its peers of the same machine:
+ * A rank owns one segment of memory for each of its groups, mapped by it and by its peers of the same
+ * machine:
  *
  *   a page       the bell on which the rank's threads sleep, and what it tells its peers
  *   for each peer a ring of what that peer sends to the rank:
  *     a page     five counters, three flags, announcements, and loans that are over
  *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
- *   the store    what the rank lends: messages that were made here are read where they lie
+ *
+ * and a store for all of its groups, of what it lends: a message that was made there is read where it
+ * lies. Each process maps a store once.
  *
  * A message moves once its receive is posted: the receiver announces (tag, size) in the ring, and
  * the sender writes only what was announced. So whatever lies in a ring has a place to go, no
@@ -81,7 +84,7 @@ struct segment {
     _Atomic u32 asleep;             /* whether a thread waits for it, or is about to */
     _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner holds responsible */
     _Atomic u32 closed;
-    u64 size; /* of what comes before the store */
+    u64 size;
 };
 
 struct ring {
