@@ -157,7 +157,7 @@ static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadlin
             atomic_fetch_add(&s->sleepers, 1);
             atomic_store(&s->near->asleep, 1);
             atomic_thread_fence(memory_order_seq_cst);
-            delay_in_tests();
+            delay_in_tests(SLEEP);
             raise_flags(s);
             atomic_thread_fence(memory_order_seq_cst);
         }
