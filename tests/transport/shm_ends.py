@@ -9,21 +9,29 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradwire.transport.shm import Shm
+from gradwire.transport.shm_process import Stores
 
 
 @contextmanager
 def ends(
-    world_size: int, timeout: float = 20.0, ring_bytes: int | None = None
+    world_size: int,
+    timeout: float = 20.0,
+    ring_bytes: int | None = None,
+    stores: Stores | None = None,
 ) -> Iterator[list[Shm]]:
-    """Every rank's end, each connected with all others."""
+    """Every rank's end, each connected with all others.
+
+    Without `stores`, which are a process's, each has its own, as if it were one.
+    """
     made = [
-        Shm(rank, world_size, [p for p in range(world_size) if p != rank], timeout, ring_bytes)
+        Shm(rank, world_size, peers, timeout, ring_bytes, stores or Stores())
         for rank in range(world_size)
+        for peers in [[p for p in range(world_size) if p != rank]]
     ]
     for end in made:
         for peer in made:
             if peer is not end:
-                end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()))
+                end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
     for end in made:
         end.passed()
     try:

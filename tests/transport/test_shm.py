@@ -123,11 +123,14 @@ def test_a_message_of_many_rings_each_way_at_once(early: bool) -> None:
 SLICE_S = 2.0
 
 
-@pytest.fixture
-def drowsy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Waiters that nobody wakes sleep for SLICE_S, nobody spins, and races are wide."""
-    defines = f"#define SHM_SLICE_NS {int(1e9 * SLICE_S)}\n#define SHM_DELAY_NS 100000\n"
-    source = defines + shm_library.source()
+@pytest.fixture(params=[7, 15], ids=["flags", "pieces"])  # where: see shm_ring.c
+def drowsy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Waiters that nobody wakes sleep for SLICE_S, nobody spins, and there are delays in races."""
+    source = f"""
+    #define SHM_SLICE_NS {int(1e9 * SLICE_S)}
+    #define SHM_DELAY_NS 100000
+    #define SHM_DELAY_IN {request.param}
+    {shm_library.source()}"""
     monkeypatch.setattr(shm_library, "source", lambda: source)
     monkeypatch.setattr(shm, "_SPIN_S", 0)
     monkeypatch.setattr(shm, "_SPIN_CROWDED_S", 0)
@@ -188,7 +191,7 @@ def announce(a: Shm, b: Shm) -> None:
         time.sleep(mixed.uniform(0, 0.002))
         b.irecv(torch.zeros(1, dtype=torch.uint8), 0, tag).wait()
 
-    for turn in range(40):
+    for turn in range(15):
         posted = threading.Event()
         tags = range(turn * count, (turn + 1) * count)
         at_once(
@@ -228,7 +231,7 @@ def beside(a: Shm, b: Shm) -> None:
     posted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def receive() -> None:
-        for tag in range(1, 81):
+        for tag in range(1, 41):
             coming = b.irecv(inbox, 0, tag)
             posted.put(tag)
             coming.wait()
@@ -237,8 +240,8 @@ def beside(a: Shm, b: Shm) -> None:
     sends: list[Pending] = []
 
     def send() -> None:
-        for _ in range(80):
-            tag = posted.get(timeout=20)
+        for _ in range(40):
+            tag = posted.get(timeout=10)
             time.sleep(0.002)  # the receiver sleeps by now
             sends.append(a.isend(data, 1, tag))
 
@@ -250,9 +253,9 @@ def beside(a: Shm, b: Shm) -> None:
 
 def together(a: Shm, b: Shm) -> None:
     """Two threads wait for sends on one link; who ends first leaves the rest to the other."""
-    data = [torch.zeros(size, dtype=torch.uint8) for size in (100, 2 << 20)]
+    data = [torch.zeros(size, dtype=torch.uint8) for size in (100, 20 * RING)]
     inboxes = [torch.zeros_like(each) for each in data]
-    sent = threading.Barrier(3, timeout=20)
+    sent = threading.Barrier(3, timeout=10)
 
     def send(lane: int) -> None:
         for step in range(200):
@@ -273,7 +276,7 @@ def together(a: Shm, b: Shm) -> None:
 @pytest.mark.parametrize("what", ["talk", "pour", "announce", "lend", "beside", "together"])
 def test_no_wake_is_lost(what: str) -> None:
     """Not one thread sleeps to its slice's end while something could move."""
-    ring = None if what in ("beside", "together") else RING  # large enough to be drained meanwhile
+    ring = None if what == "beside" else RING  # which is large enough to be drained meanwhile
     with ThreadPoolExecutor(1) as pool, ends(2 + (what == "talk"), ring_bytes=ring) as made:
         if what == "talk":
             lanes = ((end, lane, 100, 4000 * lane) for end in made for lane in range(3))

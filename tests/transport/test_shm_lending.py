@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from gradwire.errors import TransportError
 from gradwire.transport import Hub, Loan, Pending, Transport, shm_store
 from gradwire.transport.shm import Shm
+from gradwire.transport.shm_process import Stores
 from transport.shm_ends import at_once, ends
 from transport.test_shm import RING, Key, content, plans
 
@@ -182,7 +183,7 @@ def test_any_messages_lent_or_not_arrive(plan: tuple[int, dict[Key, list[int]], 
 @pytest.fixture
 def alone() -> Iterator[Shm]:
     """A rank that has not handed its segment on."""
-    end = Shm(0, 2, [1], 5.0, 1 << 12)
+    end = Shm(0, 2, [1], 5.0, 1 << 12, Stores())
     yield end
     end.close()
 
@@ -190,18 +191,19 @@ def alone() -> Iterator[Shm]:
 def test_memory_is_taken_first_fit_and_given_back(alone: Shm) -> None:
     store = alone.store
     assert store is not None
-    before = os.fstat(alone.fd).st_blocks
+    fd = store.whole.fd
+    before = os.fstat(fd).st_blocks
     taken = [store.take(1 << 20) for _ in range(3)]
     addresses = [memory.data_ptr() for memory in taken if memory is not None]
     assert len(addresses) == 3
     assert all(address % mmap.PAGESIZE == 0 for address in addresses)
     assert store.used == 3 << 20
     assert alone.shared_bytes == alone.nbytes + (3 << 20)
-    assert os.fstat(alone.fd).st_blocks - before == (3 << 20) // 512
+    assert os.fstat(fd).st_blocks - before == (3 << 20) // 512
     assert taken[1] is not None
     taken[1].fill_(1)
     store.give(taken[1])
-    assert os.fstat(alone.fd).st_blocks - before == (2 << 20) // 512
+    assert os.fstat(fd).st_blocks - before == (2 << 20) // 512
     again = store.take(1 << 19)
     assert again is not None
     assert again.data_ptr() == addresses[1]
@@ -248,7 +250,7 @@ def test_memory_that_cannot_be_had_is_not_taken(
     store = alone.store
     assert store is not None
     refusing = SimpleNamespace(shm_fill=lambda *_: errno.ENOMEM, shm_empty=lambda *_: None)
-    monkeypatch.setattr(store, "_library", refusing)
+    monkeypatch.setattr(store.whole, "_library", refusing)
     with caplog.at_level(logging.WARNING):
         assert store.take(SIZE) is None
     assert "Cannot allocate memory" in caplog.text
@@ -291,9 +293,9 @@ def test_one_rank_may_lend_and_the_other_not(monkeypatch: pytest.MonkeyPatch) ->
 def with_a_process() -> Iterator[tuple[Shm, Shm, subprocess.Popen[bytes]]]:
     """Two ends; the second is taken to live in a process that can be killed."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    first, second = Shm(0, 2, [1], 60.0), Shm(1, 2, [0], 60.0)
-    first.connect(1, second.fd, os.pidfd_open(process.pid))
-    second.connect(0, first.fd, os.pidfd_open(os.getpid()))
+    first, second = (Shm(r, 2, [1 - r], 60.0, stores=Stores()) for r in range(2))
+    first.connect(1, second.fd, os.pidfd_open(process.pid), second.lends)
+    second.connect(0, first.fd, os.pidfd_open(os.getpid()), first.lends)
     yield first, second, process
     process.kill()
     process.wait()
@@ -348,8 +350,8 @@ def test_a_send_whose_loan_is_never_given_back_ends() -> None:
 
 def forged(frame: tuple[int, int], loan: tuple[int, int], borrows: bool = True) -> TransportError:
     """What a receive of tag 7 ends in, where the peer writes this into the ring."""
-    first, second = Shm(0, 2, [1], 5.0, 1 << 12), Shm(1, 2, [0], 5.0, 1 << 12)
-    first.connect(1, second.fd, os.pidfd_open(os.getpid()))
+    first, second = (Shm(r, 2, [1 - r], 5.0, 1 << 12, Stores()) for r in range(2))
+    first.connect(1, second.fd, os.pidfd_open(os.getpid()), second.lends)
     size = SIZE if borrows else 100
     coming = (
         first.borrow(size, 1, 7)
@@ -368,7 +370,7 @@ def forged(frame: tuple[int, int], loan: tuple[int, int], borrows: bool = True) 
 
 @pytest.mark.parametrize("at", ["behind the end", "across the end", "before the start"])
 def test_a_loan_out_of_the_store_is_refused(at: str) -> None:
-    room = shm_store.room(1 << 21, 1)
+    room = shm_store.room(1)
     offset = {"behind the end": room, "across the end": room - SIZE + 1, "before the start": -1}[at]
     error = forged((7, SIZE | LOAN), (offset % (1 << 64), 0))
     assert error.peer == 1
@@ -380,8 +382,8 @@ def test_a_loan_that_nobody_asked_for_is_refused() -> None:
 
 
 def test_a_loan_that_was_never_made_cannot_be_given_back() -> None:
-    lender, other = Shm(0, 2, [1], 5.0, 1 << 12), Shm(1, 2, [0], 5.0, 1 << 12)
-    lender.connect(1, other.fd, os.pidfd_open(os.getpid()))
+    lender, other = (Shm(r, 2, [1 - r], 5.0, 1 << 12, Stores()) for r in range(2))
+    lender.connect(1, other.fd, os.pidfd_open(os.getpid()), other.lends)
     with mmap.mmap(other.fd, other.nbytes) as segment:
         ring = 4096  # of what rank 0 sends
         segment[ring + 256 : ring + 264] = (1).to_bytes(8, "little")  # loans given back

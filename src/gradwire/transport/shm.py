@@ -1,22 +1,24 @@
 """Shared memory between ranks of one machine: read where it lies, or copied through a ring.
 
-Each rank owns one segment, which nothing in the file system names (memfd): a page, a ring for each
-peer, and a store. shm_ring.c says how bytes move, shm_wait.c how threads wait. A message moves
-once its receive is posted, so nothing is ever stored for later. What lies in its sender's store is
-lent; all else streams through the ring. So whatever is sent, a rank takes 4096 + peers x (4096 +
-ring) bytes, where a ring has 512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else
-128 KiB: at most 2 MiB for up to 16 peers; and what was taken from its store.
+Each rank owns one segment per group, which nothing in the file system names (memfd): a page, and a
+ring for each peer; and its process one store for all groups (`shm_process`). shm_ring.c says how
+bytes move, shm_wait.c how threads wait. A message moves once its receive is posted, so nothing is
+ever stored for later. What lies in its sender's store is lent; all else streams through the ring.
+So whatever is sent, a rank takes 4096 + peers x (4096 + ring) bytes per group, where a ring has
+512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up to
+16 peers; and what was taken from its store.
 
-The peers' segments come from `shm_handshake`; here they are descriptors.
+The peers' segments and stores come from `shm_handshake`; here they are descriptors.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ import torch
 from gradwire.errors import TransportError
 from gradwire.transport import shm_library, shm_store
 from gradwire.transport.shm_operation import DONE, Done, Loan, Operation
+from gradwire.transport.shm_process import STORES, Stores
 from gradwire.transport.shm_store import Mapped, Store
 
 log = logging.getLogger("gradwire")
@@ -36,7 +39,6 @@ _SPIN_CROWDED_S = (
     2e-6  # where ranks outnumber cores, and a spinning rank keeps another from working
 )
 _LINGER_S = 2.0  # for the last sends, on closing
-_SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, which only Linux has: the size stays
 
 # (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
 Explain = Callable[[int, str, str, "int | None"], TransportError]
@@ -56,15 +58,16 @@ class Shm:
         peers: the ranks to share memory with; each of them names the same set, with us in it.
         timeout: seconds that a wait may last.
         ring_bytes: of each ring, a power of two, the same on all; see `ring_bytes_for`.
+        stores: the process's; tests that play several processes in one give each its own.
 
     Attributes:
         fd: descriptor of our segment, for the peers; closed by `passed`.
-        nbytes: size of our segment without its store.
+        nbytes: size of our segment.
         store: where messages lie that peers can borrow; None if there is none.
         lenders: the peers from whose stores we can borrow.
         waiting: when each wait under way began (time.monotonic).
         library, handle: the compiled part, and what it knows us by.
-        stores: of the lenders.
+        lent_from: the stores of the lenders.
         under_way: what has not ended: its buffers stay, whoever forgets to wait.
         explain: makes the error to raise; it also keeps it in `error`.
 
@@ -80,6 +83,7 @@ class Shm:
         peers: Sequence[int],
         timeout: float,
         ring_bytes: int | None = None,
+        stores: Stores = STORES,
     ) -> None:
         library = shm_library.load()
         ring_bytes = ring_bytes or ring_bytes_for(len(peers))
@@ -94,14 +98,12 @@ class Shm:
         self._slots = {peer: slot for slot, peer in enumerate(sorted(peers))}
         self.library = library
         self._pid = os.getpid()
+        self._closing = threading.Lock()
         self.under_way: set[Operation] = set()
-        self.stores: dict[int, Mapped] = {}
-        self._first = int(library.shm_store(len(peers), ring_bytes))
-        room = shm_store.room(self._first, len(peers))
-        self.fd = os.memfd_create(f"gradwire-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.lent_from: dict[int, Mapped] = {}
+        self._stores = stores
+        self.fd = shm_store.make_file(f"gradwire-{rank}", self.nbytes)
         try:
-            os.ftruncate(self.fd, self._first + room)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             crowded = len(peers) + 1 > (os.cpu_count() or 1)  # a rank may be bound to one
             spin = int(1e9 * (_SPIN_CROWDED_S if crowded else _SPIN_S))
             self.handle = library.shm_begin(self.fd, len(peers), ring_bytes, spin)
@@ -111,18 +113,16 @@ class Shm:
             os.close(self.fd)
             raise
         weakref.finalize(self, _let_go, library, self.handle, self._pid).atexit = False
-        self.store = self._own_store(room)
+        self.store = self._own_store()
 
-    def _own_store(self, room: int) -> Store | None:
+    def _own_store(self) -> Store | None:
         try:
-            if not room:
-                raise OSError("the limits on files or address space leave it no room")
-            store = Store(self.library, self.fd, self._first, room)
+            whole = self._stores.own(self.library, len(self._slots))
         except OSError as error:
             log.warning("rank %d: messages are copied through rings: %s", self.rank, error)
             return None
-        self.library.shm_lend(self.handle, store.address, room)
-        return store
+        self.library.shm_lend(self.handle, whole.address, whole.nbytes)
+        return Store(whole)
 
     @property
     def shared_bytes(self) -> int:
@@ -134,31 +134,37 @@ class Shm:
 
     @property
     def lenders(self) -> frozenset[int]:
-        return frozenset(self.stores)
+        return frozenset(self.lent_from)
 
-    def connect(self, peer: int, fd: int, alive_fd: int) -> None:
-        """Use `peer`'s segment, `fd` (still the caller's). `alive_fd` becomes ours: it is readable
-        once the peer's process has ended.
+    @property
+    def lends(self) -> tuple[bytes, int] | None:
+        """What peers get besides `fd`: token and descriptor of our process's store, if any."""
+        return None if self.store is None else (self.store.whole.token, self.store.whole.fd)
+
+    def connect(
+        self, peer: int, fd: int, alive_fd: int, lends: tuple[bytes, int] | None = None
+    ) -> None:
+        """Use `peer`'s segment, `fd`, and what it `lends` (all still the caller's). `alive_fd`
+        becomes ours: it is readable once the peer's process has ended.
 
         Raises:
             OSError: it is no segment like ours, or cannot be mapped.
         """
-        room = os.fstat(fd).st_size - self._first
-        if room < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
+        if shm_store.size_of(fd) < self.nbytes:
             raise OSError("the peer's segment is too small, or could change its size")
         near = self._slots[peer]
         far = sum(other < self.rank for other in self._slots) - (peer < self.rank)
         failed = self.library.shm_connect(self.handle, near, fd, far, alive_fd)
         if failed:
             raise OSError(failed, f"cannot map the peer's segment: {os.strerror(failed)}")
-        if room:
+        if lends is not None:
             try:
-                store = Mapped(self.library, fd, self._first, room)
+                store = self._stores.of_peer(self.library, *lends)
             except OSError as error:  # the peer is told with every receive that we cannot borrow
                 log.warning("rank %d: rank %d's messages are copied: %s", self.rank, peer, error)
             else:
-                self.stores[peer] = store
-                self.library.shm_borrow_from(self.handle, near, store.address, room)
+                self.lent_from[peer] = store
+                self.library.shm_borrow_from(self.handle, near, store.address, store.nbytes)
 
     def passed(self) -> None:
         """Every peer has our segment: close its descriptor."""
@@ -218,10 +224,13 @@ class Shm:
         if os.getpid() != self._pid:
             return  # a forked child has none of the memory
         linger = 0.0 if self.error is not None else min(_LINGER_S, self.timeout)
-        self.library.shm_stop(self.handle, int(linger * 1e9))
-        self.store, self.stores = None, {}  # views of them may still be in use
-        if self.fd >= 0:
-            self.passed()
+        with self._closing:
+            self.library.shm_stop(self.handle, int(linger * 1e9))
+            if self.store is not None:
+                self.store.close(partial(self.library.shm_is_lent, self.handle))
+            self.store, self.lent_from = None, {}  # views of them may still be in use
+            if self.fd >= 0:
+                self.passed()
 
 
 def _let_go(library: Any, handle: int, pid: int) -> None:

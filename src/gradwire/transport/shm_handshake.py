@@ -1,18 +1,20 @@
 """How ranks find out with whom they can share memory, and get each other's segments.
 
-A rank's segment has no name: it is an anonymous file (memfd) whose descriptor is handed over
-through an abstract unix socket (SCM_RIGHTS). Neither leaves a trace in any file system, so nothing
-is left behind when ranks are killed, whenever that is; and neither is bounded by the size of
-/dev/shm, which is 64 MB in many containers. Abstract sockets belong to a network namespace, so
-containers and the lab's nodes, which have one each, do not reach each other by mistake.
+A rank's segment and its process's store have no names: they are anonymous files (memfd) whose
+descriptors are handed over through an abstract unix socket (SCM_RIGHTS). Neither leaves a trace in
+any file system, so nothing is left behind when ranks are killed, whenever that is; and neither is
+bounded by the size of /dev/shm, which is 64 MB in many containers. Abstract sockets belong to a
+network namespace, so containers and the lab's nodes, which have one each, do not reach each other
+by mistake.
 
 The steps, each an exchange over gloo that all ranks take part in (2 and 3: those of one machine):
 
 1. Everyone tells everyone its machine, a random token, and whether it can share memory.
 2. Of each pair on one machine the higher rank connects to the socket named by the other's token
-   and hands over its descriptor; then the pair tell each other whether that went well.
-3. The lower rank accepts and answers with its own descriptor. Both map what they got, and tell
-   each other whether they could. Only if both could does the pair use shared memory.
+   and hands over its descriptors; then the pair tell each other whether that went well.
+3. The lower rank accepts and answers with its own. Both map what they got, except a store that they
+   have mapped for an earlier group, and tell each other whether they could. Only if both could does
+   the pair use shared memory.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,8 @@ log = logging.getLogger("gradwire")
 _HELLO_TAG, _CONNECTED_TAG, _MAPPED_TAG = ((1 << 30) - n for n in (4, 3, 2))
 _ANSWER_S = 10.0  # within one machine, and after a message that says it is on its way
 _HELLO = struct.Struct("<8s16s16s?")
+_TOKEN = 16  # bytes
+_NO_STORE = bytes(_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def share(carrier: Transport, machine: str | None = None) -> tuple[Shm | None, f
     if not others:
         return None, frozenset()
     with ExitStack() as stack:
-        token = secrets.token_bytes(16)
+        token = secrets.token_bytes(_TOKEN)
         reason = shm_library.unavailable()
         listener = None
         if reason is None:
@@ -130,7 +134,7 @@ def _pair_up(
             try:
                 end.settimeout(_ANSWER_S)
                 end.connect(_address(hellos[peer].token))
-                socket.send_fds(end, [token], [shm.fd])
+                _hand_over(end, shm, token)
                 sockets[peer] = end
             except OSError as error:
                 reason = f"rank {peer}: {error}"
@@ -142,7 +146,7 @@ def _pair_up(
             try:
                 _accept(listener, shm, coming, mapped)
                 for peer, end in answers.items():
-                    _take(end, shm, peer, mapped, len(token))
+                    _take(end, shm, peer, mapped)
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
         listener.close()  # who still waits for an answer hears that none will come
@@ -163,33 +167,43 @@ def _accept(listener: socket.socket, shm: Shm, coming: dict[bytes, int], mapped:
         end, _ = listener.accept()
         with end:
             end.settimeout(_ANSWER_S)
-            said, fds = _receive(end, 16)
-            peer = coming.pop(said, None)
-            try:
-                if peer is not None and len(fds) == 1:
-                    socket.send_fds(end, [said], [shm.fd])
-                    shm.connect(peer, fds[0], _alive(end))
+            with _received(end) as (token, store, fds):
+                peer = coming.pop(token, None)
+                if peer is not None and fds:
+                    _hand_over(end, shm, token)
+                    _connect(end, shm, peer, store, fds)
                     mapped.add(peer)
-            finally:
-                for fd in fds:
-                    os.close(fd)
 
 
-def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int], size: int) -> None:
+def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int]) -> None:
     """Take the peer's answer."""
-    _, fds = _receive(end, size)
-    try:
-        if len(fds) == 1:
-            shm.connect(peer, fds[0], _alive(end))
+    with _received(end) as (_, store, fds):
+        if fds:
+            _connect(end, shm, peer, store, fds)
             mapped.add(peer)
+
+
+def _hand_over(end: socket.socket, shm: Shm, token: bytes) -> None:
+    """Send what names us, and what names our store if we have one, with both descriptors."""
+    store, fd = shm.lends or (_NO_STORE, None)
+    socket.send_fds(end, [token + store], [shm.fd] if fd is None else [shm.fd, fd])
+
+
+@contextmanager
+def _received(end: socket.socket) -> Iterator[tuple[bytes, bytes, list[int]]]:
+    """What `_hand_over` has sent; the descriptors are closed on leaving."""
+    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
+    said, fds, _, _ = socket.recv_fds(end, 2 * _TOKEN, 2, flags)
+    try:
+        yield said[:_TOKEN], said[_TOKEN:], fds
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _receive(end: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    said, fds, _, _ = socket.recv_fds(end, size, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL)
-    return said, fds
+def _connect(end: socket.socket, shm: Shm, peer: int, store: bytes, fds: list[int]) -> None:
+    lends = (store, fds[1]) if len(fds) == 2 and store != _NO_STORE else None
+    shm.connect(peer, fds[0], _alive(end), lends)
 
 
 def _alive(end: socket.socket) -> int:

@@ -24,14 +24,14 @@ REFUSED = (1 << 64) - 1  # what shm_send and shm_receive return once stopped
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_size": ((_INT, _NUMBER), _NUMBER),
-    "shm_store": ((_INT, _NUMBER), _NUMBER),
-    "shm_map": ((_INT, _NUMBER, _NUMBER), _POINTER),
+    "shm_map": ((_INT, _NUMBER), _POINTER),
     "shm_unmap": ((_POINTER, _NUMBER), None),
     "shm_fill": ((_POINTER, _NUMBER), _INT),
     "shm_empty": ((_POINTER, _NUMBER), None),
     "shm_lend": ((_POINTER, _POINTER, _NUMBER), None),
     "shm_borrow_from": ((_POINTER, _INT, _POINTER, _NUMBER), None),
     "shm_lent_bytes": ((_POINTER,), _NUMBER),
+    "shm_is_lent": ((_POINTER, _POINTER, _NUMBER), _INT),
     "shm_overslept": ((_POINTER,), _NUMBER),
     "shm_begin": ((_INT, _INT, _NUMBER, _NUMBER), _POINTER),
     "shm_connect": ((_POINTER, _INT, _INT, _INT, _INT), _INT),

@@ -104,7 +104,7 @@ class Loan:
         if not address:
             raise o._failed(f"no memory for a message of {o.nbytes} bytes", o.end.rank)
         copied = library.shm_copy(o.handle)
-        owner = shm_store.Copy(library, address) if copied else o.end.stores[o.peer]
+        owner = shm_store.Copy(library, address) if copied else o.end.lent_from[o.peer]
         return shm_store.view(address, o.nbytes, owner)
 
     def give_back(self) -> None:

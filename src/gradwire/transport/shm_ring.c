@@ -1,13 +1,16 @@
 /* Rings: how bytes get from one process to another on one machine. Compiled together with
  * shm_wait.c, which says who moves them and how threads sleep.
  *
- * Each rank owns one segment of memory, mapped by it and by its peers of the same machine:
+ * A rank owns one segment of memory for each of its groups, mapped by it and by its peers of the same
+ * machine:
  *
  *   a page       the bell on which the rank's threads sleep, and what it tells its peers
  *   for each peer a ring of what that peer sends to the rank:
  *     a page     five counters, three flags, announcements, and loans that are over
  *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
- *   the store    what the rank lends: messages that were made here are read where they lie
+ *
+ * and a store for all of its groups, of what it lends: a message that was made there is read where it
+ * lies. Each process maps a store once.
  *
  * A message moves once its receive is posted: the receiver announces (tag, size) in the ring, and
  * the sender writes only what was announced. So whatever lies in a ring has a place to go, no
@@ -81,7 +84,7 @@ struct segment {
     _Atomic u32 asleep;             /* whether a thread waits for it, or is about to */
     _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner holds responsible */
     _Atomic u32 closed;
-    u64 size; /* of what comes before the store */
+    u64 size;
 };
 
 struct ring {
@@ -197,24 +200,29 @@ static void ring_bell(struct segment *s) {
     }
 }
 
-/* Where others may change what was just seen; tests give them the time to, every other time. */
-static void delay_in_tests(void) {
+/* Where others may change what was just seen; tests give them the time to, every other time, in the
+ * places that they choose: before an answer, after a flag, before a sleeper's flags, after a piece. */
+enum { ANSWER = 1, FLAG = 2, SLEEP = 4, WRITTEN = 8 };
+
+static void delay_in_tests(int place) {
 #ifdef SHM_DELAY_NS
     static _Atomic u32 calls;
-    if ((calls++ * 2654435769u) >> 31) nanosleep(&(struct timespec){0, SHM_DELAY_NS}, 0);
+    if (place & SHM_DELAY_IN && (calls++ * 2654435769u) >> 31)
+        nanosleep(&(struct timespec){0, SHM_DELAY_NS}, 0);
 #endif
+    (void)place;
 }
 
 /* Say that we wait for the counter that the flag belongs to, which is then looked at again. */
 static void raise_flag(_Atomic u32 *flag) {
     atomic_store(flag, 1);
     atomic_thread_fence(memory_order_seq_cst);
-    delay_in_tests();
+    delay_in_tests(FLAG);
 }
 
 /* Wake the far side if it has raised this flag. */
 static void answer(_Atomic u32 *flag, struct segment *far) {
-    delay_in_tests();
+    delay_in_tests(ANSWER);
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(flag, memory_order_relaxed) && atomic_exchange(flag, 0))
         ring_bell(far);
@@ -326,6 +334,7 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
         head += round_up(n);
         publish(&r->head, head);
         ring_bell(l->far);
+        delay_in_tests(WRITTEN);
         if (op->at == op->count) {
             l->leaving = 0;
             if (op->lent)

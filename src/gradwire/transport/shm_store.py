@@ -1,19 +1,22 @@
-"""Stores: memory that a rank lends. A message that lies there its peers read where it lies.
+"""Stores: memory that a process lends. A message that lies there its peers read where it lies.
 
-A store is the end of its rank's segment: as large as the machine's memory, as far as limits admit,
-but nothing until it is used, and nothing again once it was given back. Peers map it with the
-segment, so whatever is put there later is within their reach.
+A process has one store for all of its groups: an anonymous file, as large as the machine's memory,
+as far as limits admit, but nothing until it is used, and nothing again once it was given back.
+Peers map it once (`shm_process`), so whatever is put there later is within their reach.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
 import resource
+import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,21 +25,48 @@ log = logging.getLogger("gradwire")
 
 _MOST = 1 << 36
 _LEAST = 1 << 24  # less is not worth it
+_SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, which only Linux has: the size stays
 
 
-def room(first: int, peers: int) -> int:
-    """Bytes of the store of a rank with so many peers, in a segment where it begins at `first`.
+def room(peers: int) -> int:
+    """Bytes of the store of a process with so many peers.
 
     0 where this process may not have files or address space of a sensible size.
     """
-    page, space = mmap.PAGESIZE, resource.getrlimit(resource.RLIMIT_AS)[0]
-    size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * page)
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
     if longest != resource.RLIM_INFINITY:
-        size = min(size, longest - first)
-    if space != resource.RLIM_INFINITY:
-        size = min(size, space // (4 * (peers + 1)))  # with the peers' at most a quarter
-    return size // page * page if size >= _LEAST else 0
+        size = min(size, longest)
+    if (space := space_for_stores()) is not None:
+        size = min(size, space // (peers + 1))
+    return size // mmap.PAGESIZE * mmap.PAGESIZE if size >= _LEAST else 0
+
+
+def space_for_stores() -> int | None:
+    """Bytes of address space that stores, ours and peers', may have together; None: no limit."""
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if space == resource.RLIM_INFINITY else space // 4
+
+
+def make_file(name: str, nbytes: int) -> int:
+    """A descriptor of new memory whose size stays, for peers to map.
+
+    Raises:
+        OSError: there are no descriptors, or no memory.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def size_of(fd: int) -> int:
+    """Bytes of a peer's file; 0 if its size might change."""
+    return os.fstat(fd).st_size if fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS else 0
 
 
 class Mapped:
@@ -44,8 +74,7 @@ class Mapped:
 
     Args:
         library: `shm_library.load`'s.
-        fd: of the segment; still the caller's.
-        first: where the store begins in it.
+        fd: of its file; still the caller's.
         nbytes: of the store.
 
     Attributes:
@@ -55,9 +84,9 @@ class Mapped:
         OSError: it cannot be mapped.
     """
 
-    def __init__(self, library: Any, fd: int, first: int, nbytes: int) -> None:
+    def __init__(self, library: Any, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.address = library.shm_map(fd, first, nbytes)
+        self.address = library.shm_map(fd, nbytes)
         if not self.address:
             raise OSError(f"cannot map {nbytes} bytes")
         end = weakref.finalize(self, _unmap, library, self.address, nbytes, os.getpid())
@@ -71,7 +100,14 @@ class Copy:
         weakref.finalize(self, library.shm_free_copy, address).atexit = False
 
 
-def view(address: int, nbytes: int, owner: Mapped | Copy) -> torch.Tensor:
+class Taken:
+    """Memory of our store that a group has taken, as long as a view of it is used."""
+
+    def __init__(self, whole: ProcessStore) -> None:
+        self.whole = whole
+
+
+def view(address: int, nbytes: int, owner: Mapped | Copy | Taken) -> torch.Tensor:
     """Bytes (uint8) of memory that stays as long as `owner`."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     memory.owner = owner  # type: ignore[attr-defined]
@@ -83,28 +119,41 @@ def _unmap(library: Any, address: int, nbytes: int, pid: int) -> None:
         library.shm_unmap(address, nbytes)
 
 
-class Store(Mapped):
-    """This rank's own: memory is taken from it, and given back."""
+class ProcessStore(Mapped):
+    """This process's own.
 
-    def __init__(self, library: Any, fd: int, first: int, nbytes: int) -> None:
-        super().__init__(library, fd, first, nbytes)
+    Attributes:
+        fd: of its file, which peers get.
+        token: 16 bytes that tell it from all other stores.
+
+    Raises:
+        OSError: no memory, or no descriptors, for it.
+    """
+
+    def __init__(self, library: Any, nbytes: int) -> None:
+        self.fd = make_file("gradwire-store", nbytes)
+        try:
+            super().__init__(library, self.fd, nbytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        weakref.finalize(self, _close, self.fd, os.getpid()).atexit = False
+        self.token = secrets.token_bytes(16)
+        self.pid = os.getpid()  # a forked child has none of the memory, and perhaps other there
         self._library = library
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `give` may be called wherever memory is collected
         self._taken: dict[int, int] = {}  # address -> bytes
-        self._pid = os.getpid()  # a forked child has none of the memory, and perhaps other there
         self._warned = False
 
     @property
     def used(self) -> int:
         """Bytes that are taken."""
         with self._lock:
-            return sum(self._taken.values())
+            return sum([*self._taken.values()])
 
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory (uint8), the first that fits; None, with one warning that says why, if there is
-        none, and None in a forked child."""
-        if os.getpid() != self._pid:
-            return None
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Address and bytes of memory, whole pages, the first that fit; None, with one warning that
+        says why, if there are none."""
         needed = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             at = self.address
@@ -122,16 +171,13 @@ class Store(Mapped):
                 self._warn(nbytes, reason)
                 return None
             self._taken[at] = needed
-        return view(at, max(nbytes, 1), self)[:nbytes]
+        return at, needed
 
-    def give(self, memory: torch.Tensor) -> None:
-        """Give back what was taken, if it was taken here; nobody reads it any more."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            nbytes = self._taken.pop(memory.data_ptr(), 0)
-            if nbytes:
-                self._library.shm_empty(memory.data_ptr(), nbytes)
+    def give(self, address: int) -> None:
+        """Give back what was taken; nobody reads it any more."""
+        if os.getpid() == self.pid:
+            with self._lock:
+                self._library.shm_empty(address, self._taken.pop(address))
 
     def _warn(self, nbytes: int, reason: str) -> None:
         if not self._warned:
@@ -140,3 +186,53 @@ class Store(Mapped):
                 nbytes, reason,
             )  # fmt: skip
         self._warned = True
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has closed it
+        os.close(fd)
+
+
+class Store:
+    """What one group takes of this process's store, and gives back."""
+
+    def __init__(self, whole: ProcessStore) -> None:
+        self.whole = whole
+        self._taken: dict[int, tuple[int, weakref.ref[Taken]]] = {}  # address -> bytes, owner
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return sum(nbytes for nbytes, _ in [*self._taken.values()])
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Memory (uint8); None, with one warning per process that says why, if there is none, and
+        None in a forked child."""
+        if os.getpid() != self.whole.pid or (found := self.whole.take(nbytes)) is None:
+            return None
+        address, length = found
+        owner = Taken(self.whole)
+        self._taken[address] = length, weakref.ref(owner)
+        return view(address, max(nbytes, 1), owner)[:nbytes]
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Give back what was taken, if it was taken here; nobody reads it any more."""
+        address = memory.data_ptr()
+        if os.getpid() == self.whole.pid and address in self._taken:
+            del self._taken[address]
+            self.whole.give(address)
+
+    def close(self, is_lent: Callable[[int, int], bool]) -> None:
+        """Give back what is left once no view of it is used.
+
+        Memory of which `is_lent(address, bytes)` stays until the whole store goes: peers read it.
+        """
+        while self._taken:
+            address, (nbytes, owner) = self._taken.popitem()
+            if is_lent(address, nbytes):
+                continue
+            used = owner()
+            if used is None:
+                self.whole.give(address)
+            else:
+                weakref.finalize(used, self.whole.give, address).atexit = False

@@ -19,7 +19,7 @@ enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what
 enum {
     TIRED = 8,       /* waits without spinning, after one that has spun in vain */
     LENT = 1 << 18,  /* from so many bytes on a message is copied from where it lies */
-    STORE = 1 << 21, /* stores begin at multiples of it, for large pages */
+    LINGER_NS = 200000000, /* on closing, for loans: as long as some kernels take */
     POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE, which older headers do not know */
 };
 
@@ -157,7 +157,7 @@ static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadlin
             atomic_fetch_add(&s->sleepers, 1);
             atomic_store(&s->near->asleep, 1);
             atomic_thread_fence(memory_order_seq_cst);
-            delay_in_tests();
+            delay_in_tests(SLEEP);
             raise_flags(s);
             atomic_thread_fence(memory_order_seq_cst);
         }
@@ -203,14 +203,9 @@ static struct op *new_op(struct link *l, char *data, u64 size, u64 tag) {
 
 u64 shm_size(int links, u64 ring_bytes) { return PAGE + links * (sizeof(struct ring) + ring_bytes); }
 
-/* Where a segment's store begins. */
-u64 shm_store(int links, u64 ring_bytes) {
-    return (shm_size(links, ring_bytes) + STORE - 1) / STORE * STORE;
-}
-
-/* A part of a segment, in memory; 0: errno says why not. */
-void *shm_map(int fd, u64 first, u64 bytes) {
-    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, first);
+/* A segment or a store, in memory; 0: errno says why not. */
+void *shm_map(int fd, u64 bytes) {
+    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) return 0;
     madvise(at, bytes, MADV_DONTFORK); /* or a child that outlives us would keep the memory */
     madvise(at, bytes, MADV_DONTDUMP); /* or a dump would fill the store's holes */
@@ -239,7 +234,7 @@ struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
     *s = (struct shm){.ring_bytes = ring_bytes, .spin_ns = spin_ns, .links = links};
     s->near_bytes = shm_size(links, ring_bytes);
     s->link = calloc(links, sizeof *s->link);
-    s->near = s->link ? shm_map(fd, 0, s->near_bytes) : 0;
+    s->near = s->link ? shm_map(fd, s->near_bytes) : 0;
     if (!s->near) {
         free(s->link);
         free(s);
@@ -259,7 +254,7 @@ struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
 int shm_connect(struct shm *s, int near_slot, int fd, int far_slot, int alive_fd) {
     struct link *l = &s->link[near_slot];
     l->far_bytes = s->near_bytes;
-    l->far = shm_map(fd, 0, l->far_bytes);
+    l->far = shm_map(fd, l->far_bytes);
     if (!l->far) return errno;
     if (l->far->size != l->far_bytes) return EINVAL; /* rings of another size */
     l->alive_fd = alive_fd;
@@ -389,6 +384,21 @@ void shm_fail(struct shm *s, u32 blamed) {
     leave(s);
 }
 
+/* Give the peers time to give back what they have been lent, unless they have failed or closed too. */
+static void await_returns(struct shm *s, int64_t end) {
+    int left;
+    do {
+        left = 0;
+        for (struct link *l = s->link; l < s->link + s->links; l++) {
+            if (!l->lent.first) continue;
+            int failed = trouble(l); /* before the returns: those that came earlier still count */
+            take_returns(l, 0);
+            left |= l->lent.first && !failed;
+        }
+        if (left) usleep(200);
+    } while (left && now_ns() < end);
+}
+
 /* End our waits, and let go of all memory but stores. Sends that the peers are ready for are first
  * given `linger_ns` to get into their rings. */
 void shm_stop(struct shm *s, int64_t linger_ns) {
@@ -407,11 +417,23 @@ void shm_stop(struct shm *s, int64_t linger_ns) {
     leave(s);
     if (!first) return;
     for (tell_all(s); s->users; usleep(200)) ring_bell(s->near);
+    await_returns(s, now_ns() + least(linger_ns, LINGER_NS));
     for (struct link *l = s->link; l < s->link + s->links; l++) {
         if (l->far) munmap(l->far, l->far_bytes);
         if (l->alive_fd >= 0) close(l->alive_fd);
     }
     munmap(s->near, s->near_bytes);
+}
+
+/* Whether a peer may still read what lies there, after shm_stop. */
+int shm_is_lent(struct shm *s, char *at, u64 bytes) {
+    for (struct link *l = s->link; l < s->link + s->links; l++) {
+        if (l->dead) continue;
+        if (l->leaving && l->leaving->lent && within(l->leaving->data - at, 1, bytes)) return 1;
+        for (struct op *op = l->lent.first; op; op = op->next)
+            if (within(op->data - at, 1, bytes)) return 1;
+    }
+    return 0;
 }
 
 static void free_all(struct op *op) {

@@ -1,0 +1,320 @@
+"""A process lends from one store, and maps each peer's store once, however many groups it is in."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire import groups
+from gradwire.transport import shm_store
+from gradwire.transport.shm import Shm
+from gradwire.transport.shm_process import STORES, Stores
+from ranks import as_processes
+from transport.shm_ends import at_once, ends
+
+SIZE = 1000  # so few that torch uses one thread, and works in a forked child
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> None:
+    gc.collect()  # of earlier tests
+
+
+def mapped() -> Counter[str]:
+    """How often each file of ours is mapped: (inode) name -> mappings."""
+    with open("/proc/self/maps") as file:
+        lines = [line.split(maxsplit=5) for line in file if "memfd:gradwire" in line]
+    return Counter(f"{inode} {name.strip()}" for _, _, _, _, inode, name in lines)
+
+
+def stores_mapped() -> list[int]:
+    """Of each store, ours or a peer's, how often."""
+    return [times for name, times in mapped().items() if "gradwire-store" in name]
+
+
+def open_files() -> list[str]:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return links
+
+
+def exchange(lender: Shm, borrower: Shm, value: int) -> None:
+    """A message that lies in the lender's store is read there."""
+    assert lender.store is not None
+    data = lender.store.take(SIZE)
+    assert data is not None
+    before = lender.lent_bytes
+    loan = borrower.borrow(SIZE, lender.rank, 7)
+    sent = lender.isend(data.fill_(value), borrower.rank, 7)
+    message = loan.wait()
+    assert bool((message == value).all())
+    loan.give_back()
+    sent.wait()
+    assert lender.lent_bytes == before + SIZE
+    lender.store.give(data)
+
+
+def test_ranks_of_one_process_share_its_store() -> None:
+    before = len(stores_mapped())
+    with ends(3, stores=STORES) as made:
+        assert stores_mapped()[before:] == [1]
+        assert all(end.lenders == {0, 1, 2} - {end.rank} for end in made)
+        for lender in made:
+            for borrower in made:
+                if borrower is not lender:
+                    exchange(lender, borrower, 10 * lender.rank + borrower.rank)
+    assert len(stores_mapped()) == before
+
+
+def test_a_peer_s_store_is_mapped_once_and_while_a_group_uses_it() -> None:
+    before = len(stores_mapped())
+    processes = Stores(), Stores()
+
+    def group() -> tuple[Shm, Shm]:
+        made = [Shm(r, 2, [1 - r], 5.0, 1 << 12, processes[r]) for r in range(2)]
+        for end, peer in (made, made[::-1]):
+            end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
+        return made[0], made[1]
+
+    def close(pair: tuple[Shm, Shm]) -> None:
+        at_once(*(end.close for end in pair))
+
+    pairs = [group() for _ in range(5)]
+    assert stores_mapped()[before:] == [2, 2]  # by its own process, and by the other
+    for value, (a, b) in enumerate(pairs):
+        exchange(a, b, value)
+        exchange(b, a, 100 + value)
+    for pair in pairs[:4]:
+        close(pair)
+    assert stores_mapped()[before:] == [2, 2]
+    exchange(*pairs[4], 7)
+    close(pairs[4])
+    assert len(stores_mapped()) == before
+    again = group()  # after the last, a new one
+    exchange(*again, 8)
+    close(again)
+    assert len(stores_mapped()) == before
+
+
+def test_a_group_counts_what_it_has_taken_itself() -> None:
+    process = Stores()
+    a, b = (Shm(0, 2, [1], 5.0, 1 << 12, process) for _ in range(2))
+    assert a.store is not None
+    assert b.store is not None
+    taken = [a.store.take(1 << 20), b.store.take(1 << 21)]
+    assert (a.store.used, b.store.used) == (1 << 20, 1 << 21)
+    assert (a.shared_bytes, b.shared_bytes) == (a.nbytes + (1 << 20), b.nbytes + (1 << 21))
+    assert taken[0] is not None
+    assert taken[1] is not None
+    b.store.give(taken[0])  # which is another group's
+    assert a.store.used == 1 << 20
+    one, other = (memory.data_ptr() for memory in taken)  # type: ignore[union-attr]
+    assert one + (1 << 20) <= other or other + (1 << 21) <= one
+    a.close()
+    b.close()
+
+
+def lender_and_borrower(process: Stores) -> tuple[Shm, Shm]:
+    """Two ends; the first one's process has another group, so that its store stays."""
+    made = Shm(0, 2, [1], 5.0, 1 << 12, process), Shm(1, 2, [0], 5.0, 1 << 12, Stores())
+    for end, peer in (made, made[::-1]):
+        end.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
+    return made
+
+
+def test_what_a_group_leaves_is_given_back_when_nothing_uses_it() -> None:
+    process = Stores()
+    other = Shm(0, 2, [1], 5.0, 1 << 12, process)
+    assert other.store is not None
+    whole = other.store.whole
+    lender, borrower = lender_and_borrower(process)
+    assert lender.store is not None
+    forgotten, used = lender.store.take(SIZE), lender.store.take(SIZE)
+    assert forgotten is not None
+    assert used is not None
+    address = forgotten.data_ptr()
+    del forgotten
+    assert whole.used == 2 * mmap.PAGESIZE
+    used.fill_(3)
+    lender.close()
+    assert whole.used == mmap.PAGESIZE
+    assert bool((used == 3).all())
+    again = other.store.take(SIZE)
+    assert again is not None
+    assert again.data_ptr() == address
+    other.store.give(again)
+    part = used[10:20]
+    del used
+    assert whole.used == mmap.PAGESIZE
+    del part
+    assert whole.used == 0
+    borrower.close()
+    other.close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_closing_waits_a_little_for_what_is_lent(in_time: bool) -> None:
+    """What a peer still reads afterwards stays, as long as the store does."""
+    process = Stores()
+    other = Shm(0, 2, [1], 5.0, 1 << 12, process)
+    assert other.store is not None
+    lender, borrower = lender_and_borrower(process)
+    assert lender.store is not None
+    data = lender.store.take(SIZE)
+    assert data is not None
+    loan = borrower.borrow(SIZE, 0, 7)
+    sent = lender.isend(data.fill_(5), 1, 7)
+    message = loan.wait()
+    if in_time:
+        threading.Timer(0.05, loan.give_back).start()
+    begun = time.monotonic()
+    lender.close()
+    assert time.monotonic() - begun < 1
+    del data, sent, lender
+    gc.collect()
+    assert bool((message == (0 if in_time else 5)).all())
+    assert other.store.whole.used == (0 if in_time else mmap.PAGESIZE)
+    borrower.close()
+    other.close()
+
+
+def test_stores_take_a_quarter_of_a_limited_address_space(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where later groups have more peers than the first, for which the store was made."""
+    monkeypatch.setattr(shm_store, "space_for_stores", lambda: 1 << 26)
+    process = Stores()
+    first = Shm(0, 2, [1], 5.0, 1 << 12, process)
+    assert first.store is not None
+    assert first.store.whole.nbytes == 1 << 25
+    larger = Shm(0, 3, [1, 2], 5.0, 1 << 12, process)
+    peers = [Shm(r, 3, [p for p in range(3) if p != r], 5.0, 1 << 12, Stores()) for r in (1, 2)]
+    with caplog.at_level(logging.WARNING):
+        for peer in peers:
+            larger.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
+    assert larger.lenders == {1}
+    assert [r.getMessage() for r in caplog.records] == [
+        "rank 0: rank 2's messages are copied: the limit on address space leaves its store no room"
+    ]
+    for end in (first, larger, *peers):
+        end.close()
+
+
+def test_a_file_that_could_shrink_is_no_store() -> None:
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 1 << 20)
+    with ends(2) as (a, _), pytest.raises(OSError, match="could change its size"):
+        Stores().of_peer(a.library, bytes(16), fd)
+    os.close(fd)
+
+
+def in_a_child(body: Any) -> list[Any]:
+    """What `body` returns in a forked child (numbers)."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(there, repr(body()).encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    found: list[Any] = eval(said)
+    return found
+
+
+def test_a_forked_child_has_nothing_of_the_store_but_may_have_its_own() -> None:
+    with ends(2, stores=STORES) as (a, b):
+        assert sum("memfd:gradwire-store" in name for name in open_files()) == 1
+
+        def child() -> list[Any]:
+            held = [*mapped(), *(name for name in open_files() if "gradwire-store" in name)]
+            with ends(2, stores=STORES) as (c, d):
+                exchange(c, d, 3)
+            return [held, a.store is not None and a.store.take(10) is None, open_files()]
+
+        held, refused, after = in_a_child(child)
+        assert held == []
+        assert refused
+        assert not [name for name in after if "gradwire-store" in name]
+        exchange(a, b, 5)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+Held = tuple[float, list[str], int]
+
+
+def held() -> Held:
+    """GiB of address space; our open files, and processes watched; descriptors of all kinds."""
+    with open("/proc/self/status") as file:
+        size = next(int(line.split()[1]) for line in file if line.startswith("VmSize"))
+    files = open_files()
+    ours = [name.split(" ")[0] for name in files if "gradwire" in name or "pidfd" in name]
+    return size / (1 << 20), sorted(ours), len(files)
+
+
+def reduce_in(group: dist.ProcessGroup) -> None:
+    tensor = torch.ones(1_000_000)
+    gw.all_reduce(tensor, "identity", group=group)
+    assert bool((tensor == 2).all())
+    assert groups.communicator(group).transport.lent_bytes
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    groups.release(group)
+    dist.destroy_process_group(group)
+
+
+def many_groups(rank: int) -> tuple[Held, Held, list[int], list[Held]]:
+    """What is held with one group and with eight, and how often each store is mapped then; and what
+    is held after these, and after 3 and 30 more, one after the other."""
+    made: list[dist.ProcessGroup] = []
+    so_far: list[Held] = []
+    for _ in range(8):
+        made.append(dist.new_group())
+        reduce_in(made[-1])
+        so_far.append(held())
+    stores, after = stores_mapped(), []
+    while made:
+        destroy(made.pop())
+    for count in (0, 3, 27):
+        for _ in range(count):
+            group = dist.new_group()
+            reduce_in(group)
+            destroy(group)
+        gc.collect()  # collectives may have left cycles that hold views
+        assert not mapped()
+        after.append(held())
+    return so_far[0], so_far[-1], stores, after
+
+
+@pytest.mark.multiprocess
+def test_groups_share_their_process_s_memory_and_leave_nothing() -> None:
+    watched, store = "anon_inode:[pidfd]", "/memfd:gradwire-store"
+    for one, eight, stores, after in as_processes(2, many_groups):
+        assert eight[0] - one[0] < 3  # threads have stacks, and heaps
+        assert one[1] == [store, watched]
+        assert eight[1] == [store] + 8 * [watched]
+        assert stores == [1, 1]
+        assert [ours for _, ours, _ in after] == [[], [], []]
+        assert after[2][2] < after[1][2] + 10  # gloo lets go of the last group's a little later
+        assert after[2][0] - after[1][0] < 0.25
