@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ranks import free_port
-
 
 @dataclass(frozen=True)
 class End:
@@ -67,6 +65,8 @@ def ends(
 ) -> list[End]:
     """Run `body(rank, *args)` in `world_size` processes; how they ended, in rank order.
 
+    The store is this process's, as it is the launcher's under torchrun.
+
     Args:
         timeout: seconds, of the process group.
         deadline: seconds after which a rank hangs.
@@ -75,13 +75,20 @@ def ends(
     # Forked from a server that has imported what takes seconds, and has done nothing with it.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "gradwire"])
-    port, given = free_port(), {**os.environ, **(environment or {})}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **(environment or {}),
+    }
     found: dict[int, End] = {}
     with tempfile.TemporaryDirectory() as stacks:
         started = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            where = (rank, world_size, port, timeout, deadline, backend, given, stacks)
+            where = (rank, world_size, timeout, deadline, backend, given, stacks)
             process = context.Process(target=_process, args=(sender, where, body, args))
             process.start()
             sender.close()
@@ -109,10 +116,10 @@ def ends(
 def _process(  # type: ignore[no-untyped-def]
     sender, where, body, args
 ):
-    rank, world_size, port, timeout, deadline, backend, environment, stacks = where
+    rank, world_size, timeout, deadline, backend, environment, stacks = where
     torch.set_num_threads(1)
     os.environ.clear()
-    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(environment)
     with open(f"{stacks}/{rank}", "w") as file:
         faulthandler.dump_traceback_later(max(deadline - 2, 1), file=file)
         try:
@@ -123,6 +130,5 @@ def _process(  # type: ignore[no-untyped-def]
         except BaseException as error:
             end = raised(error)
         sender.send(end)
-        # The others may still need this one: rank 0 has the store.
-        time.sleep(deadline)
+        time.sleep(deadline)  # the others may still need this one
         os._exit(0)  # a broken gloo group does not always let its process end

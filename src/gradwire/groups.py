@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
+import weakref
 from collections.abc import Container
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from gradwire.engine import Communicator, Engine, Seat
-from gradwire.errors import ConfigError
+from gradwire.engine import Communicator, Seat
+from gradwire.errors import ConfigError, TransportError
 from gradwire.transport import Mixed, TorchP2P
 from gradwire.transport.companion import carries, companion
 from gradwire.transport.queued_p2p import QueuedP2P
 from gradwire.transport.torch_p2p import timeout_of
 
 _lock = threading.Lock()
-_communicators: dict[dist.ProcessGroup, Communicator] = {}
+# No group is kept: see gradwire.transport.torch_p2p.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -44,13 +46,25 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
+    held = weakref.ref(group)
+
+    def transport() -> Mixed | TorchP2P:
+        return host_transport(_still(held))
+
     seat = Seat(group.rank(), group.size(), timeout_of(group), group.get_group_store())
-    comm = Communicator(partial(host_transport, group), seat=seat)
-    comm.links = lambda device: link(group, comm, device)
-    # A group that torch has not listed has no end that anybody could see.
-    if group in _listed():
-        comm.alive = lambda: group in _listed() or _end(group)
+    comm = Communicator(transport, seat=seat)
+    comm.links = lambda device: link(_still(held), comm, device)
+    # A group that torch has not listed ends when nobody holds it.
+    listed = group in _listed()
+    comm.alive = lambda: (group := held()) is not None and (not listed or group in _listed())
     return comm
+
+
+def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = held()
+    if group is None:
+        raise TransportError("this process group was destroyed before all ranks had used it")
+    return group
 
 
 def _listed() -> Container[dist.ProcessGroup]:
@@ -58,16 +72,14 @@ def _listed() -> Container[dist.ProcessGroup]:
     return dist.distributed_c10d._world.pg_map
 
 
-def _end(group: dist.ProcessGroup) -> bool:
-    Engine.current().workers.run(partial(release, group))
-    return False
-
-
 def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
     """What carries messages between the hosts of `group`'s ranks, who all make theirs at once."""
     if carries(group, torch.device("cpu")):
         return Mixed(group)
-    return TorchP2P(companion(group))
+    beside = companion(group)
+    transport = TorchP2P(beside)
+    transport.companion = beside
+    return transport
 
 
 def link(group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> QueuedP2P | None:
@@ -94,14 +106,3 @@ def release(group: dist.ProcessGroup) -> None:
         comm = _communicators.pop(group, None)
     if comm is not None:
         comm.close()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Let process groups go while the interpreter still runs: gloo's threads abort after it."""
-    with _lock:
-        comms = list(_communicators.values())
-        _communicators.clear()
-    for comm in comms:
-        comm.close()
-    Engine.current().channel.close()

@@ -59,13 +59,13 @@ def test_ticks_and_failing_listeners(caplog: pytest.LogCaptureFixture) -> None:
         until(lambda: ears[0].ticks > 3)
         members[0].tell({"two": 2})
         until(lambda: len(ears[1].heard_from) == 2)
-        members[0].leave(b"")
+        members[0].leave({})
         ticks = ears[0].ticks
         until(lambda: ears[1].ticks > 6)
         assert ears[0].ticks <= ticks + 1  # one may have been under way
     texts = [record.getMessage() for record in caplog.records]
     assert sum("tick" in text for text in texts) == 2  # one each
-    assert sum("hear" in text for text in texts) == 2
+    assert sum("hear" in text for text in texts) == 3  # two, and the last
 
 
 def test_what_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,18 +108,20 @@ def test_groups_over_one_server_share_a_thread_and_do_not_mix() -> None:
 # ---- leaving
 
 
-def test_a_record_is_there_when_leave_returns() -> None:
-    with group(3) as members:
+def test_the_last_notice() -> None:
+    ears = [Ears() for _ in range(3)]
+    with group(3, ears=ears) as members:
         for future in [member.exchange("e", b"") for member in members]:
             future.result(20)
-        assert members[0].left(1) is None
-        members[1].leave(b"at step 12")
-        members[1].leave(b"again")
-        assert members[0].left(1) == b"at step 12"
-        assert members[2].left(1) == b"at step 12"
-        assert members[2].left(0) is None
+        members[1].tell({"step": 12})
+        members[1].leave({"left": "at step 12"})
+        members[1].leave({"again": 0})
         members[1].tell({"too": "late"})
-        assert members[1].left(0) is None
+        told = [(1, {"step": 12}), (1, {"left": "at step 12"})]
+        until(lambda: all(len(ears[rank].heard_from) == 2 for rank in (0, 2)))
+        time.sleep(0.3)
+        assert ears[0].heard_from == ears[2].heard_from == told
+        assert ears[1].heard_from == []
         with pytest.raises(TransportError, match="has left"):
             members[1].first("k", b"")
         with pytest.raises(TransportError, match="has left"):
@@ -129,7 +131,7 @@ def test_a_record_is_there_when_leave_returns() -> None:
 def test_leaving_ends_what_is_pending() -> None:
     with group(2, timeout=60.0) as members:
         pending = [members[0].exchange("e", b""), members[0].agree("a", "plan", [])]
-        members[0].leave(b"")
+        members[0].leave({})
         for future in pending:
             assert isinstance(future.exception(5), TransportError)
 
@@ -153,7 +155,7 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told() -> None:
         with pytest.raises(TransportError):
             members[0].exchange("f", b"").result(1)
         members[0].tell({"too": "late"})
-        members[0].leave(b"")
+        members[0].leave({})
         with pytest.raises(ConfigError, match="closed"):
             made[0].join(store, 0, 3, 60.0, Ears())
 
@@ -183,7 +185,7 @@ def test_a_store_that_hangs_holds_up_nobody() -> None:
         with pytest.raises(TransportError, match="does not answer"):
             member.first("k", b"")
         start = time.monotonic()
-        member.leave(b"")
+        member.leave({})
         assert time.monotonic() - start < 2.0
         again = channel.join(Wrapped(dist.HashStore(), before), 0, 2, 60.0, ears)
         again.tell({})
@@ -206,12 +208,11 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
             lines = [f"version {incarnation}"]  # under the same key: what was there must not count
             assert len({f.result(20) for f in [m.agree("a", "plan", lines) for m in members]}) == 1
             assert members[0].first("k", b"%d" % incarnation) == b"%d" % incarnation
-            assert members[1].left(0) is None
             heard = ears[1].heard_from
             until(lambda heard=heard: bool(heard))
             assert heard == [(0, {"incarnation": incarnation})]
             for member in members:
-                member.leave(b"")
+                member.leave({})
 
 
 def test_a_rank_that_comes_back_before_the_others_have_left() -> None:
@@ -219,11 +220,11 @@ def test_a_rank_that_comes_back_before_the_others_have_left() -> None:
     with channels(2) as made:
         old = [made[r].join(store, r, 2, 20.0, Ears()) for r in range(2)]
         assert [f.result(20) for f in [m.exchange("e", b"old") for m in old]]
-        old[1].leave(b"")
+        old[1].leave({})
         new = made[1].join(store, 1, 2, 20.0, Ears())
         waits = new.exchange("e", b"new 1")
         time.sleep(0.3)  # rank 0's former incarnation must not take it in
-        old[0].leave(b"")
+        old[0].leave({})
         other = made[0].join(store, 0, 2, 20.0, Ears())
         assert other.exchange("e", b"new 0").result(20) == [b"new 0", b"new 1"]
         assert waits.result(20) == [b"new 0", b"new 1"]
@@ -233,13 +234,13 @@ def test_ranks_count_their_incarnations() -> None:
     """A rank that is one ahead, having left before rank 0 came, waits for rank 0's next."""
     store = dist.HashStore()
     with channels(2) as made:
-        made[1].join(store, 1, 2, 20.0, Ears()).leave(b"")
+        made[1].join(store, 1, 2, 20.0, Ears()).leave({})
         ahead = made[1].join(store, 1, 2, 20.0, Ears())
         first = made[0].join(store, 0, 2, 20.0, Ears())
         time.sleep(0.3)
         assert first._part.settled
         assert not ahead._part.settled
-        first.leave(b"")
+        first.leave({})
         second = made[0].join(store, 0, 2, 20.0, Ears())
         futures = [second.exchange("e", b"0"), ahead.exchange("e", b"1")]
         assert [future.result(20) for future in futures] == [[b"0", b"1"]] * 2
@@ -292,7 +293,7 @@ def test_groups_that_were_left_leave_nothing(kind: str, groups: int) -> None:
             members = [made[r].join(store, r, 2, 60.0, Ears()) for r in range(2)]
             assert [f.result(60) for f in [m.exchange("e", b"") for m in members]]
             for member in members:
-                member.leave(b"")
+                member.leave({})
             kept += members  # who keeps them must not keep a connection
             threads.append(threading.active_count())
             descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -398,7 +399,6 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         assert "(Broken pipe)" in str(error)
         members[0].tell({"into": "the void"})
         assert isinstance(members[0].agree("a", "plan", []).exception(10), TransportError)
-        assert members[0].left(1) is None
         with pytest.raises(TransportError):
             members[0].first("k", b"")
     # Rank 1 waited for nothing, and has nothing to say.

@@ -143,7 +143,7 @@ for future in pending:
     say(f"{type(future.exception(30)).__name__}: {future.exception()}")
 input()
 member.tell({"into": "the void"})
-member.leave(b"")
+member.leave({})
 """
     with ranks(script, 2) as (host, started):
         assert [rank.hears() for rank in started] == ["ready"] * 2
@@ -205,7 +205,7 @@ dist.barrier()
 time.sleep(2.0 * rank)
 member.tell({{"end": rank}})
 if rank == 1:
-    member.leave(b"")
+    member.leave({{}})
 """
     processes = [
         subprocess.Popen(
@@ -267,7 +267,6 @@ def test_a_fork_is_refused() -> None:
                 lambda: member.exchange("f", b""),
                 lambda: member.agree("a", "plan", []),
                 lambda: member.first("k", b""),
-                lambda: member.left(0),
             ):
                 try:
                     use()
@@ -275,7 +274,7 @@ def test_a_fork_is_refused() -> None:
                 except ConfigError as error:
                     said.append(str(error))
             member.tell({})
-            member.leave(b"")
+            member.leave({})
             channel.close()
             os.write(writer, json.dumps(said).encode())
             os._exit(0)
@@ -283,6 +282,6 @@ def test_a_fork_is_refused() -> None:
         with os.fdopen(reader) as pipe:
             said = json.loads(pipe.read())
         assert os.waitpid(child, 0)[1] == 0
-        assert len(said) == 5
+        assert len(said) == 4
         assert all("spawn" in sentence for sentence in said)
         assert member.exchange("f", b"").result(30) == [b""]  # the parent goes on

@@ -59,9 +59,6 @@ class Nowhere:
     def fail(self, peer: int) -> None:
         self.failed.append(peer)
 
-    def close(self) -> None:
-        self.log.append("close")
-
 
 class Symbols:
     """A job of nothing but its schedule."""

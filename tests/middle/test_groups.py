@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 import gradwire as gw
 from ends import ends, finished
+from ranks import free_port
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
@@ -97,6 +98,25 @@ def test_a_group_made_by_hand_lives_on() -> None:
     finished(ends(2, unlisted, timeout=8))
 
 
+def made_anew(rank: int, port: int) -> None:
+    """Rank 0 has the store, which a group that was destroyed must not keep: the next one would read
+    the old one's addresses there."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    for step in range(5):
+        dist.init_process_group("gloo", rank=rank, world_size=2, timeout=LIMIT)
+        values = torch.full((1000,), float(rank))
+        gw.all_reduce(values, "identity", step=step)
+        assert bool((values == 1.0).all())
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+def test_a_default_group_made_anew_on_its_port(shm: bool) -> None:
+    finished(ends(2, made_anew, free_port(), timeout=8, environment=of_transport(shm)))
+
+
 # ---- what groups take
 
 
@@ -140,17 +160,53 @@ def eight_groups(rank: int) -> dict[str, dict[str, int]]:
     return {"before": before, "plain": plain, "used": used, "gone": settled(before, 8.0)}
 
 
-def test_eight_groups_share_threads() -> None:
+def test_eight_groups_share_threads_and_address_space() -> None:
     found = ends(2, eight_groups, timeout=8)
     finished(found)
     for end in found:
         of = end.value
         more = {name: of["used"][name] - of["plain"][name] for name in of["used"]}
         assert more["threads"] <= 8, of
+        assert more["address_mib"] < 64 << 10, of
         # Without another call: nothing of eight groups is left.
         assert of["gone"]["threads"] <= of["before"]["threads"] + 2, of
         assert of["gone"]["descriptors"] <= of["before"]["descriptors"] + 2, of
         assert of["gone"]["address_mib"] < of["before"]["address_mib"] + (4 << 10), of
+
+
+def cycles(rank: int, count: int) -> list[dict[str, int]]:
+    """What is taken after cycles of gloo's groups alone, and then of used ones."""
+
+    def cycle(used: bool) -> None:
+        group = dist.new_group(timeout=LIMIT)
+        values = torch.ones(100_000)
+        dist.all_reduce(values, group=group)
+        if used:
+            gw.all_reduce(values, group=group)
+        dist.destroy_process_group(group)
+
+    found = []
+    for used in (False, True):
+        for _ in range(5):
+            cycle(used)
+        found.append(settled(taken(), 0.5))
+        for _ in range(count):
+            cycle(used)
+        found.append(settled(found[-1]))
+    return found
+
+
+@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
+    count = 40
+    found = ends(2, cycles, count, timeout=8, deadline=120, environment=of_transport(shm))
+    finished(found)
+    for end in found:
+        plain_before, plain_after, before, after = end.value
+        for name in ("threads", "descriptors", "address_mib", "shared_mib"):
+            allowed = max(plain_after[name] - plain_before[name], 0)
+            slack = {"address_mib": 512, "shared_mib": 8}.get(name, 4)
+            assert after[name] - before[name] <= allowed + slack, (name, end.value)
 
 
 # ---- forked children

@@ -135,7 +135,8 @@ def test_a_batch_that_cannot_be_posted_ends_its_group(failing: str, peer: int) -
 
 
 def test_a_wait_that_fails_is_explained_by_the_host() -> None:
-    link = made(Group(coalesces=True, failing="batch"))
+    group = Group(coalesces=True, failing="batch")
+    link = made(group)
     pending = link.post(batch())
     with pytest.raises(TransportError, match="aborted") as caught:
         pending.wait()

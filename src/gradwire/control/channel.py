@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ log = logging.getLogger("gradwire")
 TICK_S = 0.2
 _CLOSING_S = 0.35
 _ENDING_S = 0.1
+_HEARD_S = 0.3  # until peers have heard what was told: at exit the store may go with this process
 
 
 class Channel:
@@ -43,6 +45,7 @@ class Channel:
         self._attempts: dict[tuple[str, int], int] = {}
         self._watched: set[Pending[Any]] = set()
         self._thread: threading.Thread | None = None
+        self.told_at = 0.0  # time.monotonic() of the last notice
         self._closing = False  # nobody joins any more
         self._stopping = False  # the thread is to end
         self._ended = False  # it has: whoever posts runs it
@@ -89,7 +92,8 @@ class Channel:
     def close(self) -> None:
         """End the threads; what is pending fails. What was told before still goes out.
 
-        It takes half a second at most: a thread that is stuck in the store is left behind.
+        It takes half a second at most: a thread that is stuck in the store is left behind. So that
+        peers hear the last notice before a store in this process ends, 0.3 s pass after it.
         """
         if self.is_forked:
             return
@@ -103,6 +107,7 @@ class Channel:
         deadline = time.monotonic() + _CLOSING_S
         for connection in connections:
             connection.join(max(0.0, deadline - time.monotonic()))
+        time.sleep(max(0.0, self.told_at + _HEARD_S - time.monotonic()))
         self._stopping = True
         self.post(lambda: None)
         if self._thread is not None and not self.is_current:
@@ -162,7 +167,7 @@ class Channel:
 
     def _connection(self, host: Host) -> Connection:
         for address, connection in self._connections:
-            if address == host.address and connection.gone is None:
+            if address == host.address and connection.lives:
                 return connection
         connection = Connection(host)
         connection.start()
@@ -172,29 +177,34 @@ class Channel:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._stopping:
-            members = list(self._members)
-            wakes = [pending.deadline for pending in self._watched]
-            if members:
-                wakes.append(tick_at)
-            now = time.monotonic()
-            try:
-                pause = max(0.0, min(wakes) - now) if wakes else None
-                self._guarded(self._posts.get(timeout=pause))
-            except queue.Empty:
-                pass
-            now = time.monotonic()
-            if members and now >= tick_at:
-                tick_at = now + TICK_S
-                for member in members:
-                    member.tick()
-            self._watched = {pending for pending in self._watched if not pending.over}
-            for pending in list(self._watched):
-                if now >= pending.deadline:
-                    self._guarded(pending.expire)
+            with suppress(queue.Empty):
+                self._guarded(self._posts.get(timeout=self._pause(tick_at)))
+            if self._members and time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_S
+                self._tick()
+            self._expire()
         self._ended = True
         self._run_posts()
         for pending in self._watched:
             pending.fail_here(_closed())
+
+    # While the thread waits it holds no member: the group of the last one that left is gone then.
+
+    def _pause(self, tick_at: float) -> float | None:
+        wakes = [pending.deadline for pending in self._watched]
+        if self._members:
+            wakes.append(tick_at)
+        return max(0.0, min(wakes) - time.monotonic()) if wakes else None
+
+    def _tick(self) -> None:
+        for member in list(self._members):
+            member.tick()
+
+    def _expire(self) -> None:
+        self._watched = {pending for pending in self._watched if not pending.over}
+        for pending in list(self._watched):
+            if time.monotonic() >= pending.deadline:
+                self._guarded(pending.expire)
 
     def _run_posts(self) -> None:
         while True:

@@ -103,6 +103,11 @@ class Connection:
         """Whether the caller is the thread."""
         return threading.current_thread() is self._thread
 
+    @property
+    def lives(self) -> bool:
+        """Whether the store is there: another may have come to its address."""
+        return self.gone is None and not self._host.is_broken
+
     # ---- on the thread
 
     def prefixed(self, store: Any) -> Any:

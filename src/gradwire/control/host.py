@@ -56,19 +56,26 @@ class Host:
             self._base = without_prefixes(store)  # while it is kept, its id is its address
         return own(store)
 
-    def check(self) -> None:
-        """Raise Gone if the server has ended; one system call."""
-        if self._watch is None:
-            return
+    @property
+    def is_broken(self) -> bool:
+        """Whether the server has let go of the socket, on any thread; one system call."""
+        watch = self._watch
+        if watch is None:
+            return False
         try:
-            self._watch.recv(1, socket.MSG_PEEK)
+            watch.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             pass
-        # The server let go of the socket. If it still runs, that meant nothing.
-        self._watch.close()
-        self._reach()
+        return True
+
+    def check(self) -> None:
+        """Raise Gone if the server has ended; one system call."""
+        if self.is_broken:
+            assert self._watch is not None
+            self._watch.close()
+            self._reach()  # if it still runs, that meant nothing
 
     def close(self) -> None:
         self._store = self._base = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from gradwire.control.channel import Channel
 
 log = logging.getLogger("gradwire")
-
-T = TypeVar("T")
 
 _MOST_BYTES = 4 << 20  # a TCPStore breaks the connection of whoever writes 8 MiB
 _MOST_NOTICE = 1 << 16
@@ -83,6 +82,7 @@ class Member:
             log.warning("gradwire: a notice of %d bytes cannot be told: %.80s", len(text), text)
             return
         if not self._channel.is_forked:
+            self._channel.told_at = time.monotonic()
             self._submit(lambda: self._part.tell(text), None)
 
     def exchange(self, key: str, mine: bytes) -> Future[list[bytes]]:
@@ -135,14 +135,25 @@ class Member:
             TransportError: the store is lost or does not answer, or there is no place yet.
             ConfigError: this process was forked.
         """
-        return self._ask(lambda reply: self._part.first(key, value, reply))
+        self._channel.check_process()
+        on_control = self._channel.is_current
+        if on_control and not self._part.settled:
+            raise TransportError(f"rank {self.rank} has no place in the group yet")
+        reply: Future[bytes] = Future()
+        self._submit(lambda: self._part.first(key, value, reply), reply.set_exception)
+        try:
+            return reply.result(_ANSWER_S if on_control else self.timeout)
+        except FutureTimeout:
+            raise TransportError(
+                f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
+            ) from None
 
-    def leave(self, record: bytes) -> None:
-        """Leave the group; peers can read `record` (`left`) once this returns.
+    def leave(self, notice: Mapping[str, Any]) -> None:
+        """Leave the group; `notice` is the last that peers hear of this rank.
 
         What is pending fails with TransportError. It takes a second at most: if the store does not
-        answer by then, or this rank has found no place among the others yet, nobody can read the
-        record. Leaving again does nothing, nor does leaving in a process that was forked.
+        answer by then, or this rank has found no place among the others yet, nobody hears it.
+        Leaving again does nothing, nor does leaving in a process that was forked.
         """
         if self._channel.is_forked:
             return
@@ -150,32 +161,18 @@ class Member:
             if self._left:
                 return
             self._left = True
+        self._channel.told_at = time.monotonic()
         written = threading.Event()
 
         def leave() -> None:
             try:
-                self._part.leave(record)
+                self._part.leave(json.dumps(notice))
             finally:
                 written.set()
 
         if self._connection.submit(leave) and not self._connection.is_current:
             written.wait(_ANSWER_S)
         self._channel.release(self, self._connection)
-
-    def left(self, rank: int) -> bytes | None:
-        """The record of a peer that has left; else, or where the store is lost, None.
-
-        One small store operation.
-
-        Raises:
-            ConfigError: this process was forked.
-        """
-        if not self._part.settled:
-            return None
-        try:
-            return self._ask(lambda reply: self._part.left(rank, reply))
-        except TransportError:
-            return None
 
     # ---- called on the control thread
 
@@ -221,17 +218,3 @@ class Member:
         )
         if not submitted and fail is not None:
             fail(TransportError(f"rank {self.rank} has left the group"))
-
-    def _ask(self, ask: Callable[[Future[T]], None]) -> T:
-        self._channel.check_process()
-        on_control = self._channel.is_current
-        if on_control and not self._part.settled:
-            raise TransportError(f"rank {self.rank} has no place in the group yet")
-        reply: Future[T] = Future()
-        self._submit(lambda: ask(reply), reply.set_exception)
-        try:
-            return reply.result(_ANSWER_S if on_control else self.timeout)
-        except FutureTimeout:
-            raise TransportError(
-                f"rank {self.rank}: the group's store does not answer, or rank 0 has not joined"
-            ) from None

@@ -101,11 +101,11 @@ class Participant:
         else:
             command()
 
-    def leave(self, record: bytes) -> None:
+    def leave(self, notice: str) -> None:
         if self in self._connection.participants:
             self._connection.participants.remove(self)
         if self._settled is not None and self._ended is None:
-            self._settled.space.below("left").write(str(self.rank), record)
+            self.tell(notice)
         self._end("this rank has left the group")
 
     # ---- what peers take part in; once settled
@@ -135,15 +135,9 @@ class Participant:
         self._settled.agreements.expire(pending)
 
     def first(self, key: str, value: bytes, reply: Future[bytes]) -> None:
-        self._reply(reply, lambda space: space.below("firsts").first(key, value))
-
-    def left(self, rank: int, reply: Future[bytes | None]) -> None:
-        self._reply(reply, lambda space: space.below("left").read(str(rank)))
-
-    def _reply(self, reply: Future[Any], ask: Callable[[Any], Any]) -> None:
         assert self._settled is not None
         try:
-            reply.set_result(ask(self._settled.space))
+            reply.set_result(self._settled.space.below("firsts").first(key, value))
         except Exception as error:
             reply.set_exception(self._error(str(error)))
             raise

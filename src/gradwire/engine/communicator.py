@@ -36,6 +36,7 @@ from gradwire.engine.workers import Lane
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
 from gradwire.transport.link import Link
+from gradwire.transport.torch_p2p import destroyed
 
 log = logging.getLogger("gradwire")
 
@@ -92,6 +93,7 @@ class Communicator:
             seat = Seat(made.rank, made.world_size, made.timeout, made.board)
         self.rank, self.world_size, self.timeout = seat.rank, seat.world_size, seat.timeout
         self.error: BaseException | None = None
+        self._failing = False
         self.trace: Trace | None = None
         engine = Engine.current()
         self.workers = engine.workers
@@ -114,6 +116,7 @@ class Communicator:
         self._frontier: dict[str, int] = {}
         self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
         self.calls, self.blobs = self.streams
+        engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
             self.member = engine.channel.join(
@@ -333,17 +336,27 @@ class Communicator:
 
     def fail(self, error: BaseException) -> None:
         """What happened here breaks the group, and peers are told."""
-        if not self.end(error):
+        if not self.first_to_fail():
             return  # another thread has met the same, a moment ago
-        if isinstance(error, GradwireError):
-            log.error("%s", error)
-        else:
-            log.exception("gradwire: a task failed", exc_info=error)
         peer = error.peer if isinstance(error, TransportError) else None
         blamed = self.rank if peer is None else peer
         if self._transport is not None:
             self._transport.fail(blamed)
         self.watch.tell_failure(error, blamed, None)
+        error = self.watch.explained(error, blamed)
+        if not self.end(error):
+            return
+        if isinstance(error, GradwireError):
+            log.error("%s", error)
+        else:
+            log.exception("gradwire: a task failed", exc_info=error)
+
+    def first_to_fail(self) -> bool:
+        """Whether the caller is the first to meet a failure, which it then has to end with."""
+        with self._lock:
+            first = not self._failing and self.error is None
+            self._failing = True
+        return first
 
     def end(self, error: BaseException) -> bool:
         """End every round, now and later, with `error`; False if an earlier error did."""
@@ -375,24 +388,14 @@ class Communicator:
 
     def close(self) -> None:
         """The process group goes: rounds under way end in a TransportError."""
-        gone = TransportError(
-            f"rank {self.rank}: this process group was destroyed; attach again in the new one"
-        )
         if self.error is None:
             self._linger()
-        self.end(gone)
-        frontier = self._frontier | {owner.key: owner.returned for owner in self.all_owners()}
-        self.watch.leave(frontier)
-        # Nothing of ours may keep a process group alive.
-        self.links = lambda device: None
-        self.alive = lambda: True
-        for stream in self._streams.values():
-            if stream is not None:
-                stream.close()
+        # Peers first: once our callers go on, the store may end with this process.
+        self.watch.leave(self._frontier | {o.key: o.returned for o in self.all_owners()})
+        self.end(destroyed(self.rank))
         self.pools.close()
         for owner in self.all_owners():
             owner.kept.clear()
-        self._make = None
         if self._transport is not None:
             with suppress(TransportError):
                 self._transport.close()

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
 
 from gradwire.control import Channel
 from gradwire.engine.workers import Workers
 
+if TYPE_CHECKING:
+    from gradwire.engine.communicator import Communicator
+
 
 class Engine:
-    """One per process.
+    """One per process. At its exit all process groups are let go, while the interpreter still runs:
+    gloo's threads abort after it.
 
     Attributes:
+        communicators: of the process groups in use.
         workers: threads for what may wait.
         channel: how ranks tell each other things beside the data.
     """
@@ -23,7 +31,15 @@ class Engine:
     def __init__(self) -> None:
         self.workers = Workers()
         self.channel = Channel()
+        self.communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._pid = os.getpid()
+        # Unlike atexit's, this is called in children of multiprocessing, too.
+        Finalize(None, self._end, exitpriority=0)
+
+    def _end(self) -> None:
+        for comm in list(self.communicators):
+            comm.close()
+        self.channel.close()
 
     @classmethod
     def current(cls) -> Engine:

@@ -157,10 +157,6 @@ class Stream:
         work.finish()
         return wire_bytes
 
-    def close(self) -> None:
-        """Let go of the link."""
-        self.link.close()
-
     def _fail(self, error: BaseException) -> None:
         peer = error.peer if isinstance(error, TransportError) else None
         self._failed(error)

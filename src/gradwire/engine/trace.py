@@ -127,8 +127,8 @@ class Traced:
     def fail(self, peer: int) -> None:
         self.transport.fail(peer)
 
-    def tick(self) -> None:
-        self.transport.tick()
+    def longest_wait(self) -> tuple[float, int] | None:
+        return self.transport.longest_wait()
 
     def close(self) -> None:
         self.transport.close()

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.errors import ConfigError, TransportError
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
 
 _LONG_S = 0.4  # that a round waits before it is reported
+_PATIENCE = 0.75  # of the timeout: a wait as long as that is told
+_WORD_S = 0.5  # that a peer is given to say whom it holds responsible
+
+E = TypeVar("E", bound=BaseException)
 
 Place = tuple[str, int, int]  # owner's key, ticket, round
 
@@ -39,7 +43,11 @@ class Watch:
         self._busy = False  # a report is being made
         self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
         self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
-        self._gone: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
+        self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
+        self._left: dict[int, Mapping[str, int]] = {}  # peer -> what it had returned of each owner
+        self._blamed: dict[int, int] = {}  # peer that has failed -> whom it holds responsible
+        self._waits: dict[int, int | None] = {}  # peer that has waited long -> for whom
+        self._awaited: int | None = None  # for whom this rank has waited long
 
     # ---- what this rank tells ------------------------------------------------------------------
 
@@ -58,7 +66,7 @@ class Watch:
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group, with so many tickets of each owner returned."""
         if self._comm.member is not None:
-            self._comm.member.leave(json.dumps(frontier).encode())
+            self._comm.member.leave({"kind": "left", "frontier": frontier})
 
     def closed(self, owner: Owner) -> None:
         """This rank has closed an owner: who waits for later tickets of it waits in vain."""
@@ -72,15 +80,28 @@ class Watch:
         """Look for rounds that wait long; the store is asked on a thread that may wait."""
         comm = self._comm
         if not comm.alive():
+            if not self._busy:
+                self._busy = True
+                comm.workers.run(comm.close)
             return
-        if comm.opened is not None and comm.error is None:
-            comm.opened.tick()
-        if self._busy or comm.error is not None:
+        if comm.error is not None:
+            return
+        self._tell_long_wait()
+        if self._busy:
             return
         late = [t for owner in comm.all_owners() if (t := self._late(owner)) is not None]
         if late:
             self._busy = True
             comm.workers.run(partial(self._report, late))
+
+    def _tell_long_wait(self) -> None:
+        """Whoever waits for us will blame us in a moment: say whom we wait for."""
+        comm = self._comm
+        longest = None if comm.opened is None else comm.opened.longest_wait()
+        peer = longest[1] if longest and longest[0] > _PATIENCE * comm.timeout else None
+        if peer != self._awaited:
+            self._awaited = peer
+            self._tell({"kind": "waits", "for": peer})
 
     def _late(self, owner: Owner) -> Ticket | None:
         ticket = owner.oldest()
@@ -95,9 +116,7 @@ class Watch:
                 if place not in self._reported:
                     self._reported.add(place)
                     self._claim(place, issue)
-                if place[0] in self._gone:
-                    self._heard_closed(self._gone[place[0]])
-                self._look_for_leavers(place)
+                self._look_for_the_end(place)
         finally:
             self._busy = False
 
@@ -116,15 +135,19 @@ class Watch:
         else:
             self._differs(json.loads(first), issue, place)
 
-    def _look_for_leavers(self, place: Place) -> None:
-        member, comm = self._comm.member, self._comm
-        assert member is not None
-        key, ticket, _ = place
-        for peer in range(comm.world_size):
-            if peer == comm.rank or comm.error is not None:
-                continue
-            record = member.left(peer)
-            if record is not None and json.loads(record).get(key, 0) <= ticket:
+    def _look_for_the_end(self, place: Place) -> None:
+        """Break the group if a peer, which this rank waits for, will not come to `place`."""
+        comm, (key, ticket, _) = self._comm, place
+        closed = self._closed.get(key)
+        if closed is not None and ticket >= int(closed["at"]):
+            comm.end(
+                ConfigError(
+                    f"rank {comm.rank}: rank {closed['rank']} has detached {closed['name']}, for "
+                    "which this rank waits: detach on all ranks at the same step"
+                )
+            )
+        for peer, frontier in list(self._left.items()):
+            if int(frontier.get(key, 0)) <= ticket:
                 comm.end(
                     TransportError(
                         f"rank {comm.rank}: rank {peer} has destroyed the process group, or ended, "
@@ -144,24 +167,55 @@ class Watch:
         elif kind == "late":
             self._heard_late(notice)
         elif kind == "closed":
-            self._gone[str(notice["owner"])] = {**notice, "rank": sender}
+            self._closed[str(notice["owner"])] = {**notice, "rank": sender}
+        elif kind == "waits":
+            self._waits[sender] = notice["for"]
+        elif kind == "left":
+            self._left[sender] = dict(notice["frontier"])
         elif kind == "differ":
             self._comm.end(ConfigError(f"rank {self._comm.rank}: {notice['text']}"))
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
         text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
-        if blamed not in (sender, comm.rank):
-            text += f". Rank {blamed} was the first to fail"
-        error = TransportError(text, peer=sender if blamed == comm.rank else blamed)
         if notice.get("owner") is not None:
+            error = TransportError(text, peer=sender)
             owner = self._owner(str(notice["owner"]))
             if owner is None:
                 self._broken[str(notice["owner"])] = error
             else:
                 comm.end_owner(owner, error)
-        elif comm.end(error) and comm.opened is not None:
-            comm.opened.fail(blamed)  # ends the waits of shared memory
+            return
+        self._blamed[sender] = blamed
+        if comm.first_to_fail():  # else this rank knows by itself, and asks who was first
+            comm.workers.run(partial(self._end, TransportError(text, peer=sender), sender))
+
+    def _end(self, error: TransportError, blamed: int) -> None:
+        comm = self._comm
+        error = self.explained(error, blamed)
+        if comm.end(error) and comm.opened is not None:
+            assert error.peer is not None
+            comm.opened.fail(error.peer)  # ends the waits of shared memory
+
+    def explained(self, error: E, blamed: int) -> E | TransportError:
+        """`error`, and who was the first to fail, if that is another than `blamed`.
+
+        A connection that breaks may be the work of a peer that has met a broken one itself, and
+        says so in a moment; a peer that does not answer may itself wait for another.
+        """
+        first, seen = blamed, {self._comm.rank}
+        end = time.monotonic() + _WORD_S
+        while first not in seen:
+            seen.add(first)
+            while first not in self._blamed and time.monotonic() < end:
+                time.sleep(0.01)
+            following = self._blamed.get(first, self._waits.get(first))
+            if following is None or following in seen:
+                break
+            first = following
+        if first == blamed:
+            return error
+        return TransportError(f"{error}. The first to fail was rank {first}", peer=first)
 
     def _heard_late(self, notice: Mapping[str, Any]) -> None:
         key, ticket, number = notice["place"]
@@ -196,18 +250,6 @@ class Watch:
         )
         if comm.end(ConfigError(text)):
             self._tell({"kind": "differ", "text": text})
-
-    def _heard_closed(self, notice: Mapping[str, Any]) -> None:
-        comm = self._comm
-        owner = self._owner(str(notice["owner"]))
-        waiting = None if owner is None else owner.oldest()
-        if waiting is not None and waiting.place.number >= int(notice["at"]):
-            comm.end(
-                ConfigError(
-                    f"rank {comm.rank}: rank {notice['rank']} has detached {notice['name']}, for "
-                    "which this rank waits: detach on all ranks at the same step"
-                )
-            )
 
     def _owner(self, key: str) -> Owner | None:
         return next((o for o in self._comm.all_owners() if o.key == key), None)

@@ -5,7 +5,9 @@ Ranks compare plans, and tell each other of failures, between their hosts. No gr
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,12 @@ def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
             "torch that has it"
         )
     rank, size = group.rank(), group.size()
-    store = group.get_group_store()
+    store: Any = group.get_group_store()
     # An earlier companion's entries may still be there, and would be taken for this one's.
     attempt = store.add(f"gradwire/companions of {rank}", 1)
+    # On a connection of its own: the store may live in `group`, and has to end with it.
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        store = store.clone()
     store = dist.PrefixStore(f"gradwire/companion/{attempt}/", store)
     try:
         backend = c10d.ProcessGroupGloo(store, rank, size, timeout=_timeout(group))

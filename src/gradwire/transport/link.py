@@ -46,7 +46,3 @@ class Link(Protocol):
     def fail(self, peer: int) -> None:
         """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
         ...
-
-    def close(self) -> None:
-        """Let go of what carries the messages; nothing is posted afterwards."""
-        ...

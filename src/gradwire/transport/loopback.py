@@ -150,8 +150,8 @@ class Loopback:
     def fail(self, peer: int) -> None:
         self.hub.kill(peer)
 
-    def tick(self) -> None:
-        return
+    def longest_wait(self) -> tuple[float, int] | None:
+        return None
 
     def close(self) -> None:
         return

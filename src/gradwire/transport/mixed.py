@@ -104,9 +104,7 @@ class Mixed:
         return self._explain(peer, what, str(error), None)
 
     def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:
-        if blamed is not None:
-            self._p2p.notices.heard(peer, blamed)
-        error = self._p2p.explain(peer, what, RuntimeError(reason))
+        error = self._p2p.explain(peer, what, RuntimeError(reason), blamed)
         if self._shm is not None:
             self._shm.error = error
         return error
@@ -117,8 +115,8 @@ class Mixed:
             self._shm.error = self._p2p.error
             self._shm.fail(peer)
 
-    def tick(self) -> None:
-        self._p2p.tick()
+    def longest_wait(self) -> tuple[float, int] | None:
+        return self._p2p.longest_wait()
 
     def close(self) -> None:
         if self._shm is not None:

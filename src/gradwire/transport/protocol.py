@@ -92,8 +92,8 @@ class Transport(Protocol):
         """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
         ...
 
-    def tick(self) -> None:
-        """Called several times a second, between messages; it must not wait."""
+    def longest_wait(self) -> tuple[float, int] | None:
+        """Seconds and peer of the longest wait under way, or None."""
         ...
 
     def close(self) -> None:

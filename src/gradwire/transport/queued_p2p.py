@@ -15,6 +15,7 @@ run this):
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,8 +25,9 @@ import torch.distributed as dist
 
 from gradwire.errors import TransportError
 from gradwire.transport.link import Message
+from gradwire.transport.torch_p2p import destroyed
 
-# Of all messages on gloo, where the user's own must not match them; below that of notices.
+# Of all messages on gloo, where the user's own must not match them.
 _TAG = (1 << 31) - 2
 
 
@@ -55,7 +57,7 @@ class QueuedP2P:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, host: Host) -> None:
-        self.group = group
+        self._group = weakref.ref(group)  # see TorchP2P
         self.device = device
         self.host = host
         self.rank = group.rank()
@@ -67,22 +69,25 @@ class QueuedP2P:
 
     def post(self, batch: Sequence[Message]) -> _Batch:
         peer = batch[0].peer
+        group = self._group()
+        if group is None:
+            raise destroyed(self.rank)
         try:
             if not self.coalesces:
-                return self._queued([(message.peer, self._issue(message)) for message in batch])
-            self.group._start_coalescing(self.device)
+                return self._queued([(m.peer, self._issue(group, m)) for m in batch])
+            group._start_coalescing(self.device)
             try:
                 for message in batch:
                     peer = message.peer
-                    self._issue(message)
+                    self._issue(group, message)
             finally:
-                work = self.group._end_coalescing(self.device)
+                work = group._end_coalescing(self.device)
             return self._queued([(peer, work)])
         except RuntimeError as error:
             raise self.host.explain(peer, "exchange with", error) from error
 
-    def _issue(self, message: Message) -> dist.Work:
-        start = self.group.recv if message.incoming else self.group.send
+    def _issue(self, group: dist.ProcessGroup, message: Message) -> dist.Work:
+        start = group.recv if message.incoming else group.send
         work: dist.Work = start([message.memory], message.peer, 0 if self.coalesces else _TAG)
         return work
 
@@ -91,9 +96,6 @@ class QueuedP2P:
 
     def fail(self, peer: int) -> None:
         self.host.fail(peer)
-
-    def close(self) -> None:
-        del self.group  # nothing of ours may keep a destroyed process group alive
 
 
 class _Wait:

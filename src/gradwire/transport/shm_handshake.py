@@ -38,7 +38,7 @@ from gradwire.transport.shm import Shm
 
 log = logging.getLogger("gradwire")
 
-# Beyond all tags of collectives and agreements, below the notices'.
+# Beyond all tags of collectives.
 _HELLO_TAG, _CONNECTED_TAG, _MAPPED_TAG = ((1 << 30) - n for n in (4, 3, 2))
 _ANSWER_S = 10.0  # within one machine, and after a message that says it is on its way
 _HELLO = struct.Struct("<8s16s16s?")

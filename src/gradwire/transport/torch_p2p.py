@@ -5,12 +5,13 @@ gloo facts that shape this file, each found by experiment:
 - a dead peer fails the pending receives from it at once ("Connection closed by peer");
 - a wait that times out closes every connection of the rank, so its peers fail too, at once.
 
-So whoever fails breaks the others, who would blame the messenger: hence gradwire.transport.notices.
+So whoever fails breaks the others, who at first blame the messenger (see gradwire.engine.watch).
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,21 +20,22 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import TransportError
-from gradwire.transport.notices import Notices
 from gradwire.transport.protocol import Loan
 
 # Our tags start high, so that a user's own point-to-point messages on the group never match them.
 _TAG_BASE = 1 << 30
-_NOTICE_TAG = (1 << 31) - 1
-# A wait as long as this part of the timeout is told to the peers, while they can still be reached.
-_PATIENCE = 0.75
 
 
 class TorchP2P:
     """Messages over a process group's own send and recv.
 
     Args:
-        group: a process group of CPU tensors (gloo); None is the default group.
+        group: a process group of CPU tensors (gloo); None is the default group. It is not kept: the
+            store may live in it, and one that outlives destroy_process_group would be taken for
+            that of the next group on its port.
+
+    Attributes:
+        companion: `group`, where nobody else keeps it.
 
     Raises:
         TransportError: the group cannot carry CPU tensors between ranks.
@@ -45,17 +47,26 @@ class TorchP2P:
     store = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group: dist.ProcessGroup = group if group is not None else _default_group()
-        self.rank = self.group.rank()
-        self.world_size = self.group.size()
-        self.timeout = timeout_of(self.group)
+        group = group if group is not None else _default_group()
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.timeout = timeout_of(group)
+        self._group = weakref.ref(group)
+        self.companion: dist.ProcessGroup | None = None
         self.error: TransportError | None = None
         self.waiting: dict[Any, float] = {}  # what has a peer -> when the wait for it began
-        try:
-            self.notices = Notices(self.group, _NOTICE_TAG)
-        except RuntimeError as error:  # a peer has gone already
-            raise TransportError(f"rank {self.rank}: the group cannot be used: {error}") from error
-        self._told = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            TransportError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise destroyed(self.rank)
+        return group
 
     @property
     def board(self) -> dist.Store:
@@ -63,21 +74,20 @@ class TorchP2P:
 
     def close(self) -> None:
         self.error = self.error or TransportError(f"rank {self.rank}: this transport was closed")
-        # Nothing of ours may keep a destroyed process group alive.
-        del self.group, self.notices
+        self.companion = None
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
-        return self._start(self.group.send, data, peer, tag, "send to")
+        return self._start("send", data, peer, tag, "send to")
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
-        return self._start(self.group.recv, data, peer, tag, "receive from")
+        return self._start("recv", data, peer, tag, "receive from")
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
         raise AssertionError("nobody lends")
 
     def _start(
         self,
-        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
+        operation: str,
         data: torch.Tensor,
         peer: int,
         tag: int,
@@ -85,45 +95,35 @@ class TorchP2P:
     ) -> _Work:
         if self.error is not None:
             raise self.error
+        start: Callable[..., dist.Work] = getattr(self.group, operation)
         try:
-            return _Work(self, operation([data], peer, _TAG_BASE + tag), data, peer, what)
+            return _Work(self, start([data], peer, _TAG_BASE + tag), data, peer, what)
         except RuntimeError as error:
             raise self.explain(peer, what, error) from error
 
-    def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError:
-        """The error to raise when an operation with `peer` failed: it names who failed first."""
+    def explain(
+        self, peer: int, what: str, error: RuntimeError, blamed: int | None = None
+    ) -> TransportError:
+        """The error to raise when an operation with `peer` failed, who may hold `blamed`
+        responsible."""
+        if self.error is None and self._group() is None:
+            self.error = destroyed(self.rank)
         if self.error is not None:
             return self.error
         reason = str(error).split("] ", 1)[-1].split(". This is")[0].splitlines()[0]
-        culprit = self.notices.first_to_fail(peer)
-        text = f"rank {self.rank}: {what} rank {peer} failed ({reason})"
-        text += "" if culprit == peer else f"; the first to fail was rank {culprit}"
+        culprit = peer if blamed in (None, self.rank) else blamed
         self.error = TransportError(
-            f"{text}. Rank {culprit} of this process group died, hangs, cannot be reached, or runs "
-            "another collective than this rank: look at its log, then restart the job",
+            f"rank {self.rank}: {what} rank {peer} failed ({reason}). Rank {culprit} of this "
+            "process group died, hangs, cannot be reached, or runs another collective than this "
+            "rank: look at its log, then restart the job",
             peer=culprit,
         )
         return self.error
 
     def fail(self, peer: int) -> None:
-        self.notices.tell(peer)
-
-    def tick(self) -> None:
-        """Tell peers of a wait that is likely to end in a timeout; withdraw it if it does not."""
-        if self.error is not None:
-            return
-        longest = self.longest_wait()
-        if longest is not None and longest[0] > _PATIENCE * self.timeout:
-            if not self._told:
-                self.notices.tell(longest[1])
-            self._told = True
-        elif self._told:
-            self.notices.tell(None)
-            self._told = False
-        self.notices.collect()
+        """gloo's own connections break with ours."""
 
     def longest_wait(self) -> tuple[float, int] | None:
-        """Seconds and peer of the longest wait under way, or None."""
         waits = list(self.waiting.items())
         if not waits:
             return None
@@ -150,6 +150,13 @@ class _Work:
             raise owner.explain(self.peer, self.what, error) from error
         finally:
             del owner.waiting[self]
+
+
+def destroyed(rank: int) -> TransportError:
+    """What ends the calls of a process group that is no more."""
+    return TransportError(
+        f"rank {rank}: this process group was destroyed; attach again in the new one"
+    )
 
 
 def _default_group() -> dist.ProcessGroup:
