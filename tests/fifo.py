@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gradwire.errors import TransportError
-from gradwire.transport.link import Message
+from gradwire.transport.link import Posting
 
 
 class FifoHub:
@@ -34,8 +34,8 @@ class FifoHub:
         self.lazy = lazy
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.sent: dict[tuple[int, int], deque[tuple[Message, FifoBatch]]] = {}
-        self.awaited: dict[tuple[int, int], deque[tuple[Message, FifoBatch]]] = {}
+        self.sent: dict[tuple[int, int], deque[tuple[Posting, FifoBatch]]] = {}
+        self.awaited: dict[tuple[int, int], deque[tuple[Posting, FifoBatch]]] = {}
         self.dead: set[int] = set()
         self.blamed: list[tuple[int, int]] = []
 
@@ -64,7 +64,7 @@ class FifoHub:
 
 
 class FifoBatch:
-    def __init__(self, link: FifoLink, messages: Sequence[Message]) -> None:
+    def __init__(self, link: FifoLink, messages: Sequence[Posting]) -> None:
         self.link = link
         self.messages = messages
         self.left = len(messages)
@@ -100,7 +100,7 @@ class FifoLink:
         if not hub.lazy:
             threading.Thread(target=self.drive, daemon=True).start()
 
-    def post(self, messages: Sequence[Message]) -> FifoBatch:
+    def post(self, messages: Sequence[Posting]) -> FifoBatch:
         batch = FifoBatch(self, list(messages))
         with self.hub.changed:
             self.queue.append(batch)

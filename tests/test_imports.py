@@ -25,6 +25,16 @@ ORDER = [
     "integrations",
 ]
 # Beside the line: used by the command line alone (and by each other as listed).
+MIDDLE = {
+    "transport",
+    "partition",
+    "control",
+    "engine",
+    "collectives",
+    "aggregators",
+    "groups",
+    "sim",
+} | {"integrations"}
 BESIDE = {
     "lab": {"errors", "lang", "lab"},
     "sim": {*ORDER, "sim"} - {"transport", "groups", "aggregators", "planner", "integrations"},
@@ -76,3 +86,18 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_every_room_has_its_place() -> None:
     rooms = {room(p) for p in SOURCE.rglob("*.py")}
     assert rooms <= {*ORDER, *BESIDE}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """In the rooms that a gradient travels through, and against all others."""
+    found: dict[str, list[Path]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
+                found.setdefault(statement.name, []).append(path)
+    twice = {
+        name: [str(path.relative_to(SOURCE)) for path in paths]
+        for name, paths in found.items()
+        if len(paths) > 1 and any(room(path) in MIDDLE for path in paths)
+    }
+    assert not twice

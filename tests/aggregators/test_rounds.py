@@ -10,11 +10,11 @@ import torch
 from gradwire import QSGD, ConfigError, Identity, Options
 from gradwire.aggregators import (
     Aggregator,
+    Attached,
     Compressed,
     CompressedAllReduce,
     Dense,
     ErrorFeedback,
-    Member,
     Rounds,
     Steps,
 )
@@ -56,7 +56,7 @@ def average(
 ) -> list[Outcome]:
     """One bucket's rounds, awaited."""
     members = [
-        Member(f"p{i}", a, rng.parameter_keys(0, f"p{i}", comm.rank), rotation=i)
+        Attached(f"p{i}", a, rng.parameter_keys(0, f"p{i}", comm.rank), rotation=i)
         for i, a in enumerate(aggregators)
     ]
     ended = threading.Event()

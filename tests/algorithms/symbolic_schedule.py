@@ -12,12 +12,12 @@ from symbolic import Rank, letter_of, step
 
 from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
-from gradwire.engine.schedule import Stage, lower
+from gradwire.engine.schedule import Wave, lower
 
 
 def schedules(
     algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int
-) -> list[tuple[Stage, ...]]:
+) -> list[tuple[Wave, ...]]:
     """Of every rank; each checked for itself."""
     found = []
     for rank in range(n):
@@ -28,7 +28,7 @@ def schedules(
     return found
 
 
-def check_order(graph: Graph, stages: Sequence[Stage]) -> None:
+def check_order(graph: Graph, stages: Sequence[Wave]) -> None:
     """Each task is there once, and whatever it needs has ended before it begins."""
     listed = [t for s in stages for t in (*s.kernels, *s.messages)]
     assert sorted(listed) == list(range(len(graph)))

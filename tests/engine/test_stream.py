@@ -20,14 +20,14 @@ from gradwire.collectives import Item, prepare
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.engine import Communicator, Graph, Issue, Outcome
 from gradwire.engine.pool import Pools
-from gradwire.engine.schedule import Stage, lower
+from gradwire.engine.schedule import Wave, lower
 from gradwire.engine.streams import StreamFuture
 from gradwire.lang import rng
 from gradwire.lang.gpu import Mark, Verdict
 from gradwire.lang.kernels import Kernels
 from gradwire.partition import Spec
 from gradwire.transport import Hub
-from gradwire.transport.link import Message
+from gradwire.transport.link import Posting
 
 KEYS = rng.Keys(0, 0)
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Nowhere:
         self.posted = 0
         self.failed: list[int] = []
 
-    def post(self, batch: Sequence[Message]) -> Any:
+    def post(self, batch: Sequence[Posting]) -> Any:
         number, self.posted = self.posted, self.posted + 1
         self.log.append(f"post {number}")
         for message in batch:
@@ -65,7 +65,7 @@ class Symbols:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Wave],
         log: list[str],
         verdicts: Sequence[Any] = (),
         graph: Graph | None = None,
@@ -115,7 +115,7 @@ def alone(link: Nowhere) -> Communicator:
     return comm
 
 
-def stages_of(graph: Graph, rank: int, n: int, name: str) -> tuple[Stage, ...]:
+def stages_of(graph: Graph, rank: int, n: int, name: str) -> tuple[Wave, ...]:
     return lower(graph, rank, lambda *letter: REGISTRY[name].hop(*letter, n))
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import ends, finished
-from gradwire.aggregators import Member
+from gradwire.aggregators import Attached
 from gradwire.lang import rng
 from products import in_turn
 from stress.running import Chained
@@ -50,7 +50,7 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
     # of all sizes in another order each: a message in the wrong place has a wrong size
     numels = [100 * (b + 1) for b in range(BUCKETS)]
     members = [
-        Member(
+        Attached(
             f"p{b}",
             Chained([(numel, "identity"), (numel // 2, "identity")]),
             rng.parameter_keys(0, f"p{b}", rank),
@@ -152,7 +152,7 @@ def another_position(rank: int) -> None:
     scopes = of_processes(group)
     owner = scopes.open("owner", 2)
     keys = rng.parameter_keys(0, "p", rank)
-    member = Member("p", Chained([(5000, "identity")]), keys, rotation=0)
+    member = Attached("p", Chained([(5000, "identity")]), keys, rotation=0)
     for step in range(10):
         gradient, values = torch.full((5000,), float(rank)), torch.full((300,), float(rank))
         started: dict[str, object] = {}

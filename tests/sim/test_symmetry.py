@@ -10,7 +10,7 @@ from machines import USUAL, scenario
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.sim import predict
-from gradwire.sim.symmetry import Rotation
+from gradwire.sim.symmetry import Symmetry
 from gradwire.sim.work import algorithm_on
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
@@ -31,7 +31,7 @@ def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks
     algorithm = algorithm_on(Options(**options), ranks, 1)
     chunks = algorithm.chunks(ranks)
     sizes = [[64] * chunks, [32] * chunks]
-    rotation = Rotation(ranks, 1, chunks)
+    rotation = Symmetry(ranks, 1, chunks)
     first = algorithm.build(0, ranks, sizes)
     for rank in range(ranks):
         found = rotation.forms(algorithm.build(rank, ranks, sizes), 0)

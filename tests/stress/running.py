@@ -15,10 +15,10 @@ import gradwire as gw
 from gradwire import codecs
 from gradwire.aggregators import (
     Aggregator,
+    Attached,
     Compressed,
     CompressedAllReduce,
     ErrorFeedback,
-    Member,
     Steps,
 )
 from gradwire.lang import Codec, rng
@@ -117,7 +117,7 @@ class Runner:
         for owner in program.owners:
             scopes = seat.scopes[owner.group]
             self._owners.append(scopes and scopes.open(owner.name, owner.window))
-        self._members: dict[tuple[int, Parameter], Member] = {}
+        self._members: dict[tuple[int, Parameter], Attached] = {}
         self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
 
     def run(self, first: int, last: int) -> dict[tuple[int, int], str]:
@@ -187,13 +187,13 @@ class Runner:
         member = self._member(action.owner, parameter, 0)
         member.aggregator = wrapper(member.aggregator)
 
-    def _member(self, owner: int, parameter: Parameter, rotation: int) -> Member:
+    def _member(self, owner: int, parameter: Parameter, rotation: int) -> Attached:
         key = owner, parameter
         if key not in self._members:
             scopes = self.seat.scopes[self.program.owners[owner].group]
             assert scopes is not None
             keys = rng.parameter_keys(self.program.seed, parameter.name, scopes.comm.rank)
-            made = Member(parameter.name, aggregator(parameter), keys, rotation)
+            made = Attached(parameter.name, aggregator(parameter), keys, rotation)
             self._members[key] = made
         return self._members[key]
 

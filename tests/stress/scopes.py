@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import Options, groups
-from gradwire.aggregators import Member, Rounds
+from gradwire.aggregators import Attached, Rounds
 from gradwire.engine import Communicator, Outcome
 from gradwire.transport import Transport
 
@@ -32,7 +32,7 @@ class Scopes:
         return self.comm
 
     def start(
-        self, owner: Any, members: Sequence[Member], gradients: Sequence[torch.Tensor]
+        self, owner: Any, members: Sequence[Attached], gradients: Sequence[torch.Tensor]
     ) -> Future[None]:
         """Start a scope; the future ends when the gradients are averages, or with the error."""
         ended: Future[None] = Future()

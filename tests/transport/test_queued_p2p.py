@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradwire import TransportError, groups
-from gradwire.transport.link import Message
+from gradwire.transport.link import Posting
 from gradwire.transport.queued_p2p import QueuedP2P
 
 CPU = torch.device("cpu")
@@ -83,9 +83,9 @@ class Host:
         self.failed.append(peer)
 
 
-def batch() -> list[Message]:
+def batch() -> list[Posting]:
     memory = torch.zeros(4, dtype=torch.uint8)
-    return [Message(memory, 1, False), Message(memory, 2, True), Message(memory, 1, True)]
+    return [Posting(memory, 1, False), Posting(memory, 2, True), Posting(memory, 1, True)]
 
 
 def made(group: Group) -> QueuedP2P:

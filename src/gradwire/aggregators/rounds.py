@@ -23,7 +23,7 @@ from gradwire.partition import Spec
 
 
 @dataclass
-class Member:
+class Attached:
     """One parameter of an attached module, as rounds see it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rounds:
     def __init__(
         self,
         owner: Owner,
-        members: Sequence[Member],
+        members: Sequence[Attached],
         gradients: Sequence[torch.Tensor],
         options: Options,
         done: Callable[[BaseException | None, list[Outcome]], None],

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.bench import methods
 from gradwire.bench.profile import Config
-from gradwire.engine import Trace
+from gradwire.engine import Timeline
 from gradwire.engine.trace import WIRE, Span
 from gradwire.groups import communicator
 from gradwire.integrations.buckets import Buckets
@@ -41,7 +41,9 @@ class _Layers(torch.nn.Module):
         return torch.stack([p.sum() for p in self.layers]).sum()
 
 
-def _step(model: DistributedDataParallel, handle: gradwire.Handle, trace: Trace) -> dict[str, Any]:
+def _step(
+    model: DistributedDataParallel, handle: gradwire.Handle, trace: Timeline
+) -> dict[str, Any]:
     """One backward pass, part by part: (seconds, how often)."""
     hook: list[float] = []
     buckets = hook_state(model).reducer

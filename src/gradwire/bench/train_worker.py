@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     dist.init_process_group("gloo", timeout=timeout)
     with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
-        Run(config, Events(stream)).all_seeds()
+        Training(config, Events(stream)).all_seeds()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -81,7 +81,7 @@ class Events:
         )
 
 
-class Run:
+class Training:
     """One rank's part of a run."""
 
     def __init__(self, config: TrainConfig, events: Events) -> None:

@@ -17,7 +17,7 @@ from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls, kernel_calls
 from gradwire.collectives.options import Options
 from gradwire.engine import Graph
-from gradwire.engine.schedule import Stage, lower
+from gradwire.engine.schedule import Wave, lower
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.partition import SEGMENT_BYTES, Kind, Partition, Spec, partition
@@ -90,7 +90,7 @@ class Program:
     arena_bytes: int
     wire_bytes: int
     checksum: bool
-    stages: tuple[Stage, ...]
+    stages: tuple[Wave, ...]
 
 
 def compile(

@@ -13,8 +13,8 @@ import torch
 from gradwire.collectives.job import Job
 from gradwire.collectives.memory import HostMemory
 from gradwire.engine import Communicator
-from gradwire.engine.schedule import Stage
-from gradwire.engine.stream import Verdict
+from gradwire.engine.schedule import Wave
+from gradwire.engine.stream import Checkable
 
 
 class OrderedMemory(HostMemory):
@@ -32,7 +32,7 @@ class OrderedJob(Job):
     """Fulfils gradwire.engine.stream.StreamWork."""
 
     @property
-    def schedule(self) -> Sequence[Stage]:
+    def schedule(self) -> Sequence[Wave]:
         return self.collective.program.stages
 
     def start(self) -> None:
@@ -50,5 +50,5 @@ class OrderedJob(Job):
     def compute(self, task: int) -> None:
         self.run_kernels(task, self.find(task))
 
-    def verdicts(self) -> Sequence[Verdict]:
+    def verdicts(self) -> Sequence[Checkable]:
         return [mark.verdict() for mark in self.collective.marks if mark is not None]

@@ -2,7 +2,7 @@
 
 A process has one `Channel`: a control thread, which calls listeners and ends futures, and a thread
 for each store server, which alone speaks to it. From the bottom up: `space` (keys), `journal` (a
-list that grows), `host` (where a store lives, and whether), `connection` (the thread), `place`
+list that grows), `host` (where a store lives, and whether), `connection` (the thread), `entrance`
 (which incarnation of a group), `rounds` (exchanges and agreements), `participant` (a rank's part in
 a group), `member` and `channel` (what others call). docs/internals/control.md has the protocol, its
 keys, what it costs, and why it is so.

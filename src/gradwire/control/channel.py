@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.host import Host
 from gradwire.control.member import Listener, Member
-from gradwire.control.pending import Pending
 from gradwire.errors import ConfigError, TransportError
 
 log = logging.getLogger("gradwire")
@@ -43,7 +43,7 @@ class Channel:
         self._members: list[Member] = []
         self._connections: list[tuple[Any, Connection]] = []  # with their addresses
         self._attempts: dict[tuple[str, int], int] = {}
-        self._watched: set[Pending[Any]] = set()
+        self._watched: set[Awaited[Any]] = set()
         self._thread: threading.Thread | None = None
         self.told_at = 0.0  # time.monotonic() of the last notice
         self._closing = False  # nobody joins any more
@@ -139,7 +139,7 @@ class Channel:
         if self._ended:
             self._run_posts()
 
-    def watch(self, pending: Pending[Any]) -> None:
+    def watch(self, pending: Awaited[Any]) -> None:
         """End `pending` with an error when its time has run out."""
 
         def watch() -> None:

@@ -28,7 +28,7 @@ _WAITING_PER_S = 20_000
 _RESTING_PER_S = 2_500
 
 
-class Participant(Protocol):
+class Audience(Protocol):
     """One rank's part in one group, as the thread sees it."""
 
     world_size: int
@@ -65,7 +65,7 @@ class Connection:
         self.users = 0
         self.root: Space
         self.gone: str | None = None
-        self.participants: list[Participant] = []
+        self.participants: list[Audience] = []
         self._host = host
         self._prefixed: Any = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
 from gradwire.control.participant import Fail, Participant
-from gradwire.control.pending import Pending
 from gradwire.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Member:
         """
         if len(mine) > _MOST_BYTES:
             raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
-        pending: Pending[list[bytes]] = self._pending(key)
+        pending: Awaited[list[bytes]] = self._pending(key)
         self._submit(lambda: self._part.exchange(key, mine, pending), pending.fail)
         return pending.future
 
@@ -122,7 +122,7 @@ class Member:
             ConfigError: this process was forked.
         """
         mine = Description.of(self.rank, self.world_size, what, description)
-        pending: Pending[int] = self._pending(what)
+        pending: Awaited[int] = self._pending(what)
         self._submit(lambda: self._part.agree(key, mine, pending), pending.fail)
         return pending.future
 
@@ -200,13 +200,13 @@ class Member:
     def _hear(self, sender: int, notice: Mapping[str, Any]) -> None:
         self._channel.post(lambda: self._deliver(sender, notice))
 
-    def _pending(self, what: str) -> Pending[Any]:
+    def _pending(self, what: str) -> Awaited[Any]:
         self._channel.check_process()
 
-        def late(pending: Pending[Any]) -> None:
+        def late(pending: Awaited[Any]) -> None:
             self._connection.submit(lambda: self._part.expire(pending))
 
-        pending: Pending[Any] = Pending(
+        pending: Awaited[Any] = Awaited(
             self._channel.post, self.timeout, self.rank, what, late, _NAMING_S
         )
         self._channel.watch(pending)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
+from gradwire.control.entrance import Entrance
 from gradwire.control.journal import Journal
-from gradwire.control.pending import Pending
-from gradwire.control.place import Place
 from gradwire.control.rounds import Agreements, Exchanges, Incarnation
 from gradwire.errors import TransportError
 
@@ -40,7 +40,7 @@ class Participant:
         store: the group's; let go by `begin`.
         rank, world_size: in the group.
         timeout: seconds that peers have.
-        attempts: see `Place`.
+        attempts: see `Entrance`.
         hear: called with (sender, notice).
     """
 
@@ -61,7 +61,7 @@ class Participant:
         self._timeout = timeout
         self._attempts = attempts
         self._hear = hear
-        self._place: Place | None = None
+        self._place: Entrance | None = None
         self._settled: _Settled | None = None
         self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
         self._ended: str | None = None  # why this rank's part is over
@@ -75,7 +75,7 @@ class Participant:
             self.lost(self._connection.gone)
             return
         self._connection.participants.append(self)
-        self._place = Place(
+        self._place = Entrance(
             self._connection.root,
             self._connection.prefixed(store),
             self.rank,
@@ -116,15 +116,15 @@ class Participant:
         self._settled.news.append(f'{{"from": {self.rank}, "told": {notice}}}'.encode())
         self._connection.ring()
 
-    def exchange(self, key: str, mine: bytes, pending: Pending[list[bytes]]) -> None:
+    def exchange(self, key: str, mine: bytes, pending: Awaited[list[bytes]]) -> None:
         if self._settled is not None and not pending.over:
             self._settled.exchanges.start(key, mine, pending)
 
-    def agree(self, key: str, mine: Description, pending: Pending[int]) -> None:
+    def agree(self, key: str, mine: Description, pending: Awaited[int]) -> None:
         if self._settled is not None and not pending.over:
             self._settled.agreements.start(key, mine, pending)
 
-    def expire(self, pending: Pending[Any]) -> None:
+    def expire(self, pending: Awaited[Any]) -> None:
         """The time of `pending` has run out: end it with the ranks that have not come."""
         if self._ended is not None:
             return  # it has ended with that

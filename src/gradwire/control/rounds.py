@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.control.awaited import Awaited
 from gradwire.control.description import Description
-from gradwire.control.pending import Pending
 from gradwire.control.space import Space
 from gradwire.errors import ConfigError, TransportError
 
@@ -39,7 +39,7 @@ class Incarnation:
     def error(self, reason: str, peer: int | None = None) -> TransportError:
         return TransportError(f"rank {self.rank}: {reason}", peer)
 
-    def fail_late(self, pending: Pending[Any], came: Space) -> None:
+    def fail_late(self, pending: Awaited[Any], came: Space) -> None:
         """End `pending`, whose time has run out, with the ranks that have no key in `came`."""
         missing = came.missing(self.ranks, _NAMED + 1)
         if missing:
@@ -62,9 +62,9 @@ class Exchanges:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._open: dict[str, Pending[list[bytes]]] = {}
+        self._open: dict[str, Awaited[list[bytes]]] = {}
 
-    def start(self, key: str, mine: bytes, pending: Pending[list[bytes]]) -> None:
+    def start(self, key: str, mine: bytes, pending: Awaited[list[bytes]]) -> None:
         if key in self._open:
             pending.fail(_used_twice(self._incarnation, key))
             return
@@ -87,13 +87,13 @@ class Exchanges:
                 raise ValueError
             self._open.pop(key).succeed(found)
 
-    def expire(self, pending: Pending[Any]) -> None:
+    def expire(self, pending: Awaited[Any]) -> None:
         for key in [key for key, held in self._open.items() if held is pending]:
             del self._open[key]
             self._incarnation.fail_late(pending, self._space(key))
 
     @property
-    def pending(self) -> list[Pending[Any]]:
+    def pending(self) -> list[Awaited[Any]]:
         return list(self._open.values())
 
     def _space(self, key: str) -> Space:
@@ -108,7 +108,7 @@ class _Agreement:
         other: a rank that is known to hold something else.
     """
 
-    pending: Pending[int]
+    pending: Awaited[int]
     mine: Description
     other: int | None = None
 
@@ -125,7 +125,7 @@ class Agreements:
         self._open: dict[str, _Agreement] = {}
         self._differing: dict[str, int] = {}
 
-    def start(self, key: str, mine: Description, pending: Pending[int]) -> None:
+    def start(self, key: str, mine: Description, pending: Awaited[int]) -> None:
         if key in self._open:
             pending.fail(_used_twice(self._incarnation, key))
             return
@@ -176,7 +176,7 @@ class Agreements:
     def looks_again(self) -> bool:
         return any(agreement.other is not None for agreement in self._open.values())
 
-    def expire(self, pending: Pending[Any]) -> None:
+    def expire(self, pending: Awaited[Any]) -> None:
         for key in [key for key, held in self._open.items() if held.pending is pending]:
             other = self._open.pop(key).other
             if other is None:
@@ -186,7 +186,7 @@ class Agreements:
                 pending.fail(self._incarnation.error(reason, other))
 
     @property
-    def pending(self) -> list[Pending[Any]]:
+    def pending(self) -> list[Awaited[Any]]:
         return [agreement.pending for agreement in self._open.values()]
 
     def _compare(self, key: str, agreement: _Agreement, other: int) -> None:

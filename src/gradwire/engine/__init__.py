@@ -7,7 +7,7 @@ from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
 from gradwire.engine.process import Engine
 from gradwire.engine.threads import Outcome
-from gradwire.engine.trace import Span, Trace
+from gradwire.engine.trace import Span, Timeline
 
 __all__ = [
     "HEADER_BYTES",
@@ -22,5 +22,5 @@ __all__ = [
     "Seat",
     "Span",
     "Ticket",
-    "Trace",
+    "Timeline",
 ]

@@ -27,15 +27,15 @@ from gradwire.engine.owner import Owner
 from gradwire.engine.pool import Pools
 from gradwire.engine.process import Engine
 from gradwire.engine.ranges import Ranges
-from gradwire.engine.stream import Stream, StreamWork
-from gradwire.engine.threads import Flight, Outcome, Threads, Work
+from gradwire.engine.stream import StreamDriver, StreamWork
+from gradwire.engine.threads import Flight, Outcome, ThreadDriver, Work
 from gradwire.engine.topology import Facts, Topology
-from gradwire.engine.trace import Trace, Traced
+from gradwire.engine.trace import Timeline, Traced
 from gradwire.engine.watch import Watch
 from gradwire.engine.workers import Lane
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
-from gradwire.transport.link import Link
+from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
 
 log = logging.getLogger("gradwire")
@@ -85,7 +85,7 @@ class Communicator:
         self,
         transport: Transport | Callable[[], Transport],
         window: int = 2,
-        links: Callable[[torch.device], Link | None] = lambda device: None,
+        links: Callable[[torch.device], OrderedLink | None] = lambda device: None,
         seat: Seat | None = None,
     ) -> None:
         if seat is None:
@@ -94,20 +94,20 @@ class Communicator:
         self.rank, self.world_size, self.timeout = seat.rank, seat.world_size, seat.timeout
         self.error: BaseException | None = None
         self._failing = False
-        self.trace: Trace | None = None
+        self.trace: Timeline | None = None
         engine = Engine.current()
         self.workers = engine.workers
         self._transport: Transport | None = None if callable(transport) else transport
         self._make = transport if callable(transport) else None
         self.links = links
-        self._streams: dict[torch.device, Stream | None] = {}
+        self._streams: dict[torch.device, StreamDriver | None] = {}
         self._lock = threading.Lock()
         self._opening = threading.RLock()
         self._flights: set[Flight] = set()
         self._agreements = itertools.count()
         self._topology: Topology | None = None
         self._compute = self.lane("compute")
-        self._threads: Threads | None = None
+        self._threads: ThreadDriver | None = None
         self.pools = Pools(lambda: self.transport.store)
         self.watch = Watch(self)
         self.owners: list[Owner] = []
@@ -232,7 +232,7 @@ class Communicator:
         self._frontier.update({owner.key: owner.returned for owner in over})
         self.owners = [owner for owner in self.owners if owner not in over]
 
-    def stream(self, device: torch.device) -> Stream | None:
+    def stream(self, device: torch.device) -> StreamDriver | None:
         """What runs rounds of tensors on `device` where their messages keep a stream's order, else
         None. All ranks ask at once the first time.
 
@@ -245,7 +245,7 @@ class Communicator:
                     link = self.links(device)
                     stream = None
                     if link is not None:
-                        stream = Stream(link, self.pools.stream(device), self.fail)
+                        stream = StreamDriver(link, self.pools.stream(device), self.fail)
                     self._streams[device] = stream
         return self._streams[device]
 
@@ -281,7 +281,7 @@ class Communicator:
             actions = owner.core.cancel(flight.ticket.place)
         self.perform(actions)
 
-    def queue(self, flight: Flight, stream: Stream, make: Callable[[], StreamWork]) -> None:
+    def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:
         """Run a round on a stream: it is queued, or has failed, when this returns."""
         try:
             work = make()
@@ -307,9 +307,9 @@ class Communicator:
 
         return Lane(self.workers, name, self.fail, lambda: self.trace, stopped)
 
-    def _driver(self) -> Threads:
+    def _driver(self) -> ThreadDriver:
         if self._threads is None:
-            self._threads = Threads(lambda: self.traced, self._compute, self._ended)
+            self._threads = ThreadDriver(lambda: self.traced, self._compute, self._ended)
         return self._threads
 
     def perform(self, actions: Actions) -> None:
@@ -416,9 +416,9 @@ class Communicator:
         """The transport, recording what it does while there is a trace."""
         return self.transport if self.trace is None else Traced(self.transport, self.trace)
 
-    def begin_trace(self) -> Trace:
+    def begin_trace(self) -> Timeline:
         """Record what the lanes and the transport do from now on."""
-        self.trace = Trace()
+        self.trace = Timeline()
         return self.trace
 
     def end_trace(self) -> None:

@@ -23,7 +23,7 @@ from gradwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
-    from gradwire.engine.stream import Stream, StreamWork
+    from gradwire.engine.stream import StreamDriver, StreamWork
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ class Ticket:
         return flight.future
 
     def begin_in_order(
-        self, issue: Issue, stream: Stream, make: Callable[[], StreamWork]
+        self, issue: Issue, stream: StreamDriver, make: Callable[[], StreamWork]
     ) -> Future[Outcome]:
         """Queue the next round on a stream, now; the future has ended."""
         flight = self._issue(issue, StreamFuture(stream.stream))

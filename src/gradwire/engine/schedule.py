@@ -30,7 +30,7 @@ Hop = Callable[[str, int, int, int], int]  # of a message: role, chunk, sender, 
 
 
 @dataclass(frozen=True)
-class Stage:
+class Wave:
     """Kernels to run, then a batch of messages to post.
 
     Attributes:
@@ -45,7 +45,7 @@ class Stage:
     messages: tuple[int, ...]
 
 
-def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
+def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
     """The schedule of `rank`, whose graph this is.
 
     An `after` that orders two messages, so as to spare a link, has no say: waves order them.
@@ -91,7 +91,7 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Stage, ...]:
     for wave in sorted({*kernels, *messages}):
         ended = bisect_right(posted, wave - STRIDE)
         batch = sorted(messages.get(wave, ()), key=order)
-        stages.append(Stage(ended, tuple(kernels.get(wave, ())), tuple(batch)))
+        stages.append(Wave(ended, tuple(kernels.get(wave, ())), tuple(batch)))
     return tuple(stages)
 
 

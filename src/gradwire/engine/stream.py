@@ -29,15 +29,15 @@ import torch
 
 from gradwire.engine.core import Actions, Do, Run
 from gradwire.engine.graph import Graph, Kind
-from gradwire.engine.schedule import Stage
+from gradwire.engine.schedule import Wave
 from gradwire.engine.streams import on
 from gradwire.engine.threads import Flight
 from gradwire.errors import TransportError
-from gradwire.transport.link import Link, Message
+from gradwire.transport.link import OrderedLink, Posting
 from gradwire.transport.protocol import Pending
 
 
-class Verdict(Protocol):
+class Checkable(Protocol):
     """Whether payloads were good; known once the stream has come to it."""
 
     def known(self) -> bool:
@@ -59,7 +59,7 @@ class StreamWork(Protocol):
     graph: Graph
 
     @property
-    def schedule(self) -> Sequence[Stage]: ...
+    def schedule(self) -> Sequence[Wave]: ...
 
     def start(self) -> None:
         """Take memory, and have the stream wait for the caller's values."""
@@ -73,7 +73,7 @@ class StreamWork(Protocol):
         """Queue the kernels of an encode, merge or decode."""
         ...
 
-    def verdicts(self) -> Sequence[Verdict]:
+    def verdicts(self) -> Sequence[Checkable]:
         """On the payloads that were decoded; called once, when everything is queued."""
         ...
 
@@ -82,7 +82,7 @@ class StreamWork(Protocol):
         ...
 
 
-class Stream:
+class StreamDriver:
     """Runs rounds over one link.
 
     Args:
@@ -93,7 +93,7 @@ class Stream:
 
     def __init__(
         self,
-        link: Link,
+        link: OrderedLink,
         stream: torch.cuda.Stream | None,
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -101,7 +101,7 @@ class Stream:
         self.stream = stream
         self._failed = failed
         self._lock = threading.RLock()
-        self._verdicts: deque[Verdict] = deque()
+        self._verdicts: deque[Checkable] = deque()
 
     def begin(self, flight: Flight, work: StreamWork) -> int:
         """Queue a round; the bytes that it sends.
@@ -190,8 +190,8 @@ def _land(core: Any, run: Run, batch: tuple[Pending, Sequence[int]], ready: _Rea
             ready.take(core.sent(run, task))
 
 
-def _message(work: StreamWork, task: int) -> Message:
+def _message(work: StreamWork, task: int) -> Posting:
     graph = work.graph
     incoming = graph.kind[task] is Kind.RECV
     buffer = (graph.writes if incoming else graph.reads)[task][0]
-    return Message(work.memory(buffer), graph.peer[task], incoming)
+    return Posting(work.memory(buffer), graph.peer[task], incoming)

@@ -95,7 +95,7 @@ class Flight:
         self.work: Work | None = None
 
 
-class Threads:
+class ThreadDriver:
     """Performs the actions of one process group's owners.
 
     Args:

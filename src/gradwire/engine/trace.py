@@ -36,7 +36,7 @@ class Span:
     queued_seconds: float = 0.0
 
 
-class Trace:
+class Timeline:
     """Spans, in the order in which they ended. `Executor.trace` takes one; None records nothing."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Trace:
 class Traced:
     """A transport that records its own steps, each within a step of the thread that asked."""
 
-    def __init__(self, transport: Transport, trace: Trace) -> None:
+    def __init__(self, transport: Transport, trace: Timeline) -> None:
         self.transport = transport
         self.trace = trace
         self.rank = transport.rank
@@ -135,7 +135,7 @@ class Traced:
 
 
 class _TracedPending:
-    def __init__(self, pending: Pending, trace: Trace, what: str) -> None:
+    def __init__(self, pending: Pending, trace: Timeline, what: str) -> None:
         self.pending = pending
         self.trace = trace
         self.what = what
@@ -147,7 +147,7 @@ class _TracedPending:
 
 
 class _TracedLoan:
-    def __init__(self, loan: Loan, trace: Trace, what: str) -> None:
+    def __init__(self, loan: Loan, trace: Timeline, what: str) -> None:
         self.loan = loan
         self.trace = trace
         self.what = what

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from gradwire.engine.trace import Trace
+from gradwire.engine.trace import Timeline
 
 log = logging.getLogger("gradwire")
 
@@ -89,7 +89,7 @@ class Lane:
         workers: Workers,
         name: str,
         failed: Callable[[BaseException], None],
-        trace: Callable[[], Trace | None],
+        trace: Callable[[], Timeline | None],
         stopped: Callable[[], bool],
     ) -> None:
         self._workers = workers

@@ -25,7 +25,7 @@ from gradwire.groups import communicator, release
 from gradwire.integrations.backend_layouts import Layouts, Part
 from gradwire.integrations.backend_scope import is_float
 from gradwire.integrations.backend_settings import Settings
-from gradwire.integrations.backend_work import Pending, Watch
+from gradwire.integrations.backend_work import FutureWork, Unwaited
 from gradwire.lang import rng
 from gradwire.partition import Spec
 
@@ -45,7 +45,7 @@ class Blobs:
         self.settings = settings
         self.layouts = Layouts()
         self._group = group
-        self._watch = Watch()
+        self._watch = Unwaited()
         self._lock = threading.Lock()
         self._comm: Communicator | None = None
         self._calls = 0
@@ -73,7 +73,7 @@ class Blobs:
         blob = self.settings.codec is not None and large
         return blob or self.layouts.get(kind, tensor.numel()) is not None
 
-    def all_reduce(self, tensor: torch.Tensor, average: bool) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, average: bool) -> FutureWork:
         """Sum or average `tensor` over the ranks, in place; any layout in memory.
 
         Raises:
@@ -92,7 +92,9 @@ class Blobs:
         raw = 2 * values.nbytes * (self._group.size() - 1) // self._group.size()
         return self._start("all_reduce", specs, memory, average, raw, deliver, tensor)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, average: bool) -> Pending:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, average: bool
+    ) -> FutureWork:
         """Sum or average `input` over the ranks; rank n gets the n-th of equal shards.
 
         Args:
@@ -134,7 +136,7 @@ class Blobs:
         raw_bytes: int,
         deliver: Callable[[], None],
         result: torch.Tensor,
-    ) -> Pending:
+    ) -> FutureWork:
         comm = self._engine()
         begun = time.perf_counter()
         collective = prepare(comm.blobs, specs, Options(), kind, result.device)
@@ -153,7 +155,7 @@ class Blobs:
                 self._totals["raw_bytes"] += raw_bytes
                 self._totals["seconds"] += time.perf_counter() - begun
 
-        return Pending(comm, collective.start(items, average), finish, [result], self._watch)
+        return FutureWork(comm, collective.start(items, average), finish, [result], self._watch)
 
     def _keys(self, name: str, rank: int) -> rng.Keys:
         return rng.parameter_keys(self.settings.seed, f"{self._group.group_name}/{name}", rank)

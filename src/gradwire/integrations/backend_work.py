@@ -23,7 +23,7 @@ _NO_TIMEOUT = timedelta(0)
 Tensors = torch.futures.Future[list[torch.Tensor]]
 
 
-class Pending(dist.Work):
+class FutureWork(dist.Work):
     """A compressed collective under way.
 
     Args:
@@ -44,7 +44,7 @@ class Pending(dist.Work):
         running: Future[Outcome],
         finish: Callable[[Outcome], None],
         tensors: list[torch.Tensor],
-        watch: Watch,
+        watch: Unwaited,
     ) -> None:
         super().__init__()
         self._comm = comm
@@ -130,14 +130,14 @@ class Pending(dist.Work):
         self.wait()
 
 
-class Watch:
+class Unwaited:
     """Raises, at the end of a backward pass, what went wrong in collectives that DDP waits for."""
 
     def __init__(self) -> None:
         self._backward = NO_BACKWARD
-        self._pending: list[Pending] = []
+        self._pending: list[FutureWork] = []
 
-    def add(self, work: Pending) -> None:
+    def add(self, work: FutureWork) -> None:
         """Called in a backward pass."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:

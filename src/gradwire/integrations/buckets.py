@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire.aggregators import Member, Rounds
+from gradwire.aggregators import Attached, Rounds
 from gradwire.collectives import DTYPES, Options
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Outcome, Owner
@@ -32,7 +32,7 @@ class Buckets:
 
     def __init__(
         self,
-        members: Mapping[torch.Tensor, Member],
+        members: Mapping[torch.Tensor, Attached],
         owner: Owner,
         group: dist.ProcessGroup,
         options: Options,
@@ -202,7 +202,7 @@ class Buckets:
             self._contents[bucket.index()] = known
         return known
 
-    def _member(self, parameter: torch.Tensor) -> Member:
+    def _member(self, parameter: torch.Tensor) -> Attached:
         if parameter not in self._members:
             raise ConfigError(
                 f"DDP hands over the gradient of a parameter of shape {tuple(parameter.shape)}, "
@@ -254,7 +254,7 @@ class _Content:
     """
 
     parameters: list[torch.Tensor]
-    members: list[Member]
+    members: list[Attached]
     parts: list[slice]
     by_torch: bool
 
@@ -264,7 +264,7 @@ class _Bucket:
     """A bucket of DDP's that waits for company."""
 
     buffer: torch.Tensor
-    members: list[Member]
+    members: list[Attached]
     gradients: list[torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
     ready: float  # time.perf_counter when DDP had it

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregators import Member
+from gradwire.aggregators import Attached
 from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.engine import Owner
@@ -44,7 +44,7 @@ class Handle:
         self._comm = comm = owner.comm
         self._seed = seed
         self._members = {
-            p.name: Member(
+            p.name: Attached(
                 p.name, p.aggregator(), rng.parameter_keys(seed, p.name, comm.rank), p.rotation
             )
             for p in plan.parameters

@@ -20,7 +20,7 @@ import torch
 from gradwire.lang import forms, ir, rng, semantics
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
-from gradwire.lang.eager_memory import Part, RowMemory, in_runs
+from gradwire.lang.eager_memory import RowMemory, RowPart, in_runs
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, Layout, layout, native_name
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
@@ -53,7 +53,7 @@ _ROW_SCOPES = (Scope.CONSTANT, Scope.TENSOR, Scope.SELECTION, Scope.MATRIX)
 class _Frame:
     """Where nodes are evaluated: a part, the payload that `source` fields come from, results."""
 
-    part: Part
+    part: RowPart
     source: int | None = None
     memo: dict[Node, Tensor] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class _Frame:
 class _Row(RowMemory):
     def __init__(
         self,
-        program: ir.Program,
+        program: ir.Function,
         layout: Layout,
         native: str,
         row: np.void,
@@ -89,7 +89,7 @@ class _Row(RowMemory):
         for target, at, values in patches:
             self.memory(target)[at] = values
 
-    def run_part(self, part: Part) -> None:
+    def run_part(self, part: RowPart) -> None:
         frame = _Frame(part)
         local = [
             (name, n)
@@ -104,11 +104,11 @@ class _Row(RowMemory):
             at = part.first * self.layout.block
             self.memory(target)[at : at + part.blocks * part.m] = _flat(result, part)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RowPart]:
         full, rest = divmod(self.numel, self.layout.block)
         step = max(1, PART // self.layout.block)
-        parts = [Part(b, min(step, full - b), self.layout.block) for b in range(0, full, step)]
-        return [*parts, Part(full, 1, rest)] if rest else parts
+        parts = [RowPart(b, min(step, full - b), self.layout.block) for b in range(0, full, step)]
+        return [*parts, RowPart(full, 1, rest)] if rest else parts
 
     def everywhere(self, n: Node, source: int | None = None) -> Tensor:
         """An element or a number of its block, for every element of the row: [numel]."""
@@ -327,10 +327,10 @@ class _Row(RowMemory):
         return _of_part(flat, frame.part, self.layout.block)
 
 
-def _flat(result: Tensor, part: Part) -> Tensor:
+def _flat(result: Tensor, part: RowPart) -> Tensor:
     return result.expand(part.blocks, part.m).reshape(-1)
 
 
-def _of_part(flat: Tensor, part: Part, block: int) -> Tensor:
+def _of_part(flat: Tensor, part: RowPart, block: int) -> Tensor:
     first = part.first * block
     return flat[first : first + part.blocks * part.m].view(part.blocks, part.m)

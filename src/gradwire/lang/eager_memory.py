@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """Blocks first .. first + blocks - 1 of a row, each of `m` values."""
 
     first: int
@@ -58,7 +58,7 @@ class RowMemory:
         at = [f.name for f in self.layout.fields].index(name)
         return at, self.layout.fields[at]
 
-    def field_bytes(self, name: str, part: Part, payload: Tensor) -> Tensor:
+    def field_bytes(self, name: str, part: RowPart, payload: Tensor) -> Tensor:
         """The bytes of a field that belong to a part: uint8[blocks, bytes a block]."""
         at, f = self.field(name)
         begin, end = self.offsets[at : at + 2]
@@ -74,7 +74,7 @@ class RowMemory:
         begin += part.first * stride
         return payload[begin : begin + part.blocks * size].view(part.blocks, size)
 
-    def put(self, name: str, n: Node, result: Tensor, part: Part) -> None:
+    def put(self, name: str, n: Node, result: Tensor, part: RowPart) -> None:
         memory = self.field_bytes(name, part, self.payload(None))
         if n.scope is Scope.ELEMENT:
             result = result.expand(part.blocks, part.m)

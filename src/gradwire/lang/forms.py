@@ -75,7 +75,7 @@ class Forms:
         table: the numbers that kernels are called with.
     """
 
-    programs: dict[str, ir.Program]
+    programs: dict[str, ir.Function]
     fields: tuple[Field, ...]
     block: int
     operators: tuple[str, ...]
@@ -173,7 +173,7 @@ class _Composer:
         self.residual = ir.node("load", attr="residual", scope=Scope.ELEMENT)
         self.factor = ir.node("param", attr="factor")
 
-    def programs(self) -> list[ir.Program]:
+    def programs(self) -> list[ir.Function]:
         plain = as_number(self.values)
         own = ir.alu("add", plain, self.residual)
         encoded = self.tracer.encode(plain, plain)
@@ -209,12 +209,12 @@ class _Composer:
         form: str,
         fields: tuple[tuple[str, Node], ...],
         written: dict[str, tuple[Node | None, tuple[Node, Node] | None]] | None = None,
-    ) -> ir.Program:
+    ) -> ir.Function:
         """`written`: target -> (what elements hold, (what selected elements hold, selection))."""
         written = written or {}
         stores = tuple((t, n) for t, (n, _) in written.items() if n is not None)
         patches = tuple((t, *patch) for t, (_, patch) in written.items() if patch is not None)
-        return ir.Program(form, stores, fields, self.tracer.block, patches)
+        return ir.Function(form, stores, fields, self.tracer.block, patches)
 
     def mean(self, own: Node, peers: Node) -> Node:
         args = (own, *peers.args) if peers.op == "scatter" else (own, peers)

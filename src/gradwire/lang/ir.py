@@ -248,7 +248,7 @@ def const(value: float) -> Node:
 
 
 @dataclass(frozen=True)
-class Program:
+class Function:
     """What one kernel form computes for a row.
 
     Attributes:
@@ -293,7 +293,7 @@ def walk(roots: Iterable[Node]) -> Iterator[Node]:
             stack.extend((arg, False) for arg in reversed(current.args) if arg not in seen)
 
 
-def show(program: Program) -> str:
+def show(program: Function) -> str:
     """The program as text, a line a node."""
     names = {n: f"%{i}" for i, n in enumerate(walk(program.roots))}
     lines = [f"{program.form}: block {program.block}"]

@@ -43,7 +43,7 @@ RECOMPUTE = 2  # an element this cheap is computed again rather than kept in an 
 _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
 
 
-def lower(program: ir.Program) -> tuple[Sweep, ...]:
+def lower(program: ir.Function) -> tuple[Sweep, ...]:
     """The sweeps of a program."""
     reductions = tensor_reductions(program)
     entries = entry_steps(program)
@@ -68,7 +68,7 @@ def lower(program: ir.Program) -> tuple[Sweep, ...]:
     return tuple(sweeps)
 
 
-def entry_steps(program: ir.Program) -> tuple[Step, ...]:
+def entry_steps(program: ir.Function) -> tuple[Step, ...]:
     """What is done with every entry of the selection that a program makes."""
     if not any(n.op == "select" for _, n in program.fields):
         return ()
@@ -121,36 +121,36 @@ def _entry_nodes(sinks: list[Sink]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def tensor_reductions(program: ir.Program) -> tuple[Node, ...]:
+def tensor_reductions(program: ir.Function) -> tuple[Node, ...]:
     """The whole-tensor reductions; the position of each is its index in the workspace."""
     return tuple(n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR)
 
 
-def readings(program: ir.Program) -> int:
+def readings(program: ir.Function) -> int:
     """How often values must be read: once more where the whole row decides what becomes of one."""
     return 1 + any(not isinstance(n.attr, ir.Rank) for n in tensor_reductions(program))
 
 
-def staged_numbers(program: ir.Program) -> int:
+def staged_numbers(program: ir.Function) -> int:
     """Numbers that an entry takes in the workspace: its index, its key, what is gathered."""
     nodes = list(ir.walk(program.roots))
     selects = any(n.op == "select" for n in nodes)
     return 2 + len(gathered(program)) if selects else 0
 
 
-def is_ranked(program: ir.Program) -> bool:
+def is_ranked(program: ir.Function) -> bool:
     """Whether what a program selects are the largest of something."""
     selections = [n for _, n in program.fields if n.op == "select"]
     return any(a.dtype != "bool" for n in selections for a in n.args)
 
 
-def gathered(program: ir.Program) -> tuple[Node, ...]:
+def gathered(program: ir.Function) -> tuple[Node, ...]:
     """What is gathered at the selection that a program makes, in order."""
     return tuple(n for n in ir.walk(program.roots) if n.op == "gather" and n.args[1].op == "select")
 
 
 def cut_sweeps(
-    program: ir.Program, reductions: tuple[Node, ...]
+    program: ir.Function, reductions: tuple[Node, ...]
 ) -> list[tuple[list[Sink], list[Partial]]]:
     """What each sweep must produce: a sweep for every depth of tensor reductions, then the last."""
     depth: dict[Node, int] = {}

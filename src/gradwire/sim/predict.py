@@ -14,9 +14,9 @@ from gradwire.lang import Codec
 from gradwire.sim import models
 from gradwire.sim.buckets import buckets
 from gradwire.sim.curves import Curves
+from gradwire.sim.ensemble import Ensemble
 from gradwire.sim.fabric import Link
 from gradwire.sim.run import Machines, run
-from gradwire.sim.stage import Stage
 from gradwire.sim.work import algorithm_on
 
 
@@ -109,8 +109,8 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     in_memory = scenario.per_node >= n
     if not (not in_memory if scenario.options.checksum is None else scenario.options.checksum):
         curves = replace(curves, engine=replace(curves.engine, check_byte=0.0))
-    stage = Stage(n, scenario.per_node, algorithm, scenario.options, curves)
-    rotation, jobs = stage.jobs(handed, True if scenario.barrier else scenario.exact)
+    ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
+    rotation, jobs = ensemble.jobs(handed, True if scenario.barrier else scenario.exact)
     numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in handed))
     ready = [scenario.backward * done / numels[-1] for done in numels]
     machines = Machines(

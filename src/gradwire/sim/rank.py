@@ -56,13 +56,13 @@ class Overheads:
 class Post(Protocol):
     """What carries messages between ranks."""
 
-    def expect(self, rank: Rank, job: int, graph: Graph, task: int) -> Hashable:
+    def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
         """`rank` has posted a receive; the message's name."""
         ...
 
     def send(
         self,
-        rank: Rank,
+        rank: SimulatedRank,
         job: int,
         graph: Graph,
         task: int,
@@ -85,7 +85,7 @@ class _Scope:
     receiving: bool = False
 
 
-class Rank:
+class SimulatedRank:
     """A rank that runs jobs.
 
     Args:

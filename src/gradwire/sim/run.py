@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from gradwire.engine import Graph
 from gradwire.sim.clock import Clock, Cores
 from gradwire.sim.fabric import Fabric, Link, Message
-from gradwire.sim.rank import Overheads, Rank, Timed
-from gradwire.sim.symmetry import Rotation
+from gradwire.sim.rank import Overheads, SimulatedRank, Timed
+from gradwire.sim.symmetry import Symmetry
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class _Office:
     A name is (sender, receiver, job, role, segment, chunk), as the receiver has it.
     """
 
-    def __init__(self, machines: Machines, fabric: Fabric, rotation: Rotation | None) -> None:
-        self.ranks: list[Rank] = []
+    def __init__(self, machines: Machines, fabric: Fabric, rotation: Symmetry | None) -> None:
+        self.ranks: list[SimulatedRank] = []
         self._per_node = machines.ranks
         self._fabric = fabric
         self._rotation = rotation
 
-    def expect(self, rank: Rank, job: int, graph: Graph, task: int) -> Hashable:
+    def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
         b, peer = graph.message(task), graph.peer[task]
         role, segment, chunk = graph.buffer_role, graph.buffer_segment, graph.buffer_chunk
         name = (peer, rank.number, job, role[b], segment[b], chunk[b])
@@ -79,7 +79,7 @@ class _Office:
 
     def send(
         self,
-        rank: Rank,
+        rank: SimulatedRank,
         job: int,
         graph: Graph,
         task: int,
@@ -96,7 +96,7 @@ class _Office:
 
     def _delivery(
         self, rank: int, peer: int, job: int, graph: Graph, b: int
-    ) -> tuple[Rank, Hashable]:
+    ) -> tuple[SimulatedRank, Hashable]:
         role, segment, chunk = graph.buffer_role[b], graph.buffer_segment[b], graph.buffer_chunk[b]
         if self._rotation is None:
             return self.ranks[peer], (rank, peer, job, role, segment, chunk)
@@ -110,7 +110,7 @@ def run(
     machines: Machines,
     jobs: Sequence[Sequence[Timed]],
     ready: Sequence[float],
-    rotation: Rotation | None = None,
+    rotation: Symmetry | None = None,
     starts: Sequence[float] | None = None,
 ) -> Result:
     """Run every job on every rank.
@@ -133,7 +133,9 @@ def run(
     office = _Office(machines, fabric, rotation)
     for number, mine in enumerate(jobs):
         node = number // machines.ranks
-        rank = Rank(number, node, clock, cores, office, machines.overheads, machines.in_flight)
+        rank = SimulatedRank(
+            number, node, clock, cores, office, machines.overheads, machines.in_flight
+        )
         office.ranks.append(rank)
         rank.submit_at([starts[number] + when for when in ready], mine)
     with _uncollected():

@@ -18,7 +18,7 @@ from gradwire.engine import Graph
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Symmetry:
     """The rotation of all ranks by one node.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 from gradwire.transport.protocol import Pending
 
 
-class Message(NamedTuple):
+class Posting(NamedTuple):
     """One message of a batch: `memory` (uint8, contiguous, on the link's device) to be filled, or
     to be sent."""
 
@@ -22,7 +22,7 @@ class Message(NamedTuple):
     incoming: bool
 
 
-class Link(Protocol):
+class OrderedLink(Protocol):
     """An implementer's duties:
 
     - Batches are carried out in the order in which they are posted. The messages of one hold up
@@ -39,7 +39,7 @@ class Link(Protocol):
     rank: int
     world_size: int
 
-    def post(self, batch: Sequence[Message]) -> Pending:
+    def post(self, batch: Sequence[Posting]) -> Pending:
         """Start to send and receive; the memory is the link's until the batch has ended."""
         ...
 

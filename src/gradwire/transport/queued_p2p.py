@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import TransportError
-from gradwire.transport.link import Message
+from gradwire.transport.link import Posting
 from gradwire.transport.torch_p2p import destroyed
 
 # Of all messages on gloo, where the user's own must not match them.
 _TAG = (1 << 31) - 2
 
 
-class Host(Protocol):
+class HostTransport(Protocol):
     """What a link asks of the transport of the same ranks between their hosts: see TorchP2P."""
 
     timeout: float
@@ -56,7 +56,7 @@ class QueuedP2P:
         TransportError: the ranks do not find together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, host: Host) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, host: HostTransport) -> None:
         self._group = weakref.ref(group)  # see TorchP2P
         self.device = device
         self.host = host
@@ -67,7 +67,7 @@ class QueuedP2P:
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             self._queued([(0, group.broadcast(first, 0))]).wait()
 
-    def post(self, batch: Sequence[Message]) -> _Batch:
+    def post(self, batch: Sequence[Posting]) -> _Batch:
         peer = batch[0].peer
         group = self._group()
         if group is None:
@@ -86,7 +86,7 @@ class QueuedP2P:
         except RuntimeError as error:
             raise self.host.explain(peer, "exchange with", error) from error
 
-    def _issue(self, group: dist.ProcessGroup, message: Message) -> dist.Work:
+    def _issue(self, group: dist.ProcessGroup, message: Posting) -> dist.Work:
         start = group.recv if message.incoming else group.send
         work: dist.Work = start([message.memory], message.peer, 0 if self.coalesces else _TAG)
         return work

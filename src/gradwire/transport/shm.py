@@ -25,7 +25,7 @@ import torch
 
 from gradwire.errors import TransportError
 from gradwire.transport import shm_library, shm_store
-from gradwire.transport.shm_operation import DONE, Done, Loan, Operation
+from gradwire.transport.shm_operation import DONE, Done, Operation, ShmLoan
 from gradwire.transport.shm_process import STORES, Stores
 from gradwire.transport.shm_store import Mapped, Store
 
@@ -189,12 +189,12 @@ class Shm:
         )
         return self._started(Operation(self, handle, data, data.numel(), peer, True))
 
-    def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
+    def borrow(self, nbytes: int, peer: int, tag: int) -> ShmLoan:
         if self.error is not None:
             raise self.error
         assert nbytes > 0
         handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
-        return Loan(self._started(Operation(self, handle, None, nbytes, peer, True)))
+        return ShmLoan(self._started(Operation(self, handle, None, nbytes, peer, True)))
 
     def _started(self, operation: Operation) -> Operation:
         if operation.handle == shm_library.REFUSED:

@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 NAMES = tuple(_SIGNATURES)
 
 
-class Result(IntEnum):
+class Ended(IntEnum):
     """How a wait ended; the order of shm_wait.c."""
 
     OK = 0

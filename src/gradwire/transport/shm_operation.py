@@ -9,17 +9,17 @@ import torch
 
 from gradwire.errors import TransportError
 from gradwire.transport import shm_store
-from gradwire.transport.shm_library import Result
+from gradwire.transport.shm_library import Ended
 
 if TYPE_CHECKING:
     from gradwire.transport.shm import Shm
 
 _REASONS = {
-    Result.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
-    Result.DEAD: "its process has ended",
-    Result.FAILED: "it has failed, and holds rank {blamed} responsible",
-    Result.GONE: "it has destroyed its process group",
-    Result.CORRUPT: "its ring holds what no peer writes",
+    Ended.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
+    Ended.DEAD: "its process has ended",
+    Ended.FAILED: "it has failed, and holds rank {blamed} responsible",
+    Ended.GONE: "it has destroyed its process group",
+    Ended.CORRUPT: "its ring holds what no peer writes",
 }
 
 
@@ -62,24 +62,24 @@ class Operation:
         begun = time.monotonic()
         end.waiting[self] = begun
         try:
-            result = Result.INTERRUPTED
-            while result == Result.INTERRUPTED:  # by a signal; Python has now handled it
+            result = Ended.INTERRUPTED
+            while result == Ended.INTERRUPTED:  # by a signal; Python has now handled it
                 left = max(0.0, begun + end.timeout - time.monotonic())
                 answer = end.library.shm_wait(end.handle, self.handle, int(left * 1e9))
-                result, detail = Result(answer & 255), answer >> 8
+                result, detail = Ended(answer & 255), answer >> 8
         finally:
             del end.waiting[self]
-        if result == Result.OK:
+        if result == Ended.OK:
             self.ended = True
             end.under_way.discard(self)
             if self.receives and detail != self.nbytes:
                 raise self._failed(
                     f"rank {self.peer} sent {detail} bytes where {self.nbytes} were expected"
                 )
-        elif result == Result.STOPPED:
+        elif result == Ended.STOPPED:
             raise end.error or end.stopped()
         else:
-            blamed = detail if result == Result.FAILED else None
+            blamed = detail if result == Ended.FAILED else None
             reason = _REASONS[result].format(timeout=end.timeout, blamed=blamed)
             raise self._failed(reason, blamed)
 
@@ -88,8 +88,8 @@ class Operation:
         return self.end.explain(self.peer, what, reason, blamed)
 
 
-class Loan:
-    """A receive that borrows; see `protocol.Loan`."""
+class ShmLoan:
+    """A receive that borrows; see `protocol.ShmLoan`."""
 
     __slots__ = ("operation",)
 

@@ -12,7 +12,7 @@ from importlib import resources
 
 from gradwire.lang import ir, passes
 from gradwire.lang.emit import c_rows, c_stack
-from gradwire.lang.emit.c_entries import Group, rank_function
+from gradwire.lang.emit.c_entries import GroupRows, rank_function
 from gradwire.lang.emit.c_nodes import streams
 from gradwire.lang.layout import Layout
 from gradwire.lang.sweeps import Loop, Sweep
@@ -29,7 +29,7 @@ def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")
 
 
-def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
+def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
     """The C source of all forms of a codec, without the prelude; a function of its arguments."""
     programs = tuple(programs)
     drawn = streams(programs)
@@ -50,7 +50,7 @@ def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
 
 
 def _sweep(
-    program: ir.Program,
+    program: ir.Function,
     layout: Layout,
     native: str,
     drawn: tuple[ir.Stream, ...],
@@ -60,8 +60,8 @@ def _sweep(
     """The functions of one sweep."""
     form = program.form
 
-    def group() -> Group:
-        return Group(program, layout, native, drawn)
+    def group() -> GroupRows:
+        return GroupRows(program, layout, native, drawn)
 
     parts = [rank_function(group(), index, node) for index, node in sweep.ranks]
     if sweep.steps:
@@ -84,7 +84,7 @@ def _sweep(
     return parts
 
 
-def _visited(program: ir.Program, sweep: Sweep) -> tuple[bool, bool]:
+def _visited(program: ir.Function, sweep: Sweep) -> tuple[bool, bool]:
     """Whether a sweep reads entries or kept blocks of its own payload, and of its peers'."""
     own = sources = False
     for n in ir.walk(program.roots):

@@ -25,7 +25,7 @@ from gradwire.lang.sweeps import (
 )
 
 
-class Group(Blocks):
+class GroupRows(Blocks):
     """Blocks, and what belongs to selections."""
 
     # steps ---------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Group(Blocks):
         self.close()
 
 
-def rank_function(group: Group, index: int, reduction: Node) -> str:
+def rank_function(group: GroupRows, index: int, reduction: Node) -> str:
     """The function that finds the one value asked for in the sorted sample of every row."""
     rank, form = reduction.attr, group.program.form
     assert isinstance(rank, ir.Rank)
@@ -244,28 +244,28 @@ def rank_function(group: Group, index: int, reduction: Node) -> str:
     return "\n".join([*group.lines, ""])
 
 
-Group.STEPS = {
-    Scalars: Group.scalars,
-    Recall: Group.recall,
-    Loop: Group.element_loop,
-    Unpack: Group.unpack,
-    LookUp: Group.look_up,
-    Rotate: Group.rotate,
-    Stage: Group.stage,
-    Visit: Group.visit,
-    Fold: Group.fold,
-    Put: Group.put_field,
-    Partial: Group.partial,
+GroupRows.STEPS = {
+    Scalars: GroupRows.scalars,
+    Recall: GroupRows.recall,
+    Loop: GroupRows.element_loop,
+    Unpack: GroupRows.unpack,
+    LookUp: GroupRows.look_up,
+    Rotate: GroupRows.rotate,
+    Stage: GroupRows.stage,
+    Visit: GroupRows.visit,
+    Fold: GroupRows.fold,
+    Put: GroupRows.put_field,
+    Partial: GroupRows.partial,
 }
 
 # before a block's loop, in its body, after it
-Group.SINKS = {
-    "reduce": (Group.before_reduce, Group.in_reduce, Group.after_reduce),
-    "keep": (Group.nothing, Group.in_keep, Group.nothing),
-    "rotate": (Group.nothing, Group.in_rotate, Group.nothing),
-    "sample": (Group.before_sample, Group.in_sample, Group.after_sample),
-    "key": (Group.before_key, Group.in_key, Group.nothing),
-    "field": (Group.before_field, Group.in_field, Group.after_field),
-    "store": (Group.nothing, Group.in_store, Group.nothing),
-    "accumulate": (Group.nothing, Group.in_accumulate, Group.nothing),
+GroupRows.SINKS = {
+    "reduce": (GroupRows.before_reduce, GroupRows.in_reduce, GroupRows.after_reduce),
+    "keep": (GroupRows.nothing, GroupRows.in_keep, GroupRows.nothing),
+    "rotate": (GroupRows.nothing, GroupRows.in_rotate, GroupRows.nothing),
+    "sample": (GroupRows.before_sample, GroupRows.in_sample, GroupRows.after_sample),
+    "key": (GroupRows.before_key, GroupRows.in_key, GroupRows.nothing),
+    "field": (GroupRows.before_field, GroupRows.in_field, GroupRows.after_field),
+    "store": (GroupRows.nothing, GroupRows.in_store, GroupRows.nothing),
+    "accumulate": (GroupRows.nothing, GroupRows.in_accumulate, GroupRows.nothing),
 }

@@ -55,7 +55,7 @@ CASTS = {
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
 
-def streams(programs: Iterable[ir.Program]) -> tuple[ir.Stream, ...]:
+def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:
     """The streams of random numbers that programs draw from; a kernel knows them by position."""
     nodes = {n for p in programs for n in ir.walk(p.roots)}
     drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
@@ -71,7 +71,7 @@ def is_limited(n: Node) -> bool:
     return known is None or known[0] < 0 or known[1] > ir.TOP[n.dtype]
 
 
-def limits(program: ir.Program) -> dict[float, str]:
+def limits(program: ir.Function) -> dict[float, str]:
     """The constants that numbers of a program are limited to, and the locals that hold them."""
     found: set[float] = set()
     for n in ir.walk(program.roots):
@@ -115,7 +115,7 @@ class Writer:
     """The text of one function, and how nodes are read in it."""
 
     def __init__(
-        self, program: ir.Program, layout: Layout, native: str, streams: tuple[ir.Stream, ...]
+        self, program: ir.Function, layout: Layout, native: str, streams: tuple[ir.Stream, ...]
     ) -> None:
         self.program, self.layout, self.native, self.streams = program, layout, native, streams
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}

@@ -40,7 +40,7 @@ NODES = Kernel.RULES
 WITHIN = ("const", "select", "scatter")
 
 
-def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
+def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
     """The Python source of all forms of a codec; a function of its arguments."""
     programs = tuple(programs)
     statistics = triton_rows.statistics(programs)
@@ -56,7 +56,7 @@ def emit(programs: Iterable[ir.Program], layout: Layout, native: str) -> str:
 
 
 def _form(
-    program: ir.Program, layout: Layout, native: str, statistics: list[tuple[int, ir.Size]]
+    program: ir.Function, layout: Layout, native: str, statistics: list[tuple[int, ir.Size]]
 ) -> tuple[list[str], list[str]]:
     """The kernels of a form, and its steps."""
     kernels: list[str] = []
@@ -104,7 +104,7 @@ def _alike(partials: list[Partial]) -> list[tuple[int, int, str]]:
     return runs
 
 
-def _surveyed(program: ir.Program) -> list[bool]:
+def _surveyed(program: ir.Function) -> list[bool]:
     """Whose payloads have parts that are found by counting: False the own, True the peers'."""
     found = set()
     for n in ir.walk(program.roots):
@@ -114,7 +114,7 @@ def _surveyed(program: ir.Program) -> list[bool]:
     return sorted(found)
 
 
-def lacking(programs: Iterable[ir.Program]) -> list[str]:
+def lacking(programs: Iterable[ir.Function]) -> list[str]:
     """What these programs need and this target has no rules for."""
     needed = {n.op for p in programs for n in ir.walk(p.roots)}
     return sorted(needed - {*NODES, *WITHIN})

@@ -82,7 +82,7 @@ class Nodes:
     RULES: ClassVar[dict[str, Callable[..., str | None]]]
     only: str | None = None  # the condition where elements are loaded; everywhere by default
 
-    def __init__(self, program: ir.Program, layout: Layout, native: str) -> None:
+    def __init__(self, program: ir.Function, layout: Layout, native: str) -> None:
         self.program, self.layout, self.native = program, layout, native
         self.number = {n: i for i, n in enumerate(ir.walk(program.roots))}
         self.reductions = passes.tensor_reductions(program)

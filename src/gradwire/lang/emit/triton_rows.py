@@ -226,7 +226,7 @@ def _elements(dtype: str, block: int) -> str:
 # selections --------------------------------------------------------------------------------------
 
 
-def statistics(programs: Iterable[ir.Program]) -> list[tuple[int, ir.Size]]:
+def statistics(programs: Iterable[ir.Function]) -> list[tuple[int, ir.Size]]:
     """(one of how many values is sampled, which is asked for) of all order statistics."""
     attrs = [n.attr for p in programs for n in ir.walk(p.roots)]
     return list(dict.fromkeys((a.every, a.size) for a in attrs if isinstance(a, ir.Rank)))

@@ -24,7 +24,7 @@ from gradwire.control.space import Space
 _GROUP_KEY = "gradwire/control"
 
 
-class Place:
+class Entrance:
     """A rank's search for its place; and, at rank 0, the answers to others.
 
     Args:

@@ -11,14 +11,14 @@ from gradwire.errors import ConfigError
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
 from gradwire.sim.rank import Timed
-from gradwire.sim.symmetry import Rotation
+from gradwire.sim.symmetry import Symmetry
 from gradwire.sim.work import Amounts, amounts, level, timed
 
 # Of all ranks together: up to here all are simulated, in some ten seconds.
 EXACT_MESSAGES = 200_000
 
 
-class Stage:
+class Ensemble:
     """Ranks, an algorithm and a machine's curves.
 
     Args:
@@ -33,14 +33,14 @@ class Stage:
         self.options = options
         self.curves = curves
         chunks = options.partitions or algorithm.chunks(ranks)
-        self.rotation = Rotation(ranks, per_node, chunks)
+        self.rotation = Symmetry(ranks, per_node, chunks)
         # A model's layers repeat, and so do its buckets.
         self._amounts: dict[Hashable, Amounts] = {}
         self._timed: dict[Hashable, Timed] = {}
 
     def jobs(
         self, handed: Sequence[Bucket], exact: bool | None
-    ) -> tuple[Rotation | None, list[list[Timed]]]:
+    ) -> tuple[Symmetry | None, list[list[Timed]]]:
         """(the rotation under which ranks are alike, or None: all are here, each rank's jobs).
 
         Args:

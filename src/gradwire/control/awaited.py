@@ -12,7 +12,7 @@ from gradwire.errors import TransportError
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+class Awaited(Generic[T]):
     """A future, and what it waits for.
 
     Args:
@@ -30,7 +30,7 @@ class Pending(Generic[T]):
         timeout: float,
         rank: int,
         what: str,
-        late: Callable[[Pending[T]], None],
+        late: Callable[[Awaited[T]], None],
         grace: float,
     ) -> None:
         self.future: Future[T] = Future()
@@ -40,7 +40,7 @@ class Pending(Generic[T]):
         self.what = what
         self.deadline = time.monotonic() + timeout
         self._post = post
-        self._late: Callable[[Pending[T]], None] | None = late
+        self._late: Callable[[Awaited[T]], None] | None = late
         self._grace = grace
 
     @property
