@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
 from gradwire.collectives import arena
-from gradwire.collectives.calls import Step, covered_messages
+from gradwire.collectives.calls import Calls, Step, covered_messages
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
 from gradwire.engine import HEADER_BYTES, Kind
 from gradwire.engine.message import ALIGNMENT
@@ -143,7 +143,7 @@ def test_calls_cover_the_rows_of_each_kernel(
     for rank, program in enumerate(programs(kind, specs, n, **given)):
         g, calls = program.graph, program.calls
         assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
-        assert [*calls.first, len(calls.item)] == [0, *calls.last]  # one behind the other
+        assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # one behind the other
         assert batched or calls.last == [first + 1 for first in calls.first]
         for task, of in enumerate(calls.of):
             covered = covered_messages(g, task) if g.peer[task] < 0 else ()
@@ -151,17 +151,18 @@ def test_calls_cover_the_rows_of_each_kernel(
             assert not batched or len(set(run)) == len(run)
             ends: dict[int, int] = {}
             home: dict[int, bool] = {}
+            item, at_home = divided(calls, len(specs))
             for call in of:
                 codec, dtype = program.kinds[calls.kernel[call]]
                 for row in range(calls.first[call], calls.last[call]):
-                    spec = specs[calls.item[row]]
+                    spec = specs[item[row]]
                     assert spec.dtype == dtype
                     assert calls.form[call].endswith("_ef") == (
                         spec.feedback and "encode" in calls.form[call]
                     )
-                    at = int(calls.payload_offset[row])
-                    home[at] = bool(calls.home[row])
-                    ends[at] = at + layout(codec, dtype).nbytes(int(calls.numel[row]))
+                    at = int(calls.rows["payload"][row])
+                    home[at] = bool(at_home[row])
+                    ends[at] = at + layout(codec, dtype).nbytes(int(calls.rows["numel"][row]))
             # Every payload byte of every message, but for padding, is of one row.
             filled = sorted(ends.items())
             for b in covered:
@@ -177,6 +178,12 @@ def test_calls_cover_the_rows_of_each_kernel(
             assert len(filled) == sum(len(range(calls.first[c], calls.last[c])) for c in of)
 
 
+def divided(calls: Calls, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row, which of so many tensors it is a piece of, and whether this rank owns it."""
+    terms = calls.terms["values"].astype("i8")
+    return terms % count, terms >= count
+
+
 def test_a_step_fills_in_addresses_alone() -> None:
     specs = [
         Spec("w", 1000, torch.float32, QSGD(), feedback=True),
@@ -189,12 +196,12 @@ def test_a_step_fills_in_addresses_alone() -> None:
     for name in one.dtype.names:
         moved = (1 << 20) if name in ("payload", "source") else 0
         assert (two[name] == one[name] + np.uint64(moved)).all()
-    assert set(one["residual"][program.calls.item == 1].tolist()) == {0}
-    own = program.calls.home
+    item, own = divided(program.calls, len(specs))
+    assert set(one["residual"][item == 1].tolist()) == {0}
     assert own.any()
     assert not own.all()
-    expected = np.where(own, step.homes[program.calls.item], step.values[program.calls.item])
-    assert (one["values"] == expected + program.calls.value_offset).all()
+    expected = np.where(own, step.homes[item], step.values[item])
+    assert (one["values"] == expected + program.calls.rows["values"]).all()
 
 
 def test_a_program_depends_on_its_arguments_alone() -> None:

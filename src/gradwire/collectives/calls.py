@@ -18,7 +18,10 @@ from gradwire.engine import HEADER_BYTES, Graph, Kind
 from gradwire.lang import ROW, rng
 from gradwire.partition import Partition, Spec
 
-_PHASES = 3  # own values alone; the sum of all ranks; a sum of some
+# Which random numbers are drawn: for own values alone, the sum of all ranks, a sum of some; and
+# those that all ranks share.
+_PHASES = np.array([[0], [1], [2], [0]], dtype="u8")
+_SHARED = 3
 
 
 class Step(NamedTuple):
@@ -38,6 +41,9 @@ class Step(NamedTuple):
     steps: np.ndarray
 
 
+_ADDRESSES = 3  # of a Step's columns
+
+
 @dataclass(frozen=True)
 class Calls:
     """The kernel calls of a graph, and the rows of their table, as columns.
@@ -47,13 +53,8 @@ class Calls:
         kernel: of each call, the index of its codec and dtype among the partition's kinds.
         form: as in `gradwire.lang.forms.FORMS`.
         first, last: its rows of the table, [first, last).
-        item: of each row, which tensor it is a piece of.
-        numel, start: its values in that tensor.
-        value_offset, residual_offset: in bytes, from the start of the item's values and residual.
-        payload_offset, source_offset: in bytes, from the start of the arena; borrowed messages
-            count as if they began there.
-        phase: which random numbers it draws.
-        home: whether its values are of the chunk that this rank owns.
+        rows: the table, of dtype `lang.ROW`, but for what a step has to add.
+        terms: which of the step's numbers (see `table`) is added to each, in the same columns.
     """
 
     of: Sequence[range]
@@ -61,15 +62,8 @@ class Calls:
     form: Sequence[str]
     first: Sequence[int]
     last: Sequence[int]
-    item: np.ndarray
-    numel: np.ndarray
-    start: np.ndarray
-    value_offset: np.ndarray
-    residual_offset: np.ndarray
-    payload_offset: np.ndarray
-    source_offset: np.ndarray
-    phase: np.ndarray
-    home: np.ndarray
+    rows: np.ndarray
+    terms: np.ndarray
 
     def forms(self, kernels: int) -> list[list[str]]:
         """What each of so many kernels is to run, in the order of their indices."""
@@ -85,20 +79,11 @@ class Calls:
         random numbers each time, but the same of those that all ranks share: what was picked from
         every contribution is picked again.
         """
-        item = self.item
-        phases = np.array([*range(_PHASES), 0])[:, None]
-        keys = rng.step_keys(np.stack([step.keys] * _PHASES + [step.shared]), step.steps, phases)
-        rows = np.zeros(len(item), dtype=ROW)
-        rows["numel"], rows["start"] = self.numel, self.start
-        values = np.where(self.home, step.homes[item], step.values[item])
-        rows["values"] = values + self.value_offset
-        residuals = step.residuals[item]
-        rows["residual"] = np.where(residuals > 0, residuals + self.residual_offset, 0)
-        rows["payload"] = self.payload_offset + np.uint64(arena)
-        rows["source"] = self.source_offset + np.uint64(arena)
-        rows["shared"] = keys[_PHASES, item]
-        rows["key"] = keys[self.phase, item]
-        return rows
+        keys = rng.step_keys(np.stack([step.keys] * _SHARED + [step.shared]), step.steps, _PHASES)
+        end = np.array([arena, 0], dtype="u8")
+        numbers = np.concatenate([*step[:_ADDRESSES], keys.reshape(-1), end])
+        table = self.rows.view("u8") + numbers[self.terms.view("i8")]
+        return table.view(ROW)
 
 
 def kernel_calls(
@@ -154,6 +139,18 @@ def kernel_calls(
         of[task] = range(begin, end)
     item, start, inside = cut.item[row], cut.start[row], cut.offset[row] + HEADER_BYTES
     itemsize = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
+    count, home, feeds = len(specs), cut.chunk[row] == rank, feedback[item]
+    arena = (_ADDRESSES + len(_PHASES)) * count  # behind the keys; and behind it a zero
+    table = np.zeros(len(row), dtype=ROW)
+    table["numel"], table["start"] = cut.numel[row], start
+    table["values"], table["residual"] = start * itemsize[item], start * 4 * feeds
+    table["payload"], table["source"] = payload + inside, source + inside
+    terms = np.full((len(row), len(ROW.names or ())), arena + 1, dtype="i8").view(ROW)[:, 0]
+    terms["values"] = item + 2 * count * home
+    terms["residual"] = np.where(feeds, count + item, arena + 1)
+    terms["payload"] = terms["source"] = arena
+    terms["key"] = (_ADDRESSES + phase) * count + item
+    terms["shared"] = (_ADDRESSES + _SHARED) * count + item
     return Calls(
         of=of,
         kernel=(kind[first] // 2).tolist(),
@@ -163,15 +160,8 @@ def kernel_calls(
         ],
         first=first.tolist(),
         last=[*first[1:].tolist(), len(row)][: len(first)],
-        item=item,
-        numel=cut.numel[row],
-        start=start,
-        value_offset=(start * itemsize[item]).astype("u8"),
-        residual_offset=(start * 4).astype("u8"),
-        payload_offset=(payload + inside).astype("u8"),
-        source_offset=(source + inside).astype("u8"),
-        phase=phase,
-        home=cut.chunk[row] == rank,
+        rows=table,
+        terms=terms,
     )
 
 

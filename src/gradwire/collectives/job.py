@@ -147,15 +147,17 @@ class Job:
         kind, reads = self.graph.kind[task], self.graph.reads[task]
         if kind not in (Kind.MERGE, Kind.DECODE):
             return None
-        places = np.array([self._address(buffer) for buffer in reads], dtype="u8")
         calls = self.collective.program.calls
+        begin = self._address(reads[0]) if reads else 0
         if calls.of[task] and reads and reads[0] in self.loans:
             column = "source" if kind is Kind.MERGE else "payload"
             assert kind is Kind.MERGE or len(reads) == 1, self.graph.describe(task)
             first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
-            moved = places[:1] - np.uint64(self.held.arena.data_ptr())
-            self.rows[first:last][column] += moved
-        return (places - places[:1]).view("i8") if kind is Kind.MERGE else None
+            moved = (begin - self.held.arena.data_ptr()) % (1 << 64)
+            self.rows[column][first:last] += np.uint64(moved)
+        if kind is Kind.DECODE:
+            return None
+        return np.array([self._address(buffer) - begin for buffer in reads], dtype="i8")
 
     def _address(self, buffer: int) -> int:
         """Where kernels read a message."""

@@ -77,7 +77,9 @@ class Prepared:
         self.arena_bytes = program.arena_bytes + max(
             (
                 self.kernels[calls.kernel[call]].workspace_nbytes(
-                    calls.numel[calls.first[call] : calls.last[call]], self.threads, len(reads) + 1
+                    calls.rows["numel"][calls.first[call] : calls.last[call]],
+                    self.threads,
+                    len(reads) + 1,
                 )
                 for reads, of_task in zip(self.graph.reads, calls.of, strict=True)
                 for call in of_task

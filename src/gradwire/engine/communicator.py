@@ -95,6 +95,7 @@ class Communicator:
         self.error: BaseException | None = None
         self._failing = False
         self.trace: Timeline | None = None
+        self._traced: Traced | None = None
         engine = Engine.current()
         self.workers = engine.workers
         self._transport: Transport | None = None if callable(transport) else transport
@@ -414,16 +415,17 @@ class Communicator:
     @property
     def traced(self) -> Transport:
         """The transport, recording what it does while there is a trace."""
-        return self.transport if self.trace is None else Traced(self.transport, self.trace)
+        return self._traced or self.transport
 
     def begin_trace(self) -> Timeline:
         """Record what the lanes and the transport do from now on."""
         self.trace = Timeline()
+        self._traced = Traced(self.transport, self.trace)
         return self.trace
 
     def end_trace(self) -> None:
         """Record no more."""
-        self.trace = None
+        self.trace = self._traced = None
 
 
 _STREAMS = ("single collectives", "collectives of the backend")

@@ -143,7 +143,8 @@ class ThreadDriver:
         owner = run.job.ticket.owner
         with owner.lock:
             actions: list[Action] = getattr(owner.core, name)(run, *arguments)
-            owner.forget()
+            if any(action.do is Do.FREE for action in actions):
+                owner.forget()
         self.perform(actions)
 
     def _start(self, run: Run) -> None:

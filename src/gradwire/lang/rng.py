@@ -24,12 +24,20 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: increments of it never repeat a mix64 input
 
 
+_MIX_SHIFTS = (30, 27, 31)
+_MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# The same as numpy's numbers, which take a while to make.
+_GOLDEN = np.uint64(GOLDEN)
+_SHIFTS = [np.uint64(n) for n in _MIX_SHIFTS]
+_FACTORS = [np.uint64(n) for n in _MIX_FACTORS]
+
+
 def mix64(x: int) -> int:
     """A bijection of 64-bit integers in which every input bit moves every output bit."""
     x &= MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-    return x ^ (x >> 31)
+    x = ((x ^ (x >> _MIX_SHIFTS[0])) * _MIX_FACTORS[0]) & MASK64
+    x = ((x ^ (x >> _MIX_SHIFTS[1])) * _MIX_FACTORS[1]) & MASK64
+    return x ^ (x >> _MIX_SHIFTS[2])
 
 
 def parameter_key(seed: int, name: str, rank: int) -> int:
@@ -57,16 +65,20 @@ def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int | np.ndarray)
     `step` is one number or int64[n]; `phase` separates uses within a step (the first encoding, the
     encoding after the reduction), one number or an array that broadcasts with the keys.
     """
-    x = np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * np.uint64(GOLDEN)
-    x = _mix64_array(x)
-    return _mix64_array(x + np.atleast_1d(phase).astype(np.uint64) * np.uint64(GOLDEN))
+    x: np.ndarray = np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * _GOLDEN
+    _mix_in_place(x)
+    x = x + np.atleast_1d(phase).astype(np.uint64) * _GOLDEN
+    _mix_in_place(x)
+    return x
 
 
-def _mix64_array(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
-    return mixed
+def _mix_in_place(x: np.ndarray) -> None:
+    """mix64 of each entry."""
+    x ^= x >> _SHIFTS[0]
+    x *= _FACTORS[0]
+    x ^= x >> _SHIFTS[1]
+    x *= _FACTORS[1]
+    x ^= x >> _SHIFTS[2]
 
 
 def stream_words(key: int, stream: int) -> tuple[int, int]:
