@@ -82,7 +82,7 @@ class Calls:
         keys = rng.step_keys(np.stack([step.keys] * _SHARED + [step.shared]), step.steps, _PHASES)
         end = np.array([arena, 0], dtype="u8")
         numbers = np.concatenate([*step[:_ADDRESSES], keys.reshape(-1), end])
-        table = self.rows.view("u8") + numbers[self.terms.view("i8")]
+        table: np.ndarray = self.rows.view("u8") + numbers[self.terms.view("i8")]
         return table.view(ROW)
 
 

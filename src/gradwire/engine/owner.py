@@ -19,6 +19,7 @@ from gradwire.engine.core import Core, Place
 from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
 from gradwire.engine.streams import StreamFuture
 from gradwire.engine.threads import Flight, Outcome, Work
+from gradwire.engine.workers import Lane
 from gradwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Owner:
         agreed: digests on which ranks agree, or are about to, by their place, with the agreement.
         made: how many agreements were begun.
         preparing: held while these are looked up.
+        lanes: those of tickets that have been returned, for later ones.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Owner:
         self.preparing = threading.Lock()
         self.lock = threading.Lock()
         self.core = Core(window)
+        self.lanes: list[tuple[Lane, Lane]] = []
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
         self._pid = os.getpid()
@@ -106,6 +109,10 @@ class Owner:
             place = self.core.issue()
             ticket = self._tickets[place] = Ticket(self, place)
         return ticket
+
+    def new_lanes(self) -> tuple[Lane, Lane]:
+        """One for receives, one for sends."""
+        return self.comm.lane("inbound", self), self.comm.lane("outbound", self)
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round under way, or None."""
@@ -141,7 +148,7 @@ class Owner:
     def forget(self) -> None:
         """Let go of returned tickets; the lock is held."""
         for place in [p for p in self._tickets if p.returned]:
-            del self._tickets[place]
+            self.lanes.append(self._tickets.pop(place).lanes)
 
 
 class Ticket:
@@ -152,7 +159,7 @@ class Ticket:
         issue: the latest round, or None before the first.
         rounds: the number of that round, from 0.
         since: when it began (time.monotonic).
-        inbound, outbound: lanes of its waits, which no other ticket's stand before.
+        lanes: inbound and outbound, of its waits, before which no other ticket's stand.
     """
 
     def __init__(self, owner: Owner, place: Place) -> None:
@@ -161,9 +168,7 @@ class Ticket:
         self.issue: Issue | None = None
         self.rounds = 0
         self.since = 0.0
-        comm = owner.comm
-        self.inbound = comm.lane("inbound", owner)
-        self.outbound = comm.lane("outbound", owner)
+        self.lanes = owner.lanes.pop() if owner.lanes else owner.new_lanes()
 
     def tag(self, tags: int, slot: int) -> int:
         """Of a message of the round under way, whose layout has range `tags`, or that digest."""

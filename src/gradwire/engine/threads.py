@@ -153,7 +153,7 @@ class ThreadDriver:
 
     def _expect(self, run: Run, receives: tuple[int, ...]) -> None:
         """Post these receives."""
-        work, inbound = _work(run), run.job.ticket.inbound
+        work, (inbound, _) = _work(run), run.job.ticket.lanes
         for task in receives:
             buffer, peer = run.graph.writes[task][0], run.graph.peer[task]
             borrowed = work.borrowed.get(buffer)
@@ -173,7 +173,7 @@ class ThreadDriver:
         message = work.memory(run.graph.reads[task][0])
         pending = self._transport().isend(message, run.graph.peer[task], work.tag(task))
         run.job.wire_bytes += message.numel()
-        run.job.ticket.outbound.put(self._sent, run, task, pending)
+        run.job.ticket.lanes[1].put(self._sent, run, task, pending)
         self._event(run, "posted", task)
 
     def _borrow(self, run: Run, task: int, loan: Loan) -> None:
