@@ -22,17 +22,14 @@ import torch.distributed as dist
 
 from gradwire import control
 from gradwire.control import Member
-from gradwire.engine.core import Actions
+from gradwire.engine.flights import Flights
 from gradwire.engine.owner import Owner
 from gradwire.engine.pool import Pools
 from gradwire.engine.process import Engine
 from gradwire.engine.ranges import Ranges
-from gradwire.engine.stream import StreamDriver, StreamWork
-from gradwire.engine.threads import Flight, Outcome, ThreadDriver, Work
+from gradwire.engine.stream import StreamDriver
 from gradwire.engine.topology import Facts, Topology
-from gradwire.engine.trace import Timeline, Traced
 from gradwire.engine.watch import Watch
-from gradwire.engine.workers import Lane
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
@@ -75,7 +72,7 @@ class Communicator:
     Attributes:
         calls: the owner of single collectives that users call.
         pools: the memory of scopes under way.
-        error: what broke this group, or None.
+        flights: the rounds under way.
         alive: asked from time to time; False: the process group has gone.
     """
 
@@ -92,10 +89,7 @@ class Communicator:
             made: Any = transport
             seat = Seat(made.rank, made.world_size, made.timeout, made.board)
         self.rank, self.world_size, self.timeout = seat.rank, seat.world_size, seat.timeout
-        self.error: BaseException | None = None
         self._failing = False
-        self.trace: Timeline | None = None
-        self._traced: Traced | None = None
         engine = Engine.current()
         self.workers = engine.workers
         self._transport: Transport | None = None if callable(transport) else transport
@@ -104,11 +98,9 @@ class Communicator:
         self._streams: dict[torch.device, StreamDriver | None] = {}
         self._lock = threading.Lock()
         self._opening = threading.RLock()
-        self._flights: set[Flight] = set()
         self._agreements = itertools.count()
         self._topology: Topology | None = None
-        self._compute = self.lane("compute")
-        self._threads: ThreadDriver | None = None
+        self.flights = Flights(engine.workers, lambda: self.transport, self.fail)
         self.pools = Pools(lambda: self.transport.store)
         self.watch = Watch(self)
         self.owners: list[Owner] = []
@@ -250,88 +242,15 @@ class Communicator:
                     self._streams[device] = stream
         return self._streams[device]
 
+    @property
+    def error(self) -> BaseException | None:
+        """What broke this group, or None."""
+        return self.flights.error
+
     def check(self) -> None:
         """Raises what broke this group, if anything did."""
         if self.error is not None:
             raise self.error
-
-    def expect(self, flight: Flight) -> None:
-        """A round was issued: it ends with its result, or with the group's error."""
-        with self._lock:
-            self._flights.add(flight)
-            error = self.error or flight.ticket.owner.error
-        if error is not None:
-            self._end(flight, error)
-
-    def launch(self, flight: Flight, ready: Future[T], make: Callable[[T], Work]) -> None:
-        """What a round needs is prepared, or will never be."""
-        if flight.future.done():
-            return
-        try:
-            work = make(ready.result())
-        except BaseException as error:
-            self._cancel(flight)
-            self._end(flight, error)
-        else:
-            self._driver().begin(flight, work)
-
-    def _cancel(self, flight: Flight) -> None:
-        """A round will never begin."""
-        owner = flight.ticket.owner
-        with owner.lock:
-            actions = owner.core.cancel(flight.ticket.place)
-        self.perform(actions)
-
-    def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:
-        """Run a round on a stream: it is queued, or has failed, when this returns."""
-        try:
-            work = make()
-        except Exception as error:
-            self._cancel(flight)
-            self._end(flight, error)
-            return
-        try:
-            wire_bytes = stream.begin(flight, work)
-        except BaseException as error:
-            self._end(flight, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            seconds = time.perf_counter() - flight.begun
-            self._end(flight, Outcome(seconds, wire_bytes, 0.0))
-
-    def lane(self, name: str, owner: Owner | None = None) -> Lane:
-        """Steps of this group, or of one owner; none runs once it is broken."""
-
-        def stopped() -> bool:
-            return self.error is not None or (owner is not None and owner.error is not None)
-
-        return Lane(self.workers, name, self.fail, lambda: self.trace, stopped)
-
-    def _driver(self) -> ThreadDriver:
-        if self._threads is None:
-            self._threads = ThreadDriver(lambda: self.traced, self._compute, self._ended)
-        return self._threads
-
-    def perform(self, actions: Actions) -> None:
-        """Do what an owner's core says."""
-        if actions:
-            self._driver().perform(actions)
-
-    def _ended(self, flight: Flight) -> None:
-        assert flight.work is not None
-        seconds = time.perf_counter() - flight.begun
-        self._end(flight, Outcome(seconds, flight.wire_bytes, flight.work.kernel_seconds))
-
-    def _end(self, flight: Flight, end: Outcome | BaseException) -> None:
-        with self._lock:
-            if flight not in self._flights:
-                return  # another thread ended it
-            self._flights.discard(flight)
-        if isinstance(end, BaseException):
-            flight.future.set_exception(end)
-        else:
-            flight.future.set_result(end)
 
     # ---- failure and the end -------------------------------------------------------------------
 
@@ -361,14 +280,7 @@ class Communicator:
 
     def end(self, error: BaseException) -> bool:
         """End every round, now and later, with `error`; False if an earlier error did."""
-        with self._lock:
-            if self.error is not None:
-                return False
-            self.error = error
-            stranded = list(self._flights)
-        for flight in stranded:
-            self._end(flight, error)
-        return True
+        return self.flights.end_all(error)
 
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
         """What happened here breaks one owner: peers end their rounds of it, and only those."""
@@ -378,14 +290,7 @@ class Communicator:
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:
         """End every round of `owner`, now and later, with `error`; False: an earlier one did."""
-        with self._lock:
-            if owner.error is not None or self.error is not None:
-                return False
-            owner.error = error
-            stranded = [flight for flight in self._flights if flight.ticket.owner is owner]
-        for flight in stranded:
-            self._end(flight, error)
-        return True
+        return self.flights.end_all(error, owner)
 
     def close(self) -> None:
         """The process group goes: rounds under way end in a TransportError."""
@@ -405,27 +310,10 @@ class Communicator:
         """Results may be in place here whose last sends are still on their way to a peer."""
         end = time.monotonic() + _LINGER_S
         owners = self.all_owners()
-        while time.monotonic() < end and not self._flights:
+        while time.monotonic() < end and not self.flights:
             if all(owner.returned == owner.core.issued for owner in owners):
                 return
             time.sleep(0.01)
-
-    # ---- records -------------------------------------------------------------------------------
-
-    @property
-    def traced(self) -> Transport:
-        """The transport, recording what it does while there is a trace."""
-        return self._traced or self.transport
-
-    def begin_trace(self) -> Timeline:
-        """Record what the lanes and the transport do from now on."""
-        self.trace = Timeline()
-        self._traced = Traced(self.transport, self.trace)
-        return self.trace
-
-    def end_trace(self) -> None:
-        """Record no more."""
-        self.trace = self._traced = None
 
 
 _STREAMS = ("single collectives", "collectives of the backend")

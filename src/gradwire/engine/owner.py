@@ -112,7 +112,7 @@ class Owner:
 
     def new_lanes(self) -> tuple[Lane, Lane]:
         """One for receives, one for sends."""
-        return self.comm.lane("inbound", self), self.comm.lane("outbound", self)
+        return self.comm.flights.lane("inbound", self), self.comm.flights.lane("outbound", self)
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round under way, or None."""
@@ -189,7 +189,7 @@ class Ticket:
         """
         comm = self.owner.comm
         flight = self._issue(issue, Future())
-        ready.add_done_callback(lambda ended: comm.launch(flight, ended, make))
+        ready.add_done_callback(lambda ended: comm.flights.launch(flight, ended, make))
         return flight.future
 
     def begin_in_order(
@@ -197,7 +197,7 @@ class Ticket:
     ) -> Future[Outcome]:
         """Queue the next round on a stream, now; the future has ended."""
         flight = self._issue(issue, StreamFuture(stream.stream))
-        self.owner.comm.queue(flight, stream, make)
+        self.owner.comm.flights.queue(flight, stream, make)
         return flight.future
 
     def _issue(self, issue: Issue, future: Future[Outcome]) -> Flight:
@@ -208,7 +208,7 @@ class Ticket:
             self.rounds = self.place.rounds
             self.issue, self.since = issue, time.monotonic()
         flight = Flight(self, future)
-        owner.comm.expect(flight)
+        owner.comm.flights.expect(flight)
         owner.comm.watch.compare(self, issue)
         return flight
 
@@ -218,4 +218,4 @@ class Ticket:
             actions = self.owner.core.close(self.place)
             self.owner.note(self)
             self.owner.forget()
-        self.owner.comm.perform(actions)
+        self.owner.comm.flights.perform(actions)

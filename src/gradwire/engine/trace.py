@@ -37,7 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Spans, in the order in which they ended. `Executor.trace` takes one; None records nothing."""
+    """Spans, in the order in which they ended. see `Flights.begin_trace`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
