@@ -4,8 +4,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# One worker a core: the lab and the benchmarks' tests use more processes themselves.
-WORKERS ?= 2
+# Two workers a core: the tests spend half of their time waiting.
+WORKERS ?= 4
 
 .PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean
 

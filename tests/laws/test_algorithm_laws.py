@@ -5,6 +5,7 @@ test_collective_laws.py has more codecs and dtypes, with the default algorithm.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -279,9 +280,11 @@ def test_error_feedback_of_a_codec_that_scales_is_refused(way: str, n: int) -> N
 
 @every_way
 def test_law_10_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
-    hub = Hub(4, timeout=20)
+    hub, agreed = Hub(4, timeout=20), threading.Barrier(4)
 
     def body(comm: Communicator) -> BaseException | None:
+        reduce_all(comm, [torch.randn(5000)], QSGD(), WAYS[way](4))
+        agreed.wait()  # on what it is, and all of it is here
         if comm.rank == 2:
             hub.kill(2)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -253,13 +254,15 @@ def test_law_3_unbiased_through_a_collective() -> None:
 
 
 def test_law_10_a_dead_peer_is_named_by_every_survivor() -> None:
-    hub = Hub(4, timeout=20)
+    hub, agreed = Hub(4, timeout=20), threading.Barrier(4)
 
     def body(comm: Communicator) -> BaseException | None:
+        reduce_all(comm, [torch.randn(5000)], QSGD())
+        agreed.wait()  # on what it is, and all of it is here
         if comm.rank == 2:
             hub.kill(2)
             return None
-        return caught(lambda: reduce_all(comm, [torch.randn(5000)], QSGD()))
+        return caught(lambda: reduce_all(comm, [torch.randn(5000)], QSGD(), step=1))
 
     errors = as_threads(4, body, hub)
     for rank in (0, 1, 3):

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 import gradwire as gw
 from ends import ends, finished
+from products import EXHAUSTIVE
 from ranks import free_port
 from stress.worlds import of_transport
 
@@ -110,6 +111,7 @@ def made_anew(rank: int, port: int) -> None:
         assert bool((values == 1.0).all())
         dist.barrier()
         dist.destroy_process_group()
+        time.sleep(0.5 * rank)  # torch itself needs rank 0's old store to be gone
 
 
 @pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
@@ -196,7 +198,7 @@ def cycles(rank: int, count: int) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+@pytest.mark.parametrize("shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"])
 def test_groups_that_come_and_go_leave_nothing(shm: bool) -> None:
     count = 40
     found = ends(2, cycles, count, timeout=8, deadline=120, environment=of_transport(shm))

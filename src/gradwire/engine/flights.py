@@ -1,0 +1,155 @@
+"""The rounds under way in one process group: each ends once, with its result or with an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from gradwire.engine.core import Actions
+from gradwire.engine.stream import StreamDriver, StreamWork
+from gradwire.engine.threads import Flight, Outcome, ThreadDriver, Work
+from gradwire.engine.trace import Timeline, Traced
+from gradwire.engine.workers import Lane, Workers
+from gradwire.transport import Transport
+
+if TYPE_CHECKING:
+    from gradwire.engine.owner import Owner
+
+T = TypeVar("T")
+
+
+class Flights:
+    """The rounds of one group.
+
+    Args:
+        workers: whose threads run them.
+        transport: moves the bytes; asked for when a round begins.
+        failed: is told what a step raises.
+
+    Attributes:
+        error: what ended all of them, and ends those to come; or None.
+        trace: gets what lanes and transport do, while there is one.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        transport: Callable[[], Transport],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.error: BaseException | None = None
+        self.trace: Timeline | None = None
+        self._workers = workers
+        self._transport = transport
+        self._traced: Traced | None = None
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._under_way: set[Flight] = set()
+        self._driver = ThreadDriver(
+            lambda: self._traced or transport(), self.lane("compute"), self._ended
+        )
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def lane(self, name: str, owner: Owner | None = None) -> Lane:
+        """Steps of the group, or of one owner; none runs once it is broken."""
+
+        def stopped() -> bool:
+            return self.error is not None or (owner is not None and owner.error is not None)
+
+        return Lane(self._workers, name, self._failed, lambda: self.trace, stopped)
+
+    # ---- a round, from its issue to its end ----------------------------------------------------
+
+    def expect(self, flight: Flight) -> None:
+        """A round was issued: it ends with its result, or with the group's or its owner's error."""
+        with self._lock:
+            self._under_way.add(flight)
+            error = self.error or flight.ticket.owner.error
+        if error is not None:
+            self._end(flight, error)
+
+    def launch(self, flight: Flight, ready: Future[T], make: Callable[[T], Work]) -> None:
+        """What a round needs is prepared, or will never be."""
+        if flight.future.done():
+            return
+        try:
+            work = make(ready.result())
+        except BaseException as error:
+            self._cancel(flight)
+            self._end(flight, error)
+        else:
+            self._driver.begin(flight, work)
+
+    def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:
+        """Run a round on a stream: it is queued, or has failed, when this returns."""
+        try:
+            work = make()
+        except Exception as error:
+            self._cancel(flight)
+            self._end(flight, error)
+            return
+        try:
+            wire_bytes = stream.begin(flight, work)
+        except BaseException as error:
+            self._end(flight, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._end(flight, Outcome(time.perf_counter() - flight.begun, wire_bytes, 0.0))
+
+    def perform(self, actions: Actions) -> None:
+        """Do what an owner's core says."""
+        self._driver.perform(actions)
+
+    def _cancel(self, flight: Flight) -> None:
+        """A round will never begin."""
+        owner = flight.ticket.owner
+        with owner.lock:
+            actions = owner.core.cancel(flight.ticket.place)
+        self.perform(actions)
+
+    def _ended(self, flight: Flight) -> None:
+        assert flight.work is not None
+        seconds = time.perf_counter() - flight.begun
+        self._end(flight, Outcome(seconds, flight.wire_bytes, flight.work.kernel_seconds))
+
+    def _end(self, flight: Flight, end: Outcome | BaseException) -> None:
+        with self._lock:
+            if flight not in self._under_way:
+                return  # another thread ended it
+            self._under_way.discard(flight)
+        if isinstance(end, BaseException):
+            flight.future.set_exception(end)
+        else:
+            flight.future.set_result(end)
+
+    def end_all(self, error: BaseException, owner: Owner | None = None) -> bool:
+        """End every round of the group, or of `owner`, now and later; False: an earlier one did."""
+        with self._lock:
+            if self.error is not None or (owner is not None and owner.error is not None):
+                return False
+            if owner is None:
+                self.error = error
+            else:
+                owner.error = error
+            stranded = [f for f in self._under_way if owner in (None, f.ticket.owner)]
+        for flight in stranded:
+            self._end(flight, error)
+        return True
+
+    # ---- records -------------------------------------------------------------------------------
+
+    def begin_trace(self) -> Timeline:
+        """Record what the lanes and the transport do from now on."""
+        self.trace = Timeline()
+        self._traced = Traced(self._transport(), self.trace)
+        return self.trace
+
+    def end_trace(self) -> None:
+        """Record no more."""
+        self.trace = self._traced = None
