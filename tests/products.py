@@ -15,6 +15,11 @@ import pytest
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
+def every_other(values: Iterable[Any]) -> list[Any]:
+    """For `parametrize`: `make test` runs the first value, the third and so on."""
+    return [pytest.param(v, marks=[EXHAUSTIVE] if i % 2 else []) for i, v in enumerate(values)]
+
+
 def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:
     """The product of two axes, for `parametrize`, where each case costs much: a compilation.
 

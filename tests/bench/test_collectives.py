@@ -6,6 +6,7 @@ import pytest
 
 from gradwire import lab
 from gradwire.bench import collectives
+from products import EXHAUSTIVE
 
 KEYS = {
     "method", "algorithm", "transport", "ranks", "net", "numel",
@@ -33,6 +34,7 @@ def test_every_default_method_has_a_row() -> None:
     assert by_method["torch-powersgd"]["wire_bytes"] == 4 * 4 * (200 + 200)
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_a_method_names_its_algorithm() -> None:
     names = ["sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical"]

@@ -14,6 +14,7 @@ import pytest
 from gradwire import lab
 from gradwire.bench import train, train_nodes
 from gradwire.bench.train_config import TrainConfig
+from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
 
@@ -85,6 +86,7 @@ def test_bytes_are_accounted(tiny: tuple[list[Any], list[Any], list[str]]) -> No
     assert bytes_of["torch-fp32"] / bytes_of["gradwire-qsgd4"] > 4
 
 
+@EXHAUSTIVE
 def test_a_run_repeats_bit_for_bit(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
     def losses(evaluations: list[Any]) -> dict[tuple[str, int], float]:
         return {(row["method"], row["step"]): row["loss"] for row in evaluations}
@@ -94,6 +96,7 @@ def test_a_run_repeats_bit_for_bit(tiny: tuple[list[Any], list[Any], list[str]])
     assert losses(again) == {key: first[key] for key in losses(again)}
 
 
+@EXHAUSTIVE
 def test_buffers_and_seeds_and_a_budget() -> None:
     config = replace(
         TINY,
@@ -149,6 +152,7 @@ def test_a_run_that_hangs_ends_with_what_was_said(
     assert time.monotonic() - start < 20
 
 
+@EXHAUSTIVE
 def test_closing_the_iterator_ends_the_run() -> None:
     rows = train.run(replace(TINY, steps=10**6), announce=lambda text: None)
     next(rows)

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from products import EXHAUSTIVE
+
 SCRIPT = Path(__file__).with_name("triton_collectives.py")
 
 
+@EXHAUSTIVE
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_collectives_of_target_triton_are_those_of_target_c() -> None:
     done = subprocess.run(

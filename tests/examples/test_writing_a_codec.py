@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from products import EXHAUSTIVE
+
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "writing-a-codec.md"
 # what the page calls by name runs with this Python
@@ -62,6 +64,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)  # a dozen programs, some of which compile kernels
 def test_the_page_is_exact(tmp_path: Path) -> None:
