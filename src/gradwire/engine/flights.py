@@ -83,6 +83,7 @@ class Flights:
             self._cancel(flight)
             self._end(flight, error)
         else:
+            flight.ticket.is_prepared = True
             self._driver.begin(flight, work)
 
     def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:

@@ -159,6 +159,7 @@ class Ticket:
         issue: the latest round, or None before the first.
         rounds: the number of that round, from 0.
         since: when it began (time.monotonic).
+        is_prepared: whether ranks have agreed on it, and its kernels are there.
         lanes: inbound and outbound, of its waits, before which no other ticket's stand.
     """
 
@@ -168,6 +169,7 @@ class Ticket:
         self.issue: Issue | None = None
         self.rounds = 0
         self.since = 0.0
+        self.is_prepared = False
         self.lanes = owner.lanes.pop() if owner.lanes else owner.new_lanes()
 
     def tag(self, tags: int, slot: int) -> int:
@@ -206,7 +208,7 @@ class Ticket:
             owner.note(self)
             owner.core.expect(self.place)
             self.rounds = self.place.rounds
-            self.issue, self.since = issue, time.monotonic()
+            self.issue, self.since, self.is_prepared = issue, time.monotonic(), False
         flight = Flight(self, future)
         owner.comm.flights.expect(flight)
         owner.comm.watch.compare(self, issue)

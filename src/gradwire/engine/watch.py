@@ -113,7 +113,9 @@ class Watch:
                 place, issue = _place(ticket), ticket.issue
                 if issue is None or self._comm.error is not None:
                     continue
-                if place not in self._reported:
+                # The agreement on a user's call says more: in what it differs.
+                pending = ticket.owner.single and not ticket.is_prepared
+                if place not in self._reported and not pending:
                     self._reported.add(place)
                     self._claim(place, issue)
                 self._look_for_the_end(place)
