@@ -14,6 +14,7 @@ that says nothing is the business of the transport's timeout.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -24,6 +25,8 @@ from gradwire.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
+
+log = logging.getLogger("gradwire")
 
 _LONG_S = 0.4  # that a round waits before it is reported
 _PATIENCE = 0.75  # of the timeout: a wait as long as that is told
@@ -42,26 +45,18 @@ class Watch:
         self._reported: set[Place] = set()
         self._busy = False  # a report is being made
         self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
-        self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> what it had returned of each owner
         self._blamed: dict[int, int] = {}  # peer that has failed -> whom it holds responsible
+        self._reasons: dict[int, str] = {}  # peer that has failed -> how
         self._waits: dict[int, int | None] = {}  # peer that has waited long -> for whom
         self._awaited: int | None = None  # for whom this rank has waited long
 
     # ---- what this rank tells ------------------------------------------------------------------
 
-    def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
-        """Peers end their waits, or those for one owner: this rank has failed, and holds `blamed`
-        responsible."""
-        key = None if owner is None else owner.key
-        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key})
-
-    def opened(self, owner: Owner) -> None:
-        """This rank has opened an owner: a peer may have told of its failure already."""
-        error = self._broken.pop(owner.key, None)
-        if error is not None:
-            self._comm.end_owner(owner, error)
+    def tell_failure(self, error: BaseException, blamed: int) -> None:
+        """Peers end their waits: this rank has failed, and holds `blamed` responsible."""
+        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed})
 
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group, with so many tickets of each owner returned."""
@@ -70,7 +65,9 @@ class Watch:
 
     def closed(self, owner: Owner) -> None:
         """This rank has closed an owner: who waits for later tickets of it waits in vain."""
-        self._tell({"kind": "closed", "owner": owner.key, "name": owner.name, "at": owner.returned})
+        self._tell(
+            {"kind": "closed", "owner": owner.key, "name": owner.name, "at": owner.core.issued}
+        )
 
     def _tell(self, notice: Mapping[str, Any]) -> None:
         if self._comm.member is not None:
@@ -119,6 +116,8 @@ class Watch:
                     self._reported.add(place)
                     self._claim(place, issue)
                 self._look_for_the_end(place)
+        except TransportError as error:  # the store is gone: the transport's timeout holds
+            log.warning("rank %d: a long wait cannot be compared: %s", self._comm.rank, error)
         finally:
             self._busy = False
 
@@ -180,14 +179,7 @@ class Watch:
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
         text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
-        if notice.get("owner") is not None:
-            error = TransportError(text, peer=sender)
-            owner = self._owner(str(notice["owner"]))
-            if owner is None:
-                self._broken[str(notice["owner"])] = error
-            else:
-                comm.end_owner(owner, error)
-            return
+        self._reasons[sender] = text
         self._blamed[sender] = blamed
         if comm.first_to_fail():  # else this rank knows by itself, and asks who was first
             comm.workers.run(partial(self._end, TransportError(text, peer=sender), sender))
@@ -215,6 +207,8 @@ class Watch:
             if following is None or following in seen:
                 break
             first = following
+        if self._blamed.get(first) == first:  # it knows best
+            return TransportError(self._reasons[first], peer=first)
         if first == blamed:
             return error
         return TransportError(f"{error}. The first to fail was rank {first}", peer=first)

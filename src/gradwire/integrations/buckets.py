@@ -215,23 +215,24 @@ class Buckets:
         pending, self._pending = self._pending, []
         for future in pending:
             future.wait()
+        self._leave()
         if self._error is not None:
             raise self._error
-        self._leave()
 
     def _abandoned(self) -> None:
         """Backward ended by an exception: its buckets will never be complete."""
         rank, step = self._comm.rank, self._totals["steps"]
         self._arrived.clear()
         self._held.clear()
-        self._comm.fail_owner(
-            self._owner,
+        self._pending.clear()
+        self._comm.fail(
             TransportError(
                 f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
                 f"so its gradients are not complete: see what rank {rank} raised",
                 peer=rank,
-            ),
+            )
         )
+        self._leave()
 
     def at_end(self, then: Callable[[], None]) -> None:
         """Call `then` when the pass that is under way has ended, or now if none is."""

@@ -98,13 +98,14 @@ class Handle:
                 "payload_bytes": payload,
                 "ratio": raw_payload / payload if payload else None,
             }
+        transport = self._comm.opened  # to open it would wait for the others
         return {
             **totals,
             "raw_bytes": round(raw),
             "ratio": raw / wire if wire else None,
             "residual_bytes": residual,
-            "shared_bytes": self._comm.transport.shared_bytes,
-            "lent_bytes": self._comm.transport.lent_bytes,
+            "shared_bytes": 0 if transport is None else transport.shared_bytes,
+            "lent_bytes": 0 if transport is None else transport.lent_bytes,
             "peak_extra_bytes": self._comm.pools.peak_bytes + residual,
             "parameters": parameters,
         }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradwire.transport.protocol import Loan
 
 # Our tags start high, so that a user's own point-to-point messages on the group never match them.
 _TAG_BASE = 1 << 30
+_RETURN_S = 0.5  # in which threads come back from waits that have ended
 
 
 class TorchP2P:
@@ -74,7 +76,17 @@ class TorchP2P:
 
     def close(self) -> None:
         self.error = self.error or TransportError(f"rank {self.rank}: this transport was closed")
-        self.companion = None
+        group, self.companion = self._group(), None
+        if self.waiting and group is not None:
+            # A thread that came back from gloo as the interpreter ends would abort the process. A
+            # wait that times out ends all others of this rank.
+            with suppress(RuntimeError):
+                peer = (self.rank + 1) % self.world_size
+                last = group.recv([torch.zeros(1)], peer, _TAG_BASE - 1)
+                last.wait(timedelta(milliseconds=1))
+            deadline = time.monotonic() + _RETURN_S
+            while self.waiting and time.monotonic() < deadline:
+                time.sleep(0.005)
 
     def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
         return self._start("send", data, peer, tag, "send to")
