@@ -1,4 +1,4 @@
-"""What a rank may do with its handle while others are elsewhere: look, and detach after an exception."""
+"""A handle of one rank alone: looked at, and detached after an exception in backward."""
 
 from __future__ import annotations
 

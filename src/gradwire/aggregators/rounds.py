@@ -106,7 +106,7 @@ class Rounds:
                 gradient.copy_(average)
         except BaseException as error:
             # Peers are in the round that this rank will not begin.
-            self.owner.comm.fail(error)
+            self.owner.comm.fail_owner(self.owner, error)
             raise
         else:
             self.active.append((index, steps, request))

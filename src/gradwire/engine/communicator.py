@@ -209,6 +209,7 @@ class Communicator:
             owner = Owner(self, serial, name, window, False)
             self._drop_closed()
             self.owners.append(owner)
+        self.watch.opened(owner)
         return owner
 
     def close_owner(self, owner: Owner) -> None:
@@ -261,7 +262,7 @@ class Communicator:
         blamed = self.rank if peer is None else peer
         if self._transport is not None:
             self._transport.fail(blamed)
-        self.watch.tell_failure(error, blamed)
+        self.watch.tell_failure(error, blamed, None)
         error = self.watch.explained(error, blamed)
         if not self.end(error):
             return
@@ -280,6 +281,16 @@ class Communicator:
     def end(self, error: BaseException) -> bool:
         """End every round, now and later, with `error`; False if an earlier error did."""
         return self.flights.end_all(error)
+
+    def fail_owner(self, owner: Owner, error: BaseException) -> None:
+        """What happened here breaks one owner: peers end their rounds of it, and only those."""
+        if self.end_owner(owner, error):
+            log.error("%s", error)
+            self.watch.tell_failure(error, self.rank, owner)
+
+    def end_owner(self, owner: Owner, error: BaseException) -> bool:
+        """End every round of `owner`, now and later, with `error`; False: an earlier one did."""
+        return self.flights.end_all(error, owner)
 
     def close(self) -> None:
         """The process group goes: rounds under way end in a TransportError."""

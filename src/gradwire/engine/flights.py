@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.engine.core import Actions
 from gradwire.engine.stream import StreamDriver, StreamWork
@@ -14,6 +14,9 @@ from gradwire.engine.threads import Flight, Outcome, ThreadDriver, Work
 from gradwire.engine.trace import Timeline, Traced
 from gradwire.engine.workers import Lane, Workers
 from gradwire.transport import Transport
+
+if TYPE_CHECKING:
+    from gradwire.engine.owner import Owner
 
 T = TypeVar("T")
 
@@ -52,19 +55,21 @@ class Flights:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def lane(self, name: str) -> Lane:
-        """Steps of the group; none runs once it is broken."""
-        return Lane(
-            self._workers, name, self._failed, lambda: self.trace, lambda: self.error is not None
-        )
+    def lane(self, name: str, owner: Owner | None = None) -> Lane:
+        """Steps of the group, or of one owner; none runs once it is broken."""
+
+        def stopped() -> bool:
+            return self.error is not None or (owner is not None and owner.error is not None)
+
+        return Lane(self._workers, name, self._failed, lambda: self.trace, stopped)
 
     # ---- a round, from its issue to its end ----------------------------------------------------
 
     def expect(self, flight: Flight) -> None:
-        """A round was issued: it ends with its result, or with the group's error."""
+        """A round was issued: it ends with its result, or with the group's or its owner's error."""
         with self._lock:
             self._under_way.add(flight)
-            error = self.error
+            error = self.error or flight.ticket.owner.error
         if error is not None:
             self._end(flight, error)
 
@@ -124,13 +129,16 @@ class Flights:
         else:
             flight.future.set_result(end)
 
-    def end_all(self, error: BaseException) -> bool:
-        """End every round, now and later, with `error`; False if an earlier one did."""
+    def end_all(self, error: BaseException, owner: Owner | None = None) -> bool:
+        """End every round of the group, or of `owner`, now and later; False: an earlier one did."""
         with self._lock:
-            if self.error is not None:
+            if self.error is not None or (owner is not None and owner.error is not None):
                 return False
-            self.error = error
-            stranded = list(self._under_way)
+            if owner is None:
+                self.error = error
+            else:
+                owner.error = error
+            stranded = [f for f in self._under_way if owner in (None, f.ticket.owner)]
         for flight in stranded:
             self._end(flight, error)
         return True

@@ -57,6 +57,7 @@ class Owner:
     Attributes:
         serial: how many of its kind the group had before.
         key: its name among ranks.
+        error: what broke it, or None.
         closed: whether it issues no further ticket.
         kept: what is prepared once and used again, the least used first.
         agreed: digests on which ranks agree, or are about to, by their place, with the agreement.
@@ -74,6 +75,7 @@ class Owner:
         self.serial = serial
         self.name = name
         self.single = single
+        self.error: BaseException | None = None
         self.closed = False
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
         self.agreed: dict[int, tuple[int, Future[int]]] = {}
@@ -91,7 +93,7 @@ class Owner:
         """The next one, in order.
 
         Raises:
-            TransportError: the group is broken.
+            TransportError: the group, or this owner, is broken.
             ConfigError: in a forked child.
         """
         if os.getpid() != self._pid:
@@ -101,6 +103,8 @@ class Owner:
                 "make the process group in the child"
             )
         self.comm.check()
+        if self.error is not None:
+            raise self.error
         with self.lock:
             place = self.core.issue()
             ticket = self._tickets[place] = Ticket(self, place)
@@ -108,7 +112,7 @@ class Owner:
 
     def new_lanes(self) -> tuple[Lane, Lane]:
         """One for receives, one for sends."""
-        return self.comm.flights.lane("inbound"), self.comm.flights.lane("outbound")
+        return self.comm.flights.lane("inbound", self), self.comm.flights.lane("outbound", self)
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round under way, or None."""

@@ -45,6 +45,7 @@ class Watch:
         self._reported: set[Place] = set()
         self._busy = False  # a report is being made
         self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
+        self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> what it had returned of each owner
         self._blamed: dict[int, int] = {}  # peer that has failed -> whom it holds responsible
@@ -54,9 +55,17 @@ class Watch:
 
     # ---- what this rank tells ------------------------------------------------------------------
 
-    def tell_failure(self, error: BaseException, blamed: int) -> None:
-        """Peers end their waits: this rank has failed, and holds `blamed` responsible."""
-        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed})
+    def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
+        """Peers end their waits, or those for one owner: this rank has failed, and holds `blamed`
+        responsible."""
+        key = None if owner is None else owner.key
+        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key})
+
+    def opened(self, owner: Owner) -> None:
+        """This rank has opened an owner: a peer may have told of its failure already."""
+        error = self._broken.pop(owner.key, None)
+        if error is not None:
+            self._comm.end_owner(owner, error)
 
     def leave(self, frontier: Mapping[str, int]) -> None:
         """This rank leaves the group, with so many tickets of each owner returned."""
@@ -179,6 +188,14 @@ class Watch:
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
         text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
+        if notice.get("owner") is not None:
+            error = TransportError(text, peer=sender)
+            owner = self._owner(str(notice["owner"]))
+            if owner is None:
+                self._broken[str(notice["owner"])] = error
+            else:
+                comm.end_owner(owner, error)
+            return
         self._reasons[sender] = text
         self._blamed[sender] = blamed
         if comm.first_to_fail():  # else this rank knows by itself, and asks who was first

@@ -225,12 +225,13 @@ class Buckets:
         self._arrived.clear()
         self._held.clear()
         self._pending.clear()
-        self._comm.fail(
+        self._comm.fail_owner(
+            self._owner,
             TransportError(
                 f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
                 f"so its gradients are not complete: see what rank {rank} raised",
                 peer=rank,
-            )
+            ),
         )
         self._leave()
 
