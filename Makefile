@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
 # Of each product of cases as many as it takes for every two values to meet (tests/products.py), with
-# kernels that compile fast: at most 8 minutes on two cores where nothing has been compiled before.
+# kernels that compile fast.
 test: debian lint types unit
 
 # Every case, with kernels as users get them.

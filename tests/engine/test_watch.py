@@ -1,0 +1,70 @@
+"""Whom a failure is put down to, and how far a detached owner has come: the watch by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from gradwire.engine.watch import Watch
+from gradwire.errors import TransportError
+
+
+class Comm:
+    """Rank 0 of four, which has met a failure itself, and keeps what it tells."""
+
+    rank, world_size, error, opened = 0, 4, None, None
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.member = SimpleNamespace(tell=self.told.append)
+
+    def first_to_fail(self) -> bool:
+        return False
+
+
+def failed(watch: Watch, rank: int, blamed: int, text: str = "receive failed") -> None:
+    watch.heard(rank, {"kind": "failed", "text": text, "blamed": blamed, "owner": None})
+
+
+def explained(watch: Watch, blamed: int) -> TransportError:
+    return watch.explained(TransportError(f"rank {blamed} closed", peer=blamed), blamed)
+
+
+def test_a_peer_that_says_nothing_is_to_blame() -> None:
+    error = explained(Watch(Comm()), 2)  # type: ignore[arg-type]
+    assert (str(error), error.peer) == ("rank 2 closed", 2)
+
+
+def test_blame_is_followed_to_where_it_ends() -> None:
+    watch = Watch(Comm())  # type: ignore[arg-type]
+    failed(watch, 1, 3)
+    watch.heard(3, {"kind": "waits", "for": 2})
+    error = explained(watch, 1)
+    assert error.peer == 2
+    assert str(error) == "rank 1 closed. The first to fail was rank 2"
+
+
+def test_whoever_failed_by_itself_is_quoted() -> None:
+    watch = Watch(Comm())  # type: ignore[arg-type]
+    failed(watch, 1, 2)
+    failed(watch, 2, 2, "rank 2: payload of another step")
+    error = explained(watch, 1)
+    assert error.peer == 2
+    assert str(error).endswith("rank 2 has failed: rank 2: payload of another step")
+
+
+def test_blame_that_comes_back_ends() -> None:
+    watch = Watch(Comm())  # type: ignore[arg-type]
+    failed(watch, 1, 2)
+    failed(watch, 2, 0)
+    assert explained(watch, 1).peer == 2
+
+
+def test_what_is_issued_counts_where_an_owner_is_closed() -> None:
+    """The last sends of a ticket may still be under way, and its peers wait for them rightly."""
+    comm = Comm()
+    owner = SimpleNamespace(
+        key="owner 0", name="a module", core=SimpleNamespace(issued=4), returned=3
+    )
+    Watch(comm).closed(owner)  # type: ignore[arg-type]
+    assert [notice["at"] for notice in comm.told] == [4]
