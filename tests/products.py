@@ -15,9 +15,9 @@ import pytest
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def every_other(values: Iterable[Any]) -> list[Any]:
-    """For `parametrize`: `make test` runs the first value, the third and so on."""
-    return [pytest.param(v, marks=[EXHAUSTIVE] if i % 2 else []) for i, v in enumerate(values)]
+def one_in(n: int, values: Iterable[Any]) -> list[Any]:
+    """For `parametrize`: `make test` runs the first value, and every n-th behind it."""
+    return [pytest.param(v, marks=[EXHAUSTIVE] if i % n else []) for i, v in enumerate(values)]
 
 
 def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:

@@ -161,6 +161,7 @@ def test_closing_the_iterator_ends_the_run() -> None:
     assert time.monotonic() - start < 10
 
 
+@EXHAUSTIVE
 @pytest.mark.lab
 def test_in_the_lab_the_links_carry_what_is_claimed() -> None:
     reason = lab.available()

@@ -7,8 +7,10 @@ import pytest
 from gradwire.bench import transports
 from gradwire.errors import ConfigError
 from gradwire.transport import shm_library
+from products import EXHAUSTIVE
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_rows() -> None:
     rows = list(transports.run([64, 1 << 22], quick=True))

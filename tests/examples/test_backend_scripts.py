@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from products import EXHAUSTIVE
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("script", ["ddp_backend.py", "fsdp2_backend.py"])
 def test_backend_example(script: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from products import EXHAUSTIVE
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 
 
@@ -26,6 +28,7 @@ def train(checkpoint: Path, *options: str) -> str:
     return done.stdout
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_a_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")

@@ -6,7 +6,10 @@ import gpu_checks
 import pytest
 import torch
 
+from products import EXHAUSTIVE
 
+
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_the_script_finds_nothing_wrong_on_the_cpu() -> None:
     said = gpu_checks.ranks_share(2, device="cpu")

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from products import EXHAUSTIVE
 from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
@@ -821,7 +822,7 @@ _verdicts: dict[int, list[dict[str, str]]] = {}
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=EXHAUSTIVE), 3])
 def test_attach(world_size: int, scenario: str) -> None:
     if world_size not in _verdicts:
         _verdicts[world_size] = as_processes(world_size, run_all, timeout=30, deadline=240)

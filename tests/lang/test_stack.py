@@ -43,7 +43,7 @@ from gradwire.lang.ops import (
     topk,
     uint,
 )
-from products import EXHAUSTIVE, in_turn
+from products import EXHAUSTIVE, in_turn, one_in
 
 STACK = 256 << 10  # what docs/kernels.md promises to stay below, in bytes
 MOST = 65536  # values of a block
@@ -146,6 +146,7 @@ def test_large_blocks_leave_the_same_bytes(codec: Codec, threads: int) -> None:
     agree(codec, threads)
 
 
+@EXHAUSTIVE
 def test_small_stacks_of_callers_and_of_openmp() -> None:
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / folder) for folder in ("src", "tests", "tests/lang"))
@@ -161,9 +162,7 @@ def test_small_stacks_of_callers_and_of_openmp() -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="asks gcc")
-@pytest.mark.parametrize(
-    "codec", [*CODECS, *(pytest.param(codec, marks=EXHAUSTIVE) for codec in SMALL)], ids=repr
-)
+@pytest.mark.parametrize("codec", one_in(3, [*CODECS, *SMALL]), ids=repr)
 def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
     """By what the compiler says: a sweep and the copy that it calls, twice the largest frame."""
     largest_forms = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the others do a part of these

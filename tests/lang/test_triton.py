@@ -28,7 +28,7 @@ from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
-from products import EXHAUSTIVE, every_other, in_turn
+from products import EXHAUSTIVE, in_turn, one_in
 
 pytestmark = [
     pytest.mark.skipif(
@@ -75,7 +75,7 @@ def sizes(codec: Codec) -> list[int]:
 
 
 @pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
-@pytest.mark.parametrize("codec", every_other(CODECS), ids=repr)
+@pytest.mark.parametrize("codec", one_in(4, CODECS), ids=repr)
 def test_triton_equals_eager(
     interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
 ) -> None:
@@ -102,7 +102,7 @@ def test_narrow_values(interpreting: ProcessPoolExecutor, codec: Codec, dtype: t
     assert asked.result() == ""
 
 
-@pytest.mark.parametrize("codec", every_other(WIDTHS), ids=repr)
+@pytest.mark.parametrize("codec", one_in(3, WIDTHS), ids=repr)
 def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     asked = interpreting.submit(
         triton_checks.differences, codec, torch.float32, sizes(codec)[1:], (),
@@ -112,7 +112,7 @@ def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) ->
 
 
 @pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
-@pytest.mark.parametrize("codec", every_other([*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]), ids=repr)
+@pytest.mark.parametrize("codec", one_in(3, [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]), ids=repr)
 def test_programs_that_no_codec_has(
     interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
 ) -> None:

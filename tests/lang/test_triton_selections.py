@@ -22,7 +22,7 @@ from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC
 from gradwire.lang import kernels, layout, tiles
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.ops import abs, concat, gather, scatter, share, topk, trit
-from products import EXHAUSTIVE
+from products import EXHAUSTIVE, one_in
 
 pytestmark = [
     pytest.mark.skipif(
@@ -46,9 +46,8 @@ class Trits(Codec):
         return scatter(value + sign * 0.0, chosen)
 
 
-@pytest.mark.parametrize(
-    "codec", [TopK(0.02, "fp32"), pytest.param(TopK(1.0), marks=EXHAUSTIVE)], ids=repr
-)
+@EXHAUSTIVE
+@pytest.mark.parametrize("codec", [TopK(0.02, "fp32"), TopK(1.0)], ids=repr)
 def test_of_equal_keys_the_first_are_taken(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     few, many = [1.0, -1.0, 0.5] * 300, [2.0] * 9000  # ties in several tiles
     given = (few, many, [0.0] * 700)
@@ -65,7 +64,7 @@ def test_trits_of_entries(interpreting: ProcessPoolExecutor) -> None:
     assert asked.result() == ""
 
 
-@pytest.mark.parametrize("form", ["decode", "decode_add", "decode_sum"])
+@pytest.mark.parametrize("form", one_in(3, ["decode_sum", "decode_add", "decode"]))
 def test_payloads_that_no_encode_makes(interpreting: ProcessPoolExecutor, form: str) -> None:
     codec, numel = TopK(0.05), 2000
     counts, places = layout(codec).offsets(numel)[:2]
@@ -131,7 +130,7 @@ def test_launches_do_not_depend_on_the_number_of_rows(
     assert list(found.values()) == LAUNCHES[codec], found
 
 
-@pytest.mark.parametrize("codec", [TopK(0.3), DGC(), ThreeLC(), Trits()], ids=repr)
+@pytest.mark.parametrize("codec", one_in(3, [TopK(0.3), DGC(), ThreeLC(), Trits()]), ids=repr)
 def test_kernels_keep_to_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     assert interpreting.submit(triton_checks.strays, codec, [0, 700]).result() == []
 

@@ -15,13 +15,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import End, ends, finished, raised
+from products import EXHAUSTIVE
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
 
 BOUND_S = 2.0
 LIMIT = timedelta(seconds=8)
-over = pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+over = pytest.mark.parametrize(
+    "shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"]
+)
 
 
 def mlp(seed: int = 0) -> nn.Sequential:

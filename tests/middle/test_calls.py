@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gradwire as gw
 from ends import End, ends, finished, raised
-from products import in_turn
+from products import EXHAUSTIVE, in_turn
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.multiprocess
 BOUND_S = 2.0
 LIMIT = timedelta(seconds=8)
 NAMED = ("TransportError", "ConfigError", "CodecError")
-over = pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+over = pytest.mark.parametrize(
+    "shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"]
+)
 
 
 def caught(action: Callable[[], Any]) -> tuple[End, float]:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from products import EXHAUSTIVE
 from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
@@ -591,7 +592,7 @@ _verdicts: dict[int, list[dict[str, str]]] = {}
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=EXHAUSTIVE), 4])
 def test_backend(world_size: int, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if world_size not in _verdicts:
         for name, value in ENVIRONMENT.items():

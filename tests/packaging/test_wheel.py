@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from gradwire.lang import isa
+from products import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 LEVELS = list(dict.fromkeys([isa.supported()[-1].name, isa.supported()[0].name]))
@@ -124,6 +125,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@EXHAUSTIVE
 def test_a_wheel_names_the_platform_of_its_kernels(wheel: Path, levels: list[str]) -> None:
     assert re.fullmatch(r"gradwire-[\d.]+-py3-none-\w+\.whl", wheel.name)
     assert wheel.name.endswith(f"{isa.machine()}.whl")
@@ -134,6 +136,7 @@ def test_a_wheel_names_the_platform_of_its_kernels(wheel: Path, levels: list[str
     assert names == {f"kernels-{level}.so" for level in levels}
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_training_needs_no_compiler(python: Path, levels: list[str], tmp_path: Path) -> None:
     program = tmp_path / "train.py"
