@@ -3,7 +3,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
-# Python compiles what is imported, when it is; pip would compile all of torch.
+# Bytecode is kept, since hundreds of short processes import torch; of what is imported, when it is:
+# pip would compile all of torch.
+export PYTHONDONTWRITEBYTECODE =
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # More workers than cores: the tests spend half of their time waiting.
 WORKERS ?= 5
