@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # More workers than cores: the tests spend half of their time waiting.
-WORKERS ?= 5
+WORKERS ?= 4
 
 .PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean
 

@@ -14,6 +14,7 @@ KEYS = {
 }  # fmt: skip
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_every_default_method_has_a_row() -> None:
     rows = list(collectives.run(ranks=2, net="none", numel=40_000, quick=True))

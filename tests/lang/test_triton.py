@@ -145,6 +145,7 @@ def test_the_source_can_be_shown() -> None:
     assert show(LowRank(), "triton").startswith("# no Triton")
 
 
+@EXHAUSTIVE
 def test_rows_are_divided_into_tiles() -> None:
     lay = layout(QSGD())  # blocks of 128, 32 of them a tile
     rows = np.zeros(4, ROW)

@@ -145,6 +145,7 @@ def test_columns_have_the_same_numbers_everywhere() -> None:
     assert triton_prelude.COLUMNS.value == max(tiles.COLUMN.values()) + 1
 
 
+@EXHAUSTIVE
 def test_the_table_says_what_the_layout_says() -> None:
     """Places in a payload, for all rows at once."""
     from gradwire.lang.rows import ROW

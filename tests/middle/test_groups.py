@@ -102,6 +102,7 @@ def test_a_group_made_by_hand_lives_on() -> None:
 def made_anew(rank: int, port: int) -> None:
     """Rank 0 has the store, which a group that was destroyed must not keep: the next one would read
     the old one's addresses there."""
+    beside = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.destroy_process_group()
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     for step in range(5):
@@ -111,7 +112,9 @@ def made_anew(rank: int, port: int) -> None:
         assert bool((values == 1.0).all())
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.5 * rank)  # torch itself needs rank 0's old store to be gone
+        if rank == 0:
+            beside.set(f"gone {step}", b"")
+        beside.get(f"gone {step}")  # torch itself needs rank 0's old store to be gone
 
 
 @pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])

@@ -33,7 +33,7 @@ def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
 @pytest.mark.parametrize(
     ("script", "world_size"),
     [
-        ("ddp_backend.py", 2),
+        pytest.param("ddp_backend.py", 2, marks=EXHAUSTIVE),
         pytest.param("ddp_backend.py", 4, marks=EXHAUSTIVE),
         ("fsdp2_backend.py", 2),
     ],
