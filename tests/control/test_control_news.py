@@ -108,6 +108,15 @@ def test_groups_over_one_server_share_a_thread_and_do_not_mix() -> None:
 # ---- leaving
 
 
+def test_of_two_ranks_in_one_process_one_hears_the_other_leave() -> None:
+    ears = [Ears(), Ears()]
+    with group(2, shared=True, ears=ears) as members:
+        for future in [member.exchange("e", b"") for member in members]:
+            future.result(20)
+        members[1].leave({"left": "at step 12"})
+        until(lambda: ears[0].heard_from == [(1, {"left": "at step 12"})], 5)
+
+
 def test_the_last_notice() -> None:
     ears = [Ears() for _ in range(3)]
     with group(3, ears=ears) as members:

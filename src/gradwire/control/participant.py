@@ -106,6 +106,7 @@ class Participant:
             self._connection.participants.remove(self)
         if self._settled is not None and self._ended is None:
             self.tell(notice)
+            self._connection.look()  # ranks may be threads of one process, and share it
         self._end("this rank has left the group")
 
     # ---- what peers take part in; once settled
