@@ -14,6 +14,7 @@ import torch
 from gradwire.codecs import QSGD, Identity
 from gradwire.errors import ConfigError
 from gradwire.lang import isa, jit, kernels, native
+from products import EXHAUSTIVE
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -154,6 +155,7 @@ def test_a_missing_compiler_is_an_error_where_c_is_asked_for() -> None:
     assert "no-such-compiler" in done.stdout
 
 
+@EXHAUSTIVE
 def test_a_compiler_that_fails_falls_back(tmp_path: Path) -> None:
     done = python(
         'print(lang.kernels(QSGD()).target)',

@@ -16,9 +16,10 @@ KEYS = {
 }  # fmt: skip
 
 
+@EXHAUSTIVE
 @pytest.mark.lab
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("measured", [False, True])
 def test_a_slow_link_takes_what_is_predicted(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
