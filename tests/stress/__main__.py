@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count
 from typing import Any
 
 import torch
 
-from stress import faults
-from stress.programs import Program
-from stress.running import Found, difference, strayed
-from stress.worlds import TRANSPORTS, by_processes, by_threads, serially
+from stress.rows import faulty, of_program
+from stress.worlds import TRANSPORTS
 
-MOST_BY_PROCESSES = 3  # ranks
+WIDTH = 3  # programs at once
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,107 +44,32 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"unknown transports: {', '.join(sorted(unknown))}")
     ranks = [int(n) for n in given.ranks.split(",")]
 
-    torch.set_num_threads(1)  # ranks are threads enough
     end = time.monotonic() + 60 * given.minutes
     steps = failed = 0
     out = sys.stdout if given.json in (None, "-") else open(given.json, "w")  # noqa: SIM115
-    seed = given.seed
-    while steps < given.steps and time.monotonic() < end:
-        each = (
-            faulty(seed, ranks, transports)
-            if given.faults
-            else runs_of(seed, ranks, transports, given.each)
-        )
-        for row in each:
-            steps += row["steps"]
-            failed += row["wrong"] is not None
-            print(json.dumps(row) if given.json else shown(row), file=out, flush=True)
-        seed += 1
+    programs = ((seed, n) for seed in count(given.seed) for n in ranks)
+    # They mostly sleep; but how soon ranks hear of a fault is measured, on cores that are free.
+    width = 1 if given.faults else WIDTH
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(width, context, torch.set_num_threads, (1,)) as pool:
+        running: set[Future[list[dict[str, Any]]]] = set()
+        while running or (steps < given.steps and time.monotonic() < end):
+            while len(running) < width and steps < given.steps and time.monotonic() < end:
+                seed, n = next(programs)
+                if given.faults:
+                    running.add(pool.submit(faulty, seed, n, transports))
+                else:
+                    running.add(pool.submit(of_program, seed, n, transports, given.each))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in (one for future in done for one in future.result()):
+                steps += one["steps"]
+                failed += one["wrong"] is not None
+                print(json.dumps(one) if given.json else shown(one), file=out, flush=True)
     if given.json != "-":
-        print(f"{steps} steps of {seed - given.seed} programs, {failed} runs failed")
+        print(f"{steps} steps, {failed} runs failed")
     if steps < given.steps:
         print(f"{given.minutes:g} minutes were over before {given.steps} steps", file=sys.stderr)
     return 1 if failed or steps < given.steps else 0
-
-
-def runs_of(
-    seed: int, ranks: Sequence[int], transports: Sequence[str], steps: int
-) -> Iterator[dict[str, Any]]:
-    """Run one seed's programs; a row for each run. Two runs at a time: they mostly sleep."""
-
-    with ThreadPoolExecutor(2) as pool:
-        begun = [
-            (n, way, pool.submit(run, seed, n, way, steps))
-            for n in ranks
-            for way in ("serial", *ways(n, transports))
-        ]
-        expected: dict[int, Any] = {}
-        for n, way, running in begun:
-            seconds, found = running.result()
-            if way == "serial":
-                expected[n] = found
-                wrong = found if isinstance(found, str) else strayed(Program.of(seed, n), found)
-                if wrong is None:
-                    continue
-            else:
-                wrong = compared(Program.of(seed, n), found, expected[n])
-            yield {
-                "seed": seed, "ranks": n, "transport": way, "seconds": round(seconds, 2),
-                "steps": steps if way != "serial" else 0, "wrong": wrong,
-            }  # fmt: skip
-
-
-def ways(ranks: int, transports: Sequence[str]) -> list[str]:
-    """Those of `transports` that so many ranks use."""
-    return [t for t in transports if t in ("threads", "fifo") or ranks <= MOST_BY_PROCESSES]
-
-
-def faulty(seed: int, ranks: Sequence[int], transports: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run one seed's programs with every kind of fault; a row for each run, of a step."""
-    for n in ranks:
-        program = Program.of(seed, n)
-        for way in ways(n, [t for t in transports if t != "fifo"]):
-            for kind in faults.BY_THREADS if way == "threads" else faults.BY_PROCESSES:
-                if (kind, way) == ("drop", "shm"):
-                    continue  # what goes through shared memory needs no connection
-                begun, fault = time.monotonic(), faults.Fault.of(kind, program)
-                try:
-                    if way == "threads":
-                        reports = faults.by_threads(fault, program)
-                    else:
-                        reports = faults.by_processes(fault, program, shm=way == "shm")
-                    wrong = faults.wrong(fault, reports)
-                except TimeoutError as error:
-                    wrong = str(error)
-                yield {
-                    "seed": seed, "ranks": n, "transport": way, "fault": kind,
-                    "seconds": round(time.monotonic() - begun, 2), "steps": 1, "wrong": wrong,
-                }  # fmt: skip
-
-
-def run(seed: int, ranks: int, way: str, steps: int) -> tuple[float, list[Found] | str]:
-    """Seconds, and what each rank has; or what went wrong."""
-    program, begun = Program.of(seed, ranks), time.monotonic()
-    found: list[Found] | str
-    try:
-        if way == "serial":
-            found = serially(program, 0, steps)
-        elif way in ("threads", "fifo"):
-            found = by_threads(program, 0, steps, fifo=way == "fifo")
-        else:
-            found = by_processes(program, 0, steps, shm=way == "shm")
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    return time.monotonic() - begun, found
-
-
-def compared(program: Program, found: list[Found] | str, expected: list[Found] | str) -> str | None:
-    """What is wrong with a run, or None."""
-    if isinstance(found, str):
-        return found
-    if isinstance(expected, str):
-        return "there is no serial execution to compare with"
-    return difference(program, found, expected) or strayed(program, found)
 
 
 def shown(row: dict[str, Any]) -> str:
