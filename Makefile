@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # pip would compile all of torch.
 export PYTHONDONTWRITEBYTECODE =
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-# More workers than cores: the tests spend half of their time waiting.
+# More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
 .PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean

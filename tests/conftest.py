@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Threads of OpenMP that wait leave the cores to others: a fifth less time of the CPU.
+    """Threads of OpenMP that wait leave the cores to others.
 
     And kernels compile in a third of the time, since no flag changes a bit (law 6): not those of an
     exhaustive run, and nowhere those of golden payloads and of prebuilt libraries.
