@@ -30,7 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     And kernels compile in a third of the time, since no flag changes a bit (law 6): not those of an
     exhaustive run, and nowhere those of golden payloads and of prebuilt libraries.
+
+    torch looks the name of 127.0.0.1 up whenever it connects to a store. A name server that does
+    not answer costs 5 seconds or more by default, which tests of timeouts do not have.
     """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read where torch is loaded, later
     if not config.getoption("exhaustive"):
         os.environ.setdefault("GRADWIRE_KERNEL_FLAGS", "-Og")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
-    held = weakref.ref(group)
+    gone = threading.Event()
+    held = weakref.ref(group, lambda _: gone.set())
 
     def transport() -> Mixed | TorchP2P:
         return host_transport(_still(held))
@@ -54,9 +55,11 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     seat = Seat(group.rank(), group.size(), timeout_of(group), group.get_group_store())
     comm = Communicator(transport, seat=seat)
     comm.links = lambda device: link(_still(held), comm, device)
-    # A group that torch has not listed ends when nobody holds it.
-    listed = group in _listed()
-    comm.alive = lambda: (group := held()) is not None and (not listed or group in _listed())
+    # A group that torch has not listed ends when nobody holds it. Nor is it held here, not for a
+    # moment: it would end on the control thread, behind whoever destroys it, and rank 0's store
+    # with it, at the port that the next default group is given.
+    number, listed = id(group), group in _listed()
+    comm.alive = lambda: not gone.is_set() and (not listed or number in map(id, _listed()))
     return comm
 
 
@@ -67,7 +70,7 @@ def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return group
 
 
-def _listed() -> Container[dist.ProcessGroup]:
+def _listed() -> Collection[dist.ProcessGroup]:
     """The process groups that torch knows of; it forgets those that are destroyed."""
     return dist.distributed_c10d._world.pg_map
 

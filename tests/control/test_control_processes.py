@@ -16,6 +16,7 @@ import torch.distributed as dist
 from control_ranks import Ears, channels, until
 
 from gradwire.control import Channel
+from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
 from ranks import as_processes, free_port
 
@@ -251,6 +252,21 @@ def test_the_server_is_not_kept_alive() -> None:
         again = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         # The address is the former server's; the connection is not.
         assert channel.join(again, 0, 1, 60.0, Ears()).exchange("e", b"").result(30) == [b""]
+
+
+def test_another_server_at_the_address_is_not_taken_for_the_one_that_ended() -> None:
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = first.port
+    host = Host(first)
+    kept = host.connect()
+    host.check()
+    del first
+    second = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(Gone):
+        host.check()
+    assert host.is_broken
+    host.close()
+    del kept, second
 
 
 def test_a_fork_is_refused() -> None:

@@ -126,6 +126,23 @@ def test_a_result_does_not_wait_for_sends_but_a_place_does() -> None:
     assert core.returned == 1
 
 
+def test_a_result_that_waits_for_sends_comes_with_the_last() -> None:
+    core = Core(1, until_sent=True)
+    graph = Graph(("m",))
+    buffer = graph.buffer("m", 0, 0, 0)
+    graph.encode(0, [buffer])
+    sends = [graph.send(0, buffer, peer) for peer in (1, 2)]
+    place = core.issue()
+    core.expect(place)
+    run, _ = core.begin(place, graph, None)
+    core.started(run)
+    core.done(run, 0)
+    assert core.posted(run, sends[0]) == []
+    assert core.sent(run, sends[0]) == []
+    assert core.posted(run, sends[1]) == []
+    assert [a.do for a in core.sent(run, sends[1])] == [Do.FREE, Do.RESULT]
+
+
 def test_a_cancelled_round_gives_its_place_back() -> None:
     core = Core(1)
     first, second = core.issue(), core.issue()

@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 import gradwire as gw
 from ends import ends, finished
+from gradwire import groups
 from products import EXHAUSTIVE
 from ranks import free_port
 from stress.worlds import of_transport
@@ -106,7 +108,7 @@ def made_anew(rank: int, port: int) -> None:
     dist.destroy_process_group()
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     for step in range(5):
-        dist.init_process_group("gloo", rank=rank, world_size=2, timeout=LIMIT)
+        dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=30))
         values = torch.full((1000,), float(rank))
         gw.all_reduce(values, "identity", step=step)
         assert bool((values == 1.0).all())
@@ -120,6 +122,29 @@ def made_anew(rank: int, port: int) -> None:
 @pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
 def test_a_default_group_made_anew_on_its_port(shm: bool) -> None:
     finished(ends(2, made_anew, free_port(), timeout=8, environment=of_transport(shm)))
+
+
+def test_whoever_asks_whether_a_group_lives_does_not_keep_it_alive() -> None:
+    over, alive = threading.Event(), [lambda: True]
+
+    def ask() -> None:
+        while not over.is_set():
+            alive[0]()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(200):
+            group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+            held, alive[0] = weakref.ref(group), groups._make(group).alive
+            time.sleep(0.0005)
+            assert alive[0]()
+            del group
+            assert held() is None
+            assert not alive[0]()
+    finally:
+        over.set()
+        asking.join()
 
 
 # ---- what groups take

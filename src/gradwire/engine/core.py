@@ -95,11 +95,13 @@ class Core:
 
     Args:
         window: how many tickets may be admitted at a time, at least 1.
+        until_sent: a round's result waits for the end of its sends, too.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, until_sent: bool = False) -> None:
         assert window >= 1
         self.window = window
+        self._until_sent = until_sent
         self.issued = 0
         self._places: deque[Place] = deque()  # that have not been returned, the oldest first
 
@@ -157,7 +159,7 @@ class Core:
         return actions if run._left else actions + self._ended(run)
 
     def posted(self, run: Run, task: int) -> Actions:
-        """A send was handed to the transport: the result does not wait for its end."""
+        """A send was handed to the transport."""
         assert run.graph.kind[task] is Kind.SEND
         run._left -= 1
         return [] if run._left else self._ended(run)
@@ -167,7 +169,7 @@ class Core:
         actions = self._dependents(run, task)
         run._sends -= 1
         if run._left == 0 and run._sends == 0:
-            actions += self._freed(run)
+            actions += self._ended(run) if self._until_sent else self._freed(run)
         return actions
 
     def close(self, place: Place) -> Actions:
@@ -189,7 +191,9 @@ class Core:
 
     def _ended(self, run: Run) -> Actions:
         """Every task is done, or posted."""
-        freed = self._freed(run) if run._sends == 0 else []
+        if run._sends:
+            return [] if self._until_sent else [Action(Do.RESULT, run)]
+        freed = self._freed(run)
         # Memory first: whoever waits for the result may look at what is held.
         return [*freed[:1], Action(Do.RESULT, run), *freed[1:]]
 

@@ -82,7 +82,9 @@ class Owner:
         self.made = 0
         self.preparing = threading.Lock()
         self.lock = threading.Lock()
-        self.core = Core(window)
+        # Whoever called a collective may destroy the group when it has ended; gloo's work, and with
+        # it connections and the store, would live on as long as somebody waits for it.
+        self.core = Core(window, until_sent=single)
         self.lanes: list[tuple[Lane, Lane]] = []
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)

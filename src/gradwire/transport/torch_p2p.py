@@ -148,16 +148,23 @@ class _Work:
         self, owner: TorchP2P, work: dist.Work, data: torch.Tensor, peer: int, what: str
     ) -> None:
         self.owner = owner
-        self.work = work
+        self.work: dist.Work | None = work
         self.data = data  # gloo reads and writes it until the wait returns
         self.peer = peer
         self.what = what
 
     def wait(self) -> None:
+        """Wait for the end; called once.
+
+        The work holds gloo's connections and the store, which may live in this process: it is gone
+        before anybody learns that it has ended, and may destroy the group.
+        """
         owner = self.owner
+        work, self.work = self.work, None
+        assert work is not None
         owner.waiting[self] = time.monotonic()
         try:
-            self.work.wait(timedelta(seconds=owner.timeout))
+            work.wait(timedelta(seconds=owner.timeout))
         except RuntimeError as error:
             raise owner.explain(self.peer, self.what, error) from error
         finally:
