@@ -18,6 +18,7 @@ from control_ranks import Ears, channels, until
 from gradwire.control import Channel
 from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
+from products import EXHAUSTIVE
 from ranks import as_processes, free_port
 
 pytestmark = pytest.mark.multiprocess
@@ -221,6 +222,7 @@ if rank == 1:
         assert "TCPStore" not in errors
 
 
+@EXHAUSTIVE
 def test_a_host_that_stops_is_no_hang() -> None:
     with ranks(
         """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from golden import runs, trained
+from golden import runs
 from golden.runs import CASES, Case
-from products import one_in
+from products import EXHAUSTIVE, one_in
 from ranks import WORLD_SIZES
 
 
@@ -50,8 +50,11 @@ def test_what_results_do_not_depend_on(options: dict[str, object]) -> None:
     compare(runs.lines([case for case in some if case.way in ("sra", "ring")], **options))
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_training() -> None:
+    from golden import trained  # it imports FSDP
+
     compare(trained.lines())
 
 

@@ -18,6 +18,7 @@ from gradwire.integrations.backend_layouts import Layouts, Part
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import from_environment
 from gradwire.lang import gpu
+from products import one_in
 
 
 def test_defaults_are_those_of_attach() -> None:
@@ -142,7 +143,7 @@ def test_an_unknown_tensor_is_announced_once(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    "first", ["torch", "gradwire", "gradwire.codecs", "gradwire.integrations.attach"]
+    "first", one_in(3, ["torch", "gradwire", "gradwire.codecs", "gradwire.integrations.attach"])
 )
 def test_import_torch_makes_the_name_known(first: str) -> None:
     """Whichever import comes first; and nothing of ours is loaded that was not asked for."""

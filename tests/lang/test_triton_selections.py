@@ -115,7 +115,7 @@ LAUNCHES = {
     DGC(): [22, 22, 2, 2, 2, 23, 23],
     MSTopK(): [34, 34, 2, 2, 2, 14, 14],
 }
-LONG = (AdaComp(), DGC(), MSTopK())  # an interpreted launch takes long
+LONG = (TopK(), AdaComp(), DGC(), MSTopK())  # an interpreted launch takes long
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_launches_do_not_depend_on_the_number_of_rows(
     assert list(found.values()) == LAUNCHES[codec], found
 
 
-@pytest.mark.parametrize("codec", one_in(3, [TopK(0.3), DGC(), ThreeLC(), Trits()]), ids=repr)
+@pytest.mark.parametrize("codec", one_in(4, [TopK(0.3), DGC(), ThreeLC(), Trits()]), ids=repr)
 def test_kernels_keep_to_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     assert interpreting.submit(triton_checks.strays, codec, [0, 700]).result() == []
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from products import one_in
 from ranks import as_processes, caught, free_port
 
 pytestmark = pytest.mark.multiprocess
@@ -52,7 +53,7 @@ def backward_after_death(rank: int, wrap: str, dying: int) -> Report:
     return reported(loss.backward)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "registered", "fsdp2"])
+@pytest.mark.parametrize("wrap", one_in(2, ["ddp", "registered", "fsdp2"]))
 def test_backward_raises_the_error_by_its_name(wrap: str) -> None:
     reports = as_processes(
         3, backward_after_death, wrap, 1, timeout=20, expect_death=(1,), backend="gradwire"
