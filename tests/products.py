@@ -16,8 +16,12 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def one_in(n: int, values: Iterable[Any]) -> list[Any]:
-    """For `parametrize`: `make test` runs the first value, and every n-th behind it."""
-    return [pytest.param(v, marks=[EXHAUSTIVE] if i % n else []) for i, v in enumerate(values)]
+    """For `parametrize`: `make test` runs the first value, and every n-th behind it.
+
+    A tuple is a value for each of several arguments.
+    """
+    rows = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*row, marks=[EXHAUSTIVE] if i % n else []) for i, row in enumerate(rows)]
 
 
 def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:

@@ -34,11 +34,10 @@ def error(codec: LearnedLevels, values: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("kind", "bits", "rounding"),
     one_in(5, product(["gaussian", "laplacian"], [2, 3, 4, 5], ["nearest", "stochastic"])),
 )
-def test_error_is_clearly_below_even_levels(case: tuple[str, int, str]) -> None:
-    kind, bits, rounding = case
+def test_error_is_clearly_below_even_levels(kind: str, bits: int, rounding: str) -> None:
     values = sample(kind)
     learned = LearnedLevels.learn(values, bits, rounding=rounding)
     ratio = error(learned, values) / error(LearnedLevels(bits, rounding=rounding), values)
