@@ -15,8 +15,7 @@ WORKERS ?= 4
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
-# Of each product of cases as many as it takes for every two values to meet (tests/products.py), with
-# kernels that compile fast.
+# Of each product of cases a sample (tests/products.py), with kernels that compile fast.
 test: debian lint types unit
 
 # Every case, with kernels as users get them.

@@ -1,7 +1,7 @@
-"""Products of cases: `make test` has every pair of values meet in one, `make test-all` runs all.
+"""Products of cases: `make test` runs a sample of each, `make test-all` runs all.
 
-What goes wrong where two values meet is found by either; the rest of a product adds what takes
-three.
+In the sample every two values meet (`every_pair`): the rest of a product adds what takes three to go
+wrong. Where a case costs much, a compilation say, not every two do (`in_turn`, `one_in`).
 """
 
 from __future__ import annotations
