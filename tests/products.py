@@ -1,7 +1,7 @@
 """Products of cases: `make test` runs a sample of each, `make test-all` runs all.
 
-In the sample every two values meet (`every_pair`): the rest of a product adds what takes three to go
-wrong. Where a case costs much, a compilation say, not every two do (`in_turn`, `one_in`).
+In the sample every two values meet (`every_pair`): the rest of a product adds what takes three to
+go wrong. Where a case costs much, a compilation say, not every two do (`in_turn`, `one_in`).
 """
 
 from __future__ import annotations

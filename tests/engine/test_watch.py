@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,31 @@ def test_blame_that_comes_back_ends() -> None:
     failed(watch, 1, 2)
     failed(watch, 2, 0)
     assert explained(watch, 1).peer == 2
+
+
+def test_rounds_that_are_only_slow_are_reported_less_and_less() -> None:
+    comm = Comm()
+    comm.member.first = lambda key, value: value
+    watch = Watch(comm)  # type: ignore[arg-type]
+    owner = SimpleNamespace(key="owner 0", single=False)
+    now = time.monotonic()
+
+    def looks_at(number: int, waited: float) -> int:
+        """How many rounds were reported by then."""
+        ticket = SimpleNamespace(
+            owner=owner, place=SimpleNamespace(number=number), rounds=0, since=now - waited,
+            is_prepared=True, issue=SimpleNamespace(digest=1, what="all_reduce"),
+        )  # fmt: skip
+        watch._report([ticket])  # type: ignore[list-item]
+        return len(comm.told)
+
+    for number in range(100):
+        for waited in (0.5, 0.7, 3.0):
+            looks_at(number, waited)
+    assert [notice["place"][1] for notice in comm.told] == [0, 1, 2]
+    assert looks_at(100, 3.0) == 3
+    assert looks_at(100, 3.3) == 4
+    assert looks_at(100, 100.0) == 4
 
 
 def test_what_is_issued_counts_where_an_owner_is_closed() -> None:

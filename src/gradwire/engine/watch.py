@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-_LONG_S = 0.4  # that a round waits before it is reported
+_LONG_S = 0.4  # that a round waits before this rank looks for the reason, and at first reports it
 _PATIENCE = 0.75  # of the timeout: a wait as long as that is told
 _WORD_S = 0.5  # that a peer is given to say whom it holds responsible
 
@@ -42,7 +42,8 @@ class Watch:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._reported: set[Place] = set()
+        self._reported: dict[str, Place] = {}  # the last of each owner
+        self._long = _LONG_S  # after which a round is reported
         self._busy = False  # a report is being made
         self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
         self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
@@ -121,14 +122,28 @@ class Watch:
                     continue
                 # The agreement on a user's call says more: in what it differs.
                 pending = ticket.owner.single and not ticket.is_prepared
-                if place not in self._reported and not pending:
-                    self._reported.add(place)
+                if not pending and self._is_to_be_reported(place, ticket.since):
                     self._claim(place, issue)
                 self._look_for_the_end(place)
         except TransportError as error:  # the store is gone: the transport's timeout holds
             log.warning("rank %d: a long wait cannot be compared: %s", self._comm.rank, error)
         finally:
             self._busy = False
+
+    def _is_to_be_reported(self, place: Place, since: float) -> bool:
+        """Whether this round has waited so long that it should be; each is, once.
+
+        Nothing that is told is deleted. So where rounds end after they were reported, on a slow
+        link say, the next has twice as long: a group reports a few times, not at every step.
+        """
+        last = self._reported.get(place[0])
+        if last is not None and last != place:
+            del self._reported[place[0]]
+            self._long *= 2
+        if last == place or time.monotonic() - since < self._long:
+            return False
+        self._reported[place[0]] = place
+        return True
 
     def _claim(self, place: Place, issue: Issue) -> None:
         """Leave what was issued here, or compare it with who came first."""
@@ -183,7 +198,7 @@ class Watch:
         elif kind == "left":
             self._left[sender] = dict(notice["frontier"])
         elif kind == "differ":
-            self._comm.end(ConfigError(f"rank {self._comm.rank}: {notice['text']}"))
+            self._comm.end(ConfigError(str(notice["text"])))
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
