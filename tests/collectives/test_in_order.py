@@ -97,8 +97,8 @@ def test_the_functions(n: int, lazy: bool) -> None:
         made = torch.Generator().manual_seed(comm.rank)
         whole = torch.randn(n * 100, 7, generator=made)
         reduced, crooked = whole.clone(), whole.t().contiguous().t()
-        all_reduce(reduced, "qsgd", op="avg", group=comm)
-        future = all_reduce(crooked, "qsgd", op="avg", group=comm, async_op=True)
+        all_reduce(reduced, "qsgd", op="avg", group=comm, step=3)
+        future = all_reduce(crooked, "qsgd", op="avg", group=comm, step=3, async_op=True)
         assert future is not None
         assert future.wait() is crooked
         shard, gathered = torch.empty(100, 7), torch.empty(n * 100, 7)

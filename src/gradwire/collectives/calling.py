@@ -16,6 +16,8 @@ from gradwire.groups import communicator
 
 Async = torch.futures.Future[torch.Tensor]
 
+_COUNTED = 1 << 62  # steps from here on are those of calls that name none
+
 
 def check_op(function: str, op: str) -> None:
     """Raises ConfigError unless `op` is "sum" or "avg"."""
@@ -34,10 +36,16 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name} is on {tensor.device}: kernels are for the CPU and for CUDA")
 
 
-def check_step(step: int) -> None:
-    """Raises ConfigError unless `step` is a whole number that fits."""
-    if not isinstance(step, int) or not 0 <= step < 1 << 63:
-        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more")
+def check_step(step: int | None) -> None:
+    """Raises ConfigError unless `step` is a whole number that fits, or None."""
+    if step is not None and (not isinstance(step, int) or not 0 <= step < _COUNTED):
+        raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more, or None")
+
+
+def step_of(comm: Communicator, step: int | None) -> int:
+    """The caller's step; of a call without one a number that no other of its group has, the same on
+    all ranks, since they make the same calls."""
+    return _COUNTED | next(comm.counted) if step is None else step
 
 
 def check_seed(seed: int) -> None:

@@ -15,6 +15,7 @@ from gradwire.collectives.calling import (
     check_tensor,
     communicator_of,
     deliver,
+    step_of,
 )
 from gradwire.collectives.collective import prepare
 from gradwire.collectives.job import Item
@@ -33,7 +34,7 @@ def all_reduce(
     async_op: bool = False,
     residual: torch.Tensor | None = None,
     seed: int = 0,
-    step: int = 0,
+    step: int | None = None,
     name: str = "tensor",
     options: Options | None = None,
     **codec_options: object,
@@ -51,8 +52,9 @@ def all_reduce(
             on the host, with it or without: the current stream does.
         residual: error feedback: fp32, `tensor.numel()` values, zeros at first; it is added before
             encoding, and holds what was not sent afterwards.
-        seed, step, name: what the codec's random numbers derive from, with the rank. Give every
-            call its own step if the codec rounds at random.
+        seed, step, name: what the codec's random numbers derive from, with the rank. Without a
+            step every call draws its own; give one to draw the same numbers again, as after a
+            restart.
         options: algorithm, segments, checksum.
 
     Raises:
@@ -73,7 +75,8 @@ def all_reduce(
     values = tensor.detach().contiguous().view(-1)
     flat_residual = None if residual is None else residual.view(-1)
     keys = rng.parameter_keys(seed, name, comm.rank)
-    running = collective.start([Item(values, keys, step, flat_residual)], average=op == "avg")
+    item = Item(values, keys, step_of(comm, step), flat_residual)
+    running = collective.start([item], average=op == "avg")
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != tensor.data_ptr():

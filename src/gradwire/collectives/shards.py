@@ -19,6 +19,7 @@ from gradwire.collectives.calling import (
     check_tensor,
     communicator_of,
     deliver,
+    step_of,
 )
 from gradwire.collectives.collective import prepare
 from gradwire.collectives.job import Item
@@ -39,7 +40,7 @@ def reduce_scatter(
     async_op: bool = False,
     residual: torch.Tensor | None = None,
     seed: int = 0,
-    step: int = 0,
+    step: int | None = None,
     name: str = "tensor",
     options: Options | None = None,
     **codec_options: object,
@@ -77,7 +78,7 @@ def reduce_scatter(
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
     flat_residual = None if residual is None else residual.view(-1)
     keys = rng.parameter_keys(seed, name, comm.rank)
-    item = Item(values, keys, step, flat_residual, home)
+    item = Item(values, keys, step_of(comm, step), flat_residual, home)
     running = collective.start([item], average=op == "avg")
 
     def finish() -> torch.Tensor:
@@ -96,7 +97,7 @@ def all_gather(
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
     seed: int = 0,
-    step: int = 0,
+    step: int | None = None,
     name: str = "tensor",
     options: Options | None = None,
     **codec_options: object,
@@ -128,7 +129,7 @@ def all_gather(
     own = values[comm.rank * input.numel() :][: input.numel()]
     own.copy_(input.detach().reshape(-1))
     keys = rng.parameter_keys(seed, name, comm.rank)
-    running = collective.start([Item(values, keys, step)], average=False)
+    running = collective.start([Item(values, keys, step_of(comm, step))], average=False)
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != output.data_ptr():

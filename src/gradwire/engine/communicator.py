@@ -71,6 +71,7 @@ class Communicator:
 
     Attributes:
         calls: the owner of single collectives that users call.
+        counted: numbers for those of them that draw random numbers of their own.
         pools: the memory of scopes under way.
         flights: the rounds under way.
         alive: asked from time to time; False: the process group has gone.
@@ -109,6 +110,7 @@ class Communicator:
         self._frontier: dict[str, int] = {}
         self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
         self.calls, self.blobs = self.streams
+        self.counted = itertools.count()
         engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
