@@ -9,6 +9,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,18 @@ def detach_and_attach_again(rank: int) -> None:
     again = gw.attach(model, bits=4)
     train(model, range(1))
     assert again.stats()["steps"] == 1
+
+
+def handles_draw_numbers_of_their_own(rank: int) -> None:
+    model, drawn = DDP(mlp()), []
+    for _ in range(3):
+        handle = gw.attach(model, bits=2)
+        model.zero_grad()
+        model(batch(0, rank)).square().mean().backward()
+        drawn.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
+        handle.detach()
+    assert all(map(same_everywhere, drawn))
+    assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
 
 
 def per_parameter_codecs_and_patterns(rank: int) -> None:
@@ -778,6 +791,7 @@ SCENARIOS = [
     several_modules_keep_apart,
     several_groups_at_once,
     detach_and_attach_again,
+    handles_draw_numbers_of_their_own,
     per_parameter_codecs_and_patterns,
     nothing_to_compress_still_works,
     other_dtypes_go_by_torch,

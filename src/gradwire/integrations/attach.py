@@ -101,6 +101,7 @@ def attach(
     if getattr(model, "skip_all_reduce_unused_params", False):
         coalesce_bytes = 0  # a bucket that others would wait for may never come
     agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
+    agreed.append(f"after {state.attached} handles of this module")
     comm.agree("what is attached", [*agreed, *plan.describe()])
     owner = comm.owner(f"the module of {named[0][0]}")
     return Handle(model, state, dict(named), plan, owner, seed, options, coalesce_bytes)

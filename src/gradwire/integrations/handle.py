@@ -20,6 +20,8 @@ from gradwire.integrations.state import merge_states
 from gradwire.lang import layout, rng
 from gradwire.planner import Plan
 
+_STEP_BITS = 32  # of a handle's steps
+
 
 class Handle:
     """What `attach` returns.
@@ -43,12 +45,16 @@ class Handle:
         self._owner = owner
         self._comm = comm = owner.comm
         self._seed = seed
+        # No two handles of a module draw the same numbers.
+        first = state.attached << _STEP_BITS
+        state.attached += 1
         self._members = {
             p.name: Attached(
-                p.name, p.aggregator(), rng.parameter_keys(seed, p.name, comm.rank), p.rotation
+                p.name, p.aggregator(), rng.parameter_keys(seed, p.name, comm.rank), p.rotation,
+                first,
             )
             for p in plan.parameters
-        }
+        }  # fmt: skip
         by_parameter = {parameters[name]: member for name, member in self._members.items()}
         self._buckets = Buckets(by_parameter, owner, state.group, options, coalesce_bytes)
         self._buckets.backward.watch(model)

@@ -20,11 +20,13 @@ class HookState:
 
     Attributes:
         reducer: gets each bucket; None after detach.
+        attached: how many handles there have been; the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.reducer: Reducer | None = None
+        self.attached = 0
 
 
 class Reducer(Protocol):
