@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -266,9 +267,20 @@ def test_another_server_at_the_address_is_not_taken_for_the_one_that_ended() -> 
     second = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(Gone):
         host.check()
-    assert host.is_broken
     host.close()
     del kept, second
+
+
+def test_a_server_that_lets_go_of_a_silent_socket_is_still_there() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    host = Host(store)
+    host.connect()
+    assert host._watch is not None
+    host._watch.shutdown(socket.SHUT_RD)
+    assert host.is_broken
+    host.check()
+    assert not host.is_broken
+    host.close()
 
 
 def test_a_fork_is_refused() -> None:

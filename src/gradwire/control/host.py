@@ -9,6 +9,7 @@ nothing and breaks in silence, and no operation is begun once it is broken.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 from collections.abc import Hashable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 _CONNECT_S = 5.0
+_SERVER_KEY = "gradwire/server"
 
 
 class Gone(Exception):
@@ -36,6 +38,8 @@ class Host:
     def __init__(self, store: Any) -> None:
         self._store: Any = store
         self._base: Any = None
+        self._client: Any = None
+        self._server = b""  # which it is
         self.address: Hashable = _address(without_prefixes(store))
         self._watch: socket.socket | None = None
 
@@ -54,7 +58,10 @@ class Host:
         store, self._store = self._store, None
         if not isinstance(without_prefixes(store), dist.TCPStore):
             self._base = without_prefixes(store)  # while it is kept, its id is its address
-        return own(store)
+        client = own(store)
+        self._client = without_prefixes(client)
+        self._server = _server(self._client)
+        return client
 
     @property
     def is_broken(self) -> bool:
@@ -73,13 +80,22 @@ class Host:
     def check(self) -> None:
         """Raise Gone if the server has ended; one system call.
 
-        Another that answers at its address by now is not it.
+        It may have let go of a socket that carries nothing, and still run; and where it has ended,
+        another may have come to its address.
         """
         if self.is_broken:
-            raise Gone("it has closed its connections")
+            assert self._watch is not None
+            self._watch.close()
+            self._reach()
+            try:
+                found = _server(own(self._client))
+            except RuntimeError as error:
+                raise Gone(str(error)) from None
+            if found != self._server:
+                raise Gone("another store has come to its address")
 
     def close(self) -> None:
-        self._store = self._base = None
+        self._store = self._base = self._client = None
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -110,6 +126,12 @@ def own(store: Any) -> Any:
         if isinstance(without_prefixes(store), dist.TCPStore):
             raise
         return store
+
+
+def _server(store: Any) -> bytes:
+    """Which server a store is on: a random name, which the first to ask gives it."""
+    name: bytes = store.compare_set(_SERVER_KEY, "", secrets.token_hex(8))
+    return name
 
 
 def _address(base: Any) -> Hashable:
