@@ -116,7 +116,7 @@ def test_the_highest_level_that_is_there_is_taken(
     prebuilt._loaded.cache_clear()
     assert prebuilt.loaded()[1] == str(tmp_path / highest)
     assert prebuilt.listing()[0] == "identity fp32"
-    assert prebuilt.listing()[1:3] == [f"{HALVED} fp32", f"{HALVED} bf16"]
+    assert {f"{HALVED} fp32", f"{HALVED} bf16"} <= set(prebuilt.listing())
 
 
 def test_kernels_of_other_code_are_never_used(
