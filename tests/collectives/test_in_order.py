@@ -152,6 +152,24 @@ def test_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
         assert all(isinstance(e, TransportError) and e.peer == 2 for e in errors)
 
 
+def test_a_call_ends_with_what_broke_the_group() -> None:
+    """A peer's word may be on its way while this rank's own link breaks for the same reason."""
+    fifo = FifoHub(2, timeout=20)
+    reason = TransportError("rank 0: rank 1 has failed: its disk is full", peer=1)
+
+    def body(comm: Communicator) -> list[BaseException | None]:
+        reduce = partial(all_reduce, torch.randn(5000), "identity", group=comm)
+        reduce()
+        if comm.rank == 1:
+            fifo.kill(1)
+            return []
+        assert comm.first_to_fail()  # as when a peer's word has come
+        threading.Timer(0.3, comm.end, [reason]).start()
+        return [caught(reduce), caught(reduce)]
+
+    assert as_threads(2, body, fifo=fifo)[0] == [reason, reason]
+
+
 def test_a_bad_payload_breaks_the_group_and_peers_are_told() -> None:
     """On the CPU the kernel says so at once."""
     fifo = FifoHub(2, timeout=20)

@@ -87,7 +87,8 @@ class Flights:
             self._driver.begin(flight, work)
 
     def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:
-        """Run a round on a stream: it is queued, or has failed, when this returns."""
+        """Run a round on a stream: it is queued when this returns, or has failed, or is about to
+        with what breaks the group."""
         try:
             work = make()
         except Exception as error:
@@ -96,12 +97,12 @@ class Flights:
             return
         try:
             wire_bytes = stream.begin(flight, work)
+        except Exception:
+            return  # the group breaks, and ends this round with the reason
         except BaseException as error:
             self._end(flight, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self._end(flight, Outcome(time.perf_counter() - flight.begun, wire_bytes, 0.0))
+            raise
+        self._end(flight, Outcome(time.perf_counter() - flight.begun, wire_bytes, 0.0))
 
     def perform(self, actions: Actions) -> None:
         """Do what an owner's core says."""

@@ -199,7 +199,7 @@ class Ticket:
     def begin_in_order(
         self, issue: Issue, stream: StreamDriver, make: Callable[[], StreamWork]
     ) -> Future[Outcome]:
-        """Queue the next round on a stream, now; the future has ended."""
+        """Queue the next round on a stream, now; the future has ended, or the group breaks."""
         flight = self._issue(issue, StreamFuture(stream.stream))
         self.owner.comm.flights.queue(flight, stream, make)
         return flight.future
