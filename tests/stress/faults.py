@@ -37,7 +37,7 @@ BY_PROCESSES = (*BY_THREADS, "die")
 NAMED = ("TransportError", "ConfigError", "CodecError")
 
 TIMEOUT_S = 8.0  # of the transports: what ends by it was not noticed
-BOUND_S = 2.0  # from the fault to the last rank's error
+BOUND_S = TIMEOUT_S / 2  # from the fault to the last rank's error: a second, and a busy machine
 STEPS = 12  # a fault comes in one of the first ten
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 _LONG_S = 0.4  # that a round waits before this rank looks for the reason, and at first reports it
+_LONGER = 1.25  # times as long does the next wait, where a reported round ended by itself
 _PATIENCE = 0.75  # of the timeout: a wait as long as that is told
 _WORD_S = 0.5  # that a peer is given to say whom it holds responsible
 
@@ -134,12 +135,13 @@ class Watch:
         """Whether this round has waited so long that it should be; each is, once.
 
         Nothing that is told is deleted. So where rounds end after they were reported, on a slow
-        link say, the next has twice as long: a group reports a few times, not at every step.
+        link say, the next has longer: a group reports some times, not at every step, and soon
+        waits little longer than its rounds do.
         """
         last = self._reported.get(place[0])
         if last is not None and last != place:
             del self._reported[place[0]]
-            self._long *= 2
+            self._long *= _LONGER
         if last == place or time.monotonic() - since < self._long:
             return False
         self._reported[place[0]] = place
