@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_backend.py
     torchrun --nproc-per-node 2 examples/ddp_backend.py gloo
 
-`import torch` makes the backend's name known. Gradients travel as blobs of 4 bits a value.
+`import torch` makes the backend's name known. Gradients of matrices travel at 4 bits a value, those
+of biases as they are.
 """
 
 import sys

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp2_backend.py
     torchrun --nproc-per-node 2 examples/fsdp2_backend.py gloo
 
-Gradients are reduced and scattered at 4 bits a value; weights are gathered as they are.
+Gradients of matrices are reduced and scattered at 4 bits a value, those of biases as they are.
+Weights are gathered as they are.
 """
 
 import sys

@@ -24,6 +24,7 @@ from gradwire.codecs import (
     RandomK,
     RandomShift,
     Rotated,
+    Saturating,
     TernGrad,
     ThreeLC,
     TopK,
@@ -56,12 +57,14 @@ CODECS: list[Codec] = [
     LearnedLevels(bits=3, block=64, levels=(0.0, 0.2, 0.35, 0.45, 0.5, 0.6, 0.75, 0.99)),
     LearnedLevels(bits=2, rounding="stochastic", levels=(0.0, 0.4, 0.6, 1.0)),
     Rotated(bits=6, block=96),
+    Saturating(),
 ]
 # what every target interprets
 UNFUSED: list[Codec] = [Rotated("full", block=100), LowRank(rank=2, columns=50)]
 # every width of code, and what takes long to compile: one dtype of values is enough for these
 WIDTHS: list[Codec] = [
     *(QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)),
+    *(Saturating(bits=b) for b in (2, 3, 8)),
     MSTopK(density=0.1, values="fp32"),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing as mp
 import os
 import tempfile
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ranks import forkserver
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def ends(
         deadline: seconds after which a rank hangs.
         environment: added to that of the processes.
     """
-    # Forked from a server that has imported what takes seconds, and has done nothing with it.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "gradwire"])
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {
         **os.environ,

@@ -86,6 +86,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def forkserver(*more: str) -> Any:
+    """Processes are forked from a server that has imported what takes a second of each, has done
+    nothing with it, and imports `more`, too.
+
+    torch imports its compiler when the first DDP module is made.
+    """
+    context = mp.get_context("forkserver")
+    ours = ("attach", "backend", "backend_register", "sharded")
+    context.set_forkserver_preload(
+        [
+            "torch",
+            "torch._dynamo",
+            "torch.distributed.fsdp",
+            *(f"gradwire.integrations.{name}" for name in ours),
+            *more,
+        ]
+    )
+    return context
+
+
 def as_processes(
     world_size: int,
     body: Callable[..., Any],
@@ -101,15 +121,14 @@ def as_processes(
     rank. Ranks in `expect_death` may die; theirs is None. Raises `AssertionError` with a report of
     every rank.
     """
-    # Forked from a server that has imported what takes seconds, and has done nothing with it.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "gradwire"])
-    reports = context.Queue()
+    context = forkserver()
+    reports, over = context.Queue(), context.Event()
     port = free_port()
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         context.Process(
             target=_process,
-            args=(reports, rank, world_size, port, timeout, backend, dict(os.environ), body, args),
+            args=(reports, over, (rank, world_size, timeout, backend), given, body, args),
         )
         for rank in range(world_size)
     ]
@@ -126,6 +145,7 @@ def as_processes(
             named = failed or list(running)
             raise AssertionError(f"ranks {named} failed; {report(begun, ends.values(), running)}")
     finally:
+        over.set()
         for rank, process in enumerate(processes):
             process.join(10 if rank in ends else 0.1)
             process.kill()
@@ -134,17 +154,19 @@ def as_processes(
 
 
 def _process(  # type: ignore[no-untyped-def]
-    reports, rank, world_size, port, timeout, backend, environment, body, args
+    reports, over, where, environment, body, args
 ):
+    rank, world_size, timeout, backend = where
     torch.set_num_threads(1)
     os.environ.clear()
-    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(environment)
     try:
         dist.init_process_group(
             backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         result = body(rank, *args)
         reports.put(End(rank, time.monotonic(), result))
+        over.wait()  # the others may still need this one: the store is rank 0's
     except BaseException:
         reports.put(End(rank, time.monotonic(), None, traceback.format_exc()))
     finally:

@@ -14,7 +14,7 @@ from gradwire.errors import CodecError, ConfigError, GradwireError, TransportErr
 
 if TYPE_CHECKING:
     from gradwire.codecs import QSGD, Cast, Identity, TernGrad
-    from gradwire.collectives import Options, all_gather, all_reduce, reduce_scatter
+    from gradwire.collectives import Options, all_gather, all_reduce, broadcast, reduce_scatter
     from gradwire.integrations.attach import attach
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.handle import Handle
@@ -37,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "attach",
+    "broadcast",
     "reduce_scatter",
     "register",
 ]
@@ -52,6 +53,7 @@ _LATER = {
     "Options": "gradwire.collectives",
     "all_gather": "gradwire.collectives",
     "all_reduce": "gradwire.collectives",
+    "broadcast": "gradwire.collectives",
     "reduce_scatter": "gradwire.collectives",
     "Handle": "gradwire.integrations.handle",
     "attach": "gradwire.integrations.attach",

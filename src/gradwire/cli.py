@@ -224,12 +224,13 @@ def bench_collectives(
         int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")
     ] = None,
     quick: Quick = False,
+    per_node: Annotated[int, typer.Option(help="Ranks of a machine, which share its link.")] = 1,
     json_file: Json = None,
 ) -> None:
     """Time all-reduces on an emulated network against the limit of the wire."""
     from gradwire.bench import collectives
 
-    rows = collectives.run(ranks, net, _list(methods), _list(codec_name), numel, quick)
+    rows = collectives.run(ranks, net, _list(methods), _list(codec_name), numel, quick, per_node)
     columns = ["method", "net", "numel", "seconds", "wire_bytes", "of_limit", "nmse"]
     with output(json_file) as out:
         out.rows(rows, columns)

@@ -4,7 +4,8 @@ A *row* is a contiguous piece of one tensor, the unit of a kernel's segment tabl
 values in blocks of B is cut into as many chunks of whole blocks as the algorithm wants; the k-th
 piece goes to chunk (k + rotation) mod chunks, so that the remainders of many small tensors spread.
 Nothing else enters, above all not how DDP happens to bucket: so a tensor's result is the same in
-whatever company it travels (law 8). Where chunks are `shards`, they hold equally many values.
+whatever company it travels (law 8). Where chunks are `shards`, chunk k is the shard of rank k, of
+whatever length; shards may stand at a distance from each other in memory.
 
 With `plain`, every chunk stands there a second time, uncompressed, as chunk k + chunks: an
 algorithm may then send it in either form.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ import torch
 from gradwire.codecs import Identity
 from gradwire.engine.message import ALIGNMENT
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, layout
+from gradwire.lang import Codec, Exact, layout
 
 SEGMENT_BYTES = 4 << 20  # large enough to hide what a kernel call and a message cost
 _MAX_SEGMENTS = 16
@@ -40,10 +42,13 @@ class Spec:
     Attributes:
         name: of the parameter; it names the tensor in errors.
         numel: number of values.
-        dtype: fp32, fp16 or bf16.
+        dtype: fp32, fp16 or bf16; any with the codec `Exact`.
         codec: how its payloads are made.
         feedback: whether a residual travels with it.
         rotation: its k-th piece belongs to chunk (k + rotation) mod chunks.
+        lengths: of shards: how many values of it each rank has; (): equally many.
+        stride: of shards: values from the beginning of one rank's to that of the next; 0: they
+            stand side by side.
     """
 
     name: str
@@ -52,23 +57,70 @@ class Spec:
     codec: Codec
     feedback: bool = False
     rotation: int = 0
+    lengths: tuple[int, ...] = ()
+    stride: int = 0
 
     def __hash__(self) -> int:
         """Of the fields; computed once, for collectives are looked up by their specs every step."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
-            known = hash((self.name, self.numel, self.dtype, self.codec, self.feedback))
+            what = (self.name, self.numel, self.dtype, self.codec, self.feedback)
+            known = hash((*what, self.lengths, self.stride))
             object.__setattr__(self, "_hash", known)
         return known
 
     def __str__(self) -> str:
         ending = ", error feedback" if self.feedback else ""
+        if self.lengths:
+            ending += f", shards of {self.lengths}"
+        if self.stride:
+            ending += f", {self.stride} values apart"
         what = f"{self.numel} x {self.dtype}, {self.codec}{ending}"
         return f"{self.name}: {what}, rotation {self.rotation}"
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.numel // layout(self.codec, self.dtype).block)
+    def shard_lengths(self, ranks: int) -> tuple[int, ...]:
+        """How many values each rank's shard has.
+
+        Raises:
+            ConfigError: it cannot be cut so.
+        """
+        lengths = self.lengths or (self.numel // ranks,) * ranks
+        if len(lengths) != ranks or sum(lengths) != self.numel or min(lengths) < 0:
+            what = f"shards of {lengths}" if self.lengths else f"{ranks} shards"
+            raise ConfigError(
+                f"{self.name}: {self.numel} values cannot be cut into {what}: give lengths= for "
+                f"each of {ranks} ranks, {self.numel} in all"
+            )
+        if self.stride and self.stride < max(lengths):
+            raise ConfigError(
+                f"{self.name}: shards of {lengths} overlap {self.stride} values apart: give a "
+                f"stride= of {max(lengths)} at least"
+            )
+        return lengths
+
+    def shards(self, ranks: int) -> list[tuple[int, int, int]]:
+        """(first value, number of values, place in memory) of each rank's shard.
+
+        Raises:
+            ConfigError: as `shard_lengths`.
+        """
+        lengths = self.shard_lengths(ranks)
+        first = [0, *accumulate(lengths)]
+        at = [rank * self.stride for rank in range(ranks)] if self.stride else first
+        return list(zip(first, lengths, at, strict=False))
+
+    def extent(self, ranks: int) -> int:
+        """How many values its memory holds, those between shards included."""
+        if not self.stride:
+            return self.numel
+        _, length, at = self.shards(ranks)[-1]
+        return at + length
+
+
+def rotation(number: int, ranks: int) -> int:
+    """Of a module's parameter with this number: remainders spread, also those of every second one
+    (biases beside weights), and no parameter's chunks depend on another's codec."""
+    return (number + number // ranks) % ranks
 
 
 @dataclass(frozen=True)
@@ -83,6 +135,7 @@ class Partition:
         kind: of each row, which of these.
         item: which tensor it is a piece of.
         start, numel: its values in that tensor.
+        at: where they stand in its memory, in values; `start`, but for shards at a distance.
         segment, chunk: its message.
         offset: of its payload in the message, header not counted.
         first: rows of message (segment, chunk) begin at first[chunk * segments + segment], and end
@@ -95,6 +148,7 @@ class Partition:
     item: np.ndarray
     start: np.ndarray
     numel: np.ndarray
+    at: np.ndarray
     segment: np.ndarray
     chunk: np.ndarray
     offset: np.ndarray
@@ -116,30 +170,32 @@ def partition(
         chunks: how many, of each segment.
         segments: pipeline units; None chooses by size.
         plain: add every chunk uncompressed.
-        shards: cut every tensor into equally many values, and ignore its rotation.
+        shards: chunk k is the shard of rank k, and rotations are ignored.
         segment_bytes: where `segments` is None: how much of a chunk, uncompressed, a segment has at
             most, as far as 16 of them suffice.
 
     Raises:
         ConfigError: a tensor that cannot be cut into shards.
     """
-    start, numel = _shards(specs, chunks) if shards else _cut(specs, chunks)
+    start, numel, moved = _shards(specs, chunks) if shards else _cut(specs, chunks)
     if segments is None:
         itemsizes = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
         raw = int((numel * itemsizes).sum(axis=1).max())
         segments = min(max(-(-raw // segment_bytes), 1), _MAX_SEGMENTS)
     chunk, segment, item, start, numel = _pipeline(specs, start, numel, segments)
+    at = start + moved[chunk, item]
 
     forms: list[list[Kind]] = [[(spec.codec, spec.dtype) for spec in specs]]
     if plain:
-        forms.append([(Identity(), spec.dtype) for spec in specs])
+        forms.append([(_uncompressed(spec.codec), spec.dtype) for spec in specs])
     present = dict.fromkeys(item.tolist())
     kinds = tuple(dict.fromkeys(form[i] for form in forms for i in present))
     number = {kind: n for n, kind in enumerate(kinds)}
     numbers = [np.array([number.get(kind, -1) for kind in form], dtype="i8") for form in forms]
     kind = np.concatenate([of_item[item] for of_item in numbers])
     chunk = np.concatenate([chunk + chunks * n for n in range(len(forms))])
-    segment, item, start, numel = (np.tile(c, len(forms)) for c in (segment, item, start, numel))
+    rows_of = (segment, item, start, numel, at)
+    segment, item, start, numel, at = (np.tile(column, len(forms)) for column in rows_of)
 
     rows = np.bincount(chunk * segments + segment, minlength=chunks * len(forms) * segments)
     first = np.concatenate([[0], rows.cumsum()])
@@ -147,31 +203,31 @@ def partition(
     ends = np.concatenate([[0], (nbytes + -nbytes % ALIGNMENT).cumsum()])
     offset = ends[:-1] - np.repeat(ends[first[:-1]], rows)
     sizes = np.diff(ends[first]).reshape(-1, segments).T.tolist()
-    columns = (kind, item, start, numel, segment, chunk, offset, first)
+    columns = (kind, item, start, numel, at, segment, chunk, offset, first)
     return Partition(kinds, *columns, tuple(map(tuple, sizes)))
 
 
-def _cut(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first value, number of values) of each chunk's piece of each tensor: int64[chunks, items],
-    in whole blocks."""
+def _uncompressed(codec: Codec) -> Codec:
+    return codec if isinstance(codec, Exact) else Identity()
+
+
+def _cut(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each chunk's piece of each tensor, int64[chunks, items], in whole blocks: first value,
+    number of values, and how much further than its first value it stands in memory."""
     block = np.array([layout(spec.codec, spec.dtype).block for spec in specs], dtype="i8")
     numel = np.array([spec.numel for spec in specs], dtype="i8")
     rotation = np.array([spec.rotation for spec in specs], dtype="i8")
     blocks = -(-numel // block)
     piece = (np.arange(chunks)[:, None] - rotation) % chunks
     begin, end = (np.minimum(k * blocks // chunks * block, numel) for k in (piece, piece + 1))
-    return begin, end - begin
+    return begin, end - begin, np.zeros_like(begin)
 
 
-def _shards(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same, of equally many values."""
-    for spec in specs:
-        if spec.numel % chunks:
-            raise ConfigError(
-                f"{spec.name}: {spec.numel} values cannot be cut into {chunks} shards"
-            )
-    shard = np.array([spec.numel // chunks for spec in specs], dtype="i8")
-    return np.arange(chunks)[:, None] * shard, np.tile(shard, (chunks, 1))
+def _shards(specs: Sequence[Spec], ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same, of each rank's shard."""
+    cut = np.array([spec.shards(ranks) for spec in specs], dtype="i8").reshape(-1, ranks, 3)
+    first, length, at = cut.transpose(2, 1, 0)
+    return first, length, at - first
 
 
 def _pipeline(

@@ -3,62 +3,62 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from gradwire import QSGD, ConfigError, Identity, Options
+from gradwire import QSGD, ConfigError, Options
 from gradwire.aggregators import (
     Aggregator,
     Attached,
     Compressed,
-    CompressedAllReduce,
+    Context,
     Dense,
     ErrorFeedback,
     Rounds,
     Steps,
 )
+from gradwire.collectives import AllReduce
 from gradwire.engine import Communicator, Outcome
 from gradwire.lang import rng
 from ranks import as_threads
 
 
-class Twice:
-    """The average of the first half, then of the second: two rounds, no state."""
+@dataclass(frozen=True)
+class Twice(Aggregator):
+    """The average of the first half, then of the second: three rounds, no state."""
 
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
-        half = gradient.numel() // 2
-        yield CompressedAllReduce(gradient[:half].clone(), Identity())
-        first = yield CompressedAllReduce(gradient[:half], Identity())
-        second = yield CompressedAllReduce(gradient[half:], Identity())
-        return torch.cat([first, second])
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        assert not state
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        halves = [c.gradient.numel() // 2 for c in contexts]
+        pairs = list(zip(contexts, halves, strict=True))
+        yield [AllReduce(c.gradient[:half].clone(), of=c) for c, half in pairs]
+        first = yield [AllReduce(c.gradient[:half].clone(), of=c) for c, half in pairs]
+        second = yield [AllReduce(c.gradient[half:].clone(), of=c) for c, half in pairs]
+        return [torch.cat(parts) for parts in zip(first, second, strict=True)]
 
 
-class Silent(Compressed):
+@dataclass(frozen=True)
+class Silent(Aggregator):
     """Sends nothing: every rank takes zeros."""
 
-    def __init__(self) -> None:
-        super().__init__(Identity())
-
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
         yield from ()
-        return torch.zeros_like(gradient)
+        return [torch.zeros_like(c.gradient) for c in contexts]
+
+
+def members_of(comm: Communicator, aggregators: Sequence[Aggregator], numel: int) -> list[Attached]:
+    return [
+        Attached(f"p{i}", (numel,), a, rng.parameter_keys(0, f"p{i}", comm.rank), rotation=i)
+        for i, a in enumerate(aggregators)
+    ]
 
 
 def average(
-    comm: Communicator, aggregators: list[Aggregator], gradients: list[torch.Tensor]
+    comm: Communicator, members: Sequence[Attached], gradients: list[torch.Tensor]
 ) -> list[Outcome]:
-    """One bucket's rounds, awaited."""
-    members = [
-        Attached(f"p{i}", a, rng.parameter_keys(0, f"p{i}", comm.rank), rotation=i)
-        for i, a in enumerate(aggregators)
-    ]
+    """One scope's rounds, awaited."""
     ended = threading.Event()
     result: list[Outcome] = []
     errors: list[BaseException] = []
@@ -82,10 +82,14 @@ def test_rounds_of_all_lengths_share_collectives(world_size: int) -> None:
 
     def body(comm: Communicator) -> tuple[list[torch.Tensor], int]:
         mine = [t.clone() for t in data[comm.rank]]
-        outcomes = average(comm, [Dense(), Twice(), Silent(), Twice()], mine)
-        return mine, len(outcomes)
+        members = members_of(comm, [Dense(), Twice(), Silent(), Twice()], 500)
+        return mine, len(average(comm, members, mine))
 
     for mine, rounds in as_threads(world_size, body):
+        if world_size == 1:
+            assert rounds == 0  # one rank has its averages
+            assert all(torch.equal(a, b) for a, b in zip(mine, data[0], strict=True))
+            continue
         assert rounds == 3  # the longest has three; shorter ones travel in the first ones' messages
         for i in (0, 1, 3):
             expected = torch.stack([rank[i] for rank in data]).mean(0)
@@ -95,7 +99,7 @@ def test_rounds_of_all_lengths_share_collectives(world_size: int) -> None:
 
 def test_nothing_to_send_ends_at_once() -> None:
     def body(comm: Communicator) -> int:
-        return len(average(comm, [Silent()], [torch.ones(5)]))
+        return len(average(comm, members_of(comm, [Silent()], 5), [torch.ones(5)]))
 
     assert as_threads(2, body) == [0, 0]
 
@@ -109,9 +113,10 @@ def test_error_feedback_converges_where_two_bits_alone_do_not() -> None:
         means = []
         for aggregator in (Compressed(codec), ErrorFeedback(Compressed(codec))):
             total = torch.zeros(1000)
+            members = members_of(comm, [aggregator], 1000)
             for _ in range(100):
                 gradient = data[comm.rank].clone()
-                average(comm, [aggregator], [gradient])
+                average(comm, members, [gradient])
                 total += gradient
             means.append(total / 100)
         return means
@@ -121,46 +126,13 @@ def test_error_feedback_converges_where_two_bits_alone_do_not() -> None:
     assert (fed_back - expected).norm() < 0.1 * (plain - expected).norm()
 
 
-def test_error_feedback_state_survives() -> None:
-    saved = ErrorFeedback(Compressed(QSGD()))
-    assert saved.state_dict() == {}
-    saved.residual = torch.randn(10)
-    loaded = ErrorFeedback(Compressed(QSGD()))
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.residual is not None
-    assert torch.equal(loaded.residual, saved.residual)
-    assert loaded.residual.data_ptr() != saved.residual.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "residual",
-    [
-        torch.zeros(10, dtype=torch.float64),
-        torch.zeros(2, 5),
-        torch.zeros(20)[::2],
-        torch.zeros(10, device="meta"),
-    ],
-)
-def test_only_a_residual_that_kernels_can_address_is_taken(residual: torch.Tensor) -> None:
-    kept = ErrorFeedback(Compressed(QSGD()))
-    kept.residual = torch.ones(10)
-    with pytest.raises(ConfigError, match="fp32, 1-D, contiguous and in memory"):
-        kept.load_state_dict({"residual": residual})
-    assert torch.equal(kept.residual, torch.ones(10))
-
-
-def test_a_state_without_an_owner_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no state"):
-        Compressed(QSGD()).load_state_dict({"residual": torch.zeros(3)})
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_dense_averages_in_its_dtype(dtype: torch.dtype | None) -> None:
     data = [torch.randn(300) for _ in range(3)]
 
     def body(comm: Communicator) -> torch.Tensor:
         mine = data[comm.rank].clone()
-        average(comm, [Dense(dtype)], [mine])
+        average(comm, members_of(comm, [Dense(dtype)], 300), [mine])
         return mine
 
     expected = torch.stack(data).mean(0)

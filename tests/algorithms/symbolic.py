@@ -16,6 +16,7 @@ from gradwire.engine import Graph, Kind
 Sum = Counter[int]  # rank -> how often its values are in it
 Letter = tuple[int, int, str, int, int]  # sender, receiver, role, segment, chunk
 Name = tuple[str, int, int, int]  # of a buffer: role, segment, chunk, source
+Message = list[tuple[Name, Sum]]
 
 
 @dataclass
@@ -46,7 +47,7 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
             for c in range(chunks):
                 if segment[c]:
                     rank.values[s, c] = Counter([rank.number])
-    mail: dict[Letter, Sum] = {}
+    mail: dict[Letter, Message] = {}
     reused = {
         letter_of(rank, task): (rank, earlier)
         for rank in ranks
@@ -87,47 +88,63 @@ def name_of(graph: Graph, buffer: int) -> Name:
 def letter_of(rank: Rank, task: int) -> Letter:
     """What both ends of a send or recv call its message."""
     graph, peer = rank.graph, rank.graph.peer[task]
-    role, segment, chunk, _ = name_of(graph, graph.message(task))
+    role, segment, chunk, _ = name_of(graph, graph.message(task)[0])
     sends = graph.kind[task] is Kind.SEND
     return *((rank.number, peer) if sends else (peer, rank.number)), role, segment, chunk
 
 
-def assert_free(receiver: Rank, buffer: int, mail: dict[Letter, Sum]) -> None:
-    """A message is sent into the memory of `buffer`: all of its readers must have ended."""
+def assert_free(receiver: Rank, buffer: int, mail: dict[Letter, Message]) -> None:
+    """A message is sent into the memory of that which begins with `buffer`: all readers of it must
+    have ended."""
     graph = receiver.graph
+    (sent,) = {reads for reads in graph.reads if buffer in reads}
     for task in range(len(graph)):
-        if buffer in graph.reads[task]:
+        if not set(sent).isdisjoint(graph.reads[task]):
             what = graph.describe(task)
             assert graph.kind[task] is Kind.SEND, f"{what}: reads what a receive would overwrite"
             assert task in receiver.done, f"{what}: not sent yet"
             assert letter_of(receiver, task) not in mail, f"{what}: still on its way"
 
 
-def step(rank: Rank, task: int, chunks: int, mail: dict[Letter, Sum]) -> bool:
+def step(rank: Rank, task: int, chunks: int, mail: dict[Letter, Message]) -> bool:
     """Do one task; False if its message has not come yet."""
     graph = rank.graph
     kind, reads, writes = graph.kind[task], graph.reads[task], graph.writes[task]
     if graph.peer[task] >= 0:
-        buffer = graph.message(task)
         letter = letter_of(rank, task)
         if kind is Kind.SEND:
             assert letter not in mail, f"two messages of one tag: {letter}"
-            mail[letter] = rank.held[buffer]
+            mail[letter] = message_of(rank, task)
             return True
         if letter not in mail:
             return False
-        rank.held[buffer] = mail.pop(letter)
+        take(rank, task, mail.pop(letter))
         return True
     takes_own = kind is Kind.ENCODE or (kind is Kind.MERGE and graph.own[task] >= 0)
     places = {b: (graph.buffer_segment[b], graph.buffer_chunk[b] % chunks) for b in reads + writes}
     for place in set(places.values()):
         total = Counter(rank.values[place]) if takes_own else Sum()
         for b in reads:
-            total.update(rank.held[b])
+            if places[b] == place:
+                total.update(rank.held[b])
         for b in writes:
             if places[b] == place:
                 rank.held[b] = total
         if kind is not Kind.ENCODE:
             rank.values[place] = total
-            rank.maker[place] = tuple(name_of(graph, b) for b in writes or reads)
+            made = tuple(b for b in writes or reads if places[b] == place)
+            rank.maker[place] = tuple(name_of(graph, b) for b in made)
     return True
+
+
+def message_of(rank: Rank, task: int) -> Message:
+    """What a send hands over: what each buffer is called, and holds."""
+    graph = rank.graph
+    return [(name_of(graph, b), rank.held[b]) for b in graph.message(task)]
+
+
+def take(rank: Rank, task: int, message: Message) -> None:
+    """A receive is done; both ends have listed the same buffers."""
+    for buffer, (name, total) in zip(rank.graph.message(task), message, strict=True):
+        assert name_of(rank.graph, buffer) == name
+        rank.held[buffer] = total

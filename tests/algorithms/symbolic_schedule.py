@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from symbolic import Rank, letter_of, step
+from symbolic import Rank, letter_of, message_of, step, take
 
 from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
@@ -76,7 +76,7 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Ra
                 for task in stage.kernels:
                     assert step(rank, task, chunks, {})
                 sends = [t for t in stage.messages if rank.graph.kind[t] is Kind.SEND]
-                assert all(rank.graph.message(t) in rank.held for t in sends)
+                assert all(b in rank.held for t in sends for b in rank.graph.message(t))
                 if stage.messages:
                     posted[r].append(list(stage.messages))
                 at[r] += 1
@@ -109,7 +109,7 @@ def move(
         f"{sender.graph.describe(task)} from rank {sender.number} meets "
         f"{receiver.graph.describe(other)} of rank {receiver.number}"
     )
-    receiver.held[receiver.graph.message(other)] = sender.held[sender.graph.message(task)]
+    take(receiver, other, message_of(sender, task))
     begun.remove(task)
     there.remove(other)
     return True

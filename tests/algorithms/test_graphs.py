@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from symbolic import name_of, run
 
 from gradwire.algorithms import (
-    HALVES,
+    OF,
     REGISTRY,
     Algorithm,
     Coordinated,
-    Hierarchical,
     parameter_server,
     ring,
     tree,
 )
+from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.engine import HEADER_BYTES, Graph, Kind
 from ranks import WORLD_SIZES
 
+HALVES = {verb: OF[verb]["sra"] for verb in ("reduce_scatter", "all_gather")}
 PLAIN = {name: a for name, a in REGISTRY.items() if name != "hierarchical"}
 every = pytest.mark.parametrize("algorithm", PLAIN.values(), ids=PLAIN)
 quickly = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -136,24 +137,19 @@ def columns_of(graph: Graph) -> list[tuple[Any, ...]]:
 
 
 @quickly
-@given(nodes=st.lists(st.integers(0, 3), min_size=1, max_size=9), data=st.data())
-def test_hierarchical_on_any_machines(nodes: list[int], data: st.DataObject) -> None:
-    inside = data.draw(st.sampled_from(["full", "codec"]))
-    algorithm = Hierarchical(tuple(nodes), inside)
-    n = len(nodes)
+@given(n=worlds, made=st.sampled_from([ScatterAllGather, Tree]), data=st.data())
+def test_a_broadcast_has_the_roots_values_everywhere(
+    n: int, made: type[ScatterAllGather | Tree], data: st.DataObject
+) -> None:
+    root = data.draw(st.integers(0, n - 1))
+    algorithm = made(root)
     sizes = draw_sizes(data, algorithm.chunks(n))
-    if inside == "full":
-        sizes = [segment + [4 * size for size in segment] for segment in sizes]
-    check(algorithm, n, sizes)
-    graphs = [algorithm.build(r, n, sizes) for r in range(n)]
-    links = {
-        (r, peer)
-        for r, graph in enumerate(graphs)
-        for kind, peer in zip(graph.kind, graph.peer, strict=True)
-        if kind is Kind.SEND and nodes[r] != nodes[peer]
-    }
-    leaders = set(algorithm.leaders(n))
-    assert all(a in leaders and b in leaders for a, b in links)
+    check(algorithm, n, sizes, whole=False)
+    ranks = run(algorithm, sizes, n)
+    for rank in ranks if n > 1 else []:
+        assert all(total == {root: 1} for total in rank.values.values())
+        assert rank.maker == ranks[0].maker
+        assert len(rank.maker) == sum(map(bool, (n for segment in sizes for n in segment)))
 
 
 @quickly
@@ -191,12 +187,12 @@ def test_rounds_are_the_longest_way(algorithm: Algorithm, n: int) -> None:
                     continue
                 here = max((depth[r, j] for j in sources[i]), default=0)
                 if kind is Kind.RECV:
-                    letter = (graph.peer[i], r, name_of(graph, graph.message(i)))
+                    letter = (graph.peer[i], r, name_of(graph, graph.message(i)[0]))
                     if letter not in arrived:
                         continue
                     here = arrived[letter]
                 if kind is Kind.SEND:
-                    arrived[r, graph.peer[i], name_of(graph, graph.message(i))] = here + 1
+                    arrived[r, graph.peer[i], name_of(graph, graph.message(i)[0])] = here + 1
                 depth[r, i] = here
     assert max(arrived.values(), default=0) == algorithm.rounds(n)
 
@@ -258,13 +254,3 @@ def test_memory_is_as_documented(name: str, n: int, payloads: float) -> None:
     sizes = [[1600] * chunks]
     held = max(len(algorithm.build(r, n, sizes).writer) for r in range(n))
     assert held / chunks == pytest.approx(payloads)
-
-
-def test_memory_of_leaders_and_members_is_as_documented() -> None:
-    """Three machines of two, full precision inside."""
-    algorithm = Hierarchical((0, 0, 1, 1, 2, 2))
-    sizes = [[160] * 3 + [640] * 3]
-    for rank, locals_, encoded in ((0, 3, 7), (1, 3, 3)):
-        roles = algorithm.build(rank, 6, sizes).buffer_role
-        assert roles.count("local") == locals_
-        assert len(roles) - roles.count("local") == encoded

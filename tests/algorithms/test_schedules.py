@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_graphs import draw_sizes, served
 
-from gradwire.algorithms import HALVES, REGISTRY, Algorithm, Coordinated, Hierarchical
+from gradwire.algorithms import OF, REGISTRY, Algorithm, Coordinated, Hierarchical
+from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.engine import Graph
 from gradwire.engine.schedule import lower
 from products import every_pair
@@ -22,6 +23,7 @@ def machines(n: int, of: int, inside: str) -> Hierarchical:
     return Hierarchical(tuple(r // of for r in range(n)), inside)
 
 
+HALVES = {verb: OF[verb]["sra"] for verb in ("reduce_scatter", "all_gather")}
 ALGORITHMS = {
     **{name: lambda n, a=a: a for name, a in REGISTRY.items()},
     "two_servers": lambda n: served(2),
@@ -33,6 +35,8 @@ ALGORITHMS = {
     "threes": lambda n: machines(n, 3, "codec"),
     "one_machine": lambda n: machines(n, n, "full"),
     "in_turn": lambda n: Hierarchical(tuple(r % 3 for r in range(n)), "codec"),
+    "broadcast": lambda n: ScatterAllGather(root=n // 2),
+    "broadcast_tree": lambda n: Tree(root=n - 1),
     **{f"half_{name}": lambda n, a=a: a for name, a in HALVES.items()},
     **{f"coordinated_half_{name}": lambda n, a=a: Coordinated(a) for name, a in HALVES.items()},
 }

@@ -9,8 +9,8 @@ from gradwire.bench import collectives
 from products import EXHAUSTIVE
 
 KEYS = {
-    "method", "algorithm", "transport", "ranks", "net", "numel",
-    "seconds", "wire_bytes", "limit_seconds", "of_limit", "nmse",
+    "method", "algorithm", "transport", "ranks", "net", "numel", "per_node",
+    "seconds", "wire_bytes", "link_bytes", "limit_seconds", "of_limit", "nmse",
 }  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def test_a_method_names_its_algorithm() -> None:
     assert all(1e-3 < row["nmse"] < 0.1 for row in rows)
 
 
+@EXHAUSTIVE
 @pytest.mark.lab
 @pytest.mark.multiprocess
 def test_on_a_network_the_limit_is_bytes_and_latency() -> None:

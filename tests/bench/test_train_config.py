@@ -40,7 +40,7 @@ def test_options_are_parsed_with_their_types() -> None:
         ("gradwire:qsgd:bits", "expected OPTION=VALUE, found 'bits'"),
         ("gradwire:qsgd:=4", "expected OPTION=VALUE"),
         ("gradwire:qsgd:bits=4:bits=2", "'bits' is given twice"),
-        ("gradwire:qsdg", "unknown codec 'qsdg'"),
+        ("gradwire:qsdg", "unknown codec or aggregator 'qsdg'"),
         ("gradwire:qsgd:bitz=4", "no option 'bitz'"),
         ("gradwire:qsgd:bits=99", "bits"),
     ],

@@ -7,8 +7,18 @@ import math
 import pytest
 import torch
 
-from codec_calls import call, gradient
-from gradwire.codecs import QSGD, TBQ, Codec, LowRank, OneBit, RandomShift, Rotated, ThreeLC
+from codec_calls import DTYPES, call, gradient
+from gradwire.codecs import (
+    QSGD,
+    TBQ,
+    Codec,
+    LowRank,
+    OneBit,
+    RandomShift,
+    Rotated,
+    Saturating,
+    ThreeLC,
+)
 from gradwire.lang import layout
 
 
@@ -52,6 +62,62 @@ def test_tbq_rounds_an_average_to_nearest() -> None:
     peers = [call(codec, "encode", p).payload for p in (peer, own * 0, own * 0)]
     merged = call(codec, "reduce_encode", own, peers=peers, factor=0.25)
     assert merged.values.tolist() == [1.0, 0.0, 0.0]
+
+
+# Saturating -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saturating_is_exact_on_whole_numbers(bits: int, dtype: torch.dtype) -> None:
+    codec = Saturating(bits)
+    assert codec.most == 2 ** (bits - 1) - 1
+    values = torch.arange(-codec.most, codec.most + 1).to(dtype).repeat(40)
+    assert torch.equal(sent(codec, values), values)
+    beyond = torch.tensor([codec.most + 1, -codec.most - 1, 300, -300, 6e4, -6e4], dtype=dtype)
+    assert sent(codec, beyond).tolist() == [codec.most, -codec.most] * 3
+    assert layout(codec, dtype).nbytes(4096) == 4096 * bits // 8
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_saturating_rounds_to_nearest(bits: int) -> None:
+    made = torch.Generator().manual_seed(11)
+    near = torch.tensor([0.49999997, 0.5, 0.50000006, 1.5, 1e-45, 3e38, math.inf, math.nan])
+    values = torch.cat([near, -near, torch.randn(4000, generator=made) * 2**bits])
+    expected = values.round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1)
+    expected[~values.isfinite()] = math.nan
+    assert torch.equal(sent(Saturating(bits), values).nan_to_num(999), expected.nan_to_num(999))
+
+
+def test_saturatings_last_code_is_what_is_not_finite() -> None:
+    values = torch.randn(1024, generator=torch.Generator().manual_seed(13)) * 1000
+    assert int(call(Saturating(8), "encode", values).payload.max()) == 254
+    for bad in (math.inf, -math.inf, math.nan):
+        values[77] = bad
+        assert (call(Saturating(8), "encode", values).payload == 255).nonzero().tolist() == [[77]]
+
+
+@pytest.mark.parametrize("rank", [0, 2, 4])
+def test_saturating_adds_exactly_and_saturates_what_it_writes(rank: int) -> None:
+    made = torch.Generator().manual_seed(12)
+    data = [torch.randint(-7, 8, (1500,), generator=made).float() for _ in range(5)]
+    peers = [call(Saturating(), "encode", d).payload for r, d in enumerate(data) if r != rank]
+    result = call(Saturating(), "reduce_encode", data[rank], peers=peers, rank=rank)
+    total = torch.stack(data).sum(0)
+    assert total.abs().max() > 7
+    assert torch.equal(result.values, total.clamp(-7, 7))
+    written = call(Saturating(), "decode", total, payload=result.payload).values
+    assert torch.equal(written, result.values)
+
+
+def test_saturating_depends_on_the_order_of_sums() -> None:
+    """At one rank 7 + 7 - 7 is 7; a partial sum that travels has been cut to 7 before."""
+    codec, seven = Saturating(), torch.full((3,), 7.0)
+    peer, last = (call(codec, "encode", v).payload for v in (seven, -seven))
+    at_once = call(codec, "reduce_encode", seven, peers=[peer, last]).values
+    partial = call(codec, "reduce_encode", seven, peers=[peer]).payload
+    in_turn = call(codec, "reduce_encode", -seven, peers=[partial]).values
+    assert (at_once.tolist(), in_turn.tolist()) == ([7.0] * 3, [0.0] * 3)
 
 
 # 3LC --------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
         ("learnedlevels", {"bits": 7}, "LearnedLevels: bits=7.*2 to 6"),
         ("rotated", {"rotation": "half"}, "rotation='half'.*'block' or 'full'"),
         ("rotated", {"block": 2.0}, "Rotated: block=2.0"),
+        ("saturating", {"bits": 1}, "Saturating: bits=1.*2 to 8"),
+        ("saturating", {"bits": 9}, "Saturating: bits=9.*2 to 8"),
         ("lowrank", {"rank": 0}, "LowRank: rank=0.*1 to 256"),
         ("lowrank", {"rank": 9, "columns": 8}, "rank=9 must be 1 to 8 for columns=8"),
         ("lowrank", {"values": "fp16"}, "values='fp16'.*'bf16' or 'fp32'"),

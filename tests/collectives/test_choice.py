@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import QSGD, ConfigError, Options, all_reduce
+from gradwire import ConfigError, Options, all_reduce
 from gradwire.algorithms import REGISTRY
 from gradwire.codecs import REGISTRY as CODECS
 from gradwire.codecs import TBQ, Codec, RandomK
@@ -39,25 +39,23 @@ def test_machines_are_found_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) 
         assert as_threads(3, lambda comm: comm.topology.machines) == [(0, 0, 0)] * 3
 
 
-def test_hierarchical_finds_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two machines of two: rank 1 sends to its leader alone, in full precision."""
+@pytest.mark.parametrize("inside", ["codec", "full"])
+def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two machines of two: each rank sends half its values to the other of its machine, and
+    half of its half, with the sum of the other half of it, to the one on the other machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def body(comm: Communicator) -> int:
-        x = torch.randn(4096)
-        future = all_reduce(
-            x, QSGD(), group=comm, async_op=True, options=Options(algorithm="hierarchical")
-        )
+        options = Options(algorithm="hierarchical", inside=inside)
+        future = all_reduce(torch.randn(4096), group=comm, async_op=True, options=options)
         assert future is not None
         future.wait()
-        (collective,) = (c for key, c in comm.calls.kept.items() if key[0] == "all_reduce")  # type: ignore[index]
+        (collective,) = comm.calls.kept.values()  # type: ignore[index]
         return int(collective.prepared.wire_bytes)  # type: ignore[attr-defined]
 
-    sent = as_threads(4, body)
-    assert sent[1] == sent[3] == 4096 * 4 + 2 * 48
-    chunk = 2048 // 128 * 68 + 48
-    # half to the other leader, the other half's sum back, and both sums to the member
-    assert sent[0] == sent[2] == 4 * chunk
+    part = 1024 // 128 * 68 + 48
+    given = 2 * part if inside == "codec" else 2 * (1024 * 4 + 48)
+    assert as_threads(4, body) == [given + 2 * part + 2 * part] * 4
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,8 @@ def test_hierarchical_finds_its_machines(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
         ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),
         ({"algorithm": "hierarchical", "nodes": [0, 0]}, "a tuple of the machine of each rank"),
-        ({"algorithm": "hierarchical", "inside": "half"}, "use one of full, codec"),
+        ({"algorithm": "hierarchical", "between": "ring"}, "between='ring': use one of auto, sra"),
+        ({"algorithm": "hierarchical", "inside": "half"}, "use one of codec, full"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], says: str) -> None:

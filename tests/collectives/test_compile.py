@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
-from gradwire.collectives import arena
+from gradwire.collectives import Operation, arena
 from gradwire.collectives.calls import Calls, Step, covered_messages
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
 from gradwire.engine import HEADER_BYTES, Kind
@@ -22,6 +22,12 @@ from gradwire.lang import layout
 from gradwire.partition import Spec
 
 quickly = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+OPERATIONS = {
+    "all_reduce": Operation("all_reduce", "avg"),
+    "reduce_scatter": Operation("reduce_scatter", "sum"),
+    "all_gather": Operation("all_gather"),
+    "broadcast": Operation("broadcast"),
+}
 ALL: list[tuple[str, dict[str, Any]]] = [
     ("all_reduce", {"algorithm": "sra"}),
     ("all_reduce", {"algorithm": "ring"}),
@@ -30,9 +36,12 @@ ALL: list[tuple[str, dict[str, Any]]] = [
     ("all_reduce", {"algorithm": "all_gather"}),
     ("all_reduce", {"algorithm": "hierarchical", "inside": "full"}),
     ("all_reduce", {"algorithm": "hierarchical", "inside": "codec"}),
+    ("all_reduce", {"algorithm": "hierarchical", "between": "grid"}),
     ("all_reduce", {"algorithm": "sra", "coordinated": True}),
     ("reduce_scatter", {}),
     ("all_gather", {}),
+    ("broadcast", {}),
+    ("broadcast", {"algorithm": "tree"}),
 ]
 every = pytest.mark.parametrize(("kind", "options"), ALL, ids=str)
 specs_of = st.lists(
@@ -63,7 +72,7 @@ def programs(
     machines = tuple(rank // 2 for rank in range(n))
     return [
         compile(
-            CollectiveLayout(kind, tuple(specs)),
+            CollectiveLayout(OPERATIONS[kind], tuple(specs)),
             Topology(rank, n, machines),
             able or Capabilities(),
             Options(**options),
@@ -96,7 +105,7 @@ def test_both_ends_of_a_message_agree(
             if peer >= 0:
                 way = (rank, peer) if g.kind[task] is Kind.SEND else (peer, rank)
                 name = (*way, g.slot[task])
-                ends[g.kind[task]][name] = program.nbytes[g.message(task)]
+                ends[g.kind[task]][name] = sum(program.nbytes[b] for b in g.message(task))
         sent = sum(program.nbytes[b] for b in g.sent())
         assert sent == program.wire_bytes
     assert ends[Kind.SEND] == ends[Kind.RECV]
@@ -112,19 +121,31 @@ def test_messages_have_memory_of_their_own(
     for program in programs(kind, specs, n, able, segments=segments, **options):
         g = program.graph
         reuses = {g.message(t): b for t, b in enumerate(g.reuses) if b >= 0}
+        later = {b for message in reuses for b in message}
         own = [b for b in range(len(program.nbytes)) if not program.borrowed[b]]
-        placed = sorted((program.offset[b], program.nbytes[b]) for b in own if b not in reuses)
+        placed = sorted((program.offset[b], program.nbytes[b]) for b in own if b not in later)
         for (offset, nbytes), (following, _) in pairwise([*placed, (program.arena_bytes, 0)]):
             assert offset % ALIGNMENT == 0
             assert offset + nbytes <= following
-        for buffer in own:
-            if buffer in reuses:
-                assert program.offset[buffer] == program.offset[reuses[buffer]]
+        for message, first in reuses.items():
+            if not program.borrowed[message[0]]:
+                (earlier,) = {reads for reads in g.reads if reads[:1] == (first,)}
+                assert program.offset[message[0]] == program.offset[first]
+                assert bytes_of(program, message) <= bytes_of(program, earlier)
+        for task, peer in enumerate(g.peer):
+            if peer >= 0:
+                for before, behind in pairwise(g.message(task)):
+                    at = program.offset[before] + program.nbytes[before]
+                    assert program.offset[behind] == at
         assert any(program.borrowed) <= lends
         for buffer, borrowed in enumerate(program.borrowed):
             readers = [t for t, reads in enumerate(g.reads) if buffer in reads]
             assert program.readers[buffer] == len(readers)
             assert not borrowed or all(g.peer[t] < 0 for t in readers)
+
+
+def bytes_of(program: Program, buffers: tuple[int, ...]) -> int:
+    return sum(program.nbytes[b] for b in buffers)
 
 
 @every
@@ -230,7 +251,7 @@ def test_checksums_where_messages_leave_the_machine() -> None:
 
 def test_what_cannot_be_compiled_is_named() -> None:
     specs = [Spec("w", 1000, torch.float32, QSGD())]
-    with pytest.raises(ConfigError, match="all_gather is a half of the algorithm sra"):
+    with pytest.raises(ConfigError, match="all_gather has no algorithm 'ring': use sra"):
         programs("all_gather", specs, 2, algorithm="ring")
     with pytest.raises(ConfigError, match="w: 1000 values cannot be cut into 3 shards"):
         programs("reduce_scatter", specs, 3)

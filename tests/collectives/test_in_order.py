@@ -23,7 +23,7 @@ from gradwire import (
     reduce_scatter,
 )
 from gradwire.codecs import TopK
-from gradwire.collectives import Item, prepare
+from gradwire.collectives import SUM, Item, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -42,8 +42,9 @@ WAYS: dict[str, Any] = {
     "coordinated": lambda n: Options(coordinated=True, segments=3),
     "all_gather": lambda n: Options(algorithm="all_gather", segments=2),
     "machines_of_2": lambda n: Options(
-        algorithm="hierarchical", nodes=tuple(r // 2 for r in range(n)), segments=2
+        algorithm="hierarchical", nodes=tuple(r // 2 for r in range(n)), inside="full", segments=2
     ),
+    "grid": lambda n: Options(algorithm="hierarchical", nodes=tuple(range(n)), between="grid"),
     "3_machines_in_turn": lambda n: Options(
         algorithm="hierarchical", nodes=tuple(r % 3 for r in range(n)), inside="codec", segments=3
     ),
@@ -78,7 +79,7 @@ def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None
                 Item(t, rng.parameter_keys(0, f"p{i}", comm.rank), step, r)
                 for i, (t, r) in enumerate(zip(values, residuals, strict=True))
             ]
-            sent.append(collective.start(items, average=True).result(30).wire_bytes)
+            sent.append(collective.start(items).result(30).wire_bytes)
         assert sent == [collective.prepared.wire_bytes] * 2
         return [*values, *residuals], sent
 
@@ -142,7 +143,7 @@ def test_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
     def body(comm: Communicator) -> list[BaseException | None]:
         if comm.rank == 2:
             comm.stream(torch.device("cpu"))
-            prepare(comm.calls, [Spec("tensor", 5000, torch.float32, QSGD())], WAYS[way](4))
+            prepare(comm.calls, [Spec("tensor", 5000, torch.float32, QSGD())], WAYS[way](4), SUM)
             fifo.kill(2)
             return []
         reduce = partial(all_reduce, torch.randn(5000), "qsgd", group=comm, options=WAYS[way](4))
@@ -221,7 +222,7 @@ def test_memory_is_that_of_one_collective() -> None:
         collective = prepare(comm.calls, [Spec("w", 100_000, torch.float32, QSGD())])
         item = Item(torch.ones(100_000), rng.parameter_keys(0, "w", comm.rank), 0)
         for _ in range(5):
-            collective.start([item], average=True)
+            collective.start([item])
         return comm.pools.peak_bytes, collective.prepared.arena_bytes
 
     for peak, arena in as_threads(2, body, fifo=FifoHub(2)):

@@ -17,7 +17,7 @@ from gradwire import (
     reduce_scatter,
 )
 from gradwire.codecs import RandomK, TopK
-from gradwire.collectives import Item, prepare
+from gradwire.collectives import Item, Operation, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -140,8 +140,9 @@ def test_law_5_bytes_are_accounted(n: int, codec: Codec, kind: str, segments: in
             else Item(torch.ones(n * m), rng.Keys(m, m), 0)
             for m in SHARDS
         ]
-        collective = prepare(comm.calls, specs, Options(segments=segments), kind)
-        return collective.prepared.wire_bytes, collective.start(items, False).result().wire_bytes
+        operation = Operation(kind, "sum" if kind == "reduce_scatter" else "")
+        collective = prepare(comm.calls, specs, Options(segments=segments), operation)
+        return collective.prepared.wire_bytes, collective.start(items).result().wire_bytes
 
     for formula, counted in as_threads(n, body):
         assert formula == counted
@@ -222,7 +223,7 @@ def test_wrong_input_is_refused_before_anything_is_sent() -> None:
             lambda: reduce_scatter(shard, torch.zeros(9), group=comm),
             lambda: all_gather(torch.zeros(9), shard, group=comm),
             lambda: reduce_scatter(shard, whole.half(), group=comm),
-            lambda: reduce_scatter(shard, whole, op="max", group=comm),
+            lambda: reduce_scatter(shard, whole, op="mean", group=comm),
             lambda: reduce_scatter(shard, whole, group=comm, residual=torch.zeros(4)),
             lambda: reduce_scatter(shard, [whole], group=comm),  # type: ignore[arg-type]
             lambda: all_gather(whole, shard, group=comm, step=-1),
@@ -247,12 +248,12 @@ def test_wrong_input_is_refused_before_anything_is_sent() -> None:
             "input holds 9 values; with 2 ranks it must hold 8, that many times those of output",
             "output holds 9 values",
             "input is torch.float16 and output torch.float32",
-            "gradwire.reduce_scatter knows 'sum' and 'avg'",
+            "op 'mean': reduce_scatter knows 'sum', 'avg', 'min', 'max'",
             "residual: 4",
             "input: a dense torch.Tensor is needed, not list",
             "step is -1",
-            "a half of the algorithm sra",
-            "torch.distributed.all_gather",
+            "all_gather has no algorithm 'ring': use sra",
+            "all_gather of torch.int64 through QSGD",
         ],
         strict=True,
     ):

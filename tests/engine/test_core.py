@@ -42,7 +42,7 @@ class Driver:
             else:
                 self.results.append(run)
             if do in (Do.START, Do.FREE, Do.RESULT):
-                self.log.append((do.value, run.place.number, run.number))
+                self.log.append((do.value, run.place.number, run.job))
 
     def check_ready(self, run: Run, task: int) -> None:
         graph = run.graph
@@ -64,7 +64,8 @@ class Driver:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_timing_keeps_the_owners_order(window: int, seed: int) -> None:
-    """Tickets of 1 to 3 rounds: admitted and returned in order, `window` at a time, all ended."""
+    """Tickets of 1 to 3 rounds, of 1 or 2 collectives each: admitted and returned in order,
+    `window` at a time, all ended."""
     draw = random.Random(seed)
     core = Core(window)
     driver = Driver(core, draw)
@@ -75,12 +76,22 @@ def test_any_timing_keeps_the_owners_order(window: int, seed: int) -> None:
     ] + [Graph(())]
     places: list[Place] = []
     rounds = [draw.randint(1, 3) for _ in range(10)]
-    under_way: dict[Place, Run] = {}
+    under_way: dict[Place, list[Run]] = {}
+    begun: list[tuple[int, int]] = []  # ticket and round of every collective
+    next_round = dict.fromkeys(range(10), 0)
 
     def begin(place: Place) -> None:
-        core.expect(place)
-        under_way[place], actions = core.begin(place, draw.choice(graphs), None)
-        driver.perform(actions)
+        number = next_round[place.number]
+        next_round[place.number] += 1
+        collectives = draw.choice((1, 2))
+        under_way[place] = []
+        for _ in range(collectives):
+            core.expect(place)
+        for _ in range(collectives):
+            begun.append((place.number, number))
+            run, actions = core.begin(place, draw.choice(graphs), number)
+            under_way[place].append(run)
+            driver.perform(actions)
 
     while len(places) < len(rounds) or driver.open:
         if len(places) < len(rounds) and (not driver.open or draw.random() < 0.1):
@@ -92,17 +103,18 @@ def test_any_timing_keeps_the_owners_order(window: int, seed: int) -> None:
         assert admitted == list(range(core.returned, core.returned + len(admitted)))
         assert len(admitted) <= window
         assert {run.place.number for run in driver.held} <= set(admitted)
-        for place, run in list(under_way.items()):
-            if run in driver.results and not place.closed:
-                if place.rounds < rounds[place.number]:
+        for place, runs in list(under_way.items()):
+            if all(run in driver.results for run in runs) and not place.closed:
+                if next_round[place.number] < rounds[place.number]:
                     begin(place)
                 else:
                     driver.perform(core.close(place))
                     del under_way[place]
     assert core.returned == len(rounds)
     assert not driver.held
-    results = [(run.place.number, run.number) for run in driver.results]
-    assert sorted(results) == [(t, r) for t, n in enumerate(rounds) for r in range(n)]
+    results = [(run.place.number, run.job) for run in driver.results]
+    assert sorted(results) == sorted(begun)
+    assert set(begun) == {(t, r) for t, n in enumerate(rounds) for r in range(n)}
 
 
 def test_a_result_does_not_wait_for_sends_but_a_place_does() -> None:

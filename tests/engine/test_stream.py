@@ -63,6 +63,8 @@ class Nowhere:
 class Symbols:
     """A job of nothing but its schedule."""
 
+    kernel_calls = 0
+
     def __init__(
         self,
         stages: Sequence[Wave],
@@ -100,7 +102,8 @@ def submit(comm: Communicator, work: Any) -> Future[Outcome]:
     stream = comm.stream(CPU)
     assert stream is not None
     ticket = comm.calls.ticket()
-    running = ticket.begin_in_order(Issue(0, "a test"), stream, lambda: work)
+    ticket.next_round(Issue(0, "a test"))
+    running = ticket.begin_in_order(stream, lambda: work)
     ticket.close()
     return running
 
@@ -176,7 +179,7 @@ def test_the_host_waits_for_nothing(
         for what in names:
             monkeypatch.setattr(owner, what, never)
     for _ in range(3):
-        future = collective.start([item], average=True)
+        future = collective.start([item])
         assert future.done()
         assert future.result(0).wire_bytes == collective.prepared.wire_bytes
     monkeypatch.undo()
@@ -263,14 +266,17 @@ def test_a_collective_runs_on_the_side_stream_behind_the_callers(
 
     monkeypatch.setattr(Kernels, "run", logged)
     comm = alone(Nowhere(log))
-    collective = prepare(comm.calls, [Spec("w", 500, torch.float32, QSGD(), True)])
+    collective = prepare(
+        comm.calls, [Spec("w", 500, torch.float32, QSGD(), True)], Options(target="eager")
+    )
     values, residual = torch.randn(500), torch.zeros(500)
     stream, ticket = comm.stream(CPU), comm.calls.ticket()
     assert stream is not None
     item = Item(values, KEYS, 0, residual)
-    job = OrderedJob(collective.prepared, [item], True, ticket)
+    job = OrderedJob(collective.prepared, [item], ticket)
     job.ready = torch.cuda.current_stream().record_event()
-    ticket.begin_in_order(collective.issue, stream, lambda: job).result(0)
+    ticket.next_round(collective.issue)
+    ticket.begin_in_order(stream, lambda: job).result(0)
     assert log == [
         "caller records 1",
         "side waits for caller 1",

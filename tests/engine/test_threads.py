@@ -38,7 +38,7 @@ def test_closing_ends_jobs_under_way() -> None:
         collective = prepare(comm.calls, [Spec("w", 10, torch.float32, Identity())])
         if comm.rank == 1:
             return None  # never joins in
-        future = collective.start([Item(torch.ones(10), KEYS, 0)], average=True)
+        future = collective.start([Item(torch.ones(10), KEYS, 0)])
         time.sleep(0.1)
         begun = time.monotonic()
         comm.close()
@@ -86,7 +86,7 @@ def test_memory_that_is_not_what_the_spec_says_never_reaches_a_kernel() -> None:
             Item(good, KEYS, 0, residual[:5]),
             Item(good, KEYS, -1, residual),
         ):
-            error = caught(partial(collective.start, [item], average=True))
+            error = caught(partial(collective.start, [item]))
             assert isinstance(error, ConfigError)
             assert str(error).startswith("w: ")
 
@@ -144,12 +144,13 @@ def test_tickets_are_returned_in_their_order() -> None:
 
         def begin(collective: Collective, name: str) -> Future[Outcome]:
             ticket, values = comm.calls.ticket(), torch.ones(collective.specs[0].numel)
-            job = Job(collective.prepared, [Item(values, KEYS, 0)], True, ticket)
+            job = Job(collective.prepared, [Item(values, KEYS, 0)], ticket)
             start = job.start
             job.start = lambda: (started.append(name), start())  # type: ignore[assignment, func-returns-value]
             ready: Future[None] = Future()
             ready.set_result(None)
-            future = ticket.begin(collective.issue, ready, lambda _: job)
+            ticket.next_round(collective.issue)
+            future = ticket.begin(ready, lambda _: job)
             ticket.close()
             return future
 

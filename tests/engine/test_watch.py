@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+from gradwire.engine import Communicator
+from gradwire.engine.owner import Issue
 from gradwire.engine.watch import Watch
 from gradwire.errors import TransportError
+from gradwire.transport import Hub
 
 
 class Comm:
     """Rank 0 of four, which has met a failure itself, and keeps what it tells."""
 
     rank, world_size, error, opened = 0, 4, None, None
+
+    def died(self) -> None:
+        """All peers are there."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -70,10 +78,10 @@ def test_rounds_that_are_only_slow_are_reported_less_and_less() -> None:
 
     def looks_at(number: int, waited: float) -> int:
         """How many rounds were reported by then."""
+        issue = SimpleNamespace(digest=1, what="all_reduce")
         ticket = SimpleNamespace(
-            owner=owner, place=SimpleNamespace(number=number), rounds=0, since=now - waited,
-            is_prepared=True, issue=SimpleNamespace(digest=1, what="all_reduce"),
-        )  # fmt: skip
+            owner=owner, is_prepared=True, under_way=lambda: ((number, 0), issue, now - waited)
+        )
         watch._report([ticket])  # type: ignore[list-item]
         return len(comm.told)
 
@@ -94,3 +102,31 @@ def test_what_is_issued_counts_where_an_owner_is_closed() -> None:
     )
     Watch(comm).closed(owner)  # type: ignore[arg-type]
     assert [notice["at"] for notice in comm.told] == [4]
+
+
+def test_a_round_that_begins_while_it_is_looked_at_is_not_taken_for_the_last() -> None:
+    """Numbers and contents of a round are read together: unlike ones would break the group."""
+    comm = Communicator(Hub(1).transport(0))
+    claimed: list[dict[str, Any]] = []
+
+    class Member:
+        def first(self, key: str, value: bytes) -> bytes:
+            claimed.append(json.loads(value))
+            return value
+
+        def tell(self, notice: object) -> None:
+            pass
+
+    comm.member = cast("Any", Member())
+    owner = comm.owner("a test")
+    ticket = owner.ticket()
+    ticket.next_round(Issue(100, "the first"))
+    ticket.since = 0.0
+    with owner.lock:  # as in next_round
+        ticket.rounds += 1
+        looking = threading.Thread(target=comm.watch._report, args=([ticket],))
+        looking.start()
+        looking.join(0.2)
+        ticket.issue = Issue(101, "the second")
+    looking.join()
+    assert [(c["place"][2], c["digest"]) for c in claimed] == [(1, 101)]

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from products import EXHAUSTIVE
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_ddp_example() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -119,7 +119,7 @@ def start(folder: Path, mutations: int) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", one_in(5, FUSED))
+@pytest.mark.parametrize("name", one_in(9, FUSED))
 def test_no_payload_breaks_a_kernel(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     codec, dtype = CASES[name]
     mutations = MUTATIONS * (10 if pytestconfig.getoption("exhaustive") else 1)

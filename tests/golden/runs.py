@@ -23,7 +23,7 @@ import torch
 
 from fifo import FifoHub
 from gradwire import Codec, Options, codecs
-from gradwire.collectives import Item, prepare
+from gradwire.collectives import Item, Operation, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[int], Options]] = {
     ),
     "all_gather": lambda n: Options(algorithm="all_gather"),
     "hierarchical_full": lambda n: Options(
-        algorithm="hierarchical", nodes=tuple(r % 2 for r in range(n))
+        algorithm="hierarchical", nodes=tuple(r % 2 for r in range(n)), inside="full"
     ),
     "hierarchical_codec": lambda n: Options(
         algorithm="hierarchical", nodes=tuple(2 * r // n for r in range(n)), inside="codec"
@@ -201,8 +201,9 @@ def collective(
         )
         for i, (spec, tensor) in enumerate(zip(specs, given, strict=True))
     ]
-    prepared = prepare(getattr(comm, "calls", comm), specs, options, kind)
-    return prepared.start(items, average and kind != "all_gather").result().wire_bytes
+    op = "" if kind == "all_gather" else "avg" if average else "sum"
+    prepared = prepare(comm.calls, specs, options, Operation(kind, op))
+    return prepared.start(items).result().wire_bytes
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -45,6 +45,7 @@ CASES: dict[str, Codec] = {
     "randomshift": codecs.get("randomshift", bits=4, block=100),
     "learnedlevels": codecs.get("learnedlevels", bits=3, block=100),
     "rotated": codecs.get("rotated", block=100),
+    "saturating": codecs.get("saturating", bits=3),
 }
 NUMEL = 300
 

@@ -7,7 +7,6 @@ every machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,29 +82,29 @@ def attached(rank: int) -> dict[str, Found]:
     return found
 
 
-def sharded(registered: bool) -> tuple[nn.Module, nn.Module]:
+def sharded() -> nn.Module:
     model = Products(half=False)
-    wrapped = fully_shard(model, mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    if registered:
-        gw.register(model, "qsgd", bits=8)
-    return model, wrapped
+    return fully_shard(model, mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"))
 
 
 def backend(rank: int) -> dict[str, Found]:
-    """What the drop-in backend leaves: blobs of DDP's and FSDP2's, and shards of known layout."""
+    """What the drop-in backend leaves: of modules that it finds, of one registered, of blobs."""
     group: Any = dist.group.WORLD
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "backend ddp blobs": lambda: DDP(Products(half=True), bucket_cap_mb=0.03),
-        "backend fsdp blobs": lambda: sharded(registered=False)[1],
-        "backend fsdp registered": lambda: sharded(registered=True)[1],
-    }
     found = {}
-    for name, make in makers.items():
+
+    def note(name: str, model: nn.Module, registered: Any = None) -> None:
         before = group.stats()["wire_bytes"]
-        model = make()
         train(model)
-        sent = int(group.stats()["wire_bytes"] - before)
+        after = (registered.handle if registered else group).stats()["wire_bytes"]
+        sent = int(after - (0 if registered else before))
         found[name] = Found(digest(weights(model)), None, [sent])
+
+    note("backend ddp", DDP(Products(half=True), bucket_cap_mb=0.03))
+    note("backend fsdp", sharded())
+    model = sharded()
+    note("backend fsdp registered", model, gw.register(model, "qsgd", bits=8))
+    gw.register(blob=True, codec="qsgd", bits=4)
+    note("backend ddp blobs", DDP(Products(half=True), bucket_cap_mb=0.03))
     return found
 
 

@@ -46,6 +46,7 @@ class Mirror:
         self.number = number
         self.result = torch.zeros(SEGMENTS, NBYTES, dtype=torch.uint8, device=device)
         self.messages = [torch.zeros_like(self.result[0]) for _ in graph.writer]
+        self.kernel_calls = 0
 
     def start(self) -> None:
         return
@@ -54,6 +55,7 @@ class Mirror:
         return self.messages[buffer]
 
     def compute(self, task: int) -> None:
+        self.kernel_calls += 1
         kind, segment = self.graph.kind[task], self.graph.segment[task]
         came = [self.messages[b] for b in self.graph.reads[task]]
         made = [self.messages[b] for b in self.graph.writes[task]]
@@ -102,8 +104,11 @@ def mirrored(comm: Communicator, device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode("error")  # whoever makes the host wait
     for job in jobs:
         ticket = comm.calls.ticket()
-        ticket.begin_in_order(Issue(0, "a test"), stream, lambda job=job: job).result(0)
+        ticket.next_round(Issue(0, "a test"))
+        outcome = ticket.begin_in_order(stream, lambda job=job: job).result(0)
         ticket.close()
+        if outcome.kernel_calls != job.kernel_calls:
+            print(f"{outcome.kernel_calls} calls of kernels are told of {job.kernel_calls}")
     results = torch.stack([job.result for job in jobs])
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")

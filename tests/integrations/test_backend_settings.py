@@ -1,8 +1,7 @@
-"""The backend's environment variables, layouts of what FSDP scatters, and the entry point."""
+"""The backend's environment variables, and the entry point."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.integrations import backend
-from gradwire.integrations.backend_layouts import Layouts, Part
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import from_environment
 from gradwire.lang import gpu
@@ -26,6 +24,7 @@ def test_defaults_are_those_of_attach() -> None:
     assert settings.codec == gw.QSGD(bits=4, block=128)
     assert settings.min_bytes == 65536
     assert settings.seed == 0
+    assert not settings.blob
 
 
 def test_every_variable_is_read() -> None:
@@ -34,8 +33,10 @@ def test_every_variable_is_read() -> None:
             "GRADWIRE_CODEC": "qsgd:bits=2:block=64:rounding=nearest",
             "GRADWIRE_MIN_BYTES": "0",
             "GRADWIRE_SEED": "7",
+            "GRADWIRE_BLOB": "1",
         }
     )
+    assert settings.blob
     assert settings.codec == gw.QSGD(bits=2, block=64, rounding="nearest")
     assert (settings.min_bytes, settings.seed) == (0, 7)
     assert from_environment({"GRADWIRE_CODEC": "none"}).codec is None
@@ -94,49 +95,6 @@ def test_ranks_of_which_some_have_no_kernels_are_named() -> None:
     assert all(
         "rank 1 has" in text and "none on xpu: gradwire has kernels" in text for text in said
     )
-
-
-# ---- layouts
-
-DENSE, FOUR = gw.Identity(), gw.QSGD(bits=4)
-
-
-def test_equal_modules_share_a_layout(caplog: pytest.LogCaptureFixture) -> None:
-    layouts = Layouts()
-    layouts.add(
-        "reduce_scatter", (Part("0.weight", FOUR, 100), Part("0.bias", DENSE, 10)), shards=2
-    )
-    layouts.add(
-        "reduce_scatter", (Part("1.weight", FOUR, 100), Part("1.bias", DENSE, 10)), shards=2
-    )
-    known = layouts.get("reduce_scatter", 220)
-    assert known is not None
-    assert [p.name for p in known] == ["0.weight", "0.bias"]
-    assert layouts.get("reduce_scatter", 110) is None
-    assert layouts.get("all_reduce", 220) is None
-    assert not caplog.records
-
-
-def test_modules_that_cannot_be_told_apart_are_blobs(caplog: pytest.LogCaptureFixture) -> None:
-    layouts, others = Layouts(), Layouts()
-    layouts.add("reduce_scatter", (Part("a", FOUR, 100), Part("b", DENSE, 10)), shards=2)
-    others.add("reduce_scatter", (Part("c", FOUR, 60), Part("d", FOUR, 50)), shards=2)
-    for _ in range(3):
-        layouts.merge(others)
-    assert layouts.get("reduce_scatter", 220) is None
-    assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert "220 values each, a and c first" in caplog.text
-
-
-def test_an_unknown_tensor_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    layouts = Layouts()
-    layouts.miss(50)  # nothing is registered: a blob is what it should be
-    layouts.add("reduce_scatter", (Part("a", FOUR, 100), Part("empty", FOUR, 0)), shards=1)
-    assert layouts.get("reduce_scatter", 100) == (Part("a", FOUR, 100),)
-    for _ in range(3):
-        layouts.miss(50)
-    assert len(caplog.records) == 1
-    assert "50 values" in caplog.text
 
 
 # ---- the entry point

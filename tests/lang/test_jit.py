@@ -141,6 +141,7 @@ def test_a_missing_compiler_falls_back_with_one_warning() -> None:
     assert "eager" in done.stdout
 
 
+@EXHAUSTIVE
 def test_a_missing_compiler_is_an_error_where_c_is_asked_for() -> None:
     done = python(
         """

@@ -19,7 +19,7 @@ from codec_calls import call, gradient, same
 from gradwire import codecs
 from gradwire.codecs import variants
 from gradwire.errors import ConfigError
-from gradwire.lang import build, isa, jit, native, prebuilt
+from gradwire.lang import ROW, KernelCall, Kernels, Series, build, isa, jit, native, prebuilt
 from gradwire.lang.emit import c
 from gradwire.lang.forms import FORMS
 from products import EXHAUSTIVE
@@ -133,6 +133,17 @@ def test_kernels_of_other_code_are_never_used(
             patch.setattr(owner, name, value)
             with pytest.raises(jit.CompileError, match="not among them"):
                 native.Library(codec, torch.float32).ready(["encode"])
+
+
+def test_a_series_runs_without_a_compiler(installed: Path) -> None:
+    values = torch.randn(300)
+    payload = torch.zeros(1200, dtype=torch.uint8)
+    rows = np.zeros(1, ROW)
+    rows["values"], rows["payload"], rows["numel"] = values.data_ptr(), payload.data_ptr(), 300
+    made = Kernels(CODECS["identity"], torch.float32, "c")
+    series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
+    assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1
+    assert torch.equal(payload.view(torch.float32), values)
 
 
 def test_what_was_not_built_is_compiled(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def sizes(codec: Codec) -> list[int]:
 
 
 @pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
-@pytest.mark.parametrize("codec", one_in(8, CODECS), ids=repr)
+@pytest.mark.parametrize("codec", one_in(9, CODECS), ids=repr)
 def test_triton_equals_eager(
     interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
 ) -> None:

@@ -27,6 +27,7 @@ from gradwire.codecs import (
     RandomK,
     RandomShift,
     Rotated,
+    Saturating,
     TernGrad,
     ThreeLC,
     TopK,
@@ -68,7 +69,7 @@ PRODUCT = [
     *((codec, torch.float32) for codec in WIDTHS),
 ]
 # an entry that is not finite is sent as such, and the others as they are
-ENTRYWISE = (Identity, Cast, TBQ, TopK, MSTopK, DGC, GradDrop, HardThreshold)
+ENTRYWISE = (Identity, Cast, Saturating, TBQ, TopK, MSTopK, DGC, GradDrop, HardThreshold)
 
 
 def round_trip(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") -> torch.Tensor:
@@ -312,6 +313,7 @@ SIZES: list[tuple[Codec, Callable[[int], int]]] = [
     (RandomShift(5, 100), lambda n: 8 * -(-n // 100) + codes(n, 100, 5)),
     (LearnedLevels(3, 64), lambda n: 8 * -(-n // 64) + codes(n, 64, 3)),
     (Rotated(bits=6, block=96), lambda n: 4 * -(-n // 96) + codes(n, 96, 6)),
+    (Saturating(), lambda n: codes(n, 1024, 4)),
     (LowRank(2, 50), lambda n: (-(-n // 50) + 50) * 2 * 2),
 ]
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire as gw
 from ends import End, ends, finished, raised
-from products import EXHAUSTIVE, in_turn
+from products import EXHAUSTIVE, one_in
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
@@ -106,6 +107,7 @@ def late_but_alike(rank: int) -> float:
     return float(dist.get_rank())
 
 
+@EXHAUSTIVE
 def test_being_late_is_no_difference() -> None:
     finished(ends(3, late_but_alike, timeout=8))
 
@@ -136,7 +138,7 @@ def destroyed(rank: int, own: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("own", "shm"), in_turn([True, False], [False, True]))
+@pytest.mark.parametrize(("own", "shm"), one_in(4, product([False, True], [False, True])))
 def test_a_destroyed_group_ends_what_waits(own: bool, shm: bool) -> None:
     found = ends(3, destroyed, own, timeout=8, environment=of_transport(shm))
     finished(found)

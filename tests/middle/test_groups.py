@@ -190,6 +190,7 @@ def eight_groups(rank: int) -> dict[str, dict[str, int]]:
     return {"before": before, "plain": plain, "used": used, "gone": settled(before, 8.0)}
 
 
+@EXHAUSTIVE
 def test_eight_groups_share_threads_and_address_space() -> None:
     found = ends(2, eight_groups, timeout=8)
     finished(found)

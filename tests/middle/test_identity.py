@@ -52,9 +52,9 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
     members = [
         Attached(
             f"p{b}",
-            Chained([(numel, "identity"), (numel // 2, "identity")]),
+            (numel,),
+            Chained(tuple((n, "identity", "all_reduce") for n in (numel, numel // 2))),
             rng.parameter_keys(0, f"p{b}", rank),
-            rotation=0,
         )
         for b, numel in enumerate(numels)
     ]
@@ -152,7 +152,7 @@ def another_position(rank: int) -> None:
     scopes = of_processes(group)
     owner = scopes.open("owner", 2)
     keys = rng.parameter_keys(0, "p", rank)
-    member = Attached("p", Chained([(5000, "identity")]), keys, rotation=0)
+    member = Attached("p", (5000,), Chained(((5000, "identity", "all_reduce"),)), keys)
     for step in range(10):
         gradient, values = torch.full((5000,), float(rank)), torch.full((300,), float(rank))
         started: dict[str, object] = {}

@@ -80,6 +80,11 @@ def test_what_passes_through_fails_as_gloo_does() -> None:
     assert seconds < 20
 
 
+@pytest.fixture
+def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_BLOB", "1")
+
+
 def wait_with_a_timeout(rank: int) -> Report:
     """Rank 1 is late: a wait of its own length ends first, a wait without one ends well."""
     x = torch.zeros(100_000, requires_grad=True)
@@ -103,6 +108,7 @@ def wait_with_a_timeout(rank: int) -> Report:
     return report
 
 
+@pytest.mark.usefixtures("blobs")
 def test_a_wait_honours_its_timeout() -> None:
     reports = as_processes(2, wait_with_a_timeout, timeout=20, backend="gradwire")
     kind, _, text, seconds = reports[0]
@@ -156,6 +162,7 @@ def aborted(rank: int) -> Report:
     return reported(works.pop().wait)
 
 
+@pytest.mark.usefixtures("blobs")
 def test_abort_ends_what_is_under_way() -> None:
     reports = as_processes(2, aborted, timeout=30, backend="gradwire")
     kind, _, text, seconds = reports[0]
@@ -170,6 +177,7 @@ def test_abort_ends_what_is_under_way() -> None:
         ("GRADWIRE_CODEC", "qsgdd", "unknown codec 'qsgdd'"),
         ("GRADWIRE_CODEC", "qsgd:bits=9", "bits"),
         ("GRADWIRE_MIN_BYTES", "64k", "'64k'"),
+        ("GRADWIRE_BLOB", "yes", "give 0 or 1"),
     ],
 )
 def test_a_wrong_environment_is_named(

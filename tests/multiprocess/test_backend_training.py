@@ -21,7 +21,7 @@ SEEDS = range(3)
 
 
 def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
-    """The script's last loss for each seed, and what the default group's blobs sent."""
+    """The script's last loss for each seed, and what the backend's models sent."""
     warnings.simplefilter("ignore")
     train: Callable[[int], float] = runpy.run_path(str(EXAMPLES / script))["train"]
     made = [train(seed) for seed in SEEDS]
@@ -35,7 +35,7 @@ def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
     [
         pytest.param("ddp_backend.py", 2, marks=EXHAUSTIVE),
         pytest.param("ddp_backend.py", 4, marks=EXHAUSTIVE),
-        ("fsdp2_backend.py", 2),
+        pytest.param("fsdp2_backend.py", 2, marks=EXHAUSTIVE),
     ],
 )
 def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
@@ -56,4 +56,4 @@ def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
         assert ours[seed] != reference[seed]
     assert stats is not None
     assert stats["calls"] >= 101 * len(SEEDS)
-    assert stats["ratio"] > 7
+    assert stats["ratio"] > 6.5  # biases travel as they are

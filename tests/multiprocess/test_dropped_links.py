@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.lab import Lab, Network, available
+from products import EXHAUSTIVE
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -37,6 +38,7 @@ except gw.TransportError as error:
 """
 
 
+@EXHAUSTIVE
 @pytest.mark.lab
 @pytest.mark.skipif(available() is not None, reason=f"no lab here: {available()}")
 def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from products import EXHAUSTIVE
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -57,7 +58,7 @@ def backward_after_death(rank: int, dying: int) -> Report:
 
 
 def double_backward_after_death(rank: int, dying: int) -> Report:
-    """Of a module that goes by torch's all-reduce, whose errors have no type of their own."""
+    """Of a module that no codec takes."""
     model = DDP(nn.Linear(100, 50).double())
     gw.attach(model)
     for _ in range(3):  # DDP itself talks in the second, when it rebuilds its buckets
@@ -100,6 +101,7 @@ def slow_once_then_another_dies(rank: int) -> Report:
     return reported(lambda: gw.all_reduce(tensor, step=5))
 
 
+@EXHAUSTIVE
 def test_a_slow_rank_that_recovered_is_not_blamed() -> None:
     reports = as_processes(3, slow_once_then_another_dies, timeout=8, expect_death=(2,))
     for rank in (0, 1):
@@ -116,7 +118,7 @@ def test_killed_in_the_middle_of_an_all_reduce(dying: int) -> None:
         if rank != dying:
             kind, peer, text, seconds = report
             assert (kind, peer) == ("TransportError", dying), text
-            assert f"Rank {dying}" in text
+            assert f"rank {dying}" in text.lower()
             assert seconds < 20
 
 
@@ -138,12 +140,11 @@ def test_backward_raises_the_error_by_its_name() -> None:
         assert seconds < 20
 
 
-def test_an_error_of_torchs_all_reduce_is_named() -> None:
+def test_a_death_is_named_where_gradients_are_float64() -> None:
     reports = as_processes(2, double_backward_after_death, 1, timeout=20, expect_death=(1,))
-    kind, _, text, seconds = reports[0]
-    assert kind == "TransportError", text
-    assert "rank 0: torch's all-reduce of the gradients of bias, weight failed" in text
-    assert seconds < 20
+    kind, peer, text, seconds = reports[0]
+    assert (kind, peer) == ("TransportError", 1), text
+    assert seconds < 5
 
 
 def test_a_rank_that_never_attaches_is_named() -> None:

@@ -27,7 +27,7 @@ dist.barrier()
 @pytest.mark.parametrize(
     ("net", "name"),
     [
-        ("1gbit,1ms", "torch_p2p"),
+        pytest.param("1gbit,1ms", "torch_p2p", marks=EXHAUSTIVE),
         pytest.param("none", "shm", marks=EXHAUSTIVE),
     ],
 )

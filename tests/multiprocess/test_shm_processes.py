@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
-from gradwire.codecs import TopK
+from gradwire.codecs import HardThreshold, ThreeLC, TopK
 from gradwire.collectives import Item, Options, arena, prepare
 from gradwire.engine import Communicator
-from gradwire.lang import rng
+from gradwire.lang import layout, rng
 from gradwire.partition import Spec
 from gradwire.transport import (
     Mixed,
@@ -33,7 +33,10 @@ from ranks import as_processes
 pytestmark = pytest.mark.multiprocess
 
 SIZES = [0, 1, 127, 129, 1024, 5000, 300_003]  # the last: payloads of many rings
-CODECS: list[Codec] = [Identity(), QSGD(), QSGD(bits=8, block=16), TernGrad(), TopK(density=0.05)]
+CODECS: list[Codec] = [
+    *(Identity(), QSGD(), QSGD(bits=8, block=16), TernGrad(), TopK(density=0.05)),
+    *(HardThreshold(threshold=2.5, density=0.2), ThreeLC(sparsity=1.5)),
+]
 
 
 def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
@@ -54,9 +57,15 @@ def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
             tensors = [torch.randn(n, generator=generator) for n in SIZES]
             residuals = [torch.zeros(n) for n in SIZES]
             items = [Item(t, k, step, r) for t, k, r in zip(tensors, keys, residuals, strict=True)]
-            futures.append(collective.start(items, True))
+            futures.append(collective.start(items))
             found += tensors + residuals
-        accounted &= all(f.result().wire_bytes == collective.prepared.wire_bytes for f in futures)
+        sent = [f.result().wire_bytes for f in futures]
+        if layout(codec).data_dependent:
+            program = collective.prepared.program
+            most = sum(program.nbytes[b] for b in program.graph.sent())
+            accounted &= all(0 < nbytes < most for nbytes in sent)
+        else:
+            accounted &= sent == [collective.prepared.wire_bytes] * 2
     comm.close()
     return [t.numpy().tobytes() for t in found], accounted
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradwire import QSGD, ConfigError, TernGrad
 from gradwire.aggregators import Compressed, Dense, ErrorFeedback
-from gradwire.planner import Plan, make_plan
+from gradwire.planner import Plan, Rules, make_plan
 
 
 def model() -> nn.Module:
@@ -18,8 +18,10 @@ def model() -> nn.Module:
 
 
 def plan_of(module: nn.Module | None = None, **arguments: Any) -> Plan:
-    arguments = {"codec": "qsgd", "codec_options": {}, "world_size": 4, **arguments}
-    return make_plan((module or model()).named_parameters(), **arguments)
+    world_size = arguments.pop("world_size", 4)
+    options = arguments.pop("codec_options", {})
+    rules = Rules().changed(options, **{"codec": "qsgd", **arguments})
+    return make_plan((module or model()).named_parameters(), rules, world_size)
 
 
 def chosen(plan: Plan) -> dict[str, Any]:
@@ -45,12 +47,13 @@ def test_patterns_override_in_order() -> None:
 def test_patterns_match_every_name_of_a_tied_parameter() -> None:
     weight = nn.Parameter(torch.zeros(4, 4))
     named = [("embed.weight", weight), ("head.weight", weight)]
-    base: dict[str, Any] = {"codec": "qsgd", "codec_options": {}, "world_size": 2}
-    assert chosen(make_plan(named, **base)) == {"embed.weight": QSGD()}
-    assert chosen(make_plan(named, **base, exclude=["head.*"])) == {"embed.weight": None}
-    assert chosen(make_plan(named, **base, codecs={"head.*": "terngrad"})) == {
-        "embed.weight": TernGrad()
-    }
+
+    def found(**arguments: Any) -> dict[str, Any]:
+        return chosen(make_plan(named, Rules().changed(codec="qsgd", **arguments), 2))
+
+    assert found() == {"embed.weight": QSGD()}
+    assert found(exclude=["head.*"]) == {"embed.weight": None}
+    assert found(codecs={"head.*": "terngrad"}) == {"embed.weight": TernGrad()}
 
 
 def test_one_rank_alone_keeps_no_residual() -> None:
@@ -59,16 +62,16 @@ def test_one_rank_alone_keeps_no_residual() -> None:
 
 
 def test_aggregators_follow_the_plan() -> None:
-    made = {p.name: p.aggregator() for p in plan_of(error_feedback=True).parameters}
+    made = {p.name: p.aggregator for p in plan_of(error_feedback=True).parameters}
     assert isinstance(made["0.weight"], ErrorFeedback)
     assert isinstance(made["0.bias"], Dense)
-    made = {p.name: p.aggregator() for p in plan_of().parameters}
+    made = {p.name: p.aggregator for p in plan_of().parameters}
     assert type(made["0.weight"]) is Compressed
 
 
 def test_rotations_spread_remainders() -> None:
     module = nn.ParameterList([nn.Parameter(torch.zeros(10)) for _ in range(8)])
-    assert [p.rotation for p in plan_of(module).parameters] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [p.rotation for p in plan_of(module).parameters] == [0, 1, 2, 3, 1, 2, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +106,15 @@ def mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), double, pairs)
 
 
-def test_other_dtypes_go_by_torch() -> None:
+def test_other_dtypes_go_as_they_are() -> None:
     plan = plan_of(mixed(), error_feedback=True, exclude=["1.weight"], include=["0.*"])
     how = {p.name: p.how for p in plan.parameters}
     assert how["0.weight"] == how["0.bias"] == str(QSGD())
-    others = {name for name, text in how.items() if text == "torch's all-reduce"}
+    others = {name for name, text in how.items() if text == "dense"}
     assert others == {"1.weight", "1.bias", "2.weight", "2.bias"}
-    assert not any(p.feedback for p in plan.parameters if p.by_torch)
-    assert "1.weight: 9 x torch.float64, torch's all-reduce" in plan.describe()
-    assert plan.parameters[2].facts()["codec"] == "torch's all-reduce"
-    assert all(p.by_torch for p in plan_of(nn.Linear(3, 3).double()).parameters)
+    assert not any(p.feedback for p in plan.parameters if p.how == "dense")
+    assert "1.weight: 9 x torch.float64, dense" in plan.describe()
+    assert all(p.how == "dense" for p in plan_of(nn.Linear(3, 3).double()).parameters)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from machines import FREE, GBIT, IDENTITY, QSGD, USUAL, curves, scenario
+from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenario
 
-from gradwire import algorithms
+from gradwire import Codec, algorithms
+from gradwire.lang import layout
 from gradwire.sim import Net, predict
 from gradwire.sim.buckets import buckets
 from gradwire.sim.curves import Software
@@ -34,6 +35,27 @@ def test_two_ranks_gather() -> None:
     # A latency until both know that the other listens; the message; its latency.
     found = seconds(2, str(VALUES), "all_gather", codec=IDENTITY)
     assert found == pytest.approx(2 * LATENCY + MESSAGE * BYTE)
+
+
+def test_a_message_whose_length_depends_on_data_has_the_expected_one() -> None:
+    body = -(-layout(GRADDROP).expected_nbytes(VALUES) // 16) * 16
+    row = predict(scenario(2, str(VALUES), "all_gather", codec=GRADDROP, segments=1), FREE)
+    assert row["wire_bytes"] == 48 + 16 + body
+    assert row["seconds"] == pytest.approx(2 * LATENCY + row["wire_bytes"] * BYTE)
+    # Ranks of one node read it in place: no table, no latency.
+    beside = scenario(2, str(VALUES), "all_gather", codec=GRADDROP, segments=1, per_node=2)
+    assert predict(beside, FREE)["wire_bytes"] == 48 + body
+    assert predict(beside, FREE)["seconds"] == 0.0
+
+
+def test_one_node_stands_for_all_where_lengths_depend_on_data() -> None:
+    both = [
+        predict(scenario(8, "1048576x8", codec=GRADDROP, exact=exact), USUAL)
+        for exact in (True, False)
+    ]
+    assert [row["exact"] for row in both] == [True, False]
+    assert both[1]["seconds"] == pytest.approx(both[0]["seconds"], rel=0.02)
+    assert both[1]["wire_bytes"] == pytest.approx(both[0]["wire_bytes"], rel=0.01)
 
 
 def test_two_ranks_scatter_and_gather() -> None:
@@ -130,12 +152,13 @@ def test_ranks_leave_a_barrier_one_after_the_other() -> None:
 # ---- bytes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", [QSGD, GRADDROP], ids=["qsgd", "graddrop"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int) -> None:
+def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int, codec: Codec) -> None:
     """Law 5, for ragged sizes and more than one bucket."""
-    wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True)
-    handed = buckets(shapes(wanted.model), QSGD, False, ranks)
+    wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True, codec=codec)
+    handed = buckets(shapes(wanted.model), codec, False, ranks)
     assert len(handed) > 1
     built = algorithm_on(wanted.options, ranks, 1)
     expected = sum(
@@ -227,3 +250,11 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
     seconds(2, "1e4")
     assert gc.isenabled() is enabled
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_messages_that_are_here_wake_nobody(ranks: int) -> None:
+    """An encode, the first of many receives, and a merge are noticed; nothing else takes time."""
+    machine = curves(engine=Overheads(task=1.0, post=1e-3))
+    seconds_ = seconds(ranks, "1e3", "all_gather", net=Net("", float("inf")), machine=machine)
+    assert seconds_ == pytest.approx(3.0, abs=0.1)

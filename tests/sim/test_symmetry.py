@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from machines import USUAL, scenario
 
+from gradwire.algorithms import Hierarchical
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.sim import predict
 from gradwire.sim.symmetry import Symmetry
 from gradwire.sim.work import algorithm_on
+from products import EXHAUSTIVE
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
 # options of an algorithm whose ranks are alike, and list their tasks in one order, rotated
@@ -22,16 +25,25 @@ ALIKE: list[dict[str, Any]] = [
     {"algorithm": "all_gather"},
     {"algorithm": "parameter_server"},
     {"algorithm": "parameter_server", "coordinated": True},
+    {"algorithm": "hierarchical"},
+    {"algorithm": "hierarchical", "inside": "full"},
 ]
+GRID: dict[str, Any] = {"algorithm": "hierarchical", "between": "grid"}  # alike if it has no gaps
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("options", ALIKE, ids=str)
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [*product(ALIKE, [2, 3, 5, 8]), (GRID, 4), (GRID, 8), (GRID, 12)],
+    ids=str,
+)
 def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks: int) -> None:
     algorithm = algorithm_on(Options(**options), ranks, 1)
     chunks = algorithm.chunks(ranks)
     sizes = [[64] * chunks, [32] * chunks]
-    rotation = Symmetry(ranks, 1, chunks)
+    columns = algorithm.columns(ranks) if isinstance(algorithm, Hierarchical) else 0
+    rotation = Symmetry(ranks, 1, chunks, columns)
+    if options.get("inside") == "full":
+        sizes = [[*segment, *segment] for segment in sizes]
     first = algorithm.build(0, ranks, sizes)
     for rank in range(ranks):
         found = rotation.forms(algorithm.build(rank, ranks, sizes), 0)
@@ -39,8 +51,16 @@ def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks
 
 
 @pytest.mark.parametrize("cores", [float("inf"), 2.0])
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (16, 4)])
-@pytest.mark.parametrize("options", ALIKE, ids=str)
+@pytest.mark.parametrize(
+    ("options", "ranks", "per_node"),
+    [
+        (options, *where)
+        for options in (*ALIKE, GRID)
+        for where in [(2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (16, 4)]
+        if options is not GRID or where[0] > 5
+    ],
+    ids=str,
+)
 def test_one_node_tells_the_time_of_all(
     options: dict[str, Any], ranks: int, per_node: int, cores: float
 ) -> None:
@@ -79,29 +99,15 @@ def test_ragged_chunks_are_near(options: dict[str, Any], ranks: int) -> None:
     assert one["compute_seconds"] == pytest.approx(exact["compute_seconds"], rel=0.05)
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(8, 1), (8, 2), (16, 4), (32, 8)])
-@pytest.mark.parametrize("inside", ["full", "codec"])
-def test_machines_of_a_hierarchy_are_alike_but_for_order(
-    ranks: int, per_node: int, inside: str
-) -> None:
-    exact, one = (
-        predict(
-            scenario(
-                ranks, "resnet50", "hierarchical", inside=inside, per_node=per_node, exact=exact
-            ),
-            USUAL,
-        )
-        for exact in (True, False)
-    )
-    assert one["seconds"] == pytest.approx(exact["seconds"], rel=0.05)
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"algorithm": "tree"},
         {"algorithm": "parameter_server", "partitions": 3},
         {"algorithm": "sra", "per_node": 3},
+        {"algorithm": "hierarchical", "per_node": 3},
+        {"algorithm": "hierarchical", "between": "grid", "nodes": (0, 1, 2, 3, 4, 5, 6, 6)},
+        {"algorithm": "hierarchical", "nodes": (0, 0, 0, 1, 1, 1, 2, 2)},
     ],
     ids=str,
 )
@@ -111,6 +117,7 @@ def test_ranks_that_differ_are_all_simulated(given: dict[str, Any]) -> None:
     assert predict(scenario(8, "1e6", **given), USUAL)["exact"]
 
 
+@EXHAUSTIVE
 def test_few_messages_are_simulated_exactly_many_are_not() -> None:
     assert predict(scenario(64, "resnet50"), USUAL)["exact"]
     row = predict(scenario(512, "resnet50"), USUAL)

@@ -17,16 +17,15 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ends import End, ends, raised
-from gradwire.aggregators import Aggregator, Steps
+from gradwire.aggregators import Aggregator, Context, StateSpec, Steps
 from stress.programs import Action, Call, Program, Scope
 from stress.running import Runner, Seat
 from stress.slow import Delays, slow_groups
@@ -77,21 +76,18 @@ class Fault:
         return self.kind != "call" or isinstance(action, Call)
 
 
-class Raises:
+@dataclass(frozen=True)
+class Raises(Aggregator):
     """An aggregator that raises behind its first round."""
 
-    def __init__(self, inner: Aggregator) -> None:
-        self.inner = inner
+    inner: Aggregator
 
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
-        yield next(self.inner.aggregate(gradient))
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        return self.inner.states(shape)
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        yield next(self.inner.aggregate(contexts))
         raise OnPurpose("an aggregator raises on purpose")
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.inner.load_state_dict(state)
 
 
 @dataclass(frozen=True)

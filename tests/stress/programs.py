@@ -21,19 +21,23 @@ from functools import lru_cache
 EPOCH = 25
 MOST_BUCKETS = 8
 CODECS = ("qsgd", "qsgd2", "terngrad", "topk", "onebit", "identity", "fp16")
+# How an aggregator averages: a shared sum; everybody's values, gathered; shards that are reduced,
+# then gathered; the least of all ranks', which is no average; what one rank in turn has.
+WAYS = ("all_reduce", "all_reduce", "all_gather", "shards", "min", "broadcast")
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A gradient of `numel` values; round i averages so many of its first values through a codec.
+    """A gradient of `numel` values; round i averages so many of its first values through a codec,
+    in one of the `WAYS`.
 
     With `feedback` there is one round, with a residual.
     """
 
     name: str
     numel: int
-    rounds: tuple[tuple[int, str], ...]
+    rounds: tuple[tuple[int, str, str], ...]
     feedback: bool
 
 
@@ -152,7 +156,11 @@ def _layout(seed: int, owner: int, epoch: int) -> tuple[Bucket, ...]:
         numel = _numel(draw)
         feedback = draw.random() < 0.25
         rounds = [
-            (numel if feedback else draw.randint(1, numel), draw.choice(CODECS))
+            (
+                numel if feedback else draw.randint(1, numel),
+                draw.choice(CODECS),
+                "all_reduce" if feedback else draw.choice(WAYS),
+            )
             for _ in range(1 if feedback else draw.choice((1, 2, 2, 3)))
         ]
         return Parameter(name, numel, tuple(rounds), feedback)

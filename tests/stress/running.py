@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,8 @@ import torch
 
 import gradwire as gw
 from gradwire import codecs
-from gradwire.aggregators import (
-    Aggregator,
-    Attached,
-    Compressed,
-    CompressedAllReduce,
-    ErrorFeedback,
-    Steps,
-)
+from gradwire.aggregators import Aggregator, Attached, Compressed, Context, ErrorFeedback, Steps
+from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 from gradwire.lang import Codec, rng
 from stress.programs import Action, Call, Parameter, Program, Scope
 from stress.scopes import Scopes
@@ -42,24 +36,45 @@ WAIT_S = 60.0  # for a scope; the transports end before that
 Left = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
-class Chained:
+@dataclass(frozen=True)
+class Chained(Aggregator):
     """An average in rounds: each averages what the rounds before have left of the gradient."""
 
-    def __init__(self, rounds: Sequence[tuple[int, str]]) -> None:
-        self.rounds = rounds
+    rounds: tuple[tuple[int, str, str], ...]
 
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
-        total = torch.zeros_like(gradient)
-        for numel, codec in self.rounds:
-            left = gradient[:numel] - total[:numel]
-            total[:numel] += yield CompressedAllReduce(left, CODECS[codec])
-        return total
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        totals = [torch.zeros_like(c.gradient) for c in contexts]
+        for numel, codec, way in self.rounds:
+            left = [c.gradient[:numel] - t[:numel] for c, t in zip(contexts, totals, strict=True)]
+            means = yield from averaged(way, contexts, left, CODECS[codec])
+            for total, mean in zip(totals, means, strict=True):
+                total[:numel] += mean
+        return totals
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        assert not state
+def averaged(
+    way: str, contexts: Sequence[Context], values: Sequence[torch.Tensor], codec: Codec
+) -> Generator[list[Request], list[torch.Tensor], list[torch.Tensor]]:
+    """What one of the ways makes of everybody's values."""
+    ranks = contexts[0].world_size
+    pairs = list(zip(contexts, values, strict=True))
+    if way == "all_gather":
+        found = yield [AllGather(v, codec=codec, of=c) for c, v in pairs]
+        return [gathered.view(ranks, -1).mean(0) for gathered in found]
+    if way == "shards":
+        lengths = [tuple(len(part) for part in v.tensor_split(ranks)) for v in values]
+        cut = zip(pairs, lengths, strict=True)
+        found = yield [ReduceScatter(v, lengths=n, codec=codec, of=c) for (c, v), n in cut]
+        found = yield [
+            AllGather(shard.clone(), lengths=n, of=c)
+            for c, shard, n in zip(contexts, found, lengths, strict=True)
+        ]
+        return found
+    if way == "min":
+        return (yield [AllReduce(v, "min", of=c) for c, v in pairs])
+    if way == "broadcast":
+        return (yield [Broadcast(v, c.step % ranks, codec=codec, of=c) for c, v in pairs])
+    return (yield [AllReduce(v, codec=codec, of=c) for c, v in pairs])
 
 
 def aggregator(parameter: Parameter) -> Aggregator:
@@ -176,7 +191,7 @@ class Runner:
 
         def wait() -> Left:
             future.result(WAIT_S)
-            kept = [t for m in members for t in m.aggregator.state_dict().values()]
+            kept = [t for m in members for t in m.state.values()]
             return gradients, kept
 
         return wait
@@ -193,7 +208,8 @@ class Runner:
             scopes = self.seat.scopes[self.program.owners[owner].group]
             assert scopes is not None
             keys = rng.parameter_keys(self.program.seed, parameter.name, scopes.comm.rank)
-            made = Attached(parameter.name, aggregator(parameter), keys, rotation)
+            shape = (parameter.numel,)
+            made = Attached(parameter.name, shape, aggregator(parameter), keys, rotation)
             self._members[key] = made
         return self._members[key]
 

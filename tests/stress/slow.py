@@ -46,9 +46,9 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Pending:
         self._delays.before_send()
-        pending: Pending = self._transport.isend(data, peer, tag)
+        pending: Pending = self._transport.isend(data, peer, tag, in_use)
         return pending
 
 

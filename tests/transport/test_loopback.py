@@ -51,8 +51,12 @@ def test_what_came_before_a_death_still_arrives() -> None:
     assert data.item() == 1
 
 
-def test_another_size_is_an_error() -> None:
+def test_a_shorter_message_fills_the_beginning_a_longer_one_is_an_error() -> None:
     hub = Hub(2)
-    hub.transport(1).isend(torch.ones(3, dtype=torch.uint8), 0, 0)
-    with pytest.raises(TransportError, match="3 bytes"):
-        hub.transport(0).irecv(torch.zeros(4, dtype=torch.uint8), 1, 0).wait()
+    data = torch.zeros(4, dtype=torch.uint8)
+    for numel in (3, 5):
+        hub.transport(1).isend(torch.ones(numel, dtype=torch.uint8), 0, 0)
+    hub.transport(0).irecv(data, 1, 0).wait()
+    assert data.tolist() == [1, 1, 1, 0]
+    with pytest.raises(TransportError, match="5 bytes"):
+        hub.transport(0).irecv(data, 1, 0).wait()

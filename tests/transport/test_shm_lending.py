@@ -65,6 +65,15 @@ def test_a_message_is_read_where_it_lies_until_it_is_given_back() -> None:
             loan.give_back()
 
 
+def test_of_a_message_that_is_lent_what_is_in_use_counts() -> None:
+    with ends(2) as (a, b):
+        loan, sent = b.borrow(SIZE, 0, 7), a.isend(stored(a), 1, 7, in_use=100)
+        assert loan.wait().numel() == SIZE
+        loan.give_back()
+        sent.wait()
+        assert a.lent_bytes == 100
+
+
 def test_what_does_not_lie_in_a_store_is_copied() -> None:
     with ends(2) as (a, b):
         assert a.store is not None

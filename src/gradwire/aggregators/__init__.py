@@ -1,18 +1,35 @@
-"""Aggregators: how one gradient becomes its average, across steps."""
+"""Aggregators: how gradients become their averages, across steps."""
 
+from gradwire.aggregators.artopk import ARTopK
+from gradwire.aggregators.attached import OWED, Attached
 from gradwire.aggregators.compressed import Compressed
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.error_feedback import ErrorFeedback
-from gradwire.aggregators.protocol import Aggregator, CompressedAllReduce, Steps
-from gradwire.aggregators.rounds import Attached, Rounds
+from gradwire.aggregators.powersgd import PowerSGD
+from gradwire.aggregators.protocol import (
+    Aggregator,
+    Averages,
+    Context,
+    Observation,
+    StateSpec,
+    Steps,
+)
+from gradwire.aggregators.rounds import Rounds, rehearsed
 
 __all__ = [
+    "OWED",
+    "ARTopK",
     "Aggregator",
     "Attached",
+    "Averages",
     "Compressed",
-    "CompressedAllReduce",
+    "Context",
     "Dense",
     "ErrorFeedback",
+    "Observation",
+    "PowerSGD",
     "Rounds",
+    "StateSpec",
     "Steps",
+    "rehearsed",
 ]

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from gradwire.aggregators.protocol import CompressedAllReduce, Steps
-from gradwire.errors import ConfigError
-from gradwire.lang import Codec
+from gradwire.aggregators.protocol import Aggregator, Context, Steps
+from gradwire.collectives import AllReduce
+from gradwire.lang import Codec, layout
 
 
-class Compressed:
+@dataclass(frozen=True)
+class Compressed(Aggregator):
     """The average through `codec`: encoded, summed by the owner of each chunk, encoded again."""
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
+    codec: Codec
 
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
-        return (yield CompressedAllReduce(gradient, self.codec))
+    feeds_back = True
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        codec = self.codec
+        yield [AllReduce(c.gradient, "avg", c.residual, codec=codec, of=c) for c in contexts]
+        return [c.gradient for c in contexts]
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if state:
-            raise ConfigError(f"{self.codec} without error feedback has no state: {list(state)}")
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return layout(self.codec, dtype).nbytes(math.prod(shape))
+
+    def __str__(self) -> str:
+        return str(self.codec)

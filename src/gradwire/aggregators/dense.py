@@ -1,22 +1,24 @@
-"""The trivial aggregator: the plain average, in fp32, fp16 or bf16."""
+"""The trivial aggregator: the plain average, in the gradient's own dtype, fp16 or bf16."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from gradwire.aggregators.compressed import Compressed
-from gradwire.codecs import Cast, Identity
+from gradwire.aggregators.protocol import Aggregator, Context, Steps
+from gradwire.codecs import Cast
+from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
-_CODECS = {
-    None: Identity(),
-    torch.float16: Cast("fp16"),
-    torch.bfloat16: Cast("bf16"),
-}
+_CASTS = {None: None, torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}
 
 
-class Dense(Compressed):
-    """The average, sent uncompressed or cast.
+@dataclass(frozen=True)
+class Dense(Aggregator):
+    """The average, sent as it is or cast; sums are in fp32, and of float64 in float64.
 
     It takes the same road as compressed gradients, so that its result does not depend on bucketing.
 
@@ -24,7 +26,23 @@ class Dense(Compressed):
         dtype: what travels: None keeps the gradient's own dtype; float16 or bfloat16 cast.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        if dtype not in _CODECS:
-            raise ConfigError(f"Dense: dtype {dtype}; use None, torch.float16 or torch.bfloat16")
-        super().__init__(_CODECS[dtype])
+    dtype: torch.dtype | None = None
+
+    feeds_back = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _CASTS:
+            raise ConfigError(
+                f"Dense: dtype {self.dtype}; use None, torch.float16 or torch.bfloat16"
+            )
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        codec = _CASTS[self.dtype]
+        yield [AllReduce(c.gradient, "avg", c.residual, codec=codec, of=c) for c in contexts]
+        return [c.gradient for c in contexts]
+
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * (self.dtype or dtype).itemsize
+
+    def __str__(self) -> str:
+        return "dense" if self.dtype is None else f"dense in {self.dtype}".replace("torch.", "")

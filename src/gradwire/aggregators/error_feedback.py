@@ -1,66 +1,79 @@
 """Error feedback: what was not sent is added to the next step's gradient (THESIS Alg. 2.1).
 
-The kernels do it in their one pass: p = g + e; send Q(p); e = p - Q(p). Both encodings of a
-scatter-reduce are covered: the rank that owns a chunk keeps the error of the encoded sum in its
-own residual, so over all ranks
+    p = g + e; send p through the inner aggregator; e = p - sent
+
+Where the inner aggregator is one compressed all-reduce, the kernels do it in their one pass, and
+the rank that owns a chunk keeps the error of the encoded sum in its own residual. So over all ranks
 
     sum of gradients + sum of residuals before == world_size * average + sum of residuals after
 
-to the last rounding: nothing is lost anywhere. A value that is not finite never enters a
-residual.
+to the last rounding: nothing is lost anywhere. A value that is not finite never enters a residual.
+Where kernels do not do it, a parameter whose average is not finite leaves its residual as it was:
+GradScaler drops such a step.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
 import torch
 
-from gradwire.aggregators.protocol import Aggregator, Steps
-from gradwire.errors import ConfigError
+from gradwire.aggregators.contract import begun, fault
+from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
+
+RESIDUAL = "residual"
 
 
-class ErrorFeedback:
-    """Wraps an aggregator of one compressed all-reduce.
+@dataclass(frozen=True)
+class ErrorFeedback(Aggregator):
+    """Wraps any aggregator. Its state is a residual per parameter, fp32, beside the inner one's."""
 
-    Args:
-        inner: yields one CompressedAllReduce without a residual.
+    inner: Aggregator
 
-    Attributes:
-        residual: fp32, one for each value, zeros until the first step; None before it.
-    """
+    def __post_init__(self) -> None:
+        assert not isinstance(self.inner, ErrorFeedback), "the inner aggregator has error feedback"
 
-    def __init__(self, inner: Aggregator) -> None:
-        self.inner = inner
-        self.residual: torch.Tensor | None = None
+    @property
+    def scope(self) -> str:  # type: ignore[override]
+        return self.inner.scope
 
-    def aggregate(self, gradient: torch.Tensor) -> Steps:
-        if self.residual is None:
-            self.residual = torch.zeros_like(gradient, dtype=torch.float32)
-        # A state that was loaded may lie elsewhere.
-        self.residual = self.residual.to(gradient.device)
-        steps = self.inner.aggregate(gradient)
-        request = next(steps)
-        assert request.residual is None, "the inner aggregator has error feedback of its own"
-        request.residual = self.residual
-        result = yield request
-        try:
-            steps.send(result)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        raise AssertionError("error feedback wraps aggregators of a single collective")
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        inner = self.inner.states(shape)
+        assert RESIDUAL not in inner, f"{self.inner}: {RESIDUAL!r} is error feedback's own state"
+        return {RESIDUAL: StateSpec((math.prod(shape),)), **inner}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {} if self.residual is None else {"residual": self.residual}
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        if self.inner.feeds_back:
+            return (yield from self._by_kernels(contexts))
+        wanted = [c.gradient.float() + c.state[RESIDUAL] for c in contexts]
+        inside = [replace(c, gradient=p.clone()) for c, p in zip(contexts, wanted, strict=True)]
+        ended = yield from begun(self.inner, inside)
+        if fault(ended, contexts) is not None:
+            return ended  # whoever drives the rounds refuses it
+        if not isinstance(ended, Averages):
+            ended = Averages(ended, ended)
+        for c, p, average, part in zip(contexts, wanted, ended.averages, ended.sent, strict=True):
+            error, residual = p - part.reshape(-1), c.state[RESIDUAL]
+            # A step whose average is not finite is skipped, and what was owed before it still is.
+            keep = average.isfinite().all() & error.isfinite()
+            torch.where(keep, error, residual, out=residual)
+        return ended
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        residual = state.get("residual")
-        if residual is None:
-            self.residual = None
-            return
-        # The kernels take its address: anything else would be read and written as fp32, 1-D.
-        found = (residual.dtype, residual.dim(), residual.is_contiguous(), residual.is_meta)
-        if found != (torch.float32, 1, True, False):
-            raise ConfigError(
-                f"a residual is fp32, 1-D, contiguous and in memory, not {residual.dtype}, "
-                f"{residual.dim()}-D, strides {residual.stride()}, on {residual.device}"
-            )
-        self.residual = residual.clone()
+    def _by_kernels(self, contexts: Sequence[Context]) -> Steps:
+        wanted = {}
+        for c in contexts:
+            c.residual = c.state[RESIDUAL]
+            if c.observed:
+                wanted[c.name] = c.gradient.float() + c.residual
+        averages = yield from begun(self.inner, contexts)
+        if not wanted or fault(averages, contexts) is not None or isinstance(averages, Averages):
+            return averages
+        return Averages(averages, [wanted[c.name] - c.state[RESIDUAL] for c in contexts])
+
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return self.inner.payload_bytes(shape, dtype if self.inner.feeds_back else torch.float32)
+
+    def __str__(self) -> str:
+        return f"{self.inner}, error feedback"

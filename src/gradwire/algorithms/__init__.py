@@ -1,10 +1,12 @@
 """Algorithms: pure functions from (rank, world_size, sizes) to a graph, each with its cost formula.
 
-`REGISTRY` is the table of those of an all-reduce; a new one is one file and one line here.
-`HALVES` are the two collectives that scatter-reduce-allgather is made of.
+`REGISTRY` is the table of those of an all-reduce; a new one is one file and one line here. `OF` has
+those of every collective.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from gradwire.algorithms import (
     all_gather,
@@ -15,12 +17,13 @@ from gradwire.algorithms import (
     sra_reduce_scatter,
     tree,
 )
+from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.algorithms.coordinated import Coordinated
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.algorithms.protocol import Algorithm, Sizes
 from gradwire.errors import ConfigError
 
-__all__ = ["HALVES", "REGISTRY", "Algorithm", "Coordinated", "Hierarchical", "Sizes", "get"]
+__all__ = ["OF", "REGISTRY", "Algorithm", "Coordinated", "Hierarchical", "Sizes", "get"]
 
 REGISTRY: dict[str, Algorithm] = {
     "sra": scatter_reduce_allgather,
@@ -31,9 +34,12 @@ REGISTRY: dict[str, Algorithm] = {
     "hierarchical": Hierarchical(),  # whose machines are filled in when a collective is prepared
 }
 
-HALVES: dict[str, Algorithm] = {
-    "reduce_scatter": sra_reduce_scatter,
-    "all_gather": sra_all_gather,
+# verb -> name -> algorithm; the root of a broadcast is filled in, too
+OF: dict[str, Mapping[str, Algorithm]] = {
+    "all_reduce": REGISTRY,
+    "reduce_scatter": {"sra": sra_reduce_scatter},
+    "all_gather": {"sra": sra_all_gather},
+    "broadcast": {"sra": ScatterAllGather(), "tree": Tree()},
 }
 
 

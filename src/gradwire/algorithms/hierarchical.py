@@ -1,38 +1,55 @@
-"""Hierarchical (CGX 4.2, HIPRESS 5.1): inside machines first, then between one leader of each.
+"""Hierarchical (CGX 4.2, HIPRESS 5.1): inside machines first, then between them, by every rank.
 
-N ranks on L machines; `nodes[r]` is the machine of rank r, any number. The *leader* of a machine is
-its lowest rank, the others are its *members*. L chunks; the leader of machine l, in the order of
-leaders, owns chunk l. A *local* is a chunk of a member's values on its way to its leader.
-
-Inside a machine, locals travel in full precision (`inside="full"`) or through the codec
-(`inside="codec"`). In full precision, chunk L + l of `sizes` is chunk l uncompressed.
+N ranks on L machines; `nodes[r]` is the machine of rank r, any number. S is the number of ranks of
+the largest machine. The values are cut into S shares, each of these into L parts: S * L chunks. On
+a machine of g ranks, local rank k mod g is the *holder* of share k; its counterparts hold share k
+on the other machines. So a small machine's ranks hold several shares. The holder on machine l owns
+part l. (gradwire/algorithms/levels.py has the rule.)
 
 Steps, for each segment:
-  1. a member encodes all chunks and sends them to its leader.
-  2. a leader receives the locals, and adds them to its own values in the order of ranks.
-  3. leaders do a scatter-reduce-allgather between them, through the codec.
-  4. a leader sends the payload of every result, unchanged, to its members, who decode it.
+  1. inside: each rank encodes the shares that it does not hold, and sends each to its holder, who
+     adds what comes to its own values in the order of ranks. These *locals* travel through the
+     codec (`inside="codec"`) or in full precision (`inside="full"`), where chunk c uncompressed is
+     chunk S * L + c of `sizes`.
+  2. between: the holders of a share do a scatter-reduce-allgather of its parts, through the codec.
+  3. inside: each holder sends the results of its share on, unchanged, to the machine's other ranks;
+     all decode.
 
-Between machines each value is encoded twice. A local is encoded once more, without loss if in full
-precision.
+`between="grid"` does step 2 in two: machines stand in rows; a *partial* is a share of a share on
+its way to its holder in the row, who exchanges its sum with the other rows, and sends the results
+on along the row. With R rows of C machines a rank has 2 (R + C - 2) messages, not 2 (L - 1); they
+carry as many bytes. All chunks of a message from one rank to another are one message.
 
-Bytes sent: by a member, its locals; by the leader of machine l with m members, sum over segments s
-of [sum over c != l of m(s, c)] + (L-1) * m(s, l) + m * [sum over c < L of m(s, c)]. Rounds: 2
-inside where a machine has members, 2 between where there are several. Time counts links between
-machines alone: for P payload bytes, 2 * alpha + 2 * (L-1)/L * P * beta.
+A value is encoded once between machines, twice on a grid, then once in the result; inside, once
+more, without loss if in full precision.
+
+Bytes sent by rank r: for each level (inside, row, between) [what it gives away to holders] + [what
+it holds there] * (counterparts - 1). With equal machines that is inside (S-1)/S of the locals and
+(S-1)/S P of results, and 2 (L-1)/L P/S between machines. Rounds: 2 at each level. Time counts links
+between machines alone, of which a machine's ranks share one: for P payload bytes, 2 * alpha +
+2 * (L-1)/L * P * beta; on a grid, 4 * alpha.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from gradwire.algorithms.halves import contribute, receive, reduce
+from gradwire.algorithms.halves import onward
+from gradwire.algorithms.levels import Levels, Prefix, Unit
 from gradwire.algorithms.protocol import Sizes, message
 from gradwire.engine import Graph
 
-INSIDE = ("full", "codec")
+INSIDE = ("codec", "full")
+BETWEEN = ("auto", "sra", "grid")
+
+# What decides between SRA and a grid where nobody has measured: what a message costs beside its
+# bytes (to post, to notice, to check), and a latency.
+MESSAGE_S = 5e-5
+LATENCY_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -41,108 +58,252 @@ class Hierarchical:
 
     Attributes:
         nodes: machine of each rank; empty: every rank on a machine of its own.
-        inside: how locals travel, "full" or "codec".
+        inside: how locals travel, "codec" or "full".
+        between: how holders exchange, "sra" or "grid"; "auto" takes a grid where the messages that
+            it spares cost more than its two rounds: from about 32 machines on.
     """
 
     nodes: tuple[int, ...] = ()
-    inside: str = "full"
+    inside: str = "codec"
+    between: str = "auto"
 
-    ROLES: ClassVar[tuple[str, ...]] = ("local", "contribution", "result")
+    ROLES: ClassVar[tuple[str, ...]] = ("local", "partial", "contribution", "result")
 
     def chunks(self, world_size: int) -> int:
-        return len(self.leaders(world_size))
+        return self.levels(world_size).chunks
 
     def rounds(self, world_size: int) -> int:
-        machines = self.chunks(world_size)
-        return 2 * (machines > 1) + 2 * (machines < world_size)
+        return 2 * sum(shares > 1 for shares in self.levels(world_size).shares)
 
-    def leaders(self, world_size: int) -> list[int]:
-        """The lowest rank of each machine, in rank order."""
-        return list(self._leaders.values()) if self.nodes else list(range(world_size))
+    def rounds_between(self, world_size: int) -> int:
+        """Those of `rounds` that leave a machine."""
+        levels = self.levels(world_size)
+        if self.machines(world_size) == 1:
+            return 0
+        return self.rounds(world_size) - 2 * (levels.roles[0] == "local")
 
-    def leader(self, rank: int, world_size: int) -> int:
-        """The leader of `rank`'s machine."""
+    def machines(self, world_size: int) -> int:
+        """How many there are."""
+        return len(set(self.nodes)) if self.nodes else world_size
+
+    def columns(self, world_size: int) -> int:
+        """In how many columns machines stand; 0: in no grid."""
+        levels = self.levels(world_size)
+        return levels.shares[-2] if "partial" in levels.roles else 0
+
+    def levels(self, world_size: int) -> Levels:
+        """The ranks in machines, these perhaps in rows, and these in a group of all."""
         assert len(self.nodes) in (0, world_size), (self.nodes, world_size)
-        return self._leaders[self.nodes[rank]] if self.nodes else rank
+        return self._levels if self.nodes else self._arranged(range(world_size))
 
     @cached_property
-    def _leaders(self) -> dict[int, int]:
-        """The lowest rank of each machine."""
-        found: dict[int, int] = {}
+    def _levels(self) -> Levels:
+        machines: dict[int, tuple[int, ...]] = {}
         for rank, node in enumerate(self.nodes):
-            found.setdefault(node, rank)
-        return found
+            machines[node] = (*machines.get(node, ()), rank)
+        ranks = len(self.nodes)
+        if len(machines) == ranks:
+            return self._arranged(range(ranks))
+        if len(machines) == 1 and self.inside == "codec":
+            return Levels(tuple(range(ranks)), ("contribution",))
+        return self._arranged(list(machines.values()), "local")
+
+    def _arranged(self, units: Sequence[Unit], *roles: str) -> Levels:
+        """What is between machines, around these units."""
+        count = len(units)
+        columns = _columns(count)
+        between = self.between if self.between != "auto" else _chosen(count, columns)
+        if between == "sra" or columns == count:
+            return Levels(tuple(units), (*roles, "contribution"))
+        rows = tuple(tuple(units[at : at + columns]) for at in range(0, count, columns))
+        return Levels(rows, (*roles, "partial", "contribution"))
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
         """The graph of `rank`."""
         graph = Graph(self.ROLES)
         if world_size == 1:
             return graph
-        leaders = self.leaders(world_size)
-        leader = self.leader(rank, world_size)
-        outer = [segment[: len(leaders)] for segment in sizes]
-        live = [(s, c) for s, segment in enumerate(outer) for c, n in enumerate(segment) if n]
-        members = [r for r in range(world_size) if r != rank and self.leader(r, world_size) == rank]
-
-        def local(s: int, c: int, source: int) -> int:
-            return graph.buffer("local", s, self.local_chunk(c, len(leaders)), source)
-
-        def result(s: int, c: int) -> int:
-            return graph.buffer("result", s, c, leaders[c])
-
-        if rank != leader:
-            for s in range(len(outer)):
-                away = [local(s, c, rank) for at, c in live if at == s]
-                if away:
-                    graph.encode(s, away)
-                    for b in away:
-                        graph.send(s, b, leader)
-            for s, c in live:
-                graph.recv(s, result(s, c), leader)
-                graph.decode(s, [result(s, c)])
-            return graph
-
-        added: dict[tuple[int, int], int] = {}
-        for s, c in live if members else ():
-            came = [local(s, c, m) for m in members]
-            for b, m in zip(came, members, strict=True):
-                graph.recv(s, b, m)
-            added[s, c] = graph.merge(s, came, own=0)
-        contribute(graph, rank, leaders, outer, added)
-        reduce(graph, rank, leaders, leaders, outer, added)
-        receive(graph, rank, leaders, outer)
-        for s, c in live:
-            for m in members:
-                graph.send(s, result(s, c), m)
+        levels = self.levels(world_size)
+        listing = _Listing(graph, levels, rank, sizes, self.inside == "full")
+        last = 2 * levels.depth - 1
+        # What comes early in one segment stands before what comes late in the segment before.
+        for wave in range(len(sizes) + last):
+            for step in range(last + 1):
+                if 0 <= wave - step < len(sizes):
+                    if step < levels.depth:
+                        listing.up(wave - step, step)
+                    else:
+                        listing.down(wave - step, last - step)
         return graph
 
-    def local_chunk(self, chunk: int, machines: int) -> int:
-        """Where `sizes` has what a member sends of a chunk."""
-        return chunk + machines if self.inside == "full" else chunk
-
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """In the order of the roles that there are; results reach members last."""
-        members = self.chunks(world_size) < world_size
-        to_member = role == "result" and self.leader(receiver, world_size) != receiver
-        return self.ROLES.index(role) - (not members) + to_member
+        """Level by level up, and with the results down again."""
+        levels = self.levels(world_size)
+        if role != "result":
+            return levels.roles.index(role)
+        return 2 * levels.depth - 1 - levels.between(sender, receiver)
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
         """Bytes that `rank` sends, headers included."""
-        leaders = self.leaders(world_size)
-        machines = len(leaders)
-        if rank not in leaders:
-            first = self.local_chunk(0, machines)
-            return sum(sum(map(message, segment[first : first + machines])) for segment in sizes)
-        own = leaders.index(rank)
-        members = sum(self.leader(r, world_size) == rank for r in range(world_size)) - 1
-        return sum(
-            (members + (c != own)) * message(n) + (machines - 1) * (c == own) * message(n)
-            for segment in sizes
-            for c, n in enumerate(segment[:machines])
-        )
+        if world_size == 1:
+            return 0
+        levels = self.levels(world_size)
+        full = self.inside == "full"
+        of_chunk = [0] * levels.chunks, [0] * levels.chunks  # as locals, through the codec
+        for segment in sizes:
+            for form, held in enumerate(of_chunk):
+                first = levels.chunks * (full and not form)
+                for chunk, nbytes in enumerate(segment[first : first + levels.chunks]):
+                    held[chunk] += message(nbytes)
+        total = 0
+        for level, role in enumerate(levels.roles):
+            others = len(levels.group(rank, level)) - 1
+            sent = of_chunk[role != "local"]
+            given = (c for prefix, _ in levels.away(rank, level) for c in levels.of(prefix))
+            kept = (c for prefix in levels.held(rank, level + 1) for c in levels.of(prefix))
+            total += sum(map(sent.__getitem__, given))
+            total += others * sum(map(of_chunk[1].__getitem__, kept))
+        return total
 
     def seconds(self, world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
         """Expected time between machines; see gradwire.algorithms.protocol."""
-        machines = self.chunks(world_size)
-        rounds = 2 * (machines > 1)
-        return rounds * alpha + 2 * (machines - 1) / machines * payload_bytes * beta
+        machines = self.machines(world_size)
+        share = (machines - 1) / machines
+        return self.rounds_between(world_size) * alpha + 2 * share * payload_bytes * beta
+
+
+def _columns(machines: int) -> int:
+    """Of a grid: about the square root, without gaps if a number near it divides all."""
+    root = math.isqrt(max(machines - 1, 0)) + 1
+    near = (columns for columns in range(root, min(2 * root, machines)) if machines % columns == 0)
+    return next(near, root)
+
+
+def _chosen(machines: int, columns: int) -> str:
+    """What takes less time, by the messages that follow one another on a rank, and latencies."""
+    rows = -(-machines // columns)
+    spared = (machines - 1) - (rows - 1) - (columns - 1)
+    return "grid" if spared * MESSAGE_S > LATENCY_S else "sra"
+
+
+class _Listing:
+    """Lists the tasks of one rank.
+
+    Args:
+        full: whether locals are uncompressed.
+    """
+
+    def __init__(self, graph: Graph, levels: Levels, rank: int, sizes: Sizes, full: bool) -> None:
+        self._graph = graph
+        self._levels = levels
+        self._rank = rank
+        self._sizes = sizes
+        self._full = full
+        # of each segment: the merge of what a holder keeps, and what it has encoded with a merge
+        self._added: dict[tuple[int, Prefix], int] = {}
+        self._summed: dict[int, set[Prefix]] = {}
+        crowded = (t for t in range(levels.depth) if len(levels.group(rank, t)) > 1)
+        self._last = next(crowded, 0)  # the level whose results go nowhere else
+
+    def up(self, s: int, level: int) -> None:
+        """Give away what others hold; add what they give to what is held here."""
+        levels, rank = self._levels, self._rank
+        given = [
+            (prefix, holder)
+            for prefix, holder in levels.away(rank, level)
+            if prefix not in self._summed.get(s, ()) and self._live(s, prefix)
+        ]
+        if given:
+            role = levels.roles[level]
+            after = {self._added[s, p[:-1]] for p, _ in given if (s, p[:-1]) in self._added}
+            made = [self._buffers(role, s, self._live(s, p), rank) for p, _ in given]
+            self._graph.encode(s, [b for buffers in made for b in buffers], sorted(after))
+            for (_, holder), buffers in zip(given, made, strict=True):
+                self._graph.send(s, buffers, holder)
+        for prefix in levels.held(rank, level + 1):
+            before = self._added.get((s, prefix[:-1]))
+            live = self._live(s, prefix)
+            peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
+            for peer in onward(rank, peers) if live else ():
+                self._graph.recv(s, self._buffers(levels.roles[level], s, live, peer), peer)
+            if level == levels.depth - 1:
+                if live:
+                    self._merge(s, level, prefix, live, self._results(s, prefix))
+            elif peers and live:
+                self._add(s, level, prefix)
+            elif before is not None:
+                self._added[s, prefix] = before
+
+    def _add(self, s: int, level: int, prefix: Prefix) -> None:
+        """Add what has come to a holder. What it gives away in turn is encoded in the same go, and
+        first; locals in full precision have no such kernel."""
+        levels, rank = self._levels, self._rank
+        given = [
+            (inner, holder)
+            for inner, holder in levels.away(rank, level + 1)
+            if inner[:-1] == prefix and self._live(s, inner)
+        ]
+        kept = self._live(s, prefix)
+        if not (self._full and levels.roles[level] == "local") and given:
+            chunks = [self._live(s, inner) for inner, _ in given]
+            role = levels.roles[level + 1]
+            made = [self._buffers(role, s, live, rank) for live in chunks]
+            every = [chunk for live in chunks for chunk in live]
+            self._merge(s, level, prefix, every, [b for buffers in made for b in buffers])
+            for (inner, holder), buffers in zip(given, made, strict=True):
+                self._summed.setdefault(s, set()).add(inner)
+                self._graph.send(s, buffers, holder)
+            kept = sorted(set(kept) - set(every), key=kept.index)
+        if kept:
+            self._added[s, prefix] = self._merge(s, level, prefix, kept, [])
+
+    def _merge(
+        self, s: int, level: int, prefix: Prefix, chunks: Sequence[int], writes: Sequence[int]
+    ) -> int:
+        """What counterparts have sent of these chunks, and the own values, in their order."""
+        levels, rank = self._levels, self._rank
+        peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
+        reads = [self._buffers(levels.roles[level], s, chunks, peer) for peer in peers]
+        before = self._added.get((s, prefix[:-1]))
+        return self._graph.merge(
+            s,
+            [buffer for of_peer in reads for buffer in of_peer],
+            writes,
+            own=levels.paths[rank][level],
+            final=level == levels.depth - 1,
+            after=() if before is None else (before,),
+        )
+
+    def down(self, s: int, level: int) -> None:
+        """Send the results of what is held here on; receive those of what others hold."""
+        graph, levels, rank = self._graph, self._levels, self._rank
+        for prefix in levels.held(rank, level + 1):
+            results = self._results(s, prefix)
+            peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
+            for peer in onward(rank, peers) if results else ():
+                graph.send(s, results, peer)
+        came = []
+        for prefix, holder in levels.away(rank, level):
+            results = self._results(s, prefix)
+            if results:
+                # What is sent on lies in one piece; the rest takes the memory of what was given.
+                given = self._buffers(levels.roles[level], s, self._live(s, prefix), rank)[0]
+                graph.recv(s, results, holder, reuses=given if level == self._last else None)
+                came.append(results)
+        if level:
+            came = [[buffer for results in came for buffer in results]] if came else []
+        for results in came:
+            graph.decode(s, results)
+
+    def _buffers(self, role: str, s: int, chunks: Sequence[int], source: int) -> list[int]:
+        """What a rank gives away of these chunks."""
+        beyond = self._levels.chunks * (role == "local" and self._full)
+        return [self._graph.buffer(role, s, c + beyond, source) for c in chunks]
+
+    def _results(self, s: int, prefix: Prefix) -> list[int]:
+        owners = self._levels.owners
+        return [self._graph.buffer("result", s, c, owners[c]) for c in self._live(s, prefix)]
+
+    def _live(self, s: int, prefix: Prefix) -> list[int]:
+        """The chunks of a prefix that hold anything."""
+        return [chunk for chunk in self._levels.of(prefix) if self._sizes[s][chunk]]

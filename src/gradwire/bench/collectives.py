@@ -6,10 +6,12 @@ there until the average is in place. Methods take turns (A B A B), so that a noi
 unfair to all alike. A turn begins with an average that is not timed: TCP's connections start slowly
 after the pause that the others' turns are, and training makes no such pauses.
 
-A row: method, algorithm, transport, ranks, net, numel, seconds (median over rounds of the
-slowest rank), wire_bytes (a rank sends), limit_seconds (wire_bytes / rate + rounds * latency;
-None without an emulated network), of_limit (limit_seconds / seconds), nmse (against the average
-in float64).
+A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (median over rounds of the
+slowest rank), wire_bytes (rank 0 sends, to ranks of its own machine too), link_bytes (all ranks of
+its machine send to others; where machines have one rank, wire_bytes), limit_seconds (link_bytes /
+rate + rounds * latency; None without an emulated network), of_limit (limit_seconds / seconds), nmse
+(against the average in float64). Where machines have several ranks, link_bytes are what the
+machine's network interface has counted, headers of TCP and Ethernet included.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Config:
     numel: int
     rounds: int
     output: str
+    per_node: int
 
 
 def run(
@@ -53,16 +56,18 @@ def run(
     codecs: Sequence[str] | None = None,
     numel: int | None = None,
     quick: bool = False,
+    per_node: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
     Args:
-        ranks: emulated machines, one rank each.
+        ranks: on emulated machines.
         net: RATE,LATENCY or none.
         methods: names as in `bench train`; by default torch's four and gradwire's 4 bits.
         codecs: instead of methods, these codecs of gradwire at their defaults.
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
         quick: end within 45 seconds on two cores.
+        per_node: ranks of each machine, which share its link and talk over memory.
 
     Raises:
         ConfigError: unknown method, codec or option, no values, an impossible network, or no lab on
@@ -77,6 +82,8 @@ def run(
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least one rank is needed")
+    if per_node < 1 or ranks % per_node:
+        raise ConfigError(f"--per-node {per_node}: {ranks} ranks are not so many on each machine")
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
@@ -85,11 +92,15 @@ def run(
             numel=numel or (2_500_000 if quick else 25_000_000),
             rounds=5 if quick else 9,
             output=str(Path(folder) / "rows.json"),
+            per_node=per_node,
         )
         command = [sys.executable, "-m", "gradwire.bench.collectives_worker"]
         command.append(json.dumps(asdict(config)))
         # The workers' remarks are for people, so they go where remarks go.
-        codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
+        nodes = ranks // per_node
+        codes = launch(
+            command, nodes, network, timeout=_TIMEOUT_S, stdout=sys.stderr, per_node=per_node
+        )
         if any(codes):
             raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
         measured = json.loads(Path(config.output).read_text())
@@ -97,11 +108,12 @@ def run(
         rounds = row.pop("rounds")
         limit = None
         if network.shaped:
-            seconds_of_bytes = row["wire_bytes"] * 8 / network.rate_bits_per_s
+            seconds_of_bytes = row["link_bytes"] * 8 / network.rate_bits_per_s
             limit = seconds_of_bytes + rounds * network.latency_s
         yield {
             **row,
             "ranks": ranks,
+            "per_node": per_node,
             "net": str(network),
             "limit_seconds": limit,
             "of_limit": None if limit is None else limit / row["seconds"],

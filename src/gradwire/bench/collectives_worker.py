@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import algorithms
+from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.bench import methods as method_table
 from gradwire.bench.collectives import Config
 from gradwire.groups import communicator
@@ -85,19 +86,22 @@ class _Contestant:
             self.model.register_comm_hook(None, default_hooks.allreduce_hook)
         self.seconds: list[float] = []
         self.sent: list[int] = []
+        self.linked: list[int] = []
         self.steps = 0
 
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
+        before = _link_bytes()
         self.model(gradient).backward()
         self.steps += 1
         self.sent.append(self.applied.traffic(self.steps).wire_bytes)
+        self.linked.append(_link_bytes() - before)
         slowest = torch.tensor(self.model.seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if counts:
             self.seconds.append(float(slowest))
 
-    def row(self, expected: torch.Tensor) -> dict[str, Any]:
+    def row(self, expected: torch.Tensor, per_node: int) -> dict[str, Any]:
         weight = self.model.module.weight
         found = weight.grad.view(-1)[: expected.numel()].double()
         ours = self.method.kind == "gradwire"
@@ -110,9 +114,26 @@ class _Contestant:
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
-            "rounds": reductions * algorithms.get(algorithm).rounds(dist.get_world_size()),
+            "link_bytes": self.linked[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
+            "rounds": reductions * _rounds(algorithm, per_node),
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
         }
+
+
+def _rounds(algorithm: str, per_node: int) -> int:
+    """Those that leave a machine."""
+    size = dist.get_world_size()
+    if algorithm == "hierarchical":
+        nodes = tuple(rank // per_node for rank in range(size))
+        return Hierarchical(nodes=nodes).rounds_between(size)
+    return algorithms.get(algorithm).rounds(size)
+
+
+def _link_bytes() -> int:
+    """What this machine's interface has sent so far; 0 where it has none of its own."""
+    with open("/proc/net/dev") as file:
+        lines = [line.split(":") for line in file if line.strip().startswith("eth0:")]
+    return int(lines[0][1].split()[8]) if lines else 0
 
 
 def _transport() -> str:
@@ -142,7 +163,7 @@ def main(config: Config) -> None:
     sample = min(_SAMPLE, weight.numel())
     parts = [gradient_of(r, weight.numel())[:sample].double() for r in range(world_size)]
     expected = torch.stack(parts).mean(0)
-    rows = [contestant.row(expected) for contestant in contestants]
+    rows = [contestant.row(expected, config.per_node) for contestant in contestants]
     if rank == 0:
         Path(config.output).write_text(json.dumps(rows))
     dist.barrier()

@@ -1,8 +1,8 @@
 """The methods that `bench train` compares: ways for DDP to average gradients.
 
 A method is named by an entry of `NAMED`, or spelt out as `gradwire:CODEC:OPTION=VALUE:...`, where
-the options are those of `gradwire.attach`, of `gradwire.Options` and of the codec
-(`gradwire:qsgd:bits=2:block=1024:coordinated=true`).
+CODEC may be an aggregator, and the options are those of `gradwire.attach`, of `gradwire.Options`
+and of the codec (`gradwire:qsgd:bits=2:block=1024:coordinated=true`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.codecs.text import value as value_of
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -80,20 +81,29 @@ class Method:
             ConfigError: gradwire does not know the codec, an option or the algorithm.
         """
         if self.kind == "gradwire":
-            self.how()
+            self._made()
 
     def how(self) -> tuple[Codec, gradwire.Options]:
         """Of a method of gradwire's, the codec and how its collectives run.
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: as `check`, or it is an aggregator, which is more than one collective.
         """
+        aggregator, options = self._made()
+        if not isinstance(aggregator, Compressed):
+            raise ConfigError(
+                f"method {self.name!r}: {aggregator} takes several collectives; `bench train` "
+                "compares such methods"
+            )
+        return aggregator.codec, options
+
+    def _made(self) -> tuple[Aggregator, gradwire.Options]:
         attach_options = inspect.signature(gradwire.attach).parameters
         given, options = _split(self.options)
-        codec_options = {k: v for k, v in given.items() if k not in attach_options}
+        more = {k: v for k, v in given.items() if k not in attach_options}
         try:
-            codec = gradwire.codecs.get(str(self.options["codec"]), **codec_options)
-            return codec, gradwire.Options(**options)
+            made = registry.get(str(self.options["codec"]), **more)
+            return made, gradwire.Options(**options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
 

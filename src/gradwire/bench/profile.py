@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.methods import parse
+from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
@@ -117,7 +118,7 @@ def _compile_s(row: Mapping[str, Any]) -> float:
     side = int((row["numel"] / row["parameters"] * 2) ** 0.5)
     shapes = tuple((side, side) if i % 2 else (side,) for i in range(row["parameters"]))
     specs = tuple(spec for bucket in buckets(shapes, codec, False, 1024) for spec in bucket)
-    layout = CollectiveLayout("all_reduce", specs)
+    layout = CollectiveLayout(AVERAGE, specs)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
     for _ in range(_COMPILED):

@@ -79,7 +79,8 @@ def _step(
     late = [s for s in spans if s.queued_seconds and not _had_to_wait(s, wire)]
     parts["queueing"] = (sum(s.queued_seconds for s in late), len(late))
     parts["wire"] = (sum(s.seconds for s in wire), len(wire))
-    parts["kernels"] = (kernels, 1)
+    calls = after["kernel_calls"] - before["kernel_calls"]
+    parts["kernels"] = (kernels, calls)
     parts["bucket"] = (bucket, len(hook))
     if len(hook) == 1:
         parts["overhead"] = (bucket - kernels, 1)

@@ -98,7 +98,7 @@ def main(config: Config) -> None:
     _take_a_core(int(os.environ["RANK"]))
     dist.init_process_group("gloo")
     transports: dict[str, Transport] = {"shm": Mixed(), "gloo": TorchP2P(dist.new_group())}
-    assert transports["shm"].reached, "shared memory does not reach the other rank"  # type: ignore[attr-defined]
+    assert transports["shm"].reached, "shared memory does not reach the other rank"
     tags = itertools.count(step=_TAGS)
     rows = []
     for size in config.sizes:

@@ -20,6 +20,7 @@ from gradwire.codecs.qsgd import QSGD
 from gradwire.codecs.randomk import RandomK
 from gradwire.codecs.randomshift import RandomShift
 from gradwire.codecs.rotated import Rotated
+from gradwire.codecs.saturating import Saturating
 from gradwire.codecs.tbq import TBQ
 from gradwire.codecs.terngrad import TernGrad
 from gradwire.codecs.threelc import ThreeLC
@@ -48,6 +49,7 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "randomshift": (RandomShift, {}),
     "learnedlevels": (LearnedLevels, {}),
     "rotated": (Rotated, {}),
+    "saturating": (Saturating, {}),
     "lowrank": (LowRank, {}),
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "RandomK",
     "RandomShift",
     "Rotated",
+    "Saturating",
     "TernGrad",
     "ThreeLC",
     "TopK",

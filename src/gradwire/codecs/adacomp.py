@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
@@ -21,6 +22,10 @@ from gradwire.lang.ops import (
 )
 
 MAX_BIN = 32768  # with a selection
+
+# Entries of a bin: so many, and so many times log2 of its size. That is within 10 % of what
+# Gaussian gradients give in bins of 50 to 8192, once residuals have built up.
+LEAST, GROWTH = 1.0, 0.62
 
 
 @dataclass(frozen=True)
@@ -55,3 +60,7 @@ class AdaComp(Codec):
 
     def decode(self, scale: Value, chosen: Value, sign: Value) -> Value:
         return scatter(where(sign > 0.0, scale, -scale), chosen)
+
+    def expected_entries(self, numel: int) -> float:
+        """Of a rank's own gradients; of a sum that is encoded again, more are selected."""
+        return numel / self.block * (LEAST + GROWTH * math.log2(self.block))

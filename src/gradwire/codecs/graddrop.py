@@ -46,6 +46,11 @@ class GradDrop(Codec):
     def decode(self, chosen: Value, value: Value) -> Value:
         return scatter(value, chosen)
 
+    def expected_entries(self, numel: int) -> float:
+        """As many of the values as of the sample."""
+        sampled = -(-numel // self.every)
+        return numel * share(self.density).of(sampled) / sampled
+
     @property
     def every(self) -> int:
         """One value of so many is sampled."""

@@ -21,7 +21,8 @@ class HardThreshold(Codec):
         values: how they are sent, "fp16" or "fp32".
 
     If more values reach the threshold than there is room for, the largest are sent, and error
-    feedback keeps the others. NaN and infinities are the largest, so they travel.
+    feedback keeps the others. NaN and infinities are the largest, so they travel. A threshold says
+    nothing about values, so formulas count with as many as there is room for.
     """
 
     threshold: float = 4.72e-3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
@@ -43,3 +45,10 @@ class ThreeLC(Codec):
 
     def decode(self, scale: Value, some: Value, code: Value) -> Value:
         return map(lambda c: scale * where(c > 1.0, -1.0, c), code)
+
+    def expected_entries(self, numel: int) -> float:
+        """Of Gaussian values, whose residuals are 0: later more blocks are kept."""
+        # the largest of so many magnitudes is below `top` as often as not
+        top = -NormalDist().inv_cdf(math.log(2.0) / (2 * numel + 2))
+        reaches = math.erfc(self.sparsity / 2 * top / math.sqrt(2.0))
+        return numel * (1.0 - (1.0 - reaches) ** self.block)

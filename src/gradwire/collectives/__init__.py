@@ -1,21 +1,34 @@
-"""Collectives on compressed tensors: choose an algorithm, build its graph, run it."""
+"""Typed collectives on compressed tensors: choose an algorithm, build its graph, run it."""
 
-from gradwire.collectives.collective import DTYPES, Collective, prepare
-from gradwire.collectives.defined import check_defined, check_feedback
-from gradwire.collectives.functional import all_reduce
+from gradwire.collectives.collective import Collective, prepare, retire, start_round
+from gradwire.collectives.functional import all_reduce, broadcast
 from gradwire.collectives.job import Item
+from gradwire.collectives.legal import check_defined, check_feedback, check_legal
+from gradwire.collectives.operation import AVERAGE, SUM, Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.shards import all_gather, reduce_scatter
+from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 
 __all__ = [
-    "DTYPES",
+    "AVERAGE",
+    "SUM",
+    "AllGather",
+    "AllReduce",
+    "Broadcast",
     "Collective",
     "Item",
+    "Operation",
     "Options",
+    "ReduceScatter",
+    "Request",
     "all_gather",
     "all_reduce",
+    "broadcast",
     "check_defined",
     "check_feedback",
+    "check_legal",
     "prepare",
     "reduce_scatter",
+    "retire",
+    "start_round",
 ]

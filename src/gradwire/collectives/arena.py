@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
@@ -14,7 +15,7 @@ BORROWED_BYTES = 1 << 18
 
 def borrowed(graph: Graph, nbytes: Sequence[int], lenders: frozenset[int]) -> list[bool]:
     """Whether a buffer's message can be read where it lies: that of a large one that only kernels
-    read.
+    read, each decode of them alone.
 
     A send of such a message ends with its last reader. So there are none in a graph where tasks
     wait for sends: a merge would wait for a message whose sender waits for that merge.
@@ -22,37 +23,69 @@ def borrowed(graph: Graph, nbytes: Sequence[int], lenders: frozenset[int]) -> li
     found = [False] * len(nbytes)
     if any(graph.kind[earlier] is Kind.SEND for after in graph.after for earlier in after):
         return found
-    for task, peer in enumerate(graph.peer):
-        if peer in lenders and graph.kind[task] is Kind.RECV:
-            buffer = graph.message(task)
-            found[buffer] = nbytes[buffer] >= BORROWED_BYTES
-    for buffer in graph.sent():
-        found[buffer] = False
+    received = [task for task, kind in enumerate(graph.kind) if kind is Kind.RECV]
+    mixed = {
+        buffer
+        for task, kind in enumerate(graph.kind)
+        if kind is Kind.DECODE and len({graph.writer[b] for b in graph.reads[task]}) > 1
+        for buffer in graph.reads[task]
+    }
+    kept = mixed.union(graph.sent())
+    for task in received:
+        message = graph.message(task)
+        large = sum(nbytes[buffer] for buffer in message) >= BORROWED_BYTES
+        if graph.peer[task] in lenders and large and kept.isdisjoint(message):
+            for buffer in message:
+                found[buffer] = True
     return found
 
 
 def place(graph: Graph, nbytes: Sequence[int], elsewhere: Sequence[bool]) -> tuple[list[int], int]:
     """(where each buffer begins, where all end), in bytes, aligned.
 
-    What a merge sums stands side by side, in its order: a GPU's kernels need equal distances.
-    A message that may take another's memory does. One that lies `elsewhere` begins at 0.
+    Buffers of one message lie side by side in its order, and so does what a merge sums: a GPU's
+    kernels need equal distances. A message that may take another's memory does, if there is room:
+    some codecs make few values longer than they are. One that lies `elsewhere` begins at 0.
     """
     offsets = [-1] * len(nbytes)
     end = 0
-    reused: dict[int, int] = {}
-    for task, earlier in enumerate(graph.reuses):
-        if earlier >= 0 and not elsewhere[graph.message(task)]:
-            reused[graph.message(task)] = earlier
-    merged = [graph.reads[task] for task, kind in enumerate(graph.kind) if kind is Kind.MERGE]
-    for buffers in (*merged, *graph.writes):
-        for buffer in buffers:
-            if elsewhere[buffer]:
-                offsets[buffer] = 0
-            elif offsets[buffer] < 0 and buffer not in reused:
-                offsets[buffer] = end
-                end += align(nbytes[buffer])
-    for buffer, earlier in reused.items():
-        assert offsets[buffer] < 0, "what is merged has a place of its own"
-        assert nbytes[buffer] <= nbytes[earlier]
-        offsets[buffer] = offsets[earlier]
+    reused: list[tuple[tuple[int, ...], int]] = []
+    room = {reads[0]: sum(nbytes[b] for b in reads) for reads in graph.reads if reads}
+    for task, kind in enumerate(graph.kind):
+        message, earlier = graph.message(task), graph.reuses[task]
+        if kind is not Kind.RECV:
+            continue
+        if elsewhere[message[0]]:
+            _side_by_side(offsets, message, nbytes, 0)
+        elif earlier >= 0 and sum(nbytes[b] for b in message) <= room[earlier]:
+            reused.append((message, earlier))
+    later = {buffer for message, _ in reused for buffer in message}
+    merged = [
+        graph.writes[writer]
+        for task, kind in enumerate(graph.kind)
+        if kind is Kind.MERGE
+        for writer in dict.fromkeys(graph.writer[buffer] for buffer in graph.reads[task])
+    ]
+    moved = [graph.message(task) for task, peer in enumerate(graph.peer) if peer >= 0]
+    # The longest first: messages that are sent on within longer ones have a place in those.
+    moved = sorted((message for message in moved if len(message) > 1), key=len, reverse=True)
+    for buffers in (*merged, *moved, *graph.writes):
+        free = [b for b in buffers if offsets[b] < 0 and b not in later]
+        end = _side_by_side(offsets, free, nbytes, end)
+    for message, earlier in reused:
+        assert all(offsets[buffer] < 0 for buffer in message), "a message has one place"
+        _side_by_side(offsets, message, nbytes, offsets[earlier])
+    for message in moved:
+        for buffer, following in pairwise(message):
+            assert offsets[following] == offsets[buffer] + align(nbytes[buffer]), "not side by side"
     return offsets, end
+
+
+def _side_by_side(
+    offsets: list[int], buffers: Sequence[int], nbytes: Sequence[int], at: int
+) -> int:
+    """Place buffers from `at` on; where they end."""
+    for buffer in buffers:
+        offsets[buffer] = at
+        at += align(nbytes[buffer])
+    return at

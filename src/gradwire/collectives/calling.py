@@ -1,28 +1,28 @@
-"""What the functions in torch's manner share: checks of arguments, and the way of a result."""
+"""What the functions in torch's manner share: checks of arguments, the call, and its result."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire import codecs
+from gradwire.collectives.collective import prepare
+from gradwire.collectives.options import Options
+from gradwire.collectives.typed import Request
 from gradwire.engine import Communicator, Outcome
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.lang import Codec, rng
 
 Async = torch.futures.Future[torch.Tensor]
 
 _COUNTED = 1 << 62  # steps from here on are those of calls that name none
-
-
-def check_op(function: str, op: str) -> None:
-    """Raises ConfigError unless `op` is "sum" or "avg"."""
-    if op not in ("sum", "avg"):
-        raise ConfigError(f"op {op!r}: gradwire.{function} knows 'sum' and 'avg'")
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -34,6 +34,11 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name}: elements share memory (it was expanded): give a copy of it")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{name} is on {tensor.device}: kernels are for the CPU and for CUDA")
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values as memory has them, 1-D and contiguous: its own memory, or a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def check_step(step: int | None) -> None:
@@ -67,6 +72,23 @@ def check_residual(residual: torch.Tensor | None, numel: int) -> None:
         )
 
 
+def options_of(options: Options | None, algorithm: str | None) -> Options:
+    """`options`, with `algorithm` if one is given; raises ConfigError for another type."""
+    if not (options is None or isinstance(options, Options)):
+        raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
+    options = options or Options()
+    return options if algorithm is None else replace(options, algorithm=algorithm)
+
+
+def codec_of(codec: str | Codec | None, codec_options: Mapping[str, object]) -> Codec | None:
+    """A codec by name or as it is; None: values travel as they are. Raises ConfigError."""
+    if codec is None and codec_options:
+        raise ConfigError(
+            f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
+        )
+    return None if codec is None else codecs.get(codec, **codec_options)
+
+
 def communicator_of(
     function: str, group: dist.ProcessGroup | Communicator | None, async_op: bool
 ) -> Communicator:
@@ -82,6 +104,24 @@ def communicator_of(
             "waiting would never end: use async_op=True"
         )
     return comm
+
+
+def begin(
+    comm: Communicator, request: Request, name: str, seed: int, step: int | None, options: Options
+) -> tuple[Future[Outcome], torch.Tensor]:
+    """Start a single collective: (what ends with it, what it leaves on this rank).
+
+    Raises:
+        ConfigError: as `Collective`.
+        TransportError: the group is broken.
+    """
+    rank, world_size = comm.rank, comm.world_size
+    request.check()
+    spec = request.spec(name, 0, world_size)
+    collective = prepare(comm.calls, [spec], options, request.operation, request.values.device)
+    keys = rng.parameter_keys(seed, name, rank)
+    item = request.item(spec, keys, step_of(comm, step), rank, world_size)
+    return collective.start([item]), request.result(spec, item, rank, world_size)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:

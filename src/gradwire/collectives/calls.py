@@ -1,8 +1,9 @@
 """From a graph to kernel calls: which rows each task covers, in one table that is filled once.
 
 Every encode, merge or decode of a graph becomes one kernel call for each codec, dtype and form
-among its rows. All rows of all calls stand in one table, a call is a stretch of it, and a step only
-fills in addresses and RNG keys, column by column.
+among its rows; on target c, Python makes one call of these (see lang/series.py). All rows of all
+calls stand in one table, a call is a stretch of it, and a step only fills in addresses and RNG
+keys, column by column.
 """
 
 from __future__ import annotations
@@ -100,16 +101,17 @@ def kernel_calls(
         specs: of the tensors that are cut.
         offsets: where each buffer's message begins in the arena, in bytes.
         rank: whose graph it is.
-        batched: one call for all rows of a task, codec, dtype and form; else one for each.
+        batched: one call for all rows of a task, codec, dtype and form; else one for each row.
     """
     kernels = [task for task, peer in enumerate(graph.peer) if peer < 0]
     # Of each message that a kernel covers: place of the kernel, message, and what its rows share.
     covered: list[tuple[int, int, int, int, int, bool]] = []
     for place, task in enumerate(kernels):
         merges = graph.kind[task] is Kind.MERGE
-        source = offsets[graph.reads[task][0]] if merges and graph.reads[task] else 0
+        sources = graph.reads[task] if merges else ()
         phase = 0 if not merges else 1 if graph.final[task] else 2
-        for buffer in covered_messages(graph, task):
+        for place_in, buffer in enumerate(covered_messages(graph, task)):
+            source = offsets[sources[place_in]] if sources else 0
             message = graph.buffer_chunk[buffer] * len(cut.sizes) + graph.buffer_segment[buffer]
             encodes = bool(graph.writes[task])
             covered.append((place, message, offsets[buffer], source, phase, encodes))
@@ -138,12 +140,13 @@ def kernel_calls(
     for task, (begin, end) in zip(kernels, pairwise(accumulate(counts, initial=0)), strict=True):
         of[task] = range(begin, end)
     item, start, inside = cut.item[row], cut.start[row], cut.offset[row] + HEADER_BYTES
+    at = cut.at[row]
     itemsize = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
     count, home, feeds = len(specs), cut.chunk[row] == rank, feedback[item]
     arena = (_ADDRESSES + len(_PHASES)) * count  # behind the keys; and behind it a zero
     table = np.zeros(len(row), dtype=ROW)
     table["numel"], table["start"] = cut.numel[row], start
-    table["values"], table["residual"] = start * itemsize[item], start * 4 * feeds
+    table["values"], table["residual"] = at * itemsize[item], start * 4 * feeds
     table["payload"], table["source"] = payload + inside, source + inside
     terms = np.full((len(row), len(ROW.names or ())), arena + 1, dtype="i8").view(ROW)[:, 0]
     terms["values"] = item + 2 * count * home
@@ -168,7 +171,9 @@ def kernel_calls(
 def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
     """The messages whose rows a kernel's table has: those of one chunk differ in place alone."""
     reads = graph.reads[task]
-    return graph.writes[task] or (reads[:1] if graph.kind[task] is Kind.MERGE else reads)
+    if graph.writes[task] or graph.kind[task] is not Kind.MERGE:
+        return graph.writes[task] or reads
+    return reads[: graph.width(task)]
 
 
 def form(graph: Graph, task: int, feedback: bool) -> str:

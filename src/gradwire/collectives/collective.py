@@ -6,14 +6,18 @@ start      take the next round of a ticket; fill in addresses and RNG keys; run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from gradwire.collectives.defined import check_defined, check_feedback
 from gradwire.collectives.job import Item, Job, check_item
+from gradwire.collectives.legal import check_legal
+from gradwire.collectives.operation import AVERAGE, Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.collectives.prepared import CPU, Prepared
@@ -24,8 +28,10 @@ from gradwire.errors import ConfigError, GradwireError
 from gradwire.lang import fingerprint
 from gradwire.partition import Spec
 
+T = TypeVar("T")
+
 _KEPT = 1024  # more than the buckets of any model, few enough to hold
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TURNS = 3  # changes of plan that a collective which nobody asks for is kept
 
 
 class Collective:
@@ -33,55 +39,55 @@ class Collective:
 
     Args:
         owner: whose rounds these are.
+        operation: what is done.
         specs: the tensors, the same on every rank.
         options: how to run it.
-        kind: "all_reduce", or one of its halves: "reduce_scatter", "all_gather". Of a half, each
-            tensor holds every rank's shard, in rank order.
         device: of the tensors: the CPU, or a GPU, from which messages go over NCCL, or by way of
             pinned memory where the group has none.
 
     Raises:
-        ConfigError: a dtype is not a supported float, or a codec is not defined in the algorithm or
-            with error feedback.
+        ConfigError: what `check_legal` refuses.
 
     Attributes:
         issue: what ranks compare.
+        ready: ends when it is prepared.
+        turns: since it was asked for; see `retire`.
     """
 
     def __init__(
         self,
         owner: Owner,
+        operation: Operation,
         specs: Sequence[Spec],
         options: Options,
-        kind: str,
         device: torch.device,
     ) -> None:
         self.owner = owner
         self.comm = owner.comm
+        self.operation = operation
         self.specs = tuple(specs)
         self.options = options
-        self.kind = kind
         self.device = device
-        self._check()
-        self._ready: Future[Prepared] = Future()
+        for spec in self.specs:
+            check_legal(operation, spec, options, self.comm.world_size)
+        self.ready: Future[Prepared] = Future()
+        self.turns = 0
         used = dict.fromkeys((spec.codec, spec.dtype) for spec in self.specs)
         self._description = [f"on {device.type}", str(options), *map(str, self.specs)]
         # A codec's name says little of a user's file, which may be an older one elsewhere.
         self._description += [f"{c}: program {fingerprint(c, dtype)}" for c, dtype in used]
-        number = digest(self.comm.world_size, kind, self._description)
-        self.issue = Issue(number, _in_words(kind, self.specs))
+        number = digest(self.comm.world_size, str(operation), self._description)
+        self.issue = Issue(number, _in_words(operation, self.specs))
 
-    def _check(self) -> None:
-        for spec in self.specs:
-            if spec.dtype not in DTYPES:
-                raise ConfigError(
-                    f"{spec.name}: cannot compress {spec.dtype}; float32, float16 and bfloat16 "
-                    f"can be. Use torch.distributed.{self.kind} for other dtypes"
-                )
-            if self.kind == "all_reduce":
-                check_defined(self.options.algorithm, spec.codec)
-            if spec.feedback:
-                check_feedback(spec.codec)
+    @property
+    def range(self) -> str:
+        """The name of its range of tags."""
+        return f"{self.issue.digest:x}"
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether what messages carry of every rank reaches every other: of all but a broadcast."""
+        return self.operation.verb != "broadcast" and any(spec.numel for spec in self.specs)
 
     @property
     def prepared(self) -> Prepared:
@@ -92,7 +98,7 @@ class Collective:
                 a codec has no kernels for the device, or a checksum is asked for over NCCL.
             TransportError: a peer did not answer.
         """
-        return self._ready.result()
+        return self.ready.result()
 
     def prepare(self, agreement: Future[int], name: str | None) -> None:
         """Make `prepared`; called once, on a thread that may wait.
@@ -107,39 +113,34 @@ class Collective:
         try:
             try:
                 made = Prepared(
-                    self.comm, self.specs, self.options, self.kind, self.device, self.issue.digest
-                )
+                    self.comm, self.operation, self.specs, self.options, self.device,
+                    self.issue.digest,
+                )  # fmt: skip
             except ConfigError as error:
                 refused = error
                 if name is None:  # the others have begun
                     self.comm.fail(error)
             if name is not None:
                 verdict = "ready" if refused is None else f"refused: {refused}"
-                lines = [self.kind, *self._description, verdict]
+                lines = [str(self.operation), *self._description, verdict]
                 _copy(self.comm.agreement(name, "a collective", lines), agreement)
             agreement.result()
             if refused is not None:
                 raise refused
             number = self.issue.digest
-            made.tags = number if self.owner.single else self.comm.claim(self.owner, f"{number:x}")
+            made.tags = number if self.owner.single else self.comm.claim(self.owner, self.range)
         except BaseException as error:
             if not agreement.done():
                 agreement.set_exception(error)
             if not isinstance(error, ConfigError):
                 self.comm.fail(error)
-            self._ready.set_exception(error)
+            self.ready.set_exception(error)
         else:
-            self._ready.set_result(made)
+            self.ready.set_result(made)
 
-    def start(
-        self, items: Sequence[Item], average: bool, ticket: Ticket | None = None
-    ) -> Future[Outcome]:
-        """Run it on `items` (one for each spec, in order); the values are replaced by the result.
-
-        Args:
-            items: this step's tensors.
-            average: divide the sum by the world size.
-            ticket: whose next round this is; None: a ticket of its own.
+    def start(self, items: Sequence[Item]) -> Future[Outcome]:
+        """Run it on `items` (one for each spec, in order), as a scope of its own; the values are
+        replaced by the result.
 
         Returns:
             A future that ends when the result is in place, or with the error that prevented it;
@@ -150,31 +151,90 @@ class Collective:
             TransportError: the group is broken.
             CodecError: likewise, by a payload on a GPU.
         """
-        for spec, item in zip(self.specs, items, strict=True):
-            check_item(spec, item, self.comm.world_size, self.device)
-        mine = self.owner.ticket() if ticket is None else ticket
+        self.check(items)
+        ticket = self.owner.ticket()
         try:
-            stream = self.comm.stream(self.device)
-            if stream is None:
-                running = mine.begin(
-                    self.issue, self._ready, lambda ready: Job(ready, items, average, mine)
-                )
-            else:
-                ready = self.prepared
-                running = mine.begin_in_order(
-                    self.issue, stream, lambda: OrderedJob(ready, items, average, mine)
-                )
+            (running,) = start_round(ticket, [(self, items)])
         finally:
-            if ticket is None:
-                mine.close()
+            ticket.close()
         return running
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Raises ConfigError unless the memory of `items` is what the specs say."""
+        for spec, item in zip(self.specs, items, strict=True):
+            check_item(self.operation, spec, item, self.comm, self.device)
+
+
+def start_round(
+    ticket: Ticket,
+    parts: Sequence[tuple[Collective, Sequence[Item]]],
+    why: Callable[[], str] | None = None,
+) -> list[Future[Outcome]]:
+    """The next round of `ticket`: collectives of its owner side by side, no two of one layout. They
+    begin when all are prepared.
+
+    Their items were checked. They begin in this order on every rank, whichever is prepared first:
+    a ticket awaits its receives in the order in which they are posted, and that must be one for all
+    ranks. Over NCCL they are queued one after the other.
+
+    Args:
+        why: says in errors what the round is for.
+    """
+    issue = parts[0][0].issue
+    if len(parts) > 1:
+        issues = [collective.issue for collective, _ in parts]
+        text = [f"{issue.digest:x}" for issue in issues]
+        issue = Issue(digest(len(parts), "a round", text), " and ".join(i.what for i in issues))
+    ticket.next_round(replace(issue, why=why))
+    running = []
+    turns: list[Future[Prepared]] = []
+    for collective, items in parts:
+        stream = ticket.owner.comm.stream(collective.device)
+        if stream is None:
+            make: Callable[[Prepared], Job] = partial(Job, items=items, ticket=ticket)
+            if len(parts) > 1:
+                turns.append(Future())
+            running.append(ticket.begin(turns[-1] if turns else collective.ready, make))
+        else:
+            ready = collective.prepared
+            running.append(ticket.begin_in_order(stream, partial(OrderedJob, ready, items, ticket)))
+    if turns:
+        _take_turns([collective.ready for collective, _ in parts], turns)
+    return running
+
+
+def _take_turns(ready: Sequence[Future[Prepared]], turns: Sequence[Future[Prepared]]) -> None:
+    """End `turns` in their order as `ready` have ended, once all have; one error ends all.
+
+    A ticket waits for its messages one after the other, in the order in which its collectives have
+    begun. If ranks began them in different orders, as they happen to be prepared, each would wait
+    for what the other has yet to receive.
+    """
+    left, lock = len(ready), threading.Lock()
+
+    def ended(_: Future[Prepared]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        errors = [future.exception() for future in ready]
+        first = next((error for error in errors if error is not None), None)
+        for future, error, turn in zip(ready, errors, turns, strict=True):
+            if first is None:
+                turn.set_result(future.result())
+            else:
+                turn.set_exception(error or first)
+
+    for future in ready:
+        future.add_done_callback(ended)
 
 
 def prepare(
     owner: Owner,
     specs: Sequence[Spec],
     options: Options | None = None,
-    kind: str = "all_reduce",
+    operation: Operation = AVERAGE,
     device: torch.device = CPU,
 ) -> Collective:
     """The Collective of `specs`, made on first use and kept for its owner; it waits for nobody.
@@ -185,19 +245,31 @@ def prepare(
     if not (options is None or isinstance(options, Options)):
         raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
     options = options or Options()
-    key = (kind, tuple(specs), options, device)
+    key = (operation, tuple(specs), options, device)
     with owner.preparing:
         known = owner.kept.get(key)
         if isinstance(known, Collective) and _is_agreed(owner, known):
             owner.kept.move_to_end(key)
+            known.turns = 0
             return known
-        made = Collective(owner, specs, options, kind, device)
+        made = Collective(owner, operation, specs, options, device)
         owner.kept[key] = made
         if len(owner.kept) > _KEPT:
             owner.kept.popitem(last=False)
         agreement, name = _agreement(owner, made)
     owner.comm.workers.run(partial(made.prepare, agreement, name))
     return made
+
+
+def retire(owner: Owner) -> None:
+    """A handle's plan changes: let go of what none of its last plans has asked for."""
+    with owner.preparing:
+        for key, kept in list(owner.kept.items()):
+            assert isinstance(kept, Collective)
+            kept.turns += 1
+            if kept.turns > _TURNS:
+                del owner.kept[key]
+                owner.retired.add(kept.range)
 
 
 def _agreement(owner: Owner, made: Collective) -> tuple[Future[int], str | None]:
@@ -230,15 +302,15 @@ def _is_agreed(owner: Owner, made: Collective) -> bool:
     return not (failed and owner.single)
 
 
-def _in_words(kind: str, specs: Sequence[Spec]) -> str:
+def _in_words(operation: Operation, specs: Sequence[Spec]) -> str:
     values = sum(spec.numel for spec in specs)
     codecs = ", ".join(dict.fromkeys(str(spec.codec) for spec in specs))
     dtypes = ", ".join(dict.fromkeys(str(spec.dtype).removeprefix("torch.") for spec in specs))
     what = f"{specs[0].name} of" if len(specs) == 1 else f"{len(specs)} tensors of"
-    return f"{kind} ({what} {values} x {dtypes} through {codecs})"
+    return f"{operation} ({what} {values} x {dtypes} through {codecs})"
 
 
-def _copy(source: Future[int], target: Future[int]) -> None:
+def _copy(source: Future[T], target: Future[T]) -> None:
     """End `target` as `source` ends, which is awaited."""
     error = source.exception()
     if error is None:

@@ -12,11 +12,15 @@ from functools import partial
 
 from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical, Sizes
+from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.algorithms.protocol import message
 from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls, kernel_calls
+from gradwire.collectives.legal import check_way
+from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.engine import Graph
+from gradwire.collectives.packing import Packing, expected_sizes, packings
+from gradwire.engine import HEADER_BYTES, Graph
 from gradwire.engine.schedule import Wave, lower
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
@@ -32,12 +36,12 @@ class CollectiveLayout:
     """What travels, the same on every rank.
 
     Attributes:
-        kind: "all_reduce", or one of its halves: "reduce_scatter", "all_gather". Of a half, each
-            tensor holds every rank's shard, in rank order.
-        specs: the tensors.
+        operation: what is done with the tensors.
+        specs: the tensors. Of a reduce-scatter or all-gather, each holds every rank's shard, in
+            rank order.
     """
 
-    kind: str
+    operation: Operation
     specs: tuple[Spec, ...]
 
 
@@ -69,12 +73,15 @@ class Program:
         sizes: payload bytes, sizes[segment][chunk].
         kinds: (codec, dtype) of each kernel that `calls` names.
         calls: of its kernels, with the rows of their table.
-        nbytes: of each buffer: bytes of its message, header included.
+        nbytes: of each buffer: bytes of its message, header included, and where its length depends
+            on data, those of the table.
         offset: where it begins in the arena; 0 if it is borrowed.
         borrowed: whether it is read where the peer that sends it has put it.
         readers: how many tasks read it.
         arena_bytes: of all messages; the kernels' workspace comes behind them.
-        wire_bytes: what one run sends from this rank, by the algorithm's formula.
+        wire_bytes: what one run sends from this rank, by the algorithm's formula; where lengths
+            depend on data, with those that codecs expect.
+        packings: of each buffer, how its message is packed; None if its length is always the same.
         checksum: whether messages carry one.
         stages: the schedule of a transport that is `fifo`; else there is none.
     """
@@ -89,6 +96,7 @@ class Program:
     readers: Sequence[int]
     arena_bytes: int
     wire_bytes: int
+    packings: Sequence[Packing | None]
     checksum: bool
     stages: tuple[Wave, ...]
 
@@ -99,8 +107,8 @@ def compile(
     """The program of one rank.
 
     Raises:
-        ConfigError: a half of another algorithm than sra, a tensor that cannot be cut into shards,
-            a number of machines that is not that of ranks, or a checksum where no host sees
+        ConfigError: an algorithm that the operation does not have, a tensor that cannot be cut into
+            shards, a number of machines that is not that of ranks, or a checksum where no host sees
             messages.
     """
     if capabilities.fifo and options.checksum:
@@ -109,12 +117,16 @@ def compile(
             "Options(checksum=None)"
         )
     rank, world_size = topology.rank, topology.world_size
-    algorithm = algorithm_of(layout.kind, topology, options)
+    algorithm = algorithm_of(layout.operation, topology, options)
     # A GPU's messages are not the work of its kernels' cores, wherever they go.
     in_memory = capabilities.in_memory and not capabilities.fifo
     parts = cut(layout, algorithm, world_size, options, in_memory)
     graph = algorithm.build(rank, world_size, parts.sizes)
-    nbytes = message_bytes(graph, parts.sizes)
+    packed = [None] * len(graph.buffer_role) if capabilities.fifo else packings(graph, parts)
+    nbytes = [
+        most if packing is None else most + packing.head_bytes - HEADER_BYTES
+        for most, packing in zip(message_bytes(graph, parts.sizes), packed, strict=True)
+    ]
     # Coordinated rounds count on sends that end as soon as the message has left; links and pinned
     # memory bring messages to a place of their own; triton's are at equal distances.
     copies = (
@@ -129,6 +141,8 @@ def compile(
     for reads in graph.reads:
         for buffer in reads:
             readers[buffer] += 1
+    # Where no host looks at messages, they travel as large as they can be.
+    sizes = parts.sizes if capabilities.fifo else expected_sizes(parts)
     hop = partial(algorithm.hop, world_size=world_size)
     return Program(
         graph=graph,
@@ -140,7 +154,8 @@ def compile(
         borrowed=lent,
         readers=readers,
         arena_bytes=arena_bytes,
-        wire_bytes=algorithm.wire_bytes(rank, world_size, parts.sizes),
+        wire_bytes=algorithm.wire_bytes(rank, world_size, sizes),
+        packings=packed,
         checksum=not in_memory if options.checksum is None else options.checksum,
         stages=lower(graph, rank, hop) if capabilities.fifo else (),
     )
@@ -159,7 +174,7 @@ def cut(
         chunks=options.partitions or algorithm.chunks(world_size),
         segments=options.segments,
         plain=isinstance(algorithm, Hierarchical) and algorithm.inside == "full",
-        shards=layout.kind != "all_reduce",
+        shards=layout.operation.shards,
         segment_bytes=IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES,
     )
 
@@ -170,26 +185,21 @@ def message_bytes(graph: Graph, sizes: Sizes) -> list[int]:
     return [message(sizes[segment][chunk]) for segment, chunk in places]
 
 
-def algorithm_of(kind: str, topology: Topology, options: Options) -> Algorithm:
-    """What runs a collective of `kind`.
+def algorithm_of(operation: Operation, topology: Topology, options: Options) -> Algorithm:
+    """What runs a collective.
 
     Raises:
-        ConfigError: a half of another algorithm than sra, or a number of machines that is not that
-            of ranks.
+        ConfigError: what `check_way` refuses, or a number of machines that is not that of ranks.
     """
-    if kind != "all_reduce":
-        if options.algorithm != "sra":
-            raise ConfigError(
-                f"{kind} is a half of the algorithm sra; it has no algorithm {options.algorithm!r}"
-            )
-        algorithm = algorithms.HALVES[kind]
-    else:
-        algorithm = algorithms.get(options.algorithm)
+    check_way(operation, options, topology.world_size, str(operation))
+    algorithm = algorithms.OF[operation.verb][options.algorithm]
     if options.coordinated:
         return Coordinated(algorithm)
     if isinstance(algorithm, Hierarchical):
         nodes = topology.machines if options.nodes is None else options.nodes
         if len(nodes) != topology.world_size:
             raise ConfigError(f"nodes={nodes}: a machine for each of {topology.world_size} ranks")
-        return replace(algorithm, nodes=nodes, inside=options.inside)
+        return replace(algorithm, nodes=nodes, inside=options.inside, between=options.between)
+    if isinstance(algorithm, (ScatterAllGather, Tree)):
+        return replace(algorithm, root=operation.root)
     return algorithm

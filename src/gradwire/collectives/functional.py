@@ -1,35 +1,35 @@
-"""`gw.all_reduce`: one tensor, in torch's manner."""
+"""`gw.all_reduce` and `gw.broadcast`: one tensor, in torch's manner."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from gradwire import codecs
 from gradwire.collectives.calling import (
     Async,
-    check_op,
+    begin,
     check_residual,
     check_seed,
     check_step,
     check_tensor,
+    codec_of,
     communicator_of,
     deliver,
-    step_of,
+    flat,
+    options_of,
 )
-from gradwire.collectives.collective import prepare
-from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
+from gradwire.collectives.typed import AllReduce, Broadcast, Request
 from gradwire.engine import Communicator
-from gradwire.lang import Codec, rng
-from gradwire.partition import Spec
+from gradwire.lang import Codec
 
 
 def all_reduce(
     tensor: torch.Tensor,
-    codec: str | Codec = "qsgd",
+    codec: str | Codec | None = "qsgd",
     *,
     op: str = "sum",
+    algorithm: str | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
     residual: torch.Tensor | None = None,
@@ -39,14 +39,16 @@ def all_reduce(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Sum or average `tensor` over all ranks through a codec, in place (CGX 4.1).
+    """Reduce `tensor` over all ranks, in place, through a codec or as it is (CGX 4.1).
 
     Every rank ends with bit-identical values. With one rank nothing is sent and nothing changes.
 
     Args:
-        tensor: fp32, fp16 or bf16 on the CPU or a GPU, any shape and layout.
-        codec: a name (see `gradwire codec list`) with its options as keywords, or a Codec.
-        op: "sum" or "avg".
+        tensor: on the CPU or a GPU, any shape and layout. Through a codec: fp32, fp16 or bf16.
+        codec: a name (see `gradwire codec list`) with its options as keywords, a Codec, or None:
+            the values travel as they are, integers and float64 too.
+        op: "sum", "avg", "min" or "max"; the last two without a codec.
+        algorithm: a name (docs/algorithms.md); None leaves it to `options`.
         group: a process group; None is the default one.
         async_op: return a future at once; its `wait()` gives the tensor. Over NCCL nothing waits
             on the host, with it or without: the current stream does.
@@ -58,25 +60,72 @@ def all_reduce(
         options: algorithm, segments, checksum.
 
     Raises:
-        ConfigError: unknown codec, op or dtype; a codec that is not defined in the algorithm, or
-            with error feedback; ranks that disagree.
+        ConfigError: unknown codec, op or algorithm; what docs/algorithms.md does not list; ranks
+            that disagree.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
-    check_op("all_reduce", op)
     check_tensor("tensor", tensor)
+    check_residual(residual, tensor.numel())
+    kept = None if residual is None else residual.view(-1)
+    values = flat(tensor)
+    request = AllReduce(values, op, kept, codec=codec_of(codec, codec_options))
+    return _in_place("all_reduce", tensor, request, algorithm, group, async_op, seed, step, name,
+                     options)  # fmt: skip
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    codec: str | Codec | None = None,
+    *,
+    algorithm: str | None = None,
+    group: dist.ProcessGroup | Communicator | None = None,
+    async_op: bool = False,
+    seed: int = 0,
+    step: int | None = None,
+    name: str = "tensor",
+    options: Options | None = None,
+    **codec_options: object,
+) -> Async | None:
+    """Every rank's `tensor` becomes that of rank `root` (of the group), in place.
+
+    Through a codec all ranks, the root too, end with what the payload says: bit-identical values.
+
+    Args:
+        tensor: on the CPU or a GPU, any shape and layout. Through a codec: fp32, fp16 or bf16.
+        root: whose values all get: a rank within `group`.
+        codec: as in `all_reduce`; None: the values travel as they are, whatever their dtype.
+        algorithm: "sra" (scatter, then all-gather) or "tree", for few values.
+        group, async_op, seed, step, name, options: as in `all_reduce`.
+
+    Raises:
+        ConfigError, TransportError, CodecError: as `all_reduce`.
+    """
+    check_tensor("tensor", tensor)
+    values = flat(tensor)
+    request = Broadcast(values, root, codec=codec_of(codec, codec_options))
+    return _in_place("broadcast", tensor, request, algorithm, group, async_op, seed, step, name,
+                     options)  # fmt: skip
+
+
+def _in_place(
+    function: str,
+    tensor: torch.Tensor,
+    request: Request,
+    algorithm: str | None,
+    group: dist.ProcessGroup | Communicator | None,
+    async_op: bool,
+    seed: int,
+    step: int | None,
+    name: str,
+    options: Options | None,
+) -> Async | None:
     check_step(step)
     check_seed(seed)
-    check_residual(residual, tensor.numel())
-    chosen = codecs.get(codec, **codec_options)
-    comm = communicator_of("all_reduce", group, async_op)
-    spec = Spec(name, tensor.numel(), tensor.dtype, chosen, residual is not None)
-    collective = prepare(comm.calls, [spec], options, device=tensor.device)
-    values = tensor.detach().contiguous().view(-1)
-    flat_residual = None if residual is None else residual.view(-1)
-    keys = rng.parameter_keys(seed, name, comm.rank)
-    item = Item(values, keys, step_of(comm, step), flat_residual)
-    running = collective.start([item], average=op == "avg")
+    chosen = options_of(options, algorithm)
+    comm = communicator_of(function, group, async_op)
+    running, values = begin(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != tensor.data_ptr():

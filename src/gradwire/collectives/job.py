@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -14,9 +14,13 @@ import numpy as np
 import torch
 
 from gradwire.collectives.calls import Step
-from gradwire.collectives.memory import HostMemory, Memory, StagedMemory, is_staged
-from gradwire.engine import Kind, Ticket
-from gradwire.engine.message import Envelope, check, seal
+from gradwire.collectives.loans import Loans
+from gradwire.collectives.memory import HostMemory, Memory, Slice, StagedMemory, is_staged
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.packed import PackedMessages
+from gradwire.engine import Communicator, Kind, Ticket
+from gradwire.engine.message import Envelope, check, seal, version_of
+from gradwire.engine.threads import Outgoing
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -31,9 +35,9 @@ class Item:
     """One tensor of one call.
 
     Attributes:
-        values: 1-D, contiguous, on the collective's device; replaced by the result, unless there is
-            a `home`.
-        residual: fp32, as long as `values`, or None.
+        values: 1-D, contiguous, on the collective's device, all that `Spec.extent` says; replaced
+            by the result, unless there is a `home`.
+        residual: fp32, as many as `Spec.numel` says, or None.
         keys: from `rng.parameter_keys`.
         step: enters the RNG key, so that no two steps draw the same numbers.
         home: of a reduce-scatter: this rank's shard of the values, replaced by the result in place
@@ -50,36 +54,48 @@ class Item:
 class Job:
     """Fulfils gradwire.engine.threads.Work."""
 
-    def __init__(
-        self, collective: Prepared, items: Sequence[Item], average: bool, ticket: Ticket
-    ) -> None:
+    def __init__(self, collective: Prepared, items: Sequence[Item], ticket: Ticket) -> None:
         self.ticket = ticket
         self.collective = collective
         self.graph = collective.graph
         self.items = items  # kept alive until the kernels are done with their memory
         self.borrowed: Mapping[int, int] = collective.borrowed
-        self.readers = list(collective.program.readers)  # that are left
-        self.loans: dict[int, tuple[Loan, torch.Tensor]] = {}
+        program = collective.program
+        self.loans = Loans(self.graph, program.nbytes, program.readers)
+        self.packed: PackedMessages | None = None  # of messages whose length depends on data
         self.kernel_seconds = 0.0
+        self.kernel_calls = 0
         on_gpu = collective.device.type == "cuda"
         self.ready = torch.cuda.current_stream(collective.device).record_event() if on_gpu else None
-        self.factor = 1.0 / collective.comm.world_size if average else 1.0
+        averages = collective.operation.op == "avg"
+        self.factor = 1.0 / collective.comm.world_size if averages else 1.0
         self.sequence = ticket.place.number << 8 | ticket.rounds & 255
-        columns = zip(*map(self._numbers, items), strict=True)
-        numbers = np.fromiter(chain.from_iterable(columns), "u8", len(Step._fields) * len(items))
-        self.step = Step(*numbers.reshape(len(Step._fields), -1))
+        self.step = self._step(collective.specs, items)
         # What every rank must have given alike; the message's header carries it.
-        alike = self.step.shared.tobytes() + self.step.steps.tobytes() + bytes([average])
-        self.call = zlib.crc32(alike)
+        self.call = zlib.crc32(self.step.shared.tobytes() + self.step.steps.tobytes())
 
-    def _numbers(self, item: Item) -> tuple[int, ...]:
-        """What a Step has of an item, in its order."""
-        values = home = item.values.data_ptr()
-        residual = 0 if item.residual is None else item.residual.data_ptr()
-        if item.home is not None:  # where `values` would begin if `home` stood among them
-            before = self.collective.comm.rank * item.home.numel() * item.home.itemsize
-            home = (item.home.data_ptr() - before) % (1 << 64)
-        return values, residual, home, item.keys.own, item.keys.shared, item.step
+    def _step(self, specs: Sequence[Spec], items: Sequence[Item]) -> Step:
+        """The items' memory, keys and steps."""
+        values = [item.values.data_ptr() for item in items]
+        residuals = [0 if i.residual is None else i.residual.data_ptr() for i in items]
+        columns = (
+            values,
+            residuals,
+            map(self._home, specs, items, values),
+            [item.keys.own for item in items],
+            [item.keys.shared for item in items],
+            [item.step for item in items],
+        )
+        numbers = np.fromiter(chain.from_iterable(columns), "u8", len(columns) * len(items))
+        return Step(*numbers.reshape(len(columns), -1))
+
+    def _home(self, spec: Spec, item: Item, values: int) -> int:
+        """Where its values would begin if `home` stood among them."""
+        if item.home is None:
+            return values
+        comm = self.collective.comm
+        _, _, at = spec.shards(comm.world_size)[comm.rank]
+        return (item.home.data_ptr() - at * item.home.itemsize) % (1 << 64)
 
     def start(self) -> None:
         c = self.collective
@@ -89,19 +105,65 @@ class Job:
             self.held = StagedMemory(c.comm, c.device, nbytes, messages, self.ready)
         else:
             self.held = HostMemory(c.comm, c.arena_bytes)
-        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
+        self._fill()
+        if c.varies:
+            pool = c.comm.pools.of(torch.device("cpu"), staging=True)
+            self.packed = PackedMessages(
+                self.graph, c.program.packings, c.packed, pool, self.memory, self._envelope
+            )
 
-    def memory(self, buffer: int) -> torch.Tensor:
-        if buffer in self.loans:
-            return self.loans[buffer][1]
-        return self.held.messages[slice(*self._slice(buffer))]
+    def _fill(self) -> None:
+        """The table of rows, and the kernels on it, now that there is memory."""
+        program, arena = self.collective.program, self.held.arena
+        self.rows = program.calls.table(self.step, arena.data_ptr())
+        workspace = arena[program.arena_bytes :]
+        self.series = self.collective.series.bind(self.rows, workspace, self.factor)
+
+    def memory(self, *buffers: int) -> torch.Tensor:
+        if buffers[0] in self.loans:
+            return self.loans.memory(buffers)
+        first, last = self._slice(buffers[0])[0], self._slice(buffers[-1])[1]
+        return self.held.messages[first:last]
+
+    def outgoing(self, task: int) -> Outgoing:
+        buffers = self.graph.message(task)
+        packed = self._packed(*buffers)
+        if packed is not None:
+            return packed.outgoing(task)
+        message = self.memory(*buffers)
+        return Outgoing(message, message.numel())
+
+    def sent(self, task: int) -> None:
+        packed = self._packed(*self.graph.message(task))
+        if packed is not None:
+            packed.sent(task)
+
+    def incoming(self, task: int) -> torch.Tensor:
+        return self.memory(*self.graph.message(task))
+
+    def _packed(self, *buffers: int) -> PackedMessages | None:
+        """What sends and receives a message whose length depends on data; None of any other."""
+        packings = self.collective.program.packings
+        return self.packed if any(packings[b] is not None for b in buffers) else None
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
-        self.loans[buffer] = loan, message
+        self.loans.lend(buffer, loan, message)
 
-    def _slice(self, buffer: int) -> tuple[int, int]:
+    def _slice(self, buffer: int) -> Slice:
         program = self.collective.program
         return program.offset[buffer], program.offset[buffer] + program.nbytes[buffer]
+
+    def _stretches(self, buffers: Sequence[int]) -> Iterator[Slice]:
+        """Where buffers lie, those side by side as one; none is looked up if nobody asks."""
+        first = last = 0
+        for begin, end in map(self._slice, buffers):
+            if begin != last:
+                if last:
+                    yield first, last
+                first = begin
+            last = end
+        if last:
+            yield first, last
 
     def tag(self, task: int) -> int:
         return self.ticket.tag(self.collective.tags, self.graph.slot[task])
@@ -111,35 +173,35 @@ class Job:
         begun = time.perf_counter()
         reads, writes = self.graph.reads[task], self.graph.writes[task]
         distances = self.find(task)
-        with self.held.kernels(map(self._slice, reads), map(self._slice, writes)):
+        with self.held.kernels(self._stretches(reads), self._stretches(writes)):
             self.run_kernels(task, distances)
         with torch.cuda.device(c.device) if c.device.type == "cuda" else nullcontext():
             for call in c.program.calls.of[task]:
                 mark = c.marks[c.program.calls.kernel[call]]
                 if mark is not None:
                     mark.check()  # a GPU says afterwards what was wrong
-        for buffer in writes:
-            seal(self.memory(buffer), self._envelope(buffer))
-        self._give_back(task)
+        for buffers in c.together[task]:
+            self._seal(buffers)
+        self.loans.read(reads)
         self.kernel_seconds += time.perf_counter() - begun
 
+    def _seal(self, buffers: tuple[int, ...]) -> None:
+        """The headers of buffers that lie side by side."""
+        if len(buffers) > 1 and self._packed(*buffers) is None:
+            envelope, message = self._envelope(buffers[0]), self.memory(*buffers)
+            headers = self.collective.headers(buffers, self._envelope)
+            headers.seal(message.numpy(), envelope, self.ticket.version)
+            return
+        for buffer in buffers:
+            packed = self._packed(buffer)
+            if packed is None:
+                seal(self.memory(buffer), self._envelope(buffer), self.ticket.version)
+            else:
+                packed.seal(buffer, self.ticket.version)
+
     def run_kernels(self, task: int, distances: np.ndarray | None) -> None:
-        c, g = self.collective, self.graph
-        merge, own = g.kind[task] is Kind.MERGE, g.own[task]
-        calls = c.program.calls
-        for call in calls.of[task]:
-            kernel = calls.kernel[call]
-            c.kernels[kernel].run(
-                calls.form[call],
-                self.rows[calls.first[call] : calls.last[call]],
-                ranks=len(g.reads[task]) + (own >= 0) if merge else 1,
-                rank=own if merge else 0,
-                distances=distances,
-                factor=self.factor if g.final[task] else 1.0,
-                threads=c.threads,
-                workspace=self.held.arena[c.program.arena_bytes :],
-                mark=c.marks[kernel],
-            )
+        calls = self.collective.program.calls.of[task]
+        self.kernel_calls += self.series.run(calls.start, calls.stop, distances)
 
     def find(self, task: int) -> np.ndarray | None:
         """Of a merge, the distances between what it reads; its rows, and a decode's, are told where
@@ -150,32 +212,39 @@ class Job:
         calls = self.collective.program.calls
         begin = self._address(reads[0]) if reads else 0
         if calls.of[task] and reads and reads[0] in self.loans:
+            # a message of several buffers lies as it would here; a decode has no other message
             column = "source" if kind is Kind.MERGE else "payload"
-            assert kind is Kind.MERGE or len(reads) == 1, self.graph.describe(task)
             first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
-            moved = (begin - self.held.arena.data_ptr()) % (1 << 64)
-            self.rows[column][first:last] += np.uint64(moved)
+            here = self.held.arena.data_ptr() + self.collective.program.offset[reads[0]]
+            self.rows[column][first:last] += np.uint64((begin - here) % (1 << 64))
         if kind is Kind.DECODE:
             return None
-        return np.array([self._address(buffer) - begin for buffer in reads], dtype="i8")
+        of_peers = reads[:: max(self.graph.width(task), 1)]
+        return np.array([self._address(buffer) - begin for buffer in of_peers], dtype="i8")
 
     def _address(self, buffer: int) -> int:
         """Where kernels read a message."""
         if buffer in self.loans:
-            return self.loans[buffer][1].data_ptr()
+            return self.loans.memory((buffer,)).data_ptr()
         return self.held.arena.data_ptr() + self.collective.program.offset[buffer]
 
-    def _give_back(self, task: int) -> None:
-        """The borrowed messages that no other task reads."""
-        for buffer in self.graph.reads[task]:
-            if buffer in self.loans:
-                self.readers[buffer] -= 1
-                if not self.readers[buffer]:
-                    self.loans.pop(buffer)[0].give_back()
-
     def received(self, task: int) -> None:
-        buffer = self.graph.message(task)
-        check(self.memory(buffer), self._envelope(buffer), self.graph.peer[task])
+        buffers = self.graph.message(task)
+        packed = self._packed(*buffers)
+        if packed is not None:
+            packed.received(task)
+        elif len(buffers) > 1:
+            headers = self.collective.headers(buffers, self._envelope)
+            array = self.memory(*buffers).numpy()
+            version = headers.least_version(array, self._envelope(buffers[0]))
+            if version is not None:
+                self.ticket.version = min(self.ticket.version, version)
+                return
+        for buffer in buffers:
+            message = self.memory(buffer)
+            if packed is None:
+                check(message, self._envelope(buffer), self.graph.peer[task])
+            self.ticket.version = min(self.ticket.version, version_of(message))
 
     def _envelope(self, buffer: int) -> Envelope:
         c, g = self.collective, self.graph
@@ -184,22 +253,26 @@ class Job:
 
     def finish(self) -> None:
         self.held.give()
-        self.items = ()
-        del self.held, self.rows  # whoever keeps a job must not keep its memory
+        self.items, self.packed = (), None
+        del self.held, self.rows, self.series  # whoever keeps a job must not keep its memory
 
 
-def check_item(spec: Spec, item: Item, world_size: int, device: torch.device) -> None:
+def check_item(
+    operation: Operation, spec: Spec, item: Item, comm: Communicator, device: torch.device
+) -> None:
     """Kernels get addresses, so this is where wrong memory must be stopped; raises ConfigError."""
-    _check_memory(spec, "values", item.values, spec.numel, spec.dtype, device)
+    numel = spec.extent(comm.world_size) if operation.shards else spec.numel
+    check_memory(spec, "values", item.values, numel, spec.dtype, device)
     if spec.feedback:
-        _check_memory(spec, "residual", item.residual, spec.numel, torch.float32, device)
+        check_memory(spec, "residual", item.residual, spec.numel, torch.float32, device)
     if item.home is not None:
-        _check_memory(spec, "shard", item.home, spec.numel // world_size, spec.dtype, device)
+        _, shard, _ = spec.shards(comm.world_size)[comm.rank]
+        check_memory(spec, "shard", item.home, shard, spec.dtype, device)
     if not 0 <= item.step < 1 << 63:
         raise ConfigError(f"{spec.name}: step is {item.step}, must be 0 or more")
 
 
-def _check_memory(
+def check_memory(
     spec: Spec,
     what: str,
     tensor: torch.Tensor | None,
@@ -207,11 +280,23 @@ def _check_memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
+    """Raises ConfigError unless `tensor` is contiguous memory that holds its values as they are."""
     if tensor is None:
         raise ConfigError(f"{spec.name}: its {what} is missing")
-    found = (tensor.numel(), tensor.dtype, tensor.device, tensor.is_contiguous())
-    if found != (numel, dtype, device, True):
+    # Torch lets go of the GIL to find out, so it is asked only where it may be: a real view that
+    # negates is every other value of a complex one.
+    lazy = (dtype.is_complex or numel == 1) and (tensor.is_conj() or tensor.is_neg())
+    as_it_must_be = (
+        tensor.numel() == numel
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and not lazy
+    )
+    if not as_it_must_be:
         layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        if lazy:
+            layout = "a view that negates its imaginary part"
         raise ConfigError(
             f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
             f"{layout}; it must hold {numel} x {dtype}, contiguous on {device}"

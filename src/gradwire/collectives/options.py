@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gradwire import algorithms
-from gradwire.algorithms.hierarchical import INSIDE
+from gradwire.algorithms.hierarchical import BETWEEN, INSIDE
 from gradwire.errors import ConfigError
 from gradwire.lang.kernels import TARGETS
 
@@ -15,7 +16,8 @@ class Options:
     """How a collective runs; the same on every rank, but for `target`, `threads` and `batched`.
 
     Attributes:
-        algorithm: a name of `gradwire.algorithms.REGISTRY`.
+        algorithm: a name of `gradwire.algorithms.REGISTRY`, those of an all-reduce; other
+            collectives have fewer.
         segments: pipeline units a chunk; None chooses by size: more of them over a network.
         checksum: whether messages carry one; None: if any leaves the memory of its machine. Over
             NCCL none does.
@@ -24,8 +26,10 @@ class Options:
         partitions: of the algorithm parameter_server; None: as many as there are ranks.
         nodes: of the algorithm hierarchical: the machine of each rank, any numbers; None finds out
             by host names and LOCAL_WORLD_SIZE.
-        inside: of the algorithm hierarchical: how values travel inside a machine, "full" (in their
-            own precision) or "codec".
+        inside: of the algorithm hierarchical: how values travel to who sums them inside a machine,
+            through the "codec" or in "full" precision.
+        between: of the algorithm hierarchical: how machines exchange, "sra", "grid", or "auto": a
+            grid of rows and columns from about 32 machines on.
         coordinated: of the algorithms sra and parameter_server: send in rounds in which every rank
             has one receiver and one sender (docs/algorithms.md).
         batched: one kernel call for all tensors of a task; False makes one for each, to show what
@@ -43,11 +47,14 @@ class Options:
     threads: int | None = None
     partitions: int | None = None
     nodes: tuple[int, ...] | None = None
-    inside: str = "full"
+    inside: str = "codec"
+    between: str = "auto"
     coordinated: bool = False
     batched: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, str):
+            raise ConfigError(f"algorithm={self.algorithm!r}: give a name, as text")
         algorithms.get(self.algorithm)
         if self.target not in TARGETS:
             raise ConfigError(f"target {self.target!r}; known: {', '.join(TARGETS)}")
@@ -62,8 +69,9 @@ class Options:
             isinstance(nodes, tuple) and all(isinstance(node, int) for node in nodes)
         ):
             raise ConfigError(f"nodes={nodes!r}: a tuple of the machine of each rank, as numbers")
-        if self.inside not in INSIDE:
-            raise ConfigError(f"inside={self.inside!r}: use one of {', '.join(INSIDE)}")
+        for name, known in (("inside", INSIDE), ("between", BETWEEN)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
         if self.checksum not in (True, False, None):
             raise ConfigError(f"checksum={self.checksum!r}: use True, False, or None")
         for name in ("coordinated", "batched"):
@@ -76,6 +84,11 @@ class Options:
                     f"not of {self.algorithm}"
                 )
 
+    def through(self, algorithm: str) -> Options:
+        """The same by an algorithm, without what is an option of some algorithms alone."""
+        defaults: dict[str, Any] = {name: default for name, default, _ in _OWNED}
+        return replace(self, algorithm=algorithm, **defaults)
+
     def __str__(self) -> str:
         """What all ranks must share."""
         text = f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
@@ -87,6 +100,7 @@ class Options:
 _OWNED = (
     ("partitions", None, ("parameter_server",)),
     ("nodes", None, ("hierarchical",)),
-    ("inside", "full", ("hierarchical",)),
+    ("inside", "codec", ("hierarchical",)),
+    ("between", "auto", ("hierarchical",)),
     ("coordinated", False, ("sra", "parameter_server")),
 )

@@ -38,7 +38,7 @@ class OrderedJob(Job):
     def start(self) -> None:
         c = self.collective
         self.held = OrderedMemory(c.comm, c.device, c.arena_bytes)
-        self.rows = c.program.calls.table(self.step, self.held.arena.data_ptr())
+        self._fill()
         stream = c.comm.pools.stream(c.device)
         if stream is not None and self.ready is not None:
             stream.wait_event(self.ready)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.collectives.memory import is_staged
+from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.engine import Communicator
+from gradwire.collectives.packed import packed
+from gradwire.engine import Communicator, Kind
+from gradwire.engine.headers import Headers
+from gradwire.engine.message import Envelope
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, kernels
+from gradwire.lang import Codec, KernelCall, Series, kernels, layout
 from gradwire.lang.kernels import Kernels
 from gradwire.partition import Spec
 
+log = logging.getLogger("gradwire")
+
 CPU = torch.device("cpu")
+_MILLION = 10**6
+_announced: set[Codec] = set()
 
 
 class Prepared:
@@ -23,7 +32,7 @@ class Prepared:
 
     Args:
         comm: of the process group.
-        specs, options, kind, device: as of `Collective`.
+        operation, specs, options, device: as of `Collective`.
         plan: digest of what ranks compare; message headers carry it.
 
     Raises:
@@ -32,9 +41,13 @@ class Prepared:
 
     Attributes:
         program: what this rank does.
-        wire_bytes: what one run sends from this rank, in bytes, by the algorithm's formula.
+        wire_bytes: what one run sends from this rank, in bytes, as of `Program`.
         arena_bytes: memory that one run owns: its messages, and the kernels' workspace.
-        borrowed: bytes of the messages that are read where the peer that sends them has put them.
+        borrowed: by first buffer, bytes of the messages that are read where the peer that sends
+            them has put them.
+        varies: whether there are messages whose length depends on data.
+        packed: the sends and receives of those that travel packed.
+        together: of each task, the buffers that it writes, those of one message together.
         tags: see `Ticket.tag`.
     """
 
@@ -43,13 +56,14 @@ class Prepared:
     def __init__(
         self,
         comm: Communicator,
+        operation: Operation,
         specs: tuple[Spec, ...],
         options: Options,
-        kind: str,
         device: torch.device,
         plan: int,
     ) -> None:
         self.comm = comm
+        self.operation = operation
         self.device = device
         self.specs = specs
         self.plan = plan
@@ -60,11 +74,28 @@ class Prepared:
             staged=is_staged(device),
             lenders=frozenset() if fifo else comm.transport.lenders,
         )
-        layout = CollectiveLayout(kind, specs)
-        self.program = program = compile(layout, comm.topology, capabilities, options)
+        what = CollectiveLayout(operation, specs)
+        self.program = program = compile(what, comm.topology, capabilities, options)
         self.graph = program.graph
         self.wire_bytes = program.wire_bytes
-        self.borrowed = {b: program.nbytes[b] for b, lent in enumerate(program.borrowed) if lent}
+        received = [
+            writes
+            for writes, peer in zip(self.graph.writes, self.graph.peer, strict=True)
+            if peer >= 0
+        ]
+        self.borrowed = {
+            message[0]: sum(program.nbytes[b] for b in message)
+            for message in received
+            if message and program.borrowed[message[0]]
+        }
+        self.varies = any(packing is not None for packing in program.packings)
+        self.packed = frozenset[int]()
+        if self.varies:
+            self.packed = packed(self.graph, program.packings, comm.transport.reached)
+        if fifo:
+            announce(codec for codec, _ in program.kinds)
+        self._headers: dict[tuple[int, ...], Headers] = {}
+        self.together = [self.graph.together(task) for task in range(len(self.graph))]
         forms = program.calls.forms(len(program.kinds))
         self.kernels = [
             _kernels(codec, dtype, options.target, device, wanted)
@@ -73,19 +104,61 @@ class Prepared:
         # of this communicator's own: others may run the same kernels on payloads that are bad
         self.marks = [made.mark(device) for made in self.kernels]
         self.threads = options.threads or torch.get_num_threads()
-        calls = program.calls
-        self.arena_bytes = program.arena_bytes + max(
-            (
-                self.kernels[calls.kernel[call]].workspace_nbytes(
-                    calls.rows["numel"][calls.first[call] : calls.last[call]],
-                    self.threads,
-                    len(reads) + 1,
+        numels = program.calls.rows["numel"]
+        self.series = Series(self._calls(), numels, self.threads, together=options.batched)
+        self.arena_bytes = program.arena_bytes + self.series.workspace_nbytes
+
+    def _calls(self) -> list[KernelCall]:
+        """The program's calls, in their order."""
+        graph, calls = self.graph, self.program.calls
+        made = []
+        for task, of_task in enumerate(calls.of):
+            merge, own = graph.kind[task] is Kind.MERGE, graph.own[task]
+            payloads = len(graph.reads[task]) // max(graph.width(task), 1)
+            made += [
+                KernelCall(
+                    self.kernels[calls.kernel[call]],
+                    calls.form[call],
+                    calls.first[call],
+                    calls.last[call],
+                    ranks=payloads + (own >= 0) if merge else 1,
+                    rank=own if merge else 0,
+                    scaled=graph.final[task],
+                    mark=self.marks[calls.kernel[call]],
                 )
-                for reads, of_task in zip(self.graph.reads, calls.of, strict=True)
                 for call in of_task
-            ),
-            default=0,
-        )
+            ]
+        return made
+
+    def headers(self, buffers: tuple[int, ...], envelope: Callable[[int], Envelope]) -> Headers:
+        """Those of a message."""
+        if buffers not in self._headers:
+            nbytes = [self.program.nbytes[buffer] for buffer in buffers]
+            self._headers[buffers] = Headers(nbytes, list(map(envelope, buffers)))
+        return self._headers[buffers]
+
+    def reserve(self) -> None:
+        """Have the memory of one run at hand."""
+        pool = self.comm.pools.of(self.device)
+        arena = pool.take(self.arena_bytes)
+        arena.zero_()  # so that its pages are there
+        pool.give(arena)
+
+
+def announce(codecs: Iterable[Codec]) -> None:
+    """Say, once per process and codec, whose payloads are sent at their greatest size though less
+    of them is in use."""
+    for codec in codecs:
+        lay = layout(codec)
+        if lay.data_dependent and codec not in _announced:
+            _announced.add(codec)
+            sizes = lay.nbytes(_MILLION), lay.expected_nbytes(_MILLION)
+            log.warning(
+                "%s: in stream order a payload is sent at its greatest size, %d bytes per million "
+                "values, whatever the data select; its codec expects %d to be in use",
+                codec,
+                *sizes,
+            )
 
 
 def _kernels(

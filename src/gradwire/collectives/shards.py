@@ -9,33 +9,33 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gradwire import codecs
 from gradwire.collectives.calling import (
     Async,
-    check_op,
+    begin,
     check_residual,
     check_seed,
     check_step,
     check_tensor,
+    codec_of,
     communicator_of,
     deliver,
-    step_of,
+    flat,
+    options_of,
 )
-from gradwire.collectives.collective import prepare
-from gradwire.collectives.job import Item
 from gradwire.collectives.options import Options
+from gradwire.collectives.typed import AllGather, ReduceScatter
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
-from gradwire.lang import Codec, rng
-from gradwire.partition import Spec
+from gradwire.lang import Codec
 
 
 def reduce_scatter(
     output: torch.Tensor,
     input: torch.Tensor,
-    codec: str | Codec = "qsgd",
+    codec: str | Codec | None = "qsgd",
     *,
     op: str = "sum",
+    algorithm: str | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
     residual: torch.Tensor | None = None,
@@ -45,41 +45,37 @@ def reduce_scatter(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Sum or average `input` over all ranks through a codec; rank n gets shard n.
+    """Reduce `input` over all ranks, through a codec or as it is; rank n gets shard n.
 
     What a rank contributes to its own shard is not encoded, and neither is the sum.
 
     Args:
         output: this rank's shard of the result; `input`'s dtype, any shape. It may be this rank's
             shard of `input` itself; else `input` is left as it is.
-        input: fp32, fp16 or bf16 on the CPU or a GPU; world_size * output.numel() values, the
-            shards in rank order.
+        input: on the CPU or a GPU; world_size * output.numel() values, the shards in rank order.
+            Through a codec: fp32, fp16 or bf16.
         residual: error feedback: fp32, `input.numel()` values, zeros at first. What it holds of the
             own shard is neither used nor changed.
-        codec, op, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
-            `output`. `options.algorithm` is "sra", of which this is a half.
+        codec, op, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
+            future gives `output`. The algorithm is "sra", of which this is a half.
 
     Raises:
         ConfigError: as `all_reduce`, or sizes that do not match.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
-    check_op("reduce_scatter", op)
     check_step(step)
     check_seed(seed)
-    chosen = codecs.get(codec, **codec_options)
+    chosen = options_of(options, algorithm)
     comm = communicator_of("reduce_scatter", group, async_op)
     _check_shards(comm, whole=("input", input), shard=("output", output))
     check_residual(residual, input.numel())
-    spec = Spec(name, input.numel(), input.dtype, chosen, residual is not None)
-    collective = prepare(comm.calls, [spec], options, "reduce_scatter", input.device)
-    values = input.detach().contiguous().view(-1)
-    home = _flat_home(output)
+    kept = None if residual is None else residual.view(-1)
+    values, home = flat(input), _flat_home(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
-    flat_residual = None if residual is None else residual.view(-1)
-    keys = rng.parameter_keys(seed, name, comm.rank)
-    item = Item(values, keys, step_of(comm, step), flat_residual, home)
-    running = collective.start([item], average=op == "avg")
+    wire = codec_of(codec, codec_options)
+    request = ReduceScatter(values, op, residual=kept, home=home, codec=wire)
+    running, _ = begin(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if home.data_ptr() != output.data_ptr():
@@ -92,8 +88,9 @@ def reduce_scatter(
 def all_gather(
     output: torch.Tensor,
     input: torch.Tensor,
-    codec: str | Codec = "qsgd",
+    codec: str | Codec | None = "qsgd",
     *,
+    algorithm: str | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
     seed: int = 0,
@@ -102,16 +99,16 @@ def all_gather(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Every rank's `input`, through a codec, in `output` on every rank, in rank order.
+    """Every rank's `input`, through a codec or as it is, in `output` on every rank, in rank order.
 
     Every rank ends with bit-identical values: its own shard, too, is what the payload says.
 
     Args:
         output: `input`'s dtype, world_size * input.numel() values, any shape.
-        input: fp32, fp16 or bf16 on the CPU or a GPU, any shape; left as it is, unless it is this
-            rank's shard of `output`.
-        codec, group, async_op, seed, step, name, options: as in `all_reduce`; the future gives
-            `output`. `options.algorithm` is "sra", of which this is a half.
+        input: on the CPU or a GPU, any shape; left as it is, unless it is this rank's shard of
+            `output`. Through a codec: fp32, fp16 or bf16.
+        codec, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
+            future gives `output`. The algorithm is "sra", of which this is a half.
 
     Raises:
         ConfigError: as `all_reduce`, or sizes that do not match.
@@ -120,16 +117,12 @@ def all_gather(
     """
     check_step(step)
     check_seed(seed)
-    chosen = codecs.get(codec, **codec_options)
+    chosen = options_of(options, algorithm)
     comm = communicator_of("all_gather", group, async_op)
     _check_shards(comm, whole=("output", output), shard=("input", input))
-    spec = Spec(name, output.numel(), output.dtype, chosen)
-    collective = prepare(comm.calls, [spec], options, "all_gather", output.device)
-    values = _flat_home(output)
-    own = values[comm.rank * input.numel() :][: input.numel()]
-    own.copy_(input.detach().reshape(-1))
-    keys = rng.parameter_keys(seed, name, comm.rank)
-    running = collective.start([Item(values, keys, step_of(comm, step))], average=False)
+    values, own = _flat_home(output), flat(input)
+    request = AllGather(own, into=values, codec=codec_of(codec, codec_options))
+    running, _ = begin(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:
         if values.data_ptr() != output.data_ptr():
@@ -142,7 +135,7 @@ def all_gather(
 def _flat_home(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for a result: the tensor's own if it is contiguous."""
     tensor = tensor.detach()
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.view(-1)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 

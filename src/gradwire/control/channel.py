@@ -26,7 +26,7 @@ log = logging.getLogger("gradwire")
 TICK_S = 0.2
 _CLOSING_S = 0.35
 _ENDING_S = 0.1
-_HEARD_S = 0.3  # until peers have heard what was told: at exit the store may go with this process
+_HEARD_S = 0.3  # until peers have read what is new: at exit the store may go with this process
 
 
 class Channel:
@@ -45,7 +45,7 @@ class Channel:
         self._attempts: dict[tuple[str, int], int] = {}
         self._watched: set[Awaited[Any]] = set()
         self._thread: threading.Thread | None = None
-        self.told_at = 0.0  # time.monotonic() of the last notice
+        self._rung_at = 0.0  # time.monotonic() of the last news for others
         self._closing = False  # nobody joins any more
         self._stopping = False  # the thread is to end
         self._ended = False  # it has: whoever posts runs it
@@ -93,7 +93,7 @@ class Channel:
         """End the threads; what is pending fails. What was told before still goes out.
 
         It takes half a second at most: a thread that is stuck in the store is left behind. So that
-        peers hear the last notice before a store in this process ends, 0.3 s pass after it.
+        peers hear the last news before a store in this process ends, 0.3 s pass after it.
         """
         if self.is_forked:
             return
@@ -107,7 +107,7 @@ class Channel:
         deadline = time.monotonic() + _CLOSING_S
         for connection in connections:
             connection.join(max(0.0, deadline - time.monotonic()))
-        time.sleep(max(0.0, self.told_at + _HEARD_S - time.monotonic()))
+        time.sleep(max(0.0, self._rung_at + _HEARD_S - time.monotonic()))
         self._stopping = True
         self.post(lambda: None)
         if self._thread is not None and not self.is_current:
@@ -169,10 +169,13 @@ class Channel:
         for address, connection in self._connections:
             if address == host.address and connection.lives:
                 return connection
-        connection = Connection(host)
+        connection = Connection(host, self._rung)
         connection.start()
         self._connections.append((host.address, connection))
         return connection
+
+    def _rung(self) -> None:
+        self._rung_at = time.monotonic()
 
     def _run(self) -> None:
         tick_at = 0.0

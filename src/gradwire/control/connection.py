@@ -53,6 +53,7 @@ class Connection:
 
     Args:
         host: the server.
+        rung: called when there is something new for others to read.
 
     Attributes:
         users: how many members share this; guarded by the lock of their Channel.
@@ -61,12 +62,13 @@ class Connection:
         participants: who looks when the bell has rung; on the thread only.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, rung: Callable[[], None]) -> None:
         self.users = 0
         self.root: Space
         self.gone: str | None = None
         self.participants: list[Audience] = []
         self._host = host
+        self._rung = rung
         self._prefixed: Any = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._bell = 0
@@ -208,6 +210,7 @@ class Connection:
         if self._must_ring and self.gone is None:
             self._must_ring = False
             bell = self.root.add("bell")
+            self._rung()
             if bell == self._bell + 1 and len(self.participants) < 2:
                 self._bell = bell  # nobody else has rung, nor is anybody to hear
 

@@ -54,7 +54,7 @@ class Host:
         Raises:
             Gone: nothing answers there.
         """
-        self._reach()
+        self._watch = self._reach()
         store, self._store = self._store, None
         if not isinstance(without_prefixes(store), dist.TCPStore):
             self._base = without_prefixes(store)  # while it is kept, its id is its address
@@ -81,18 +81,21 @@ class Host:
         """Raise Gone if the server has ended; one system call.
 
         It may have let go of a socket that carries nothing, and still run; and where it has ended,
-        another may have come to its address.
+        another may have come to its address. Until that is known it counts as broken: whoever
+        joins a new group meanwhile must not do so through a server that has ended.
         """
         if self.is_broken:
+            watch = self._reach()
+            assert watch is not None
             assert self._watch is not None
-            self._watch.close()
-            self._reach()
             try:
-                found = _server(own(self._client))
-            except RuntimeError as error:
+                if _server(own(self._client)) != self._server:
+                    raise Gone("another store has come to its address")
+            except (Gone, RuntimeError) as error:
+                watch.close()
                 raise Gone(str(error)) from None
-            if found != self._server:
-                raise Gone("another store has come to its address")
+            self._watch.close()
+            self._watch = watch
 
     def close(self) -> None:
         self._store = self._base = self._client = None
@@ -100,16 +103,16 @@ class Host:
             self._watch.close()
             self._watch = None
 
-    def _reach(self) -> None:
+    def _reach(self) -> socket.socket | None:
         if not (isinstance(self.address, tuple) and self.address[0] == "tcp"):
-            return
+            return None
         _, name, port = self.address
         try:
-            self._watch = socket.create_connection((name, port), timeout=_CONNECT_S)
+            watch = socket.create_connection((name, port), timeout=_CONNECT_S)
         except OSError as error:
-            self._watch = None
             raise Gone(str(error)) from None
-        self._watch.setblocking(False)
+        watch.setblocking(False)
+        return watch
 
 
 def without_prefixes(store: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -82,7 +81,6 @@ class Member:
             log.warning("gradwire: a notice of %d bytes cannot be told: %.80s", len(text), text)
             return
         if not self._channel.is_forked:
-            self._channel.told_at = time.monotonic()
             self._submit(lambda: self._part.tell(text), None)
 
     def exchange(self, key: str, mine: bytes) -> Future[list[bytes]]:
@@ -161,7 +159,6 @@ class Member:
             if self._left:
                 return
             self._left = True
-        self._channel.told_at = time.monotonic()
         written = threading.Event()
 
         def leave() -> None:

@@ -154,6 +154,10 @@ class Communicator:
                 self._topology = Topology.of(self.rank, self.exchange("topology", mine))
             return self._topology
 
+    def died(self) -> int | None:
+        """A peer on this machine whose process has ended, as far as that is known; or None."""
+        return None if self._topology is None else self._topology.over()
+
     def exchange(self, key: str, facts: Facts) -> list[Facts]:
         """Every rank's facts, in rank order; `key` is used once."""
         if self.member is None:

@@ -3,8 +3,9 @@
 An *owner* (a handle, an FSDP object, a stream of user calls) issues *tickets*, one per scope. A
 ticket is admitted when it is among the `window` oldest that have not been returned; tickets are
 issued, admitted and returned in the owner's order, which is the same on every rank. A ticket runs
-rounds, one after the other; a *run* is one round under way. What an admitted ticket needs is never
-held by a younger one, nor by another owner: so the oldest ticket always ends, and then the next.
+rounds, one after the other; a *run* is one collective of a round under way. What an admitted
+ticket needs is never held by a younger one, nor by another owner: so the oldest ticket always ends,
+and then the next.
 
 Three drivers perform the actions: threads (engine/threads.py), a stream (engine/stream.py), and the
 simulator's clock (gradwire.sim.rank).
@@ -33,20 +34,18 @@ class Do(Enum):
 
 
 class Run:
-    """One round of a ticket under way.
+    """One collective under way.
 
     Attributes:
-        place: of the ticket whose round this is.
-        number: of the round, from 0.
+        place: of the ticket whose it is.
         graph: what is to be done.
         job: the driver's own.
     """
 
-    __slots__ = ("_left", "_sends", "_waits", "graph", "job", "number", "place")
+    __slots__ = ("_left", "_sends", "_waits", "graph", "job", "place")
 
     def __init__(self, place: Place, graph: Graph, job: Any) -> None:
         self.place = place
-        self.number = place.rounds
         self.graph = graph
         self.job = job
         self._waits = list(graph.waits)
@@ -59,20 +58,18 @@ class Place:
 
     Attributes:
         number: in the owner's order, from 0.
-        rounds: that have begun.
-        admitted: whether its rounds may start.
+        admitted: whether its collectives may start.
         closed: whether it will have no further round.
     """
 
-    __slots__ = ("admitted", "closed", "number", "queued", "rounds", "under_way")
+    __slots__ = ("admitted", "closed", "number", "queued", "under_way")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.rounds = 0
         self.admitted = False
         self.closed = False
         self.queued: deque[Run] = deque()  # that begin once it is admitted
-        self.under_way = 0  # rounds that are expected, or whose memory is not free
+        self.under_way = 0  # collectives that are expected, or whose memory is not free
 
     @property
     def returned(self) -> bool:
@@ -124,19 +121,18 @@ class Core:
         return place
 
     def expect(self, place: Place) -> None:
-        """The ticket has another round, which begins, or is cancelled, when it is prepared."""
-        assert not place.closed, "a closed ticket has no further round"
+        """The ticket has another collective, which begins, or is cancelled, when it is prepared."""
+        assert not place.closed, "a closed ticket has no further collective"
         place.under_way += 1
 
     def cancel(self, place: Place) -> Actions:
-        """The round that was expected will not begin."""
+        """A collective that was expected will not begin."""
         place.under_way -= 1
         return self._return()
 
     def begin(self, place: Place, graph: Graph, job: Any) -> tuple[Run, Actions]:
-        """The round that was expected."""
+        """A collective that was expected."""
         run = Run(place, graph, job)
-        place.rounds += 1
         if place.admitted:
             return run, [Action(Do.START, run)]
         place.queued.append(run)
@@ -173,7 +169,7 @@ class Core:
         return actions
 
     def close(self, place: Place) -> Actions:
-        """The ticket has no round beyond those that are expected."""
+        """The ticket has no collective beyond those that are expected."""
         place.closed = True
         return self._return()
 

@@ -48,9 +48,8 @@ class Flights:
         self._failed = failed
         self._lock = threading.Lock()
         self._under_way: set[Flight] = set()
-        self._driver = ThreadDriver(
-            lambda: self._traced or transport(), self.lane("compute"), self._ended
-        )
+        self._compute = self.lane("compute")
+        self._driver = ThreadDriver(lambda: self._traced or transport(), self._compute, self._ended)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -102,23 +101,29 @@ class Flights:
         except BaseException as error:
             self._end(flight, error)
             raise
-        self._end(flight, Outcome(time.perf_counter() - flight.begun, wire_bytes, 0.0))
+        seconds = time.perf_counter() - flight.begun
+        self._end(flight, Outcome(seconds, wire_bytes, 0.0, work.kernel_calls))
 
-    def perform(self, actions: Actions) -> None:
-        """Do what an owner's core says."""
-        self._driver.perform(actions)
+    def resume(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call `function`, which goes on with a scope, among the kernels: also if the group breaks
+        meanwhile, which it then looks for."""
+        self._compute.put_whatever(function, *arguments)
+
+    def tell(self, owner: Owner, event: Callable[[], Actions]) -> None:
+        """Tell an owner's core what has happened, and do what it says."""
+        self._driver.tell(owner, event)
 
     def _cancel(self, flight: Flight) -> None:
         """A round will never begin."""
         owner = flight.ticket.owner
-        with owner.lock:
-            actions = owner.core.cancel(flight.ticket.place)
-        self.perform(actions)
+        self.tell(owner, lambda: owner.core.cancel(flight.ticket.place))
 
     def _ended(self, flight: Flight) -> None:
-        assert flight.work is not None
-        seconds = time.perf_counter() - flight.begun
-        self._end(flight, Outcome(seconds, flight.wire_bytes, flight.work.kernel_seconds))
+        work, seconds = flight.work, time.perf_counter() - flight.begun
+        assert work is not None
+        self._end(
+            flight, Outcome(seconds, flight.wire_bytes, work.kernel_seconds, work.kernel_calls)
+        )
 
     def _end(self, flight: Flight, end: Outcome | BaseException) -> None:
         with self._lock:
@@ -151,6 +156,11 @@ class Flights:
         self.trace = Timeline()
         self._traced = Traced(self._transport(), self.trace)
         return self.trace
+
+    def mark(self, what: str) -> None:
+        """Have the trace, if there is one, say what happens on the caller's thread now."""
+        if self.trace is not None:
+            self.trace.end(self.trace.begin(), threading.current_thread().name, what)
 
     def end_trace(self) -> None:
         """Record no more."""

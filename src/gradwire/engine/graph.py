@@ -12,9 +12,10 @@ A collective is (HiPress 3.1, CaSync's primitives)
 A merge is one kernel: it decodes, sums in the order in which it names its payloads, and encodes
 again, block by block. It replaces the values by the sum, or by what the sum's payload decodes to.
 
-Tasks and buffers are numbers. A *buffer* is one message in memory: the payload of one chunk of one
-segment, with its header. Tasks name the buffers that they read and write; what waits for what
-follows from that.
+Tasks and buffers are numbers. A *buffer* is the payload of one chunk of one segment in memory, with
+its header. Tasks name the buffers that they read and write; what waits for what follows from that.
+Buffers that lie side by side may travel as one message: a send, and the recv at its other end, then
+name all of them, in one order.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Graph:
     Attributes:
         kind: of each task, what is done.
         segment: the pipeline unit that it belongs to.
-        reads: buffers that it needs. A merge sums them in this order; they are payloads of one
-            chunk.
+        reads: buffers that it needs. A merge names the first peer's payloads of all chunks that it
+            makes, then the next peer's of the same chunks, and so on; it sums in the order of
+            peers.
         writes: buffers that it fills. A merge that writes none leaves the sum in the values.
         peer: the other rank of a send or recv; -1 of kernels.
         own: of a merge, the position of the own values in the sum; -1 sums payloads alone.
@@ -62,8 +64,9 @@ class Graph:
         after: tasks that must end first though no buffer says so: they change the values, or use
             the link. A send ends when its transport says so: if its message is read where it lies,
             with the last reader.
-        reuses: of a recv, a buffer, read by sends alone, whose memory the message may take, since
-            no rank sends the message before that buffer has reached all its receivers; -1: none.
+        reuses: of a recv, the first buffer of a message, read by sends alone, whose memory the new
+            one may take, since no rank sends it before that message has reached all its receivers;
+            -1: none.
         buffer_role: of each buffer, what its payload holds.
         buffer_segment: the pipeline unit.
         buffer_chunk: the share of the values that it holds.
@@ -127,12 +130,18 @@ class Graph:
     def decode(self, segment: int, reads: Sequence[int], after: Sequence[int] = ()) -> int:
         return self._add(Kind.DECODE, segment, reads, after=after)
 
-    def send(self, segment: int, buffer: int, peer: int, after: Sequence[int] = ()) -> int:
-        return self._add(Kind.SEND, segment, reads=(buffer,), peer=peer, after=after)
+    def send(
+        self, segment: int, buffer: int | Sequence[int], peer: int, after: Sequence[int] = ()
+    ) -> int:
+        reads = (buffer,) if isinstance(buffer, int) else buffer
+        return self._add(Kind.SEND, segment, reads=reads, peer=peer, after=after)
 
-    def recv(self, segment: int, buffer: int, peer: int, reuses: int | None = None) -> int:
+    def recv(
+        self, segment: int, buffer: int | Sequence[int], peer: int, reuses: int | None = None
+    ) -> int:
         earlier = -1 if reuses is None else reuses
-        return self._add(Kind.RECV, segment, writes=(buffer,), peer=peer, reuses=earlier)
+        writes = (buffer,) if isinstance(buffer, int) else buffer
+        return self._add(Kind.RECV, segment, writes=writes, peer=peer, reuses=earlier)
 
     def _add(
         self,
@@ -231,7 +240,7 @@ class Graph:
         links: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
         for task, peer in enumerate(self.peer):
             if peer >= 0:
-                b = self.message(task)
+                b = self.message(task)[0]
                 name = role[b], self.buffer_segment[b], self.buffer_chunk[b], task
                 links.setdefault((peer, self.kind[task] is Kind.SEND), []).append(name)
         found = [-1] * len(self.kind)
@@ -249,12 +258,30 @@ class Graph:
         return max(self.slot, default=-1) + 1
 
     def sent(self) -> list[int]:
-        """The buffer of every send, in order; law 5 counts their bytes."""
-        return [self.message(task) for task, kind in enumerate(self.kind) if kind is Kind.SEND]
+        """The buffers of every send, in order; law 5 counts their bytes."""
+        return [
+            b for task, kind in enumerate(self.kind) if kind is Kind.SEND for b in self.reads[task]
+        ]
 
-    def message(self, task: int) -> int:
-        """The buffer that a send or recv moves."""
-        return (self.reads[task] or self.writes[task])[0]
+    def message(self, task: int) -> tuple[int, ...]:
+        """The buffers that a send or recv moves; both ends name it by the first."""
+        return self.reads[task] or self.writes[task]
+
+    def together(self, task: int) -> list[tuple[int, ...]]:
+        """The buffers that a kernel writes, those that first leave in one message together."""
+        left = dict.fromkeys(self.writes[task])
+        found = []
+        for dependent in self.dependents[task] if len(left) > 1 else ():
+            message = self.reads[dependent]
+            if self.kind[dependent] is Kind.SEND and all(buffer in left for buffer in message):
+                found.append(message)
+                for buffer in message:
+                    del left[buffer]
+        return [*found, *((buffer,) for buffer in left)]
+
+    def width(self, task: int) -> int:
+        """How many chunks a merge makes: so many of its reads are one peer's."""
+        return len({self.buffer_chunk[buffer] for buffer in self.reads[task]})
 
     def describe(self, task: int) -> str:
         """A task in words."""

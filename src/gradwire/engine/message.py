@@ -1,14 +1,16 @@
 """The header of a message: enough to refuse a payload that is not the one expected.
 
 48 bytes, little-endian: magic, version, flags, plan digest, number of the ticket and round, the
-call's digest, payload length, checksum, segment, chunk. Payload segments carry no header of their
-own: the plan, which ranks compare before its first use, says what each byte is
+call's digest, payload length, checksum, segment, chunk, plan version. Payload segments carry no
+header of their own: the plan, which ranks compare before its first use, says what each byte is
 (docs/wire-format.md). What may change from call to call, and must be the same on every rank, is in
-the call's digest.
+the call's digest. Where a payload's length depends on data, the length field says how much of it is
+in use, and collectives/packed.py how it travels. The version is the newest that the sender can use,
+and all whose values it has summed (gradwire.integrations.switch).
 
-The checksum is the sum modulo 2^64 of the payload's 64-bit words. It catches every change
-confined to one word, so every flipped bit, and runs at the speed of memory; the transport's own
-checks cover bursts.
+The checksum is the sum modulo 2^64 of the payload's 64-bit words, and the version. It catches every
+change confined to one word, so every flipped bit, and runs at the speed of memory; the transport's
+own checks cover bursts.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import torch
 from gradwire.errors import CodecError
 
 MAGIC = b"GWIR"
-VERSION = 1
+VERSION = 2
 CHECKSUM = 1  # flag: the checksum field is set
-_HEADER = struct.Struct("<4sHHQIIQQII")
+_HEADER = struct.Struct("<4sHHQIIQQHHI")
 HEADER_BYTES = _HEADER.size
 _LOW = (1 << 32) - 1
+_WORD = (1 << 64) - 1
 ALIGNMENT = 16  # of every row's payload within a message, so that fields load aligned on a GPU
 
 
@@ -54,25 +57,51 @@ class Envelope:
     call: int = 0
     checksum: bool = True
 
+    def of(self, sender: int) -> str:
+        """The message in words."""
+        return f"message from rank {sender} (segment {self.segment}, chunk {self.chunk})"
 
-def _sum(message: torch.Tensor) -> int:
-    words: np.ndarray = message.numpy()[HEADER_BYTES:].view(np.uint64)
-    return int(np.add.reduce(words, dtype=np.uint64))
+
+def word_sum(memory: np.ndarray) -> int:
+    """What a checksum is: of uint8 memory, a multiple of 8 bytes; sums of stretches add up to that
+    of the whole, modulo 2^64."""
+    return int(np.add.reduce(memory.view(np.uint64), dtype=np.uint64))
 
 
-def seal(message: torch.Tensor, envelope: Envelope) -> None:
+def seal(message: torch.Tensor, envelope: Envelope, version: int = 0) -> None:
     """Write the header of `message` (uint8, header included, payload a multiple of 16 bytes)."""
-    flags, checksum = (CHECKSUM, _sum(message)) if envelope.checksum else (0, 0)
-    length = message.numel() - HEADER_BYTES
+    payload = message.numpy()[HEADER_BYTES:]
+    total = word_sum(payload) if envelope.checksum else 0
+    write_header(message, envelope, len(payload), total, version)
+
+
+def write_header(
+    message: torch.Tensor, envelope: Envelope, length: int, total: int, version: int = 0
+) -> None:
+    """The header of a message whose payload has so many bytes, and that sum of its words."""
     e = envelope
+    flags, checksum = (CHECKSUM, total + version & _WORD) if e.checksum else (0, 0)
     kinds = (MAGIC, VERSION, flags, e.plan, e.sequence & _LOW, e.call)
-    _HEADER.pack_into(message.numpy().data, 0, *kinds, length, checksum, e.segment, e.chunk)
+    place = e.segment, e.chunk, version
+    _HEADER.pack_into(message.numpy().data, 0, *kinds, length, checksum, *place)
 
 
 def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
     """Raise CodecError, naming the sender and the field, unless `message` is the one expected."""
+    payload = message.numpy()[HEADER_BYTES:]
+    expected = check_header(message, envelope, sender, len(payload))
+    if envelope.checksum:
+        check_sum(expected, word_sum(payload), envelope, sender)
+
+
+def check_header(message: torch.Tensor, envelope: Envelope, sender: int, length: int) -> int:
+    """As `check`, of the header of a message whose payload has `length` bytes.
+
+    Returns:
+        The sum that the payload's words must have, if there is a checksum.
+    """
     magic, version, flags, *fields = _HEADER.unpack_from(message.numpy().data)
-    where = f"message from rank {sender} (segment {envelope.segment}, chunk {envelope.chunk})"
+    where = envelope.of(sender)
     if magic != MAGIC:
         raise CodecError(f"{where}: not a gradwire message (magic {magic!r}, expected {MAGIC!r})")
     if version != VERSION:
@@ -80,12 +109,12 @@ def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
             f"{where}: wire format version {version}, this rank speaks {VERSION}; "
             "install the same gradwire on every rank"
         )
-    plan, sequence, call, length, checksum, segment, chunk = fields
+    plan, sequence, call, found_length, checksum, segment, chunk, offered = fields
     expected = {
         "flags": (flags, CHECKSUM if envelope.checksum else 0),
         "plan": (plan, envelope.plan),
         "sequence": (sequence, envelope.sequence & _LOW),
-        "length": (length, message.numel() - HEADER_BYTES),
+        "length": (found_length, length),
         "segment": (segment, envelope.segment),
         "chunk": (chunk, envelope.chunk),
     }
@@ -94,8 +123,20 @@ def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
             raise CodecError(f"{where}: {name} is {found}, expected {wanted}")
     if call != envelope.call:
         raise CodecError(
-            f"{where}: it is of a call with another op, seed or step than this rank's; give every "
+            f"{where}: it is of a call with another seed or step than this rank's; give every "
             "rank the same, and load states of one step on all of them"
         )
-    if flags & CHECKSUM and checksum != _sum(message):
-        raise CodecError(f"{where}: checksum differs; the payload was corrupted on the way")
+    return int(checksum) - int(offered)
+
+
+def version_of(message: torch.Tensor) -> int:
+    """The plan version in a header."""
+    return int(_HEADER.unpack_from(message.numpy().data)[-1])
+
+
+def check_sum(expected: int, found: int, envelope: Envelope, sender: int) -> None:
+    """Raise CodecError, naming the sender, unless the sums are the same modulo 2^64."""
+    if (expected - found) % (1 << 64):
+        raise CodecError(
+            f"{envelope.of(sender)}: checksum differs; the payload was corrupted on the way"
+        )

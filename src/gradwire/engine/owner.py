@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from gradwire.engine.core import Core, Place
+from gradwire.engine.core import Actions, Core, Place
 from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
 from gradwire.engine.streams import StreamFuture
 from gradwire.engine.threads import Flight, Outcome, Work
-from gradwire.engine.workers import Lane
+from gradwire.engine.workers import TicketLanes
 from gradwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,10 +38,15 @@ class Issue:
     Attributes:
         digest: of everything that must be alike on all ranks.
         what: in words.
+        why: goes behind them, where words are needed.
     """
 
     digest: int
     what: str
+    why: Callable[[], str] | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.why is None else f"{self.what} {self.why()}"
 
 
 class Owner:
@@ -60,6 +65,7 @@ class Owner:
         error: what broke it, or None.
         closed: whether it issues no further ticket.
         kept: what is prepared once and used again, the least used first.
+        retired: layouts, by the names of their ranges of tags, that it will not use for long.
         agreed: digests on which ranks agree, or are about to, by their place, with the agreement.
         made: how many agreements were begun.
         preparing: held while these are looked up.
@@ -78,6 +84,7 @@ class Owner:
         self.error: BaseException | None = None
         self.closed = False
         self.kept: OrderedDict[Hashable, object] = OrderedDict()
+        self.retired: set[str] = set()
         self.agreed: dict[int, tuple[int, Future[int]]] = {}
         self.made = 0
         self.preparing = threading.Lock()
@@ -85,14 +92,15 @@ class Owner:
         # Whoever called a collective may destroy the group when it has ended; gloo's work, and with
         # it connections and the store, would live on as long as somebody waits for it.
         self.core = Core(window, until_sent=single)
-        self.lanes: list[tuple[Lane, Lane]] = []
+        self.lanes: list[TicketLanes] = []
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # tickets, their rounds
         self._pid = os.getpid()
         self.key = f"{'stream' if single else 'owner'} {serial}"
 
-    def ticket(self) -> Ticket:
-        """The next one, in order.
+    def ticket(self, version: int = 0) -> Ticket:
+        """The next one, in order; of a scope before which this rank can use that plan version.
 
         Raises:
             TransportError: the group, or this owner, is broken.
@@ -104,17 +112,21 @@ class Owner:
                 "threads and connections a child does not have: start workers with 'spawn', or "
                 "make the process group in the child"
             )
+        self.check()
+        with self.lock:
+            place = self.core.issue()
+            ticket = self._tickets[place] = Ticket(self, place, version)
+        return ticket
+
+    def check(self) -> None:
+        """Raises what broke the group, or this owner, if anything did."""
         self.comm.check()
         if self.error is not None:
             raise self.error
-        with self.lock:
-            place = self.core.issue()
-            ticket = self._tickets[place] = Ticket(self, place)
-        return ticket
 
-    def new_lanes(self) -> tuple[Lane, Lane]:
-        """One for receives, one for sends."""
-        return self.comm.flights.lane("inbound", self), self.comm.flights.lane("outbound", self)
+    def new_lanes(self) -> TicketLanes:
+        """Those of a ticket."""
+        return TicketLanes(*(self.comm.flights.lane(name, self) for name in TicketLanes._fields))
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that has a round under way, or None."""
@@ -129,6 +141,11 @@ class Owner:
                 if ticket.place.number == number and ticket.rounds == round_number:
                     return ticket.issue
             return next((i for key, i in self._recent if key == (number, round_number)), None)
+
+    def rounds_of(self, number: int) -> int | None:
+        """How many rounds a ticket had, if it has ended and this rank still knows."""
+        with self.lock:
+            return next((rounds for ended, rounds in self._ended if ended == number), None)
 
     @property
     def returned(self) -> int:
@@ -147,6 +164,11 @@ class Owner:
         if ticket.issue is not None:
             self._recent.append(((ticket.place.number, ticket.rounds), ticket.issue))
 
+    def end(self, ticket: Ticket) -> None:
+        """Remember what a ticket was, now that it has no further round; the lock is held."""
+        self.note(ticket)
+        self._ended.append((ticket.place.number, ticket.rounds + 1))
+
     def forget(self) -> None:
         """Let go of returned tickets; the lock is held."""
         for place in [p for p in self._tickets if p.returned]:
@@ -154,22 +176,25 @@ class Owner:
 
 
 class Ticket:
-    """One scope: its rounds run one after the other.
+    """One scope: its rounds run one after the other, the collectives of a round side by side.
 
     Attributes:
         place: in the owner's order.
         issue: the latest round, or None before the first.
-        rounds: the number of that round, from 0.
+        rounds: the number of that round, from 0; -1 before the first.
         since: when it began (time.monotonic).
         is_prepared: whether ranks have agreed on it, and its kernels are there.
-        lanes: inbound and outbound, of its waits, before which no other ticket's stand.
+        lanes: of its waits, before which no other ticket's stand.
+        version: the least plan version of those that its messages have brought, and its own: after
+            an all-reduce, the least of all ranks'.
     """
 
-    def __init__(self, owner: Owner, place: Place) -> None:
+    def __init__(self, owner: Owner, place: Place, version: int) -> None:
         self.owner = owner
         self.place = place
+        self.version = version
         self.issue: Issue | None = None
-        self.rounds = 0
+        self.rounds = -1
         self.since = 0.0
         self.is_prepared = False
         self.lanes = owner.lanes.pop() if owner.lanes else owner.new_lanes()
@@ -181,45 +206,59 @@ class Ticket:
             return call_tag(self.owner.serial, tags, number, slot)
         return scope_tag(tags, number, self.rounds, slot)
 
-    def begin(self, issue: Issue, ready: Future[T], make: Callable[[T], Work]) -> Future[Outcome]:
-        """Start the next round as soon as `ready` has ended well.
+    def under_way(self) -> tuple[tuple[int, int], Issue | None, float]:
+        """Of the round under way: (numbers of ticket and round), what it is, and since when; on any
+        thread, while another may begin the next."""
+        with self.owner.lock:
+            return (self.place.number, self.rounds), self.issue, self.since
+
+    def next_round(self, issue: Issue) -> None:
+        """What begins from now on is the next round; all that began before has its result."""
+        with self.owner.lock:
+            self.owner.note(self)
+            self.rounds += 1
+            self.issue, self.since, self.is_prepared = issue, time.monotonic(), False
+        self.owner.comm.watch.compare(self, issue)
+
+    def begin(self, ready: Future[T], make: Callable[[T], Work]) -> Future[Outcome]:
+        """Start a collective of this round as soon as `ready` has ended well.
 
         Args:
-            issue: what it is.
             ready: what is prepared; `make` gets it, on this thread if it is there.
 
         Returns:
-            A future that ends with the round, or with the error that prevented it.
+            A future that ends with the collective, or with the error that prevented it.
         """
         comm = self.owner.comm
-        flight = self._issue(issue, Future())
+        flight = self._expect(Future())
         ready.add_done_callback(lambda ended: comm.flights.launch(flight, ended, make))
         return flight.future
 
     def begin_in_order(
-        self, issue: Issue, stream: StreamDriver, make: Callable[[], StreamWork]
+        self, stream: StreamDriver, make: Callable[[], StreamWork]
     ) -> Future[Outcome]:
-        """Queue the next round on a stream, now; the future has ended, or the group breaks."""
-        flight = self._issue(issue, StreamFuture(stream.stream))
+        """Queue a collective of this round on a stream, now; the future has ended, or the group
+        breaks."""
+        flight = self._expect(StreamFuture(stream.stream))
         self.owner.comm.flights.queue(flight, stream, make)
         return flight.future
 
-    def _issue(self, issue: Issue, future: Future[Outcome]) -> Flight:
-        owner = self.owner
-        with owner.lock:
-            owner.note(self)
-            owner.core.expect(self.place)
-            self.rounds = self.place.rounds
-            self.issue, self.since, self.is_prepared = issue, time.monotonic(), False
+    def _expect(self, future: Future[Outcome]) -> Flight:
+        with self.owner.lock:
+            self.owner.core.expect(self.place)
         flight = Flight(self, future)
-        owner.comm.flights.expect(flight)
-        owner.comm.watch.compare(self, issue)
+        self.owner.comm.flights.expect(flight)
         return flight
 
     def close(self) -> None:
         """No further round; called once."""
-        with self.owner.lock:
-            actions = self.owner.core.close(self.place)
-            self.owner.note(self)
-            self.owner.forget()
-        self.owner.comm.flights.perform(actions)
+        owner = self.owner
+
+        def close() -> Actions:
+            actions = owner.core.close(self.place)
+            owner.end(self)
+            owner.forget()
+            return actions
+
+        owner.comm.flights.tell(owner, close)
+        owner.comm.watch.ended(self)

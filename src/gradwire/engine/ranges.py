@@ -2,7 +2,8 @@
 
 Ranks meet layouts in any order. Whoever needs a range for one claims the next that is free, by a
 compare-and-set in the group's store, and so learns whose the others are. Numbers of ranges only
-grow; tags have them modulo `RANGES`, and a range is used again once its owner is over.
+grow; tags have them modulo `RANGES`, and a range is used again once its owner is over, or has
+retired the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Ranges:
         self._first = first
         self._lock = threading.Lock()
         self._number: dict[str, int] = {}  # of all claims up to the last that was looked at
-        self._used: dict[int, Owner] = {}
+        self._used: dict[int, tuple[Owner, str]] = {}
 
     def claim(self, owner: Owner, layout: str) -> int:
         """The range of a layout of `owner`; it may ask the store several times.
@@ -44,11 +45,12 @@ class Ranges:
                 held = self._first(f"range/{number}", key.encode()).decode()
                 self._number[held] = number
             place = self._number[key] % (RANGES - 1)
-            before = self._used.get(place)
-            if before is not None and before is not owner and not before.over:
+            other, held = self._used.get(place, (owner, layout))
+            if (other, held) != (owner, layout) and not (other.over or held in other.retired):
                 raise ConfigError(
                     f"the handles of one process group have {RANGES - 1} layouts of buckets at a "
                     "time: detach those that are not needed"
                 )
-            self._used[place] = owner
+            owner.retired.discard(layout)
+            self._used[place] = owner, layout
         return place

@@ -53,7 +53,8 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
     tasks = range(len(graph))
     waves = [_wave(graph, task, rank, hop) if graph.peer[task] >= 0 else -1 for task in tasks]
     ends: list[int] = []  # the first wave at which a task has ended
-    sent = {graph.message(t): waves[t] for t in reversed(tasks) if graph.kind[t] is Kind.SEND}
+    sends = [t for t in reversed(tasks) if graph.kind[t] is Kind.SEND]
+    sent = {buffer: waves[t] for t in sends for buffer in graph.reads[t]}
     kernels: dict[int, list[int]] = {}
     messages: dict[int, list[int]] = {}
     for task in tasks:
@@ -96,7 +97,7 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
 
 
 def _wave(graph: Graph, task: int, rank: int, hop: Hop) -> int:
-    b, ends = graph.message(task), _ends(graph, task, rank)
+    b, ends = graph.message(task)[0], _ends(graph, task, rank)
     late = hop(graph.buffer_role[b], graph.buffer_chunk[b], *ends)
     return graph.segment[task] + STRIDE * late
 

@@ -54,9 +54,11 @@ class StreamWork(Protocol):
 
     Attributes:
         graph, schedule: what to do.
+        kernel_calls: calls of kernels so far.
     """
 
     graph: Graph
+    kernel_calls: int
 
     @property
     def schedule(self) -> Sequence[Wave]: ...
@@ -65,8 +67,8 @@ class StreamWork(Protocol):
         """Take memory, and have the stream wait for the caller's values."""
         ...
 
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The message (uint8) of `buffer`, where the kernels have it."""
+    def memory(self, *buffers: int) -> torch.Tensor:
+        """The message (uint8) of these buffers, where the kernels have it."""
         ...
 
     def compute(self, task: int) -> None:
@@ -193,5 +195,4 @@ def _land(core: Any, run: Run, batch: tuple[Pending, Sequence[int]], ready: _Rea
 def _message(work: StreamWork, task: int) -> Posting:
     graph = work.graph
     incoming = graph.kind[task] is Kind.RECV
-    buffer = (graph.writes if incoming else graph.reads)[task][0]
-    return Posting(work.memory(buffer), graph.peer[task], incoming)
+    return Posting(work.memory(*graph.message(task)), graph.peer[task], incoming)

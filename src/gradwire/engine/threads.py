@@ -18,18 +18,26 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from gradwire.engine.core import Action, Actions, Do, Run
+from gradwire.engine.core import Actions, Do, Run
 from gradwire.engine.graph import Graph
 from gradwire.engine.workers import Lane
 from gradwire.transport import Transport
 from gradwire.transport.protocol import Loan, Pending
 
 if TYPE_CHECKING:
-    from gradwire.engine.owner import Ticket
+    from gradwire.engine.owner import Owner, Ticket
+
+
+class Outgoing(NamedTuple):
+    """A message (uint8) as it is sent, and the bytes of it that count: those in use, where it is
+    read in place."""
+
+    message: torch.Tensor
+    nbytes: int
 
 
 class Work(Protocol):
@@ -37,24 +45,36 @@ class Work(Protocol):
 
     Attributes:
         graph: what to do.
-        borrowed: bytes of the messages that are read where the peer that sends them has put them.
+        borrowed: by first buffer, bytes of the messages that are read where the peer that sends
+            them has put them.
         kernel_seconds: what kernels have taken so far, checksums of what they wrote included.
+        kernel_calls: calls of kernels so far.
     """
 
     graph: Graph
     borrowed: Mapping[int, int]
     kernel_seconds: float
+    kernel_calls: int
 
     def start(self) -> None:
         """Take memory; called once, when the ticket is admitted."""
         ...
 
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The message (uint8) of `buffer`."""
+    def outgoing(self, task: int) -> Outgoing:
+        """The message of a send; its memory is needed until `sent`."""
+        ...
+
+    def sent(self, task: int) -> None:
+        """A send has ended."""
+        ...
+
+    def incoming(self, task: int) -> torch.Tensor:
+        """Memory (uint8) for the message of a receive, which may be shorter."""
         ...
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
-        """The message of a borrowed buffer is here; it is given back after its last reader."""
+        """A borrowed message, whose first buffer this is, is here; it is given back after its last
+        reader."""
         ...
 
     def tag(self, task: int) -> int:
@@ -76,12 +96,13 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round took: seconds from its begin to its result, and of these in kernels; bytes
-    handed to the transport."""
+    """What a round took: seconds from its begin to its result, and of these in kernels; calls of
+    kernels; bytes handed to the transport."""
 
     seconds: float
     wire_bytes: int
     kernel_seconds: float
+    kernel_calls: int
 
 
 class Flight:
@@ -118,12 +139,21 @@ class ThreadDriver:
         """Run a round as soon as its ticket is admitted."""
         flight.work = work
         owner = flight.ticket.owner
-        with owner.lock:
-            _, actions = owner.core.begin(flight.ticket.place, work.graph, flight)
-        self.perform(actions)
+        self.tell(owner, lambda: owner.core.begin(flight.ticket.place, work.graph, flight)[1])
 
-    def perform(self, actions: Actions) -> None:
-        """Do, or have done, what the core says."""
+    def tell(self, owner: Owner, event: Callable[[], Actions]) -> None:
+        """Tell an owner's core what has happened, and do, or have done, what it says.
+
+        Runs start in the order in which it says so, whichever thread tells: all ranks must post
+        the receives of a ticket in one order.
+        """
+        with owner.lock:
+            actions = event()
+            for action in actions:
+                if action.do is Do.START:
+                    self._compute.put(self._start, action.run)
+            if any(action.do is Do.FREE for action in actions):
+                owner.forget()
         for action in actions:
             run = action.run
             if action.do is Do.KERNEL:
@@ -132,20 +162,14 @@ class ThreadDriver:
                 self._send(run, action.tasks[0])
             elif action.do is Do.POST:
                 self._compute.put(self._expect, run, tuple(action.tasks))
-            elif action.do is Do.START:
-                self._compute.put(self._start, run)
             elif action.do is Do.FREE:
                 _work(run).finish()
-            else:
+            elif action.do is Do.RESULT:
                 self._ended(run.job)
 
     def _event(self, run: Run, name: str, *arguments: int) -> None:
         owner = run.job.ticket.owner
-        with owner.lock:
-            actions: list[Action] = getattr(owner.core, name)(run, *arguments)
-            if any(action.do is Do.FREE for action in actions):
-                owner.forget()
-        self.perform(actions)
+        self.tell(owner, lambda: getattr(owner.core, name)(run, *arguments))
 
     def _start(self, run: Run) -> None:
         _work(run).start()
@@ -153,7 +177,7 @@ class ThreadDriver:
 
     def _expect(self, run: Run, receives: tuple[int, ...]) -> None:
         """Post these receives."""
-        work, (inbound, _) = _work(run), run.job.ticket.lanes
+        work, inbound = _work(run), run.job.ticket.lanes.inbound
         for task in receives:
             buffer, peer = run.graph.writes[task][0], run.graph.peer[task]
             borrowed = work.borrowed.get(buffer)
@@ -161,7 +185,7 @@ class ThreadDriver:
                 loan = self._transport().borrow(borrowed, peer, work.tag(task))
                 inbound.put(self._borrow, run, task, loan)
             else:
-                pending = self._transport().irecv(work.memory(buffer), peer, work.tag(task))
+                pending = self._transport().irecv(work.incoming(task), peer, work.tag(task))
                 inbound.put(self._receive, run, task, pending)
 
     def _run_kernel(self, run: Run, task: int) -> None:
@@ -170,10 +194,10 @@ class ThreadDriver:
 
     def _send(self, run: Run, task: int) -> None:
         work = _work(run)
-        message = work.memory(run.graph.reads[task][0])
-        pending = self._transport().isend(message, run.graph.peer[task], work.tag(task))
-        run.job.wire_bytes += message.numel()
-        run.job.ticket.lanes[1].put(self._sent, run, task, pending)
+        message, nbytes = work.outgoing(task)
+        pending = self._transport().isend(message, run.graph.peer[task], work.tag(task), nbytes)
+        run.job.wire_bytes += nbytes
+        run.job.ticket.lanes.outbound.put(self._sent, run, task, pending)
         self._event(run, "posted", task)
 
     def _borrow(self, run: Run, task: int, loan: Loan) -> None:
@@ -188,6 +212,7 @@ class ThreadDriver:
 
     def _sent(self, run: Run, task: int, pending: Pending) -> None:
         pending.wait()
+        _work(run).sent(task)
         self._event(run, "sent", task)
 
 

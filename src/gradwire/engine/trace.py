@@ -91,6 +91,7 @@ class Traced:
         self.world_size = transport.world_size
         self.timeout = transport.timeout
         self.in_memory = transport.in_memory
+        self.reached = transport.reached
         self.lenders = transport.lenders
         self.store = transport.store
 
@@ -106,9 +107,9 @@ class Traced:
     def lent_bytes(self) -> int:
         return self.transport.lent_bytes
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Pending:
         begun = self.trace.begin()
-        pending = self.transport.isend(data, peer, tag)
+        pending = self.transport.isend(data, peer, tag, in_use)
         self.trace.end(begun, _thread(), f"{WIRE}post send to rank {peer}")
         return _TracedPending(pending, self.trace, f"{WIRE}send to rank {peer}")
 

@@ -5,7 +5,8 @@ the others compare. Being late is no difference. A difference is one of these:
 
 - two ranks issued unlike rounds in one place, by digest;
 - a peer that is needed has left the group, or detached the owner, before that place;
-- a peer says that it has failed, or that its backward pass ended early.
+- a peer says that it has failed, or that its backward pass ended early;
+- the process of a peer on this machine has ended.
 
 It breaks the group on every rank, with one sentence that names the rank and what it did. A peer
 that says nothing is the business of the transport's timeout.
@@ -21,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.engine.owner import Issue, Owner, Ticket
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, GradwireError, TransportError
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
@@ -47,7 +48,7 @@ class Watch:
         self._long = _LONG_S  # after which a round is reported
         self._busy = False  # a report is being made
         self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
-        self._broken: dict[str, TransportError] = {}  # owners that are not open here yet
+        self._broken: dict[str, GradwireError] = {}  # owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
         self._left: dict[int, Mapping[str, int]] = {}  # peer -> what it had returned of each owner
         self._blamed: dict[int, int] = {}  # peer that has failed -> whom it holds responsible
@@ -61,7 +62,9 @@ class Watch:
         """Peers end their waits, or those for one owner: this rank has failed, and holds `blamed`
         responsible."""
         key = None if owner is None else owner.key
-        self._tell({"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key})
+        mistake = isinstance(error, ConfigError)
+        notice = {"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key}
+        self._tell({**notice, "mistake": mistake})
 
     def opened(self, owner: Owner) -> None:
         """This rank has opened an owner: a peer may have told of its failure already."""
@@ -118,12 +121,13 @@ class Watch:
     def _report(self, late: list[Ticket]) -> None:
         try:
             for ticket in late:
-                place, issue = _place(ticket), ticket.issue
+                numbers, issue, since = ticket.under_way()
+                place = (ticket.owner.key, *numbers)
                 if issue is None or self._comm.error is not None:
                     continue
                 # The agreement on a user's call says more: in what it differs.
                 pending = ticket.owner.single and not ticket.is_prepared
-                if not pending and self._is_to_be_reported(place, ticket.since):
+                if not pending and self._is_to_be_reported(place, since):
                     self._claim(place, issue)
                 self._look_for_the_end(place)
         except TransportError as error:  # the store is gone: the transport's timeout holds
@@ -152,7 +156,7 @@ class Watch:
         member = self._comm.member
         assert member is not None
         mine = {
-            "kind": "late", "place": list(place), "digest": issue.digest, "what": issue.what,
+            "kind": "late", "place": list(place), "digest": issue.digest, "what": str(issue),
             "rank": self._comm.rank,
         }  # fmt: skip
         value = json.dumps(mine).encode()
@@ -165,6 +169,11 @@ class Watch:
     def _look_for_the_end(self, place: Place) -> None:
         """Break the group if a peer, which this rank waits for, will not come to `place`."""
         comm, (key, ticket, _) = self._comm, place
+        died = comm.died()
+        if died is not None:
+            text = f"rank {comm.rank}: rank {died} has died, while this rank waits for a collective"
+            comm.fail(TransportError(f"{text}: look at its log, then restart the job", peer=died))
+            return
         closed = self._closed.get(key)
         if closed is not None and ticket >= int(closed["at"]):
             comm.end(
@@ -206,7 +215,8 @@ class Watch:
         comm, blamed = self._comm, int(notice["blamed"])
         text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
         if notice.get("owner") is not None:
-            error = TransportError(text, peer=sender)
+            mistake = bool(notice.get("mistake"))  # the user's, here as there
+            error = ConfigError(text) if mistake else TransportError(text, peer=sender)
             owner = self._owner(str(notice["owner"]))
             if owner is None:
                 self._broken[str(notice["owner"])] = error
@@ -257,11 +267,31 @@ class Watch:
         if issue is not None:
             self._expected.pop(place, None)
             self._differs(notice, issue, place)
+        elif owner is not None:
+            self._look_for_more(owner, place, notice)
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket has no further round: look whether a peer has told of one."""
+        if self._expected:
+            for place, notice in list(self._expected.items()):
+                if place[:2] == (ticket.owner.key, ticket.place.number):
+                    self._look_for_more(ticket.owner, place, notice)
+
+    def _look_for_more(self, owner: Owner, place: Place, notice: Mapping[str, Any]) -> None:
+        """Break the group if a peer has issued a round where this rank has ended the scope."""
+        rounds = owner.rounds_of(place[1])
+        if (
+            rounds is not None
+            and place[2] >= rounds
+            and self._expected.pop(place, None) is not None
+        ):
+            here = f"rank {self._comm.rank} had ended after {rounds} rounds"
+            self._break(f"rank {notice['rank']} issued {notice['what']} where {here}", place)
 
     def compare(self, ticket: Ticket, issue: Issue) -> None:
         """A round was issued here: look whether a peer has told of another in its place."""
         if self._expected:
-            place = _place(ticket)
+            place = ticket.owner.key, ticket.place.number, ticket.rounds
             notice = self._expected.pop(place, None)
             if notice is not None:
                 self._differs(notice, issue, place)
@@ -270,15 +300,15 @@ class Watch:
         """Break the group if two ranks issued unlike rounds in one place."""
         if other["digest"] == issue.digest:
             return
-        comm = self._comm
+        theirs = f"rank {other['rank']} issued {other['what']}"
+        self._break(f"{theirs} where rank {self._comm.rank} issued {issue}", place)
+
+    def _break(self, what: str, place: Place) -> None:
         where = f"call {place[1]} of {self._name(place[0])}"
         if place[2]:
             where += f", round {place[2]}"
-        text = (
-            f"rank {other['rank']} issued {other['what']} where rank {comm.rank} issued "
-            f"{issue.what} ({where}): all ranks must make the same calls in the same order"
-        )
-        if comm.end(ConfigError(text)):
+        text = f"{what} ({where}): all ranks must make the same calls in the same order"
+        if self._comm.end(ConfigError(text)):
             self._tell({"kind": "differ", "text": text})
 
     def _owner(self, key: str) -> Owner | None:
@@ -287,10 +317,6 @@ class Watch:
     def _name(self, key: str) -> str:
         owner = self._owner(key)
         return key if owner is None else owner.name
-
-
-def _place(ticket: Ticket) -> Place:
-    return ticket.owner.key, ticket.place.number, ticket.rounds
 
 
 def _text(error: BaseException) -> str:

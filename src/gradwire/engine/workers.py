@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from gradwire.engine.trace import Timeline
 
@@ -98,13 +99,20 @@ class Lane:
         self._trace = trace
         self._stopped = stopped
         self._lock = threading.Lock()
-        self._steps: deque[tuple[float, Step]] = deque()
+        self._steps: deque[tuple[float, Step, bool]] = deque()
         self._busy = False
 
     def put(self, function: Callable[..., None], *arguments: object) -> None:
         """Call `function` after all that was put before."""
+        self._put(partial(function, *arguments), False)
+
+    def put_whatever(self, function: Callable[..., None], *arguments: object) -> None:
+        """The same, also if this lane is stopped by then."""
+        self._put(partial(function, *arguments), True)
+
+    def _put(self, step: Step, whatever: bool) -> None:
         with self._lock:
-            self._steps.append((time.perf_counter(), partial(function, *arguments)))
+            self._steps.append((time.perf_counter(), step, whatever))
             if self._busy:
                 return
             self._busy = True
@@ -118,11 +126,11 @@ class Lane:
                 if not self._steps:
                     self._busy = False
                     return
-                posted, step = self._steps.popleft()
+                posted, step, whatever = self._steps.popleft()
             trace = self._trace()
             begun = None if trace is None else trace.begin()
             try:
-                if not self._stopped():
+                if whatever or not self._stopped():
                     step()
             except BaseException as error:
                 self._failed(error)
@@ -132,10 +140,19 @@ class Lane:
             del step
 
 
+class TicketLanes(NamedTuple):
+    """Of one ticket's waits: for receives, and for sends."""
+
+    inbound: Lane
+    outbound: Lane
+
+
 def describe(step: Step) -> str:
     """A step in words: what it does, and the task it does it for."""
     name = step.func.__name__.lstrip("_").replace("_", " ")
     run, *rest = step.args or (None,)
+    if isinstance(run, int):
+        return f"{name}: round {run}"
     if rest and isinstance(rest[0], tuple):
         return f"{name}: {len(rest[0])} receives"
     return f"{name}: {run.graph.describe(rest[0])}" if rest else name

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any, overload
 
+import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Options, check_defined, check_feedback
-from gradwire.collectives.calling import check_seed
+from gradwire.aggregators.registry import Method
+from gradwire.collectives import Options
+from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.hook import hook_state
+from gradwire.integrations.hook import check_module, hook_state
+from gradwire.integrations.sharded import Sharded, plan_sharded
 from gradwire.integrations.synchronised import synchronised
-from gradwire.lang import Codec
-from gradwire.planner import make_plan
+from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner.rules import check_coalesce_bytes
+
+COALESCE_BYTES = 1 << 18
 
 
+@overload
+def attach(model: DistributedDataParallel, codec: Method = ..., **options: Any) -> Handle: ...
+@overload
+def attach(model: FSDPModule, codec: Method = ..., **options: Any) -> Sharded: ...
 def attach(
-    model: DistributedDataParallel,
-    codec: str | Codec | None = "qsgd",
+    model: DistributedDataParallel | FSDPModule,
+    codec: Method = "qsgd",
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    codecs: Mapping[str, str | Codec | None] | None = None,
+    codecs: Mapping[str, Method] | None = None,
     error_feedback: bool = False,
     seed: int = 0,
     algorithm: str | None = None,
     options: Options | None = None,
-    coalesce_bytes: int = 1 << 18,
+    coalesce_bytes: int = COALESCE_BYTES,
     **codec_options: object,
-) -> Handle:
+) -> Handle | Sharded:
     """Compress the gradients that `model` synchronises; nothing else of the process is touched.
 
     Call it on every rank, with the same arguments, after wrapping the module:
@@ -40,18 +51,19 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 are
-            gradwire's; torch's own all-reduce averages the others (float64, complex). Over NCCL,
-            what a GPU has goes from GPU to GPU; over gloo alone by way of the host's memory.
-        codec: for parameters of two dimensions and more: a name with its options as further
-            keywords (see `gradwire codec list`), a Codec, or None for none.
+        model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
+            compressed; others (float64, complex) are averaged as they are. Over NCCL, what a GPU
+            has goes from GPU to GPU; over gloo alone by way of the host's memory.
+        codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
+            options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
+            list`), a Codec, an Aggregator, or None for none.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
         exclude: name patterns to leave dense.
-        codecs: name pattern -> codec (a name, a Codec, or None for dense); the first match wins
-            over everything else.
-        error_feedback: keep what was not sent, one fp32 residual a compressed parameter, and add
-            it to the next step's gradient.
-        seed: of the codecs' random numbers; not negative.
+        codecs: name pattern -> codec or aggregator, as `codec`; the first match wins over
+            everything else.
+        error_feedback: keep what was not sent, one fp32 residual per compressed parameter, and add
+            it to the next step's gradient. "powersgd" and "artopk" always do.
+        seed: of random numbers; not negative.
         algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
         options: algorithm, segments, checksum, kernels.
         coalesce_bytes: DDP's buckets smaller than this wait for the next ones, until they have as
@@ -59,7 +71,7 @@ def attach(
             leaves out unused parameters (skip_all_reduce_unused_params).
 
     Returns:
-        A handle with statistics and state.
+        A handle with statistics and state, whose `update` changes all of this while training runs.
 
     Raises:
         ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
@@ -68,20 +80,58 @@ def attach(
             that codecs do not take, or ranks that disagree (the first parameter that differs is
             named).
     """
-    if not (options is None or isinstance(options, Options)):
-        raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
-    options = options or Options()
-    if algorithm is not None:
-        options = replace(options, algorithm=algorithm)
+    rules = Rules().changed(
+        codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
+        error_feedback=error_feedback,
+    )  # fmt: skip
+    chosen = options_of(options, algorithm)
     check_seed(seed)
-    if type(coalesce_bytes) is not int or coalesce_bytes < 0:
-        raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
-    state = hook_state(model)
-    if state.reducer is not None:
+    check_coalesce_bytes(coalesce_bytes)
+    if isinstance(model, FSDPModule):
+        assert isinstance(model, torch.nn.Module)
+        if options is not None or algorithm is not None:
+            raise ConfigError(
+                "attach: algorithm and options are for DDP modules: what FSDP2 scatters goes "
+                "through the reduce-scatter that there is"
+            )
+        return plan_sharded(model, rules).handle(seed)
+    planned = plan_ddp(model, rules, chosen, coalesce_bytes)
+    if hook_state(model).reducer is not None:
         raise ConfigError(
             "this module has a handle attached: call its detach() before attaching anew"
         )
-    comm = communicator(model.process_group)
+    return planned.handle(seed)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A DDP module that may be attached to."""
+
+    model: DistributedDataParallel
+    named: list[tuple[str, torch.Tensor]]
+    plan: Plan
+
+    def handle(self, seed: int) -> Handle:
+        """Attach; raises ConfigError if ranks disagree."""
+        comm, state = communicator(self.model.process_group), hook_state(self.model)
+        agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
+        comm.agree("what is attached", [*agreed, *self.plan.describe()])
+        owner = comm.owner(f"the module of {self.named[0][0]}")
+        return Handle(self.model, state, self.named, self.plan, owner, seed)
+
+
+def plan_ddp(
+    model: DistributedDataParallel,
+    rules: Rules,
+    options: Options | None = None,
+    coalesce_bytes: int = COALESCE_BYTES,
+) -> Planned:
+    """What `attach` finds on this rank, before ranks agree.
+
+    Raises:
+        ConfigError: no handle can be attached to this module.
+    """
+    check_module(model)
     named = synchronised(model)
     device = named[0][1].device
     away = next(((n, p.device) for n, p in named if p.device != device), None)
@@ -90,18 +140,13 @@ def attach(
             f"parameter {named[0][0]} is on {device}" + (", {} on {}".format(*away) if away else "")
             + ": gradwire needs all of them on the CPU, or on one GPU"
         )  # fmt: skip
-    plan = make_plan(
-        named, codec, codec_options, comm.world_size, include, exclude, codecs, error_feedback
-    )
-    for parameter in plan.parameters:
-        if parameter.codec is not None:
-            check_defined(options.algorithm, parameter.codec)
-            if error_feedback:
-                check_feedback(parameter.codec)
-    if getattr(model, "skip_all_reduce_unused_params", False):
-        coalesce_bytes = 0  # a bucket that others would wait for may never come
-    agreed = [f"seed {seed}, buckets of {coalesce_bytes} bytes", str(options)]
-    agreed.append(f"after {state.attached} handles of this module")
-    comm.agree("what is attached", [*agreed, *plan.describe()])
-    owner = comm.owner(f"the module of {named[0][0]}")
-    return Handle(model, state, dict(named), plan, owner, seed, options, coalesce_bytes)
+    whole = getattr(model, "skip_all_reduce_unused_params", False)
+    size = model.process_group.size()
+    plan = make_plan(named, rules, size, options, 0 if whole else coalesce_bytes)
+    if whole and any(p.aggregator.scope == "model" for p in plan.parameters):
+        raise ConfigError(
+            "an aggregator over the whole model needs all of its gradients: wrap the module "
+            "without skip_all_reduce_unused_params"
+        )
+    hook_state(model)  # for good: the last of what may be refused
+    return Planned(model, named, plan)

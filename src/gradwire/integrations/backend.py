@@ -1,15 +1,12 @@
 """The drop-in backend: `init_process_group("gradwire")`, and the training script stays as it is.
 
 A group wraps one of torch's own, over gloo for the CPU and NCCL for CUDA, which carries out every
-operation but two: all-reduces and reduce-scatters (FSDP's) of large float tensors, with SUM or AVG,
-issued by a backward pass. Those go through `Blobs`. What is registered (`gw.register`)
-is compressed parameter by parameter instead.
+operation that comes to it. What carries gradients of DDP and FSDP2 modules does not: they have
+handles (backend_models.py). Blobs, which know tensors alone, are there for who asks for them.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,15 +19,11 @@ from torch._C import _distributed_c10d as c10d
 from gradwire.errors import ConfigError
 from gradwire.integrations.backend_blob import Blobs
 from gradwire.integrations.backend_entry import NAME
-from gradwire.integrations.backend_scope import (
-    averages,
-    in_backward,
-    lacking,
-    mirrors_backward,
-)
+from gradwire.integrations.backend_models import Models
+from gradwire.integrations.backend_scope import averages, lacking
 from gradwire.integrations.backend_settings import Settings, from_environment
-
-log = logging.getLogger("gradwire")
+from gradwire.integrations.scatter import Completed, Replicas, Scatter
+from gradwire.transport.torch_p2p import TAG_BASE
 
 Type = dist.ProcessGroup.BackendType
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -48,10 +41,11 @@ class Group(dist.ProcessGroup):
         store: the group's.
         rank, size: as in torch.
         backends: what carries everything else; one for "cpu".
-        settings: of blobs; the same on every rank.
+        settings: how it compresses; the same on every rank.
 
     Attributes:
-        blobs: the compressed collectives.
+        blobs: the collectives that are compressed without knowledge of parameters.
+        models: the modules that have handles.
     """
 
     def __init__(
@@ -68,22 +62,25 @@ class Group(dist.ProcessGroup):
                 group._register_backend(torch.device(device), kind, backend)
         self._backends = backends
         self.blobs = Blobs(self, settings)
-        self._lacking = functools.cache(lacking)
-        self._announced = False
+        self.models = Models(self, settings)
 
-    # ---- the two that carry gradients
+    # ---- the two that may carry gradients
 
     @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
         tensors, average = _asked(*args, **options)
-        if len(tensors) == 1 and average is not None and self.blobs.takes("all_reduce", tensors[0]):
-            mirrors = not in_backward() and mirrors_backward()
-            if (mirrors or in_backward()) and self._is_ours(tensors[0]):
-                work = self.blobs.all_reduce(tensors[0], average)
-                if mirrors:
-                    work.wait()  # there is no end of a backward pass to raise an error
+        if self.settings.blob:
+            work = self.blobs.all_reduced(tensors, average)
+            if work is not None:
                 return work
-        return self._plain.allreduce(*args, **options)
+        else:
+            record = self.models.reduces(tensors[0]) if len(tensors) == 1 else None
+            mesh = None if record is None else record.mesh_info
+            between = getattr(mesh, "replicate_process_group", None)
+            if isinstance(between, Replicas):
+                return between.allreduce(*args, **options)
+        plain: dist.Work = self._plain_call("allreduce", *args, **options)
+        return plain
 
     @_untraced
     def reduce_scatter_single(
@@ -93,31 +90,36 @@ class Group(dist.ProcessGroup):
         opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
-        average = averages(opts.reduceOp)
-        if (
-            average is not None
-            and in_backward()
-            and self.blobs.takes("reduce_scatter", input)
-            and _are_shards(output, input, self.size())
-            and self._is_ours(input)
-        ):
-            return self.blobs.reduce_scatter(output, input, average)
-        return self._plain_reduce_scatter(output, input, opts)
+        if self.settings.blob:
+            work = self.blobs.scattered(output, input, averages(opts.reduceOp))
+            if work is not None:
+                return work
+        else:
+            record = self.models.reduces(input)
+            if record is not None and isinstance(record._reduce_scatter_comm, Scatter):
+                record._reduce_scatter_comm(output, input, self, opts.reduceOp)
+                return Completed()
+        new = hasattr(self._plain, "reduce_scatter_single")  # since torch 2.13
+        name = "reduce_scatter_single" if new else "_reduce_scatter_base"
+        plain: dist.Work = self._plain_call(name, output, input, opts)
+        return plain
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def _plain_call(self, name: str, *args: Any, **options: Any) -> Any:
+        """torch's own, with torch's own return types."""
+        if name not in ("send", "recv") or args[-1] < TAG_BASE:  # not the engine's
+            self.models.left[name] += 1
+        return getattr(self._plain, name)(*args, **options)
 
     @property
-    def _plain_reduce_scatter(self) -> Callable[..., dist.Work]:
-        new: Callable[..., dist.Work] | None = getattr(self._plain, "reduce_scatter_single", None)
-        return new or self._plain._reduce_scatter_base
+    def settings(self) -> Settings:
+        """How it compresses what a script does not say."""
+        return self.models.settings
 
-    def _is_ours(self, tensor: torch.Tensor) -> bool:
-        """Whether there are kernels for it; where not, that is said once."""
-        reason = self._lacking(tensor.device.type)
-        if reason is not None and not self._announced:
-            self._announced = True
-            log.warning("gradwire: gradients on %s go uncompressed: %s", tensor.device.type, reason)
-        return reason is None
+    def blob(self, settings: Settings) -> None:
+        """From now on compress blobs, as `settings` say; ranks have agreed on them."""
+        self.models.settings = self.blobs.settings = settings
 
     # ---- what torch asks of a group
 
@@ -133,7 +135,7 @@ class Group(dist.ProcessGroup):
             return None
         backends = {d.type: self._split_backend(child, d) for d in child._device_types}
         store = child.get_group_store()
-        group = Group(store, child.rank(), child.size(), backends, self.blobs.settings)
+        group = Group(store, child.rank(), child.size(), backends, self.settings)
         group._set_group_name(child.group_name)
         group._set_group_desc(child.group_desc)
         return group
@@ -142,6 +144,7 @@ class Group(dist.ProcessGroup):
         return self._backends[device.type][0], child._get_backend(device)
 
     def shutdown(self) -> None:
+        self.models.tell()
         self.blobs.close()
         super().shutdown()
 
@@ -151,8 +154,18 @@ class Group(dist.ProcessGroup):
             backend.abort()
 
     def stats(self) -> dict[str, Any]:
-        """What has been sent in blob mode: see `Blobs.stats`."""
-        return self.blobs.stats()
+        """What this rank has sent compressed, and what else there was.
+
+        Returns:
+            calls: steps of DDP modules with handles, reduce-scatters of FSDP2's, and blobs.
+            wire_bytes, raw_bytes, ratio, seconds: as of `Handle.stats`.
+            left_alone: name of an operation -> calls that were torch's.
+        """
+        models, blobs = self.models.totals(), self.blobs.totals()
+        totals = {key: models[key] + blobs[key] for key in blobs}
+        wire = totals["wire_bytes"]
+        ratio = totals["raw_bytes"] / wire if wire else None
+        return {**totals, "ratio": ratio, "left_alone": dict(self.models.left)}
 
 
 # Every operation that a group has, under the names that some torch from 2.9 on gives it.
@@ -191,7 +204,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     """
 
     def method(self: Group, *args: Any, **options: Any) -> Any:
-        return getattr(self._plain, name)(*args, **options)
+        return self._plain_call(name, *args, **options)
 
     method.__name__ = name
     return _untraced(method)
@@ -216,15 +229,6 @@ def _asked(
     wanted = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return listed, averages(wanted if op is None else op)
-
-
-def _are_shards(output: torch.Tensor, input: torch.Tensor, size: int) -> bool:
-    return (
-        output.is_contiguous()
-        and input.is_contiguous()
-        and output.dtype == input.dtype
-        and input.numel() == size * output.numel()
-    )
 
 
 # ---- how torch makes one

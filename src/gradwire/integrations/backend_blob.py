@@ -1,9 +1,9 @@
 """Blobs: large float tensors of which nothing is known but that a backward pass reduces.
 
 They are compressed as a whole and with one codec, as QNCCL does (CGX 4.4): whatever parameters a
-blob holds, blocks run across their borders, and nothing is kept from step to step. What FSDP
-scatters may be better known: `layouts` say which parameters a tensor holds, and each goes through
-its own codec then.
+blob holds, blocks run across their borders, and nothing is kept from step to step. Not only
+gradients of parameters are reduced in a backward pass: tensor parallelism reduces those of
+activations there. So blobs are for who asks for them.
 
 Random numbers derive from (seed, group, rank, number of the call), so they are reproducible as long
 as calls come in the same order, as torch demands of them on every rank.
@@ -11,23 +11,25 @@ as calls come in the same order, as torch demands of them on every rank.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Item, Options, prepare
+from gradwire.collectives import Item, Operation, Options, prepare
 from gradwire.engine import Communicator, Outcome
 from gradwire.groups import communicator, release
-from gradwire.integrations.backend_layouts import Layouts, Part
-from gradwire.integrations.backend_scope import is_float
+from gradwire.integrations.backend_scope import in_backward, is_float, lacking, mirrors_backward
 from gradwire.integrations.backend_settings import Settings
 from gradwire.integrations.backend_work import FutureWork, Unwaited
 from gradwire.lang import rng
 from gradwire.partition import Spec
+
+log = logging.getLogger("gradwire")
 
 
 class Blobs:
@@ -36,42 +38,54 @@ class Blobs:
     Args:
         group: whose.
         settings: how.
-
-    Attributes:
-        layouts: of what FSDP modules scatter, as far as they are registered.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
         self.settings = settings
-        self.layouts = Layouts()
         self._group = group
         self._watch = Unwaited()
         self._lock = threading.Lock()
         self._comm: Communicator | None = None
         self._calls = 0
+        self._lacking = functools.cache(lacking)
+        self._announced = False
         self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
 
-    def learn(self, layouts: Layouts, description: list[str]) -> None:
-        """Use `layouts` from now on; `description` is what the ranks compare.
+    def all_reduced(self, tensors: list[torch.Tensor], average: bool | None) -> FutureWork | None:
+        """The all-reduce of a blob under way; None: these tensors are none."""
+        if len(tensors) != 1 or average is None or not self._takes(tensors[0]):
+            return None
+        mirrors = not in_backward() and mirrors_backward()
+        if not (mirrors or in_backward()) or not self._has_kernels(tensors[0]):
+            return None
+        work = self.all_reduce(tensors[0], average)
+        if mirrors:
+            work.wait()  # there is no end of a backward pass to raise an error
+        return work
 
-        Raises:
-            ConfigError: ranks disagree.
-        """
-        self._engine().agree("what is registered", description)
-        self.layouts.merge(layouts)
+    def scattered(
+        self, output: torch.Tensor, input: torch.Tensor, average: bool | None
+    ) -> FutureWork | None:
+        """The reduce-scatter of a blob under way; None: it is none."""
+        if average is None or not in_backward() or not self._takes(input):
+            return None
+        if not _are_shards(output, input, self._group.size()) or not self._has_kernels(input):
+            return None
+        return self.reduce_scatter(output, input, average)
 
-    def takes(self, kind: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that carries gradients is compressed; the same on every rank.
-
-        Args:
-            kind: what is asked for, "all_reduce" or "reduce_scatter".
-            tensor: its input.
-        """
-        if self._group.size() == 1 or not is_float(tensor):
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that carries gradients is compressed; the same on every rank."""
+        if self._group.size() == 1 or not is_float(tensor) or self.settings.codec is None:
             return False
-        large = tensor.numel() * tensor.itemsize >= max(self.settings.min_bytes, 1)
-        blob = self.settings.codec is not None and large
-        return blob or self.layouts.get(kind, tensor.numel()) is not None
+        return tensor.numel() * tensor.itemsize >= max(self.settings.min_bytes, 1)
+
+    def _has_kernels(self, tensor: torch.Tensor) -> bool:
+        """Whether there are kernels for it; where not, that is said once."""
+        reason = self._lacking(tensor.device.type)
+        if reason is not None and not self._announced:
+            self._announced = True
+            log.warning("gradwire: gradients on %s go uncompressed: %s", tensor.device.type, reason)
+        return reason is None
 
     def all_reduce(self, tensor: torch.Tensor, average: bool) -> FutureWork:
         """Sum or average `tensor` over the ranks, in place; any layout in memory.
@@ -81,16 +95,13 @@ class Blobs:
             TransportError: the group is broken.
         """
         values = tensor.detach().contiguous().view(-1)
-        parts = self._parts("all_reduce", values.numel(), values.numel())
-        specs = [Spec(p.name, p.shard, values.dtype, p.codec) for p in parts]
-        memory = [(piece, None) for piece in values.split([part.shard for part in parts])]
 
         def deliver() -> None:
             if values.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(values.view(tensor.shape))
 
         raw = 2 * values.nbytes * (self._group.size() - 1) // self._group.size()
-        return self._start("all_reduce", specs, memory, average, raw, deliver, tensor)
+        return self._start("all_reduce", values, None, average, raw, deliver, tensor)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, average: bool
@@ -105,47 +116,32 @@ class Blobs:
             ConfigError, TransportError: as `all_reduce`.
         """
         rank, size = self._group.rank(), self._group.size()
-        parts = self._parts("reduce_scatter", input.numel(), output.numel())
-        sizes = [part.shard for part in parts]
-        homes = output.detach().view(-1).split(sizes)
-        # One part alone lies as the engine wants it; of several, each part's shards are gathered.
-        columns = input.detach().view(size, -1).split(sizes, dim=1)
-        memory = [(c.contiguous().view(-1), home) for c, home in zip(columns, homes, strict=True)]
-        for values, home in memory:
-            home.copy_(values.view(size, -1)[rank])
-        specs = [Spec(p.name, p.shard * size, input.dtype, p.codec) for p in parts]
+        values, home = input.detach().view(-1), output.detach().view(-1)
+        home.copy_(values.view(size, -1)[rank])
         raw = input.nbytes * (size - 1) // size
-        return self._start("reduce_scatter", specs, memory, average, raw, _nothing, output)
-
-    def _parts(self, kind: str, numel: int, shard: int) -> tuple[Part, ...]:
-        """The parts of a tensor of `numel` values: those known, or itself as one blob."""
-        known = self.layouts.get(kind, numel)
-        if known is not None:
-            return known
-        if kind == "reduce_scatter":
-            self.layouts.miss(numel)
-        assert self.settings.codec is not None, "a blob was taken that has no codec"
-        return (Part(kind, self.settings.codec, shard),)
+        return self._start("reduce_scatter", values, home, average, raw, _nothing, output)
 
     def _start(
         self,
         kind: str,
-        specs: Sequence[Spec],
-        memory: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        values: torch.Tensor,
+        home: torch.Tensor | None,
         average: bool,
         raw_bytes: int,
         deliver: Callable[[], None],
         result: torch.Tensor,
     ) -> FutureWork:
+        assert self.settings.codec is not None, "a blob was taken that has no codec"
         comm = self._engine()
         begun = time.perf_counter()
-        collective = prepare(comm.blobs, specs, Options(), kind, result.device)
+        operation = Operation(kind, "avg" if average else "sum")
+        spec = Spec(kind, values.numel(), values.dtype, self.settings.codec)
+        collective = prepare(comm.blobs, [spec], Options(), operation, result.device)
         with self._lock:
             step, self._calls = self._calls, self._calls + 1
-        items = [
-            Item(values, self._keys(spec.name, comm.rank), step, None, home)
-            for spec, (values, home) in zip(specs, memory, strict=True)
-        ]
+        name = f"{self._group.group_name}/{kind}"
+        keys = rng.parameter_keys(self.settings.seed, name, comm.rank)
+        items = [Item(values, keys, step, None, home)]
 
         def finish(outcome: Outcome) -> None:
             deliver()
@@ -155,10 +151,7 @@ class Blobs:
                 self._totals["raw_bytes"] += raw_bytes
                 self._totals["seconds"] += time.perf_counter() - begun
 
-        return FutureWork(comm, collective.start(items, average), finish, [result], self._watch)
-
-    def _keys(self, name: str, rank: int) -> rng.Keys:
-        return rng.parameter_keys(self.settings.seed, f"{self._group.group_name}/{name}", rank)
+        return FutureWork(comm, collective.start(items), finish, [result], self._watch)
 
     def _engine(self) -> Communicator:
         """Made on first use: then every rank of the group makes its own."""
@@ -166,20 +159,10 @@ class Blobs:
             self._comm = communicator(self._group)
         return self._comm
 
-    def stats(self) -> dict[str, Any]:
-        """What blobs have cost so far.
-
-        Returns:
-            calls: collectives that were compressed.
-            wire_bytes: sent by this rank, headers included.
-            raw_bytes: what would have been sent uncompressed.
-            ratio: raw_bytes / wire_bytes (None before anything was sent).
-            seconds: from call to result, summed over calls (they overlap).
-        """
+    def totals(self) -> dict[str, float]:
+        """calls, wire_bytes, raw_bytes, seconds: of `Group.stats`; seconds overlap."""
         with self._lock:
-            totals: dict[str, Any] = dict(self._totals)
-        wire = totals["wire_bytes"]
-        return {**totals, "ratio": totals["raw_bytes"] / wire if wire else None}
+            return dict(self._totals)
 
     def close(self) -> None:
         """End the engine; what is under way ends in a TransportError."""
@@ -189,3 +172,12 @@ class Blobs:
 
 def _nothing() -> None:
     pass
+
+
+def _are_shards(output: torch.Tensor, input: torch.Tensor, size: int) -> bool:
+    return (
+        output.is_contiguous()
+        and input.is_contiguous()
+        and output.dtype == input.dtype
+        and input.numel() == size * output.numel()
+    )

@@ -1,9 +1,7 @@
-"""`gw.register(model)`: under the backend, compress a model parameter by parameter, not as blobs.
+"""`gw.register(model)`: under the backend, say how a model is compressed; `gw.register(blob=True)`.
 
-A script hands its model over before or after it wraps it. Of a DDP module the handle of
-`gw.attach` takes the buckets, before they reach the process group; of an FSDP2 module the group
-learns which parameters stand where in what is scattered (backend_shards.py). A model that is not
-wrapped yet is waited for: the first forward of a module that wraps it settles it.
+A script hands its model over before or after it wraps it. A model that is not wrapped yet is waited
+for: the first forward of a module that wraps it settles it, by `gw.attach`.
 """
 
 from __future__ import annotations
@@ -12,32 +10,40 @@ import glob
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Options
+from gradwire import codecs
+from gradwire.aggregators.registry import Method
+from gradwire.collectives import Options, check_defined
+from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError
+from gradwire.groups import communicator
 from gradwire.integrations.attach import attach
 from gradwire.integrations.backend import Group
-from gradwire.integrations.backend_shards import register_shards
+from gradwire.integrations.fsdp import parameter_groups, process_groups
 from gradwire.integrations.handle import Handle
+from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.sharded_plan import not_free
 from gradwire.lang import Codec
-from gradwire.planner import make_plan
+from gradwire.lang.codec import check_codec
+from gradwire.planner import Rules, make_plan
 
 
 @dataclass(frozen=True)
 class _Wish:
     """How a model is to be compressed: the arguments of `gw.attach`."""
 
-    codec: str | Codec | None
+    codec: Method
     include: Sequence[str]
     exclude: Sequence[str]
-    codecs: Mapping[str, str | Codec | None]
+    codecs: Mapping[str, Method]
     error_feedback: bool
     seed: int
     algorithm: str | None
@@ -48,26 +54,30 @@ class _Wish:
     def check(self, model: torch.nn.Module) -> None:
         """What can be known before the model is wrapped; raises ConfigError."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        make_plan(named, self.codec, self.codec_options, 1, self.include, self.exclude, self.codecs)
+        rules = Rules().changed(
+            self.codec_options, codec=self.codec, include=self.include, exclude=self.exclude,
+            codecs=self.codecs,
+        )  # fmt: skip
+        make_plan(named, rules, 1)
 
 
 class Registration:
     """What `register` returns.
 
     Attributes:
-        handle: of a DDP module: what `gw.attach` returns, with statistics and state. None of an
-            FSDP2 module, and before the model is wrapped and run.
+        handle: what `gw.attach` returns, with statistics and state. None before the model is
+            wrapped and run.
         settled: whether the wrapped model was found.
     """
 
     def __init__(self, model: torch.nn.Module, wish: _Wish) -> None:
-        self.handle: Handle | None = None
+        self.handle: Handle | Sharded | None = None
         self.settled = False
         self._model = weakref.ref(model)
         self._wish = wish
 
     def withdraw(self) -> None:
-        """No longer wait for the model to be wrapped; of a DDP module: detach."""
+        """No longer wait for the model to be wrapped; or detach from it."""
         _forget(self)
         if self.handle is not None:
             self.handle.detach()
@@ -85,36 +95,42 @@ class Registration:
             _check_group(wrapped.process_group)
             self.handle = attach(wrapped, **_narrowed(wish, wrapped.module, prefix))
         elif wrapped is model and isinstance(wrapped, FSDPModule):
-            of_ddp = (wish.algorithm, wish.options, wish.coalesce_bytes)
-            if wish.error_feedback or any(given is not None for given in of_ddp):
-                raise ConfigError(
-                    "register: error_feedback, algorithm, options and coalesce_bytes are for DDP "
-                    "modules: what FSDP2 scatters goes through the default reduce-scatter, without "
-                    "residuals"
-                )
-            plan = wish.codec, wish.codec_options, wish.include, wish.exclude, wish.codecs
-            register_shards(wrapped, *plan)
+            if wish.coalesce_bytes is not None:
+                raise ConfigError("register: coalesce_bytes is for DDP modules")
+            for where, record in parameter_groups(wrapped):
+                reason = not_free(where or "(the root)", record)
+                if reason is not None:
+                    raise ConfigError(reason)
+                for group in process_groups(record).all:
+                    _check_group(group)
+            self.handle = attach(wrapped, **_narrowed(wish, wrapped, ""))
         else:
             return False
         self.settled = True
         return True
 
 
+@overload
+def register(model: torch.nn.Module, codec: Method = ..., **options: Any) -> Registration: ...
+@overload
+def register(*, codec: Method = ..., blob: bool, **options: Any) -> None: ...
 def register(
-    model: torch.nn.Module,
-    codec: str | Codec | None = "qsgd",
+    model: torch.nn.Module | None = None,
+    codec: Method = "qsgd",
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    codecs: Mapping[str, str | Codec | None] | None = None,
+    codecs: Mapping[str, Method] | None = None,
     error_feedback: bool = False,
     seed: int = 0,
     algorithm: str | None = None,
     options: Options | None = None,
     coalesce_bytes: int | None = None,
+    blob: bool = False,
+    group: dist.ProcessGroup | None = None,
     **codec_options: object,
-) -> Registration:
-    """Compress `model` parameter by parameter under the backend "gradwire".
+) -> Registration | None:
+    """Say how `model` is compressed under the backend "gradwire".
 
     Call it on every rank with the same arguments, before or after wrapping:
 
@@ -127,12 +143,21 @@ def register(
             Where it becomes a part of what DDP wraps, the other parameters go uncompressed.
         codec, include, exclude, codecs, error_feedback, seed, algorithm, options, coalesce_bytes,
             codec_options: as in `gw.attach` (None: its default), with the names of `model`'s own
-            parameters. FSDP2 has no error feedback, no choice of algorithm and no coalescing.
+            parameters.
+        blob: instead of a model: from now on, whatever large float tensors a backward pass reduces
+            over `group` are compressed as a whole, without knowledge of parameters, by `codec` with
+            its options and `seed`; modules that have handles keep them. Call it on every rank.
+        group: of blobs; None: the default one.
 
     Raises:
         ConfigError: as `gw.attach`; or a process group of another backend. What shows only when
             the model is wrapped is raised by the first forward after that.
     """
+    if blob:
+        if model is not None:
+            raise ConfigError("register: blob=True is for what no model tells; give no model")
+        _blob(group, codec, codec_options, seed)
+        return None
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"register takes a torch.nn.Module, not {type(model).__name__}")
     wish = _Wish(
@@ -154,11 +179,28 @@ def register(
     return registration
 
 
+def _blob(
+    group: dist.ProcessGroup | None, codec: Method, options: Mapping[str, object], seed: int
+) -> None:
+    """Have a group compress blobs."""
+    check_seed(seed)
+    actual = group if group is not None else dist.group.WORLD
+    _check_group(actual)
+    assert isinstance(actual, Group)
+    made = codecs.get(codec, **options) if isinstance(codec, str) else codec
+    check_codec(made)
+    assert isinstance(made, Codec)
+    check_defined(Options().algorithm, made)
+    settings = replace(actual.settings, codec=made, seed=seed, blob=True)
+    communicator(actual).agree("blobs", [settings.describe()])
+    actual.blob(settings)
+
+
 def _check_group(group: object) -> None:
     if not isinstance(group, Group):
         name = getattr(group, "name", lambda: type(group).__name__)()
         raise ConfigError(
-            f"register serves process groups of the backend 'gradwire'; this module's is {name}: "
+            f"register serves process groups of the backend 'gradwire'; this one is {name}: "
             "use init_process_group('gradwire'), or gw.attach(ddp_model) on any backend"
         )
 
@@ -174,7 +216,7 @@ def _name_within(outer: torch.nn.Module, model: torch.nn.Module) -> str | None:
 def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any]:
     """The arguments of `attach` on a module in which the model's names begin with `prefix`."""
     start = glob.escape(prefix)
-    codecs: dict[str, str | Codec | None] = {start + p: c for p, c in wish.codecs.items()}
+    codecs: dict[str, Method] = {start + p: c for p, c in wish.codecs.items()}
     outside = [n for n, p in outer.named_parameters() if p.requires_grad]
     codecs |= {glob.escape(n): None for n in outside if not n.startswith(prefix)}
     coalesce = {} if wish.coalesce_bytes is None else {"coalesce_bytes": wish.coalesce_bytes}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import DTYPES
+from gradwire.collectives.legal import FLOATS
 from gradwire.integrations.backend_work import NO_BACKWARD
 from gradwire.lang import gpu
 
@@ -60,4 +60,4 @@ def lacking(device_type: str) -> str | None:
 
 def is_float(tensor: torch.Tensor) -> bool:
     """Whether a tensor is dense, and fp32, fp16 or bf16."""
-    return tensor.layout == torch.strided and tensor.dtype in DTYPES
+    return tensor.layout == torch.strided and tensor.dtype in FLOATS

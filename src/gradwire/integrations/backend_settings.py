@@ -1,10 +1,12 @@
-"""What the backend compresses where nothing is registered: read from the environment.
+"""How the backend compresses where a script does not say: read from the environment.
 
 A script that knows nothing of gradwire but the backend's name has no other place to say it.
 
     GRADWIRE_CODEC      NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=8; "none" compresses
                         nothing that is not registered. Default qsgd: 4 bits, blocks of 128
-    GRADWIRE_MIN_BYTES  smaller tensors go uncompressed. Default 65536
+    GRADWIRE_BLOB       1 compresses what a backward pass reduces as blobs, without knowledge of
+                        parameters (backend_blob.py). Default 0
+    GRADWIRE_MIN_BYTES  smaller blobs go uncompressed. Default 65536
     GRADWIRE_SEED       of the codec's random numbers. Default 0
 """
 
@@ -19,7 +21,8 @@ from gradwire.collectives import Options, check_defined
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
-CODEC, MIN_BYTES, SEED = "GRADWIRE_CODEC", "GRADWIRE_MIN_BYTES", "GRADWIRE_SEED"
+CODEC, BLOB = "GRADWIRE_CODEC", "GRADWIRE_BLOB"
+MIN_BYTES, SEED = "GRADWIRE_MIN_BYTES", "GRADWIRE_SEED"
 
 # At 1 Gbit/s they take half a millisecond, the latency of such a network: less is not worth it.
 _MIN_BYTES = 64 << 10
@@ -30,19 +33,22 @@ class Settings:
     """The same on every rank of a process group.
 
     Attributes:
-        codec: of blobs; None compresses nothing.
-        min_bytes: tensors of fewer bytes go uncompressed.
+        codec: None compresses nothing.
+        min_bytes: blobs of fewer bytes go uncompressed.
         seed: of the codec's random numbers.
+        blob: whether there are blobs.
     """
 
     codec: Codec | None
     min_bytes: int
     seed: int
+    blob: bool = False
 
     def describe(self) -> str:
         """What ranks compare."""
         name = "none" if self.codec is None else str(self.codec)
-        return f"{CODEC} {name}, {MIN_BYTES} {self.min_bytes}, {SEED} {self.seed}"
+        blob = f"{BLOB} {int(self.blob)}, {MIN_BYTES} {self.min_bytes}"
+        return f"{CODEC} {name}, {blob}, {SEED} {self.seed}"
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
@@ -56,6 +62,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         codec=_codec(environment.get(CODEC, "qsgd")),
         min_bytes=_whole(environment, MIN_BYTES, _MIN_BYTES),
         seed=_whole(environment, SEED, 0),
+        blob=_switch(environment, BLOB),
     )
 
 
@@ -77,6 +84,13 @@ def _codec(text: str) -> Codec | None:
     except ConfigError as error:
         raise ConfigError(f"{CODEC}={text!r}: {error}") from error
     return codec
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    text = environment.get(name, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r}: give 0 or 1")
+    return text == "1"
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:

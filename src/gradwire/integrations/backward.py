@@ -1,4 +1,4 @@
-"""A DDP module's backward pass: what it waits for at its end, and how an early end is noticed."""
+"""A wrapped module's backward pass: what it waits for at its end; how it ends early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 _NONE = -1  # what autograd calls the running backward where there is none
@@ -29,15 +28,27 @@ class Backward:
     Args:
         ended: called at the end of each of autograd's passes; it may raise.
         abandoned: called when one of them ends by an exception.
+        forward: called when the module has run forward; it may raise.
+        reduces: whether a backward of the module is one that peers take part in.
     """
 
-    def __init__(self, ended: Callable[[], None], abandoned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ended: Callable[[], None],
+        abandoned: Callable[[], None],
+        forward: Callable[[], None],
+        reduces: Callable[[torch.nn.Module], bool] = lambda ddp: bool(
+            ddp.require_backward_grad_sync
+        ),
+    ) -> None:
+        self.forward = forward
+        self.reduces = reduces
         self._ended = ended
         self._abandoned = abandoned
         self._current = _NONE
         self._hook: Any = None
 
-    def watch(self, model: DistributedDataParallel) -> None:
+    def watch(self, model: torch.nn.Module) -> None:
         """Notice passes as they begin, at the outputs of `model`, before any bucket is ready."""
         self._hook = model.register_forward_hook(_AfterForward(self))
 
@@ -67,7 +78,8 @@ class _AfterForward:
     def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if not getattr(module, "require_backward_grad_sync", True):
+        self._backward.forward()
+        if not self._backward.reduces(module):
             return  # within no_sync peers wait for nothing
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from gradwire.aggregators import Attached, Rounds
-from gradwire.collectives import DTYPES, Options
+from gradwire.aggregators import Attached, Observation, Rounds
+from gradwire.collectives import Item, Operation, prepare
 from gradwire.collectives.calling import future_on
+from gradwire.collectives.legal import dense
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.integrations.backward import Backward
-from gradwire.integrations.hook import average
+from gradwire.integrations.gather import Gather, Share, Split
+from gradwire.integrations.switch import Switch
+from gradwire.lang import rng
+from gradwire.partition import Spec
 
 
 class Buckets:
@@ -25,38 +30,46 @@ class Buckets:
 
     Args:
         members: parameter -> its state, for each that DDP synchronises.
-        owner: of the module's scopes, on `group`, its process group.
-        options: of every collective.
-        coalesce_bytes: buckets wait for each other until they hold as many.
+        owner: of the module's scopes.
+        switch: the plans that they follow.
+        adopt: called as a pass begins with another plan than the one before.
+
+    Attributes:
+        observers: are told of every parameter's average.
+        known: what the buckets of the last whole pass held, in order.
     """
 
     def __init__(
         self,
         members: Mapping[torch.Tensor, Attached],
         owner: Owner,
-        group: dist.ProcessGroup,
-        options: Options,
-        coalesce_bytes: int,
+        switch: Switch,
+        adopt: Callable[[], None],
     ) -> None:
+        self.observers: list[Callable[[Observation], None]] = []
+        self.known: list[Content] = []
         self._members = members
         self._owner = owner
         self._comm = owner.comm
-        self._group = group
-        self._options = options
-        self._coalesce_bytes = coalesce_bytes
+        self._switch = switch
+        self._adopt = adopt
         self._lock = threading.Lock()
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
-        self._totals["kernel_seconds"] = 0.0
-        self._contents: dict[int, _Content] = {}
-        self._arrived: set[torch.Tensor] = set()  # parameters of this pass whose buckets have come
-        self._held: list[_Bucket] = []
+        self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
+        self._contents: dict[int, Content] = {}
+        self._arrived: set[Attached] = set()  # parameters of this pass whose buckets have come
+        self._gather = Gather(0)
+        self._pass: list[_Bucket] = []  # the buckets of this pass, in order
+        self._version = 0  # that this rank offers in this pass
+        self._least: int | None = None  # that any rank has offered, as far as it is known
+        self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # the same, on a device
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
-        self.backward = Backward(self._settle, self._abandoned)
+        self.backward = Backward(self._settle, self._abandoned, self._forward)
         self._then: Callable[[], None] | None = None
         self._error: BaseException | None = None
 
     def totals(self) -> dict[str, float]:
-        """steps, wire_bytes, gradient_bytes, seconds, kernel_seconds: of `Handle.stats`."""
+        """steps, {wire,gradient}_bytes, seconds, kernel_{seconds,calls}: of `Handle.stats`."""
         with self._lock:
             return dict(self._totals)
 
@@ -68,124 +81,143 @@ class Buckets:
         """
         buffer = bucket.buffer()
         content = self._content(bucket, buffer)
-        is_last = self._arrives(content.parameters) or bucket.is_last()
+        is_last = self._arrives(content.members) or bucket.is_last()
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
-
-        future = future_on(buffer.device)
-        gradients = [buffer[part] for part in content.parts]
-        ready = _Bucket(buffer, content.members, gradients, future, time.perf_counter())
+        ready = _Bucket(buffer, content, future_on(buffer.device))
+        self._pass.append(ready)
         # All ranks hold and start the same buckets, in the same order: nothing depends on time.
-        if content.by_torch:
-            self._start_by_torch(ready)
-        else:
-            self._held.append(ready)
-        held = sum(b.buffer.nbytes for b in self._held)
-        if self._held and (held >= self._coalesce_bytes or is_last):
-            self._start()
+        for shares in self._gather.add(content.split, content.nbytes, is_last):
+            self._start(shares)
         if is_last:
+            if self._comm.stream(buffer.device) is not None:
+                self._tell_version(buffer.device)
             self._arrived.clear()
-        return future
+            self.known = [one.content for one in self._pass]
+        return ready.future
 
-    def _arrives(self, parameters: list[torch.Tensor]) -> bool:
+    def _arrives(self, members: list[Attached]) -> bool:
         """Note that a bucket has come; whether all parameters have, in this pass over them.
 
         Counted, since a bucket does not know: with static_graph DDP hands over those of its first
         pass together, and each says that it is number 0 and not the last.
         """
-        if not self._arrived.isdisjoint(parameters):  # the pass before has ended on its way
-            for stale in self._held:
-                stale.future.set_result(stale.buffer)
-            self._held.clear()
-            self._arrived.clear()
+        if not self._arrived.isdisjoint(members):  # the pass before has ended on its way
+            self._give_up()
         if not self._arrived:
-            self._totals["steps"] += 1
-        self._arrived.update(parameters)
+            self._begin_pass()
+        self._arrived.update(members)
         return len(self._arrived) == len(self._members)
 
-    def _start(self) -> None:
-        """Average the buckets held, in one collective."""
-        held, self._held = self._held, []
-        within = self._expect(held)
-        members = [member for bucket in held for member in bucket.members]
-        gradients = [gradient for bucket in held for gradient in bucket.gradients]
+    def _begin_pass(self) -> None:
+        """All that was started before has ended; a plan that all ranks can use is in force now."""
+        self._totals["steps"] += 1
+        before = self._switch.plan
+        self._version = self._switch.begin(self._agreed())
+        self._least, self._word = None, None
+        if self._switch.plan is not before:
+            self._adopt()
+            self._comm.flights.mark(f"adopt: plan {self._switch.plan.version}")
+            for content in self._contents.values():
+                content.split = Split.of([m.aggregator for m in content.members])
+        self._gather = Gather(self._switch.plan.coalesce_bytes)
+        self._pass = []
+
+    def _agreed(self) -> int:
+        """The least version that any rank offered in the pass before."""
+        if self._word is not None and self._version > self._switch.plan.version:
+            values, running = self._word  # on a device, whose stream the host waits for
+            running.result()
+            return int(values.item())
+        return self._switch.plan.version if self._least is None else self._least
+
+    def _tell_version(self, device: torch.device) -> None:
+        """The end of a pass in stream order, where no host sees headers: one number per rank."""
+        values = torch.tensor([self._version], dtype=torch.int32, device=device)
+        least = Operation("all_reduce", "min")
+        spec = Spec("plan version", 1, torch.int32, dense(least, torch.int32))
+        collective = prepare(self._owner, [spec], None, least, device)
+        keys = rng.Keys(0, 0)  # nothing is drawn
+        self._word = values, collective.start([Item(values, keys, 0)])
+
+    def _give_up(self) -> None:
+        """The buckets that wait for company will have none."""
+        for stale in self._pass:
+            if stale.unstarted:
+                stale.future.set_result(stale.buffer)
+        self._pass.clear()
+        self._arrived.clear()
+
+    def _start(self, shares: Sequence[Share]) -> None:
+        """Average what buckets give to one scope."""
+        buckets = [self._pass[share.bucket] for share in shares]
+        members: list[Attached] = []
+        gradients: list[torch.Tensor] = []
+        for bucket, share in zip(buckets, shares, strict=True):
+            bucket.unstarted -= 1
+            content, parts = bucket.content, bucket.buffer.split(bucket.content.lengths)
+            members += [content.members[place] for place in share.places]
+            gradients += [parts[place] for place in share.places]
+        within = self._expect(buckets)
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
-            sent = sum(o.wire_bytes for o in outcomes)
-            self._ended(held, error, sent, sum(o.kernel_seconds for o in outcomes))
+            if error is None:
+                self._know(rounds.least)
+            self._ended(buckets, error, outcomes)
 
         try:
-            rounds = Rounds(self._owner, members, gradients, self._options, done)
+            plan, observe = self._switch.plan, self._observe if self.observers else None
+            rounds = Rounds(
+                self._owner, members, gradients, plan.options, done, observe, self._version,
+                plan.version,
+            )  # fmt: skip
         except Exception as error:
-            done(error, [])  # or a later backward would wait for these buckets
+            self._ended(buckets, error, [])  # or a later backward would wait for these buckets
         else:
             rounds.start()
         if not within:
             self._settle()
 
-    def _start_by_torch(self, bucket: _Bucket) -> None:
-        """Average a bucket that no codec takes: through torch's own all-reduce."""
-        within = self._expect([bucket])
-        for member in bucket.members:
-            member.step += 1
+    def _observe(self, observation: Observation) -> None:
+        for observer in self.observers:
+            observer(observation)
 
-        def failed(error: BaseException) -> TransportError:
-            names = ", ".join(member.name for member in bucket.members)
-            return TransportError(
-                f"rank {self._comm.rank}: torch's all-reduce of the gradients of {names} failed: "
-                f"{error}. A rank of this process group died, hangs or cannot be reached: look at "
-                "the ranks' logs, then restart the job"
-            )
-
-        def done(averaged: torch.futures.Future[list[torch.Tensor]]) -> None:
-            try:
-                averaged.value()
-            except Exception as error:
-                self._ended([bucket], failed(error), 0, 0.0)
-            else:
-                self._ended([bucket], None, self.raw_bytes(bucket.buffer.nbytes), 0.0)
-
-        try:
-            averaged = average(bucket.buffer, self._group)
-        except BaseException as error:
-            # Raised at the end of backward, as what fails later is; but a Ctrl-C at once.
-            self._ended([bucket], failed(error), 0, 0.0)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            averaged.add_done_callback(done)
-        if not within:
-            self._settle()
+    def _know(self, least: int | None) -> None:
+        """A scope has told the least version that any rank offers in this pass."""
+        if least is not None:
+            with self._lock:
+                self._least = least if self._least is None else min(self._least, least)
 
     def _expect(self, buckets: list[_Bucket]) -> bool:
-        """Have the running backward, if any, wait for these, which are about to start."""
-        self._pending += [bucket.future for bucket in buckets]
+        """Have the running backward, if any, wait for those of which all is about to start."""
+        self._pending += [bucket.future for bucket in buckets if not bucket.unstarted]
         return self.backward.enter()
 
     def _ended(
-        self,
-        buckets: list[_Bucket],
-        error: BaseException | None,
-        wire_bytes: float,
-        kernel_seconds: float,
+        self, buckets: list[_Bucket], error: BaseException | None, outcomes: Sequence[Outcome]
     ) -> None:
-        """These have their average, or never will; called once for each that was expected."""
+        """A scope has ended; called once for each that was expected."""
         with self._lock:
             # An error that names a peer says more than torch's own, which may come first.
             if self._error is None or getattr(self._error, "peer", self) is None:
                 self._error = error or self._error
-            self._totals["wire_bytes"] += round(wire_bytes)
+            self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
+            self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
+            self._totals["kernel_calls"] += sum(o.kernel_calls for o in outcomes)
+            for bucket in buckets:
+                bucket.left -= 1
+            ended = [bucket for bucket in buckets if not bucket.left or error is not None]
             now = time.perf_counter()
-            self._totals["seconds"] += sum(now - bucket.ready for bucket in buckets)
-            self._totals["kernel_seconds"] += kernel_seconds
-        for bucket in buckets:
-            bucket.future.set_result(bucket.buffer)
+            self._totals["seconds"] += sum(now - bucket.ready for bucket in ended)
+        for bucket in ended:
+            if not bucket.future.done():
+                bucket.future.set_result(bucket.buffer)
 
     def raw_bytes(self, nbytes: float) -> float:
         """What an uncompressed all-reduce of so many bytes sends from each rank."""
         n = self._comm.world_size
         return 2 * (n - 1) / n * nbytes
 
-    def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> _Content:
+    def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> Content:
         """What is in `bucket`: the same at every step, once DDP has rebuilt its buckets."""
         parameters = bucket.parameters()
         known = self._contents.get(bucket.index())
@@ -195,10 +227,9 @@ class Buckets:
             or not all(map(operator.is_, known.parameters, parameters))
         ):
             members = [self._member(p) for p in parameters]
-            # of one dtype; the buffer has complex ones as pairs
-            by_torch = parameters[0].dtype not in DTYPES
-            parts = [] if by_torch else _parts(buffer, bucket.gradients())
-            known = _Content(parameters, members, parts, by_torch)
+            split = Split.of([member.aggregator for member in members])
+            lengths = _lengths(buffer, parameters)
+            known = Content(parameters, members, lengths, buffer.dtype, buffer.device, split)
             self._contents[bucket.index()] = known
         return known
 
@@ -219,11 +250,17 @@ class Buckets:
         if self._error is not None:
             raise self._error
 
+    def _forward(self) -> None:
+        """The module has run: whoever raises here, and not in backward, can go on."""
+        refusal = self._switch.refusal()
+        if refusal is not None:
+            raise refusal
+
     def _abandoned(self) -> None:
         """Backward ended by an exception: its buckets will never be complete."""
         rank, step = self._comm.rank, self._totals["steps"]
         self._arrived.clear()
-        self._held.clear()
+        self._pass.clear()
         self._pending.clear()
         self._comm.fail_owner(
             self._owner,
@@ -246,34 +283,54 @@ class Buckets:
             then()
 
 
-@dataclass(frozen=True)
-class _Content:
+@dataclass
+class Content:
     """What DDP has put into a bucket, for good: no gradients, whose memory may be replaced.
 
     Attributes:
-        parts: each parameter's stretch of the buffer, in memory order: of any layout.
-        by_torch: no codec takes this dtype.
+        lengths: how many values of the buffer each parameter has, side by side.
+        dtype, device: of the buffer; complex gradients lie in it as pairs.
+        split: the parameters by scope, under the plan in force.
     """
 
     parameters: list[torch.Tensor]
     members: list[Attached]
-    parts: list[slice]
-    by_torch: bool
+    lengths: list[int]
+    dtype: torch.dtype
+    device: torch.device
+    split: Split
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.dtype.itemsize * sum(self.lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Bucket:
-    """A bucket of DDP's that waits for company."""
+    """A bucket of DDP's on its way.
+
+    Attributes:
+        ready: time.perf_counter when DDP had it.
+        left, unstarted: scopes that have a part in it and have not ended, or not begun.
+    """
 
     buffer: torch.Tensor
-    members: list[Attached]
-    gradients: list[torch.Tensor]
+    content: Content
     future: torch.futures.Future[torch.Tensor]
-    ready: float  # time.perf_counter when DDP had it
+    ready: float = field(default_factory=time.perf_counter)
+    left: int = 0
+    unstarted: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.unstarted = bool(self.content.split.bucket) + bool(
+            self.content.split.model
+        )
 
 
-def _parts(buffer: torch.Tensor, gradients: list[torch.Tensor]) -> list[slice]:
-    """Where in the bucket each gradient lies."""
-    base, width = buffer.data_ptr(), buffer.element_size()
-    starts = [(g.data_ptr() - base) // width for g in gradients]
-    return [slice(at, at + g.numel()) for at, g in zip(starts, gradients, strict=True)]
+def _lengths(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """How many values of the bucket each gradient has: a complex one's are pairs, of which
+    `GradBucket.gradients` gives half."""
+    lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+    assert sum(lengths) == buffer.numel(), f"a bucket of {buffer.numel()} values for {lengths}"
+    return lengths

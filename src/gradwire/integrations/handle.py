@@ -3,107 +3,175 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.aggregators import Attached
-from gradwire.codecs import Identity
-from gradwire.collectives import Options
+from gradwire.aggregators import Observation
+from gradwire.aggregators.registry import Method
+from gradwire.collectives import Options, retire
+from gradwire.collectives.calling import options_of
 from gradwire.engine import Owner
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.hook import HookState
-from gradwire.integrations.state import merge_states
-from gradwire.lang import layout, rng
-from gradwire.planner import Plan
+from gradwire.integrations.rehearsal import alike, rehearse
+from gradwire.integrations.saved import Saved, members_of
+from gradwire.integrations.switch import Switch, Update
+from gradwire.planner import Plan, make_plan
+from gradwire.planner.rules import check_coalesce_bytes
 
 _STEP_BITS = 32  # of a handle's steps
+_SAME: Any = object()
 
 
-class Handle:
-    """What `attach` returns.
-
-    Attributes:
-        plan: how each parameter is synchronised.
-    """
+class Handle(Saved):
+    """What `attach` returns for a DDP module."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
         state: HookState,
-        parameters: Mapping[str, torch.Tensor],
+        named: Sequence[tuple[str, torch.Tensor]],
         plan: Plan,
         owner: Owner,
         seed: int,
-        options: Options,
-        coalesce_bytes: int,
     ) -> None:
-        self.plan = plan
+        comm = owner.comm
         self._owner = owner
-        self._comm = comm = owner.comm
-        self._seed = seed
+        self._named = named
         # No two handles of a module draw the same numbers.
         first = state.attached << _STEP_BITS
         state.attached += 1
-        self._members = {
-            p.name: Attached(
-                p.name, p.aggregator(), rng.parameter_keys(seed, p.name, comm.rank), p.rotation,
-                first,
-            )
-            for p in plan.parameters
-        }  # fmt: skip
-        by_parameter = {parameters[name]: member for name, member in self._members.items()}
-        self._buckets = Buckets(by_parameter, owner, state.group, options, coalesce_bytes)
+        members = members_of(plan, seed, comm.rank, first)
+        super().__init__(members, seed, comm.rank, comm.world_size)
+        self._comm = comm
+        by_name = dict(named)
+        by_parameter = {by_name[name]: member for name, member in self._members.items()}
+        self._switch = Switch(plan, owner, self._rehearse)
+        self._buckets = Buckets(by_parameter, owner, self._switch, self._adopt)
         self._buckets.backward.watch(model)
         # A module that is let go without `detach` issues nothing more either.
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
         self._state: HookState | None = state
         state.reducer = self._buckets
 
+    @property
+    def plan(self) -> Plan:
+        """How each parameter is synchronised: the plan in force."""
+        return self._switch.plan
+
+    def update(
+        self,
+        codec: Method = _SAME,
+        *,
+        include: Sequence[str] = _SAME,
+        exclude: Sequence[str] = _SAME,
+        codecs: Mapping[str, Method] = _SAME,
+        error_feedback: bool = _SAME,
+        algorithm: str | None = None,
+        options: Options | None = None,
+        coalesce_bytes: int | None = None,
+        **codec_options: object,
+    ) -> Update:
+        """Change what `attach` was told, while training runs: what is not given stays as it is.
+
+        Call it on every rank with the same arguments; ranks may call at different steps. The new
+        plan is prepared in the background, and adopted by all ranks at the same pass, a pass or two
+        after the last of them has prepared it. Residuals stay, and what a new plan has no residual
+        for is added to the next gradient.
+
+            handle.update(bits=3)
+            handle.update("topk", density=0.01)
+            handle.update(codecs={"0.weight": "topk:density=0.05"})
+            handle.update(algorithm="ring")
+
+        Args:
+            codec: of what the rules leave to the default; its options count from their own
+                defaults. Without it, `codec_options` change the codec that there is.
+            codecs: come before those that there are; a pattern that there is gets another codec.
+            include, exclude, error_feedback, algorithm, options, coalesce_bytes: as of `attach`.
+
+        Returns:
+            The update on its way: `wait()` until it is prepared here, `in_force`.
+
+        Raises:
+            ConfigError: what `attach` raises for such arguments. If ranks differ, the module's
+                next forward raises it, once, on every rank, and the plan before stays in force.
+        """
+        rules = {
+            "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
+            "error_feedback": error_feedback,
+        }  # fmt: skip
+        given = {name: value for name, value in rules.items() if value is not _SAME}
+        if coalesce_bytes is not None:
+            check_coalesce_bytes(coalesce_bytes)
+        _options(options, algorithm, self.plan.options)  # raised here, not where it is prepared
+
+        def changed(before: Plan) -> Plan:
+            return make_plan(
+                self._named,
+                before.rules.changed(codec_options, **given),
+                self._comm.world_size,
+                _options(options, algorithm, before.options),
+                before.coalesce_bytes if coalesce_bytes is None else coalesce_bytes,
+                before.version + 1,
+            )
+
+        return self._switch.ask(changed)
+
+    def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
+        """Have `observer` told of every parameter's average, as it is there: gradient, what was
+        sent, average, seconds. It is called on gradwire's own threads, and costs a copy of each
+        gradient.
+
+        Returns:
+            What ends it.
+        """
+        self._buckets.observers.append(observer)
+        return partial(self._buckets.observers.remove, observer)
+
+    def _rehearse(self, plan: Plan) -> Sequence[Any]:
+        name = f"{self._owner.key}/plan {plan.version}"
+        contents = alike(self._owner, name, lambda: self._buckets.known)
+        return rehearse(self._owner, plan, contents, self._members)
+
+    def _adopt(self) -> None:
+        """A pass begins under another plan."""
+        for planned in self.plan.parameters:
+            self._members[planned.name].adopt(planned.aggregator)
+        retire(self._owner)
+
     def stats(self) -> dict[str, Any]:
         """What has been sent so far.
 
         Returns:
             steps: synchronised backward passes.
-            wire_bytes: sent by this rank, headers included; of what goes by torch's all-reduce,
-                which does not count, as raw_bytes has it.
+            wire_bytes: sent by this rank, headers included.
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
             kernel_seconds: of these, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
-            residual_bytes: memory of error feedback.
+            kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
+                encode, merge or decode), whatever its codecs; on others one for each codec in it.
+            residual_bytes: memory of aggregators' state, residuals above all.
             shared_bytes: of memory shared with the machine's other ranks now: rings, whatever is
                 sent, and what this rank's messages take of its store.
             lent_bytes: of wire_bytes, what ranks of this machine read where it lay (of all handles
                 of the process group).
             peak_extra_bytes: most memory held beyond plain DDP's and rings: messages in flight (of
                 all handles of the process group), wherever they lie, and residuals.
-            parameters: name -> codec (or "dense", or "torch's all-reduce"), numel, payload_bytes
-                (of one whole gradient), ratio.
+            parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
+                whole gradient, at most), ratio: of the plan in force.
+            plan: its version.
         """
         totals: dict[str, Any] = self._buckets.totals()
         raw = self._buckets.raw_bytes(totals.pop("gradient_bytes"))
         wire = totals["wire_bytes"]
-        residual = sum(
-            t.numel() * t.element_size()
-            for member in self._members.values()
-            for t in member.aggregator.state_dict().values()
-        )
-        parameters = {}
-        for p in self.plan.parameters:
-            raw_payload = p.numel * p.dtype.itemsize
-            codec = p.codec or Identity()
-            payload = raw_payload if p.by_torch else layout(codec, p.dtype).nbytes(p.numel)
-            parameters[p.name] = {
-                "codec": p.how,
-                "numel": p.numel,
-                "payload_bytes": payload,
-                "ratio": raw_payload / payload if payload else None,
-            }
+        residual = self._state_bytes()
         transport = self._comm.opened  # to open it would wait for the others
         return {
             **totals,
@@ -113,48 +181,9 @@ class Handle:
             "shared_bytes": 0 if transport is None else transport.shared_bytes,
             "lent_bytes": 0 if transport is None else transport.lent_bytes,
             "peak_extra_bytes": self._comm.pools.peak_bytes + residual,
-            "parameters": parameters,
+            "parameters": self._facts(),
+            "plan": self.plan.version,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: saved on every rank beside the model's, it resumes bit by bit.
-
-        A snapshot: residuals are copied, so later training does not change it.
-        """
-        return {
-            "version": 1,
-            "rank": self._comm.rank,
-            "world_size": self._comm.world_size,
-            "seed": self._seed,
-            "parameters": {p.name: p.facts() for p in self.plan.parameters},
-            "steps": {name: member.step for name, member in self._members.items()},
-            "aggregators": {
-                name: {key: kept.clone() for key, kept in state.items()}
-                for name, member in self._members.items()
-                if (state := member.aggregator.state_dict())
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` gave. It is copied: training does not change `state`.
-
-        Args:
-            state: this rank's state; or, after a change of the number of ranks, the list of all
-                old ranks' states: their residuals are shared out so that what was not sent still
-                will be. One state from another world size restores the steps alone, and warns that
-                residuals start at zero.
-
-        Raises:
-            ConfigError: no such state, or of another plan: the first parameter that differs is
-                named, and how. Nothing is changed then.
-        """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        merged = merge_states(states, self._comm.rank, self._comm.world_size, self.plan)
-        for name, member in self._members.items():
-            member.step = merged["steps"][name]
-            member.keys = rng.parameter_keys(merged["seed"], name, self._comm.rank)
-            member.aggregator.load_state_dict(merged["aggregators"].get(name, {}))
-        self._seed = merged["seed"]
 
     def detach(self) -> None:
         """Give the module back to plain averaging; within a backward pass, when that has ended.
@@ -170,3 +199,10 @@ class Handle:
         if state.reducer is self._buckets:
             state.reducer = None
         self._comm.close_owner(self._owner)
+
+
+def _options(options: Options | None, algorithm: str | None, before: Options) -> Options:
+    """Of an update; an algorithm by its name leaves what belongs to the one before."""
+    if options is None and algorithm is not None and algorithm != before.algorithm:
+        return before.through(algorithm)
+    return options_of(options or before, algorithm)

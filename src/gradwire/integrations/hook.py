@@ -5,6 +5,7 @@ DDP takes a hook once and for all. While its state holds a reducer, gradients go
 annotations as objects, so this file does not postpone their evaluation.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,12 +21,14 @@ class HookState:
 
     Attributes:
         reducer: gets each bucket; None after detach.
+        first: called before the first bucket, unless there is a reducer then; it may attach one.
         attached: how many handles there have been; the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.reducer: Reducer | None = None
+        self.first: Callable[[], None] | None = None
         self.attached = 0
 
 
@@ -39,6 +42,9 @@ class Reducer(Protocol):
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over the ranks, through the reducer if there is one."""
+    first, state.first = state.first, None
+    if first is not None and state.reducer is None:
+        first()
     if state.reducer is not None:
         return state.reducer.reduce(bucket)
     averaged = average(bucket.buffer(), state.group)
@@ -66,19 +72,9 @@ def hook_state(model: DistributedDataParallel) -> HookState:
     """The hook's state of `model`, registered on first use.
 
     Raises:
-        ConfigError: `model` is no DDP module, has another communication hook, or is one whose
-            gradients torch.compile synchronises.
+        ConfigError: what `check_module` refuses, or `model` has another communication hook.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
-            "wrap it first, attach(DistributedDataParallel(model))"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise ConfigError(
-            "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "
-            "which has no buckets: set it to another value before wrapping the module"
-        )
+    check_module(model)
     state = _states.get(model)
     if state is None:
         state = HookState(model.process_group)
@@ -95,3 +91,18 @@ def hook_state(model: DistributedDataParallel) -> HookState:
             model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not state]
         _states[model] = state
     return state
+
+
+def check_module(model: DistributedDataParallel) -> None:
+    """Raises ConfigError for what is no DDP module, or one whose gradients torch.compile
+    synchronises."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
+            "wrap it first, attach(DistributedDataParallel(model))"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "
+            "which has no buckets: set it to another value before wrapping the module"
+        )

@@ -2,7 +2,8 @@
 
 A state is checked whole before any of it is used: the kernels read and write a residual by its
 address, so one of another size or dtype would reach beyond its memory; and what one codec left
-unsent says nothing about another's.
+unsent says nothing about another's. What becomes of a tensor in another number of ranks, its
+declaration says (gradwire.aggregators.StateSpec).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from gradwire.aggregators import OWED, ErrorFeedback, StateSpec
+from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.errors import ConfigError
 from gradwire.planner import ParameterPlan, Plan
 
@@ -45,7 +48,7 @@ def merge_states(
     for state in states:
         _check_form(state)
         _check_plan(state, plan, world_size)
-        _check_residuals(state, plan)
+        _check_tensors(state, plan, world_size)
     first = states[0]
     for state in states:
         for key in ("world_size", "seed", "steps"):
@@ -58,26 +61,28 @@ def merge_states(
     mine = [s for s in states if s["rank"] == rank]
     if old == world_size and mine:
         return dict(mine[0])
-    if world_size == 1:
-        if any(state["aggregators"] for state in states):
-            warnings.warn(
-                "load_state_dict: one rank alone has no error feedback: the residuals of this "
-                f"state of {old} ranks are dropped",
-                stacklevel=3,
-            )
-        return {**first, "aggregators": {}}
-    if len(states) == 1:
-        if first["aggregators"]:
+    if len(states) == 1 and old > 1:
+        if _tensors(first, plan, "per_rank", "sharded"):
             warnings.warn(
                 f"load_state_dict: this state is rank {first['rank']}'s of {old} ranks, now there "
                 f"are {world_size} and this is rank {rank}: residuals start at zero. Give the "
                 "list of all ranks' states to keep them",
                 stacklevel=3,
             )
-        return {**first, "aggregators": {}}
+        return {**first, "aggregators": _tensors(first, plan, "replicated")}
     if sorted(s["rank"] for s in states) != list(range(old)):
         raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
-    return {**first, "aggregators": _share_out(states, rank, world_size)}
+    moved = _tensors(first, plan, "replicated")
+    for shared in (
+        _share_out(states, plan, rank, world_size),
+        _cut(states, plan, rank, world_size),
+    ):
+        for name, tensors in shared.items():
+            moved.setdefault(name, {}).update(tensors)
+    if world_size == 1:
+        for tensors in moved.values():
+            _owe(tensors)
+    return {**first, "aggregators": moved}
 
 
 def _check_form(state: object) -> None:
@@ -90,6 +95,11 @@ def _check_form(state: object) -> None:
             raise ConfigError(
                 f"load_state_dict: the state {found}: not one that Handle.state_dict made"
             )
+    if not 0 <= state["rank"] < state["world_size"]:
+        raise ConfigError(
+            f"load_state_dict: the state is of rank {state['rank']} of {state['world_size']}: not "
+            "one that Handle.state_dict made"
+        )
 
 
 def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
@@ -121,56 +131,101 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
             )
 
 
-def _check_residuals(state: Mapping[str, Any], plan: Plan) -> None:
-    """Each fits its parameter. Before the first step there is none."""
-    kept = {p.name: p for p in plan.parameters if state["parameters"][p.name]["feedback"]}
+def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
+    """Each is declared, and as declared. Before the first step there are none."""
+    rank, world_size = state["rank"], state["world_size"]
+    planned = {p.name: p for p in plan.parameters}
     for name, tensors in state["aggregators"].items():
-        if name not in kept:
-            raise ConfigError(
-                f"load_state_dict: the state has a residual for {name}, which has no error feedback"
-            )
-        if not isinstance(tensors, Mapping) or list(tensors) != ["residual"]:
-            raise ConfigError(f"load_state_dict: the state of {name} is not one residual")
-        _check_residual(kept[name], tensors["residual"])
+        declared = _declared(planned[name], ranks == 1) if name in planned else {}
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(f"load_state_dict: the state of {name} is no mapping of tensors")
+        for key, tensor in tensors.items():
+            if key not in declared:
+                raise ConfigError(
+                    f"load_state_dict: the state has {key!r} for {name}, whose aggregator, "
+                    f"{planned[name].aggregator if name in planned else None}, keeps "
+                    f"{', '.join(declared) or 'nothing'}"
+                )
+            shape = declared[key].local(rank, world_size)
+            _check_tensor(f"{key} of {name}", tensor, shape, declared[key].dtype)
 
 
-def _check_residual(parameter: ParameterPlan, residual: object) -> None:
-    if not isinstance(residual, torch.Tensor):
-        raise ConfigError(
-            f"load_state_dict: the residual of {parameter.name} is {type(residual).__name__}, "
-            "not a tensor"
-        )
-    for what, found, wanted in (
-        ("dtype", residual.dtype, torch.float32),
-        ("shape", tuple(residual.shape), (parameter.numel,)),
-        ("device meta", residual.is_meta, False),
-        ("layout", residual.layout, torch.strided),
+def _declared(parameter: ParameterPlan, alone: bool) -> dict[str, StateSpec]:
+    """The state that a parameter may have; `alone`: of one rank, which drops its residual."""
+    kept = ErrorFeedback(parameter.inner) if alone else parameter.aggregator
+    return {**kept.states(parameter.shape), OWED: StateSpec((parameter.numel,))}
+
+
+def _check_tensor(what: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"load_state_dict: the {what} is {type(tensor).__name__}, not a tensor")
+    for quality, found, wanted in (
+        ("dtype", tensor.dtype, dtype),
+        ("shape", tuple(tensor.shape), shape),
+        ("device meta", tensor.is_meta, False),
+        ("layout", tensor.layout, torch.strided),
     ):
         if found != wanted:
-            raise ConfigError(
-                f"load_state_dict: the residual of {parameter.name} has {what} {found}, not "
-                f"{wanted}"
-            )
-    if not residual.is_contiguous():
-        raise ConfigError(f"load_state_dict: the residual of {parameter.name} is not contiguous")
+            raise ConfigError(f"load_state_dict: the {what} has {quality} {found}, not {wanted}")
+    if not tensor.is_contiguous():
+        raise ConfigError(f"load_state_dict: the {what} is not contiguous")
+
+
+def _tensors(
+    state: Mapping[str, Any], plan: Plan, *kinds: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a state that are declared to be of these kinds."""
+    planned = {p.name: p for p in plan.parameters}
+    found = {}
+    for name, tensors in state["aggregators"].items():
+        declared = _declared(planned[name], True)
+        of_kind = {key: t for key, t in tensors.items() if declared[key].kind in kinds}
+        if of_kind:
+            found[name] = of_kind
+    return found
 
 
 def _share_out(
-    states: Sequence[Mapping[str, Any]], rank: int, world_size: int
+    states: Sequence[Mapping[str, Any]], plan: Plan, rank: int, world_size: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """New rank r takes the residuals of old ranks r, r + world_size, ...
+    """Of what is per rank: new rank r takes that of old ranks r, r + world_size, ...
 
-    A residual counts in the average with weight 1 / number of ranks, so they are scaled by new /
-    old: then the average of what is still to be sent stays what it was.
+    It counts in the average with weight 1 / number of ranks, so it is scaled by new / old: then the
+    average of what is still to be sent stays what it was.
     """
     old = len(states)
     shared: dict[str, dict[str, torch.Tensor]] = {}
-    for state in states:
-        if state["rank"] % world_size != rank:
-            continue
-        for name, tensors in state["aggregators"].items():
+    for state in sorted(states, key=lambda s: int(s["rank"])):
+        for name, tensors in _tensors(state, plan, "per_rank").items():
             target = shared.setdefault(name, {})
             for key, value in tensors.items():
-                scaled = value.cpu() * (world_size / old)
-                target[key] = target[key] + scaled if key in target else scaled
+                # Also where no old rank's comes here: a state that started anew need not be zero.
+                target.setdefault(key, torch.zeros_like(value, device="cpu"))
+                if state["rank"] % world_size == rank:
+                    target[key] += value.cpu() * (world_size / old)
     return shared
+
+
+def _owe(tensors: dict[str, torch.Tensor]) -> None:
+    """One rank alone has no error feedback: what its residual held, its next gradient gets."""
+    if RESIDUAL in tensors:
+        residual = tensors.pop(RESIDUAL)
+        tensors[OWED] = tensors[OWED] + residual if OWED in tensors else residual
+
+
+def _cut(
+    states: Sequence[Mapping[str, Any]], plan: Plan, rank: int, world_size: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Of what is sharded: all shards together, cut anew."""
+    planned = {p.name: p for p in plan.parameters}
+    by_rank = [_tensors(s, plan, "sharded") for s in sorted(states, key=lambda s: int(s["rank"]))]
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensors in by_rank[0].items():
+        for key in tensors:
+            declared = _declared(planned[name], True)[key]
+            whole = torch.cat([shards[name][key].cpu() for shards in by_rank], declared.dim)
+            length = declared.local(0, world_size)[declared.dim]
+            mine = declared.local(rank, world_size)[declared.dim]
+            part = whole.narrow(declared.dim, min(rank * length, whole.shape[declared.dim]), mine)
+            found.setdefault(name, {})[key] = part.contiguous()
+    return found

@@ -213,16 +213,16 @@ class Lab:
             raise ConfigError("nodes on loopback (net none) have no link of their own to drop")
         self._ask("link", rank=rank, up=up)
 
-    def torchrun_env(self) -> list[dict[str, str]]:
-        """What torchrun would set, per node, with a fresh port: one process on each of the nodes.
+    def torchrun_env(self, per_node: int = 1) -> list[dict[str, str]]:
+        """What torchrun would set, per rank, with a fresh port: `per_node` processes on each of the
+        nodes, side by side.
 
         On `net none` the nodes share loopback, so the port is one that is free right now.
         """
         shaped = self.net.shaped
         shared = {
-            "WORLD_SIZE": str(self.nodes),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(self.nodes * per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": links.address(0) if shaped else "127.0.0.1",
             "MASTER_PORT": str(next(self._ports) if shaped else _free_port()),
             "GLOO_SOCKET_IFNAME": "eth0" if shaped else "lo",
@@ -230,7 +230,14 @@ class Lab:
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = "1"
         return [
-            {"RANK": str(rank), "GROUP_RANK": str(rank), **shared} for rank in range(self.nodes)
+            {
+                "RANK": str(node * per_node + local),
+                "LOCAL_RANK": str(local),
+                "GROUP_RANK": str(node),
+                **shared,
+            }
+            for node in range(self.nodes)
+            for local in range(per_node)
         ]
 
     def _build(self) -> str:

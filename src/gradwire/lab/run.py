@@ -36,8 +36,9 @@ def launch(
     cwd: str | os.PathLike[str] | None = None,
     grace: float = 30.0,
     latency_by: str | None = None,
+    per_node: int = 1,
 ) -> list[int]:
-    """Run `argv` once on each of `nodes` emulated machines and wait for all.
+    """Run `argv` on each of `nodes` emulated machines, `per_node` times, and wait for all.
 
     Each process gets our environment, what torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...;
     GLOO_SOCKET_IFNAME; OMP_NUM_THREADS=1 unless set), and `env` on top. One line on `stderr` says
@@ -53,9 +54,10 @@ def launch(
             "files": `log_dir`/node2.out and node2.err, for each node.
         grace: seconds that the others have, once one node has failed, before they are terminated.
         latency_by: as in `Lab`.
+        per_node: processes on each node; errors and outputs call each of them a node.
 
     Returns:
-        The exit code of each node; negative for a signal.
+        The exit code of each process, in rank order; negative for a signal.
 
     Raises:
         ConfigError: a bad argument, or a machine that cannot make the lab, with the reason.
@@ -74,12 +76,13 @@ def launch(
     with Outputs(output, log_dir, out, err) as outputs, Lab(nodes, net, latency_by) as lab:
         print(f"lab: {lab.describe()}", file=err, flush=True)
         try:
-            for rank, torchrun in enumerate(lab.torchrun_env()):
+            for rank, torchrun in enumerate(lab.torchrun_env(per_node)):
                 full = {**os.environ, **torchrun, **(env or {})}
                 with ExitStack() as ends:
                     node_out = outputs.end(ends, rank, "out")
                     node_err = outputs.end(ends, rank, "err")
-                    processes.append(lab.spawn(rank, argv, full, cwd, node_out, node_err))
+                    node = rank // per_node
+                    processes.append(lab.spawn(node, argv, full, cwd, node_out, node_err))
             return _wait(processes, timeout, grace)
         except BaseException as error:
             # Asked of the lab: a Ctrl-C may come before `processes` has the latest.

@@ -7,6 +7,7 @@ emit/c. eager and semantics define the meaning of everything.
 from __future__ import annotations
 
 from gradwire.lang.codec import Codec
+from gradwire.lang.exact import Exact
 from gradwire.lang.layout import Layout, layout
 from gradwire.lang.show import fingerprint, show
 from gradwire.lang.source import LanguageError
@@ -16,6 +17,7 @@ try:
     from gradwire.lang import rng
     from gradwire.lang.kernels import Kernels, decode, encode, kernels
     from gradwire.lang.rows import ROW
+    from gradwire.lang.series import KernelCall, Series
 except ModuleNotFoundError as missing:
     # Wheels are built where there is no torch: codecs compile there, and nothing runs. (No lazy
     # attributes: `kernels` is a function and a module, and the last import would decide which.)
@@ -23,6 +25,6 @@ except ModuleNotFoundError as missing:
         raise
 
 __all__ = [
-    "ROW", "Codec", "Kernels", "LanguageError", "Layout", "Payload", "Value",
-    "decode", "encode", "fingerprint", "kernels", "layout", "rng", "show",
+    "ROW", "Codec", "Exact", "KernelCall", "Kernels", "LanguageError", "Layout", "Payload",
+    "Series", "Value", "decode", "encode", "fingerprint", "kernels", "layout", "rng", "show",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
 """Builds the libraries of prebuilt kernels: one a level of instruction sets (see prebuilt.py).
 
 Every codec, with its options and a dtype, is a translation unit of its own, compiled with what jit
-compiles with but for the level's flags; all units of a level are linked together. Names of files
-and symbols follow from the sources, so the same sources, compiler and flags give the same bytes.
+compiles with but for the level's flags; all units of a level are linked together. So is what runs
+several kernels in one call (emit/series.c), so who has prebuilt kernels needs no compiler for it.
+Names of files and symbols follow from the sources, so the same sources, compiler and flags give the
+same bytes.
 
 Only gcc will do: its OpenMP calls are few and known to every runtime that torch may bring, so the
 libraries can leave open which one serves them.
@@ -23,7 +25,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import forms, isa, jit, prebuilt
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import c
-from gradwire.lang.native import source
+from gradwire.lang.native import RUNNER, source
 
 DTYPES = ("fp32", "fp16", "bf16")
 MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # what gcc defines where
@@ -104,9 +106,11 @@ def build(
         (scratch / "manifest.c").write_text(_manifest(wanted), "utf-8")
         for unit in wanted:
             (scratch / f"{unit.digest}.c").write_text(unit.renamed, "utf-8")
+        series = Unit("series", c.series(), (RUNNER,))
+        (scratch / "series.c").write_text(series.renamed, "utf-8")
         for level in levels:
             begun = time.perf_counter()
-            stems = ["manifest", *(unit.digest for unit in wanted)]
+            stems = ["manifest", "series", *(unit.digest for unit in wanted)]
             compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
             pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
             for future in pending:

@@ -49,6 +49,14 @@ class Codec:
         """
         return self.encode(g)
 
+    def expected_entries(self, numel: int) -> float | None:
+        """How many of `numel` values are selected, or stand in kept blocks, on average.
+
+        None: as many as there is room for. Formulas and the simulator count bytes with it where
+        that number depends on data; what is sent does not depend on it.
+        """
+        return None
+
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")

@@ -54,6 +54,14 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def device() -> torch.device:
+    """Where target triton's kernels run. Raises `ConfigError` where it cannot be."""
+    reason = missing()
+    if reason is not None:
+        raise ConfigError(f"target 'triton': {reason}; use target 'c' or 'eager' on the CPU")
+    return torch.device("cpu" if interpreting() else "cuda")
+
+
 def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     """The generated Triton source of the codec's kernels, without the prelude.
 
@@ -95,10 +103,7 @@ class Device:
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
-        reason = missing()
-        if reason is not None:
-            raise ConfigError(f"target 'triton': {reason}; use target 'c' or 'eager' on the CPU")
-        self.device = torch.device("cpu" if interpreting() else "cuda")
+        self.device = device()
         self.codec = codec
         self.layout = layout(codec, dtype)
         self.steps = load(source(codec, dtype)).STEPS

@@ -1,14 +1,15 @@
 """Kernels: a codec made executable for one dtype of values on one target.
 
-One call covers a table of rows, so all parameters of a chunk cost one call. Calls release the GIL
-on target c, take no locks, and may run at the same time on different rows.
+One call covers a table of rows, so all parameters of a chunk that have one codec cost one call;
+series.py makes one call of those of several codecs. Calls release the GIL on target c, take no
+locks, and may run at the same time on different rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,8 @@ from gradwire.errors import CodecError, ConfigError
 from gradwire.lang import eager, forms, jit, native
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.exact import Exact
+from gradwire.lang.exact_forms import ExactForms
 from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
@@ -53,9 +56,10 @@ class Kernels:
 
     Attributes:
         target: a key of `BACKENDS`. Codecs with matrices are interpreted on all: their time is
-            spent in torch's BLAS.
+            spent in torch's BLAS. Of `Exact`, torch runs the forms on all: c and eager are the CPU.
         layout: of the payloads.
         device: where the memory that rows point to lies.
+        library: the backend, if they are machine code.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
@@ -63,8 +67,8 @@ class Kernels:
         self.dtype = dtype
         self.target = target
         self.layout: Layout = layout(codec, dtype)
-        fused = forms.derive(codec, native_name(dtype)).fused
-        self._backend = BACKENDS[target if fused else "eager"](codec, dtype)
+        self._backend = _backend(codec, dtype, target)
+        self.library = self._backend if isinstance(self._backend, native.Library) else None
         self.device = getattr(self._backend, "device", torch.device("cpu"))
 
     def run(
@@ -94,7 +98,7 @@ class Kernels:
             CodecError: a payload that cannot be decoded; with a mark, the mark says so.
             ConfigError: an unknown form, or one that had to be compiled first and could not be.
         """
-        _check_form(form)
+        check_form(form)
         assert rows.dtype == ROW, rows.dtype
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
@@ -111,10 +115,8 @@ class Kernels:
         assert not needed or (workspace is not None and workspace.nbytes >= needed), needed
         failed = None if mark is None else mark.failed
         call = Call(ranks, rank, distances, factor, threads, workspace, failed)
-        try:
+        with compiler_needed():
             self._backend.run(form, rows, call)
-        except jit.CompileError as error:
-            raise _no_compiler(error) from error
 
     def ready(self, forms: Sequence[str]) -> None:
         """Compile what is missing of these forms, on target c. Raises `jit.CompileError`."""
@@ -147,7 +149,7 @@ def kernels(
     """The codec's kernels, made once a process.
 
     Args:
-        dtype: of the values: float32, float16 or bfloat16.
+        dtype: of the values: float32, float16 or bfloat16; any that its `op` has for `Exact`.
         target: "c", "eager", "triton" (on a GPU), or "auto": c, or with one warning that says
             why, eager.
         forms: compiled now, side by side, where target c has them neither prebuilt nor in the
@@ -161,21 +163,26 @@ def kernels(
         raise ConfigError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     check_codec(codec)
     for form in forms:
-        _check_form(form)
+        check_form(form)
     if target == "auto":
         reason = _missing(codec, dtype, tuple(forms))
         if reason is not None:
             _announce(reason)
         target = "c" if reason is None else "eager"
-    try:
+    with compiler_needed():
         made = _made(codec, dtype, target)
         made.ready(forms)
-    except jit.CompileError as error:
-        raise _no_compiler(error) from error
     return made
 
 
 _made = lru_cache(maxsize=512)(Kernels)
+
+
+def _backend(codec: Codec, dtype: torch.dtype, target: str) -> Backend:
+    if isinstance(codec, Exact):
+        return ExactForms(codec, dtype, target)
+    fused = forms.derive(codec, native_name(dtype)).fused
+    return BACKENDS[target if fused else "eager"](codec, dtype)
 
 
 @lru_cache(maxsize=512)
@@ -188,13 +195,21 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
     return None
 
 
-def _check_form(form: str) -> None:
+def check_form(form: str) -> None:
+    """Raise ConfigError for what is none."""
     if form not in FORMS:
         raise ConfigError(f"unknown form {form!r}: use one of {', '.join(FORMS)}")
 
 
-def _no_compiler(error: jit.CompileError) -> ConfigError:
-    return ConfigError(f"target 'c': {error}; use target 'eager', or mend the compiler")
+@contextlib.contextmanager
+def compiler_needed() -> Iterator[None]:
+    """Within it a `jit.CompileError` becomes a `ConfigError`."""
+    try:
+        yield
+    except jit.CompileError as error:
+        raise ConfigError(
+            f"target 'c': {error}; use target 'eager', or mend the compiler"
+        ) from error
 
 
 @cache

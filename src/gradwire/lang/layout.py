@@ -3,7 +3,7 @@
 A payload holds the codec's fields one after the other, each padded to a byte, little-endian:
     tensor scope   one number
     block scope    one number a block, in order of blocks; uint1 to uint8 take a byte each
-    element scope  block after block; fp32, fp16, bf16 as they are, codes in planes
+    element scope  block after block; fp32, fp16, bf16 and raw numbers as they are, codes in planes
     matrix scope   row after row
     a selection    how many of a block are selected, two bytes a block
 
@@ -21,19 +21,23 @@ without values has an empty payload. docs/wire-format.md says the same for reade
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir, passes
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.exact import Exact
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 
 if TYPE_CHECKING:  # sources are generated where there is neither
     import numpy as np
     import torch
+
+N = TypeVar("N", int, "np.ndarray")
 
 # by the names that torch prints; the language's own names stand for themselves
 NATIVE = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
@@ -49,6 +53,7 @@ def native_name(dtype: torch.dtype | str) -> str:
 
 RUN = 128  # entries of a selection that are packed together
 COUNT_NBYTES = 2  # of how many elements of a block are selected
+RAW = "raw"  # and a number of bits: what the language has no arithmetic for
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
@@ -65,6 +70,8 @@ def element_nbytes(dtype: str, m: int) -> int:
     """Bytes of `m` elements of one block."""
     if dtype == "trit":
         return -(-m // 5)
+    if dtype.startswith(RAW):
+        return m * int(dtype.removeprefix(RAW)) // 8
     if not dtype.startswith("uint"):
         return m * ir.BITS[dtype] // 8
     return sum((m * width + 7) // 8 for width, _ in planes(ir.BITS[dtype]))
@@ -85,6 +92,9 @@ class Layout:
         partials: floats a block needs in the workspace (tensor reductions), 0 for most codecs.
         samples: one of how many values is sorted (the least of all), 0 where none is.
         staged: numbers that a staged entry needs in the workspace, 0 without a selection.
+        data_dependent: whether payloads of as many values can differ in length: not where a
+            selection always has as many entries as it has room for.
+        expects: as of `Codec.expected_entries`.
     """
 
     fields: tuple[Field, ...]
@@ -92,6 +102,10 @@ class Layout:
     partials: int
     samples: int
     staged: int
+    data_dependent: bool
+    expects: Callable[[int], float | None] = field(
+        compare=False
+    )  # bytes lie alike whatever it says
 
     @property
     def splittable(self) -> bool:
@@ -101,7 +115,7 @@ class Layout:
 
     @property
     def variable(self) -> bool:
-        """Whether a payload's length depends on data."""
+        """Whether a payload has counts, and parts whose length follows from them."""
         return any(f.capacity is not None or f.flag is not None for f in self.fields)
 
     @property
@@ -151,7 +165,7 @@ class Layout:
             at += nbytes
         return tails
 
-    def _tail_nbytes(self, f: Field, entries: int) -> int:
+    def _tail_nbytes(self, f: Field, entries: Any) -> Any:
         if f.capacity is not None:
             return run_nbytes(self.position, entries)
         if f.flag is not None:
@@ -163,6 +177,24 @@ class Layout:
         if not self.variable:
             return self.offsets(numel)[-1]
         return sum(self.tails(numel, self.capacity(numel))[-1])
+
+    def used_nbytes(self, known: N, entries: N) -> N:
+        """How much of a payload is in use, in bytes: of one row, or, as int64 arrays, of many.
+
+        `known`: bytes of its parts of known length; `entries`: as of `tails`.
+        """
+        used = known
+        for f in self.fields:
+            used = used + self._tail_nbytes(f, entries)
+        return used
+
+    def expected_nbytes(self, numel: int) -> int:
+        """How much of a payload of `numel` values is in use on average, as its codec expects."""
+        expected = self.expects(numel) if self.data_dependent else None
+        if expected is None:
+            return self.nbytes(numel)
+        entries = min(max(round(expected), 0), self.capacity(numel))
+        return self.used_nbytes(self.offsets(numel)[-1], entries)
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs.
@@ -185,6 +217,8 @@ class Layout:
 def layout(codec: Codec, dtype: torch.dtype | str = "fp32") -> Layout:
     """The layout of the codec's payloads for values of `dtype`. Raises `ConfigError`."""
     check_codec(codec)
+    if isinstance(codec, Exact):
+        return _exact(codec.itemsize(dtype))
     return _layout(codec, native_name(dtype))
 
 
@@ -199,4 +233,17 @@ def _layout(codec: Codec, native: str) -> Layout:
         partials=max(len(passes.tensor_reductions(p)) for p in programs),
         samples=min((n.attr.every for n in nodes if isinstance(n.attr, ir.Rank)), default=0),
         staged=max(passes.staged_numbers(p) for p in programs),
+        data_dependent=any(n.op == "keep" or _may_lack(n) for n in nodes),
+        expects=codec.expected_entries,
     )
+
+
+@lru_cache(maxsize=64)
+def _exact(itemsize: int) -> Layout:
+    value = Field("value", f"{RAW}{8 * itemsize}", Scope.ELEMENT)
+    return Layout((value,), forms.PACKING_BLOCK, 0, 0, 0, False, lambda numel: None)
+
+
+def _may_lack(n: ir.Node) -> bool:
+    """Whether it selects under a condition, so perhaps fewer elements than there is room for."""
+    return n.op == "select" and any(arg.dtype == "bool" for arg in n.args)

@@ -24,6 +24,8 @@ _ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p,
 )  # fmt: skip
 
+RUNNER = "run_series"  # of emit/series.c
+
 
 def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
     """The C source of the codec's kernels, without the prelude that all kernels share.
@@ -36,11 +38,29 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str]
     return c.emit([programs[name] for name in names], layout(codec, native), native)
 
 
+def runner() -> Callable[[int, int], int]:
+    """What runs so many calls of a table of entries; emit/series.c says what it returns.
+
+    Every library of prebuilt kernels has it. Raises `jit.CompileError` without one, as for kernels.
+    """
+    functions, _ = prebuilt.functions(c.series(), [RUNNER])
+    function = functions[RUNNER]
+    function.argtypes = ctypes.c_void_p, ctypes.c_int64
+    function.restype = ctypes.c_int64
+    return function
+
+
+def undecodable(row: int, form: str, codec: Codec) -> CodecError:
+    """What to raise for a row of a call."""
+    return CodecError(f"row {row} of {form}: a payload that {codec!r} never makes")
+
+
 class Library:
     """A codec's forms as machine code: prebuilt, else compiled here, each when it is wanted.
 
     Attributes:
         prebuilt: whether they came with the wheel.
+        table: address of the codec's numbers.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
@@ -50,10 +70,11 @@ class Library:
         self._layout = layout(codec, dtype)
         self._scratch = c_stack.scratch_nbytes(text)
         numbers = forms.derive(codec, native_name(dtype)).table
-        self._table = (ctypes.c_float * max(1, len(numbers)))(*numbers)
+        self._numbers = (ctypes.c_float * max(1, len(numbers)))(*numbers)
+        self.table = ctypes.addressof(self._numbers)
         found, self._said = prebuilt.find(text, FORMS)
         self.prebuilt = found is not None
-        self._functions: dict[str, Callable[..., int]] = {}
+        self._functions: prebuilt.Functions = {}
         for form, function in (found or {}).items():
             self._functions[form] = _typed(function)
 
@@ -65,10 +86,17 @@ class Library:
         with ThreadPoolExecutor(len(missing), "gradwire-compile") as at:
             self._functions.update(zip(missing, at.map(self._compiled, missing), strict=True))
 
-    def _compiled(self, form: str) -> Callable[..., int]:
+    def _compiled(self, form: str) -> ctypes._NamedFuncPointer:
         text = c.prelude() + source(self._codec, self._dtype, [form])
         found = prebuilt.compiled(text, [form], self._said, jit.kernel_flags())
         return _typed(found[form])
+
+    def address(self, form: str) -> int:
+        """Of the form's function, compiled now if it was not. Raises `jit.CompileError`."""
+        self.ready([form])
+        address = ctypes.cast(self._functions[form], ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     def workspace_nbytes(self, numels: np.ndarray, threads: int, ranks: int) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs."""
@@ -82,13 +110,13 @@ class Library:
             self.ready([form])
         failed = self._functions[form](
             rows.ctypes.data, rows.size, call.ranks, call.rank, distances, call.factor,
-            call.threads, workspace, self._table,
+            call.threads, workspace, self.table,
         )  # fmt: skip
         if failed:
-            raise CodecError(f"row {failed - 1} of {form}: a payload that this codec never makes")
+            raise undecodable(failed - 1, form, self._codec)
 
 
-def _typed(function: ctypes._NamedFuncPointer) -> Callable[..., int]:
+def _typed(function: ctypes._NamedFuncPointer) -> ctypes._NamedFuncPointer:
     function.argtypes = _ARGUMENTS
     function.restype = ctypes.c_int
     return function

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import ConfigError
 from gradwire.lang import forms, ir
 from gradwire.lang.codec import Codec, check_codec
+from gradwire.lang.exact import Exact, torch_name
 from gradwire.lang.layout import native_name
 from gradwire.lang.native import source
 
@@ -37,6 +38,12 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
 
 def fingerprint(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     """16 hexadecimal digits of what the codec does to values of `dtype`: ranks compare them."""
+    if isinstance(codec, Exact):
+        codec.itemsize(dtype)  # for the errors of what it does not take
+        return _digest(f"{codec} of {torch_name(dtype)}")
     table = forms.derive(codec, native_name(dtype)).table
-    text = f"{show(codec, 'ir', dtype)}\n{table}"
+    return _digest(f"{show(codec, 'ir', dtype)}\n{table}")
+
+
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

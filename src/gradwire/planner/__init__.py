@@ -1,5 +1,6 @@
-"""Plans: which parameter is synchronised how."""
+"""Plans: which parameter is averaged how."""
 
 from gradwire.planner.plan import ParameterPlan, Plan, make_plan
+from gradwire.planner.rules import Rules
 
-__all__ = ["ParameterPlan", "Plan", "make_plan"]
+__all__ = ["ParameterPlan", "Plan", "Rules", "make_plan"]

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.codecs import Identity
 from gradwire.lang import Codec
-from gradwire.partition import Spec
+from gradwire.partition import Spec, rotation
 from gradwire.sim.models import Shapes
 
 Bucket = tuple[Spec, ...]
@@ -22,11 +22,9 @@ _BYTES = 25 << 20
 def buckets(shapes: Shapes, codec: Codec, feedback: bool, world_size: int) -> list[Bucket]:
     """The buckets of fp32 gradients of these shapes, in the order in which they become ready.
 
-    Parameters of fewer than two dimensions are sent dense, and chunks go on where the parameter
-    before ended, as in gradwire.planner.
+    Parameters of fewer than two dimensions are sent dense, as in gradwire.planner.
     """
     specs = []
-    blocks = 0
     for number, shape in enumerate(shapes):
         chosen = codec if len(shape) > 1 else Identity()
         spec = Spec(
@@ -35,9 +33,8 @@ def buckets(shapes: Shapes, codec: Codec, feedback: bool, world_size: int) -> li
             torch.float32,
             chosen,
             feedback and len(shape) > 1,
-            blocks % world_size,
+            rotation(number, world_size),
         )
-        blocks += spec.blocks
         specs.append(spec)
     return _fill(specs)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from gradwire.algorithms import Algorithm
+from gradwire.algorithms import Algorithm, Hierarchical
 from gradwire.collectives import Options
-from gradwire.engine import Graph
+from gradwire.engine import Graph, Kind
 from gradwire.errors import ConfigError
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
@@ -33,7 +33,8 @@ class Ensemble:
         self.options = options
         self.curves = curves
         chunks = options.partitions or algorithm.chunks(ranks)
-        self.rotation = Symmetry(ranks, per_node, chunks)
+        columns = algorithm.columns(ranks) if isinstance(algorithm, Hierarchical) else 0
+        self.rotation = Symmetry(ranks, per_node, chunks, columns)
         # A model's layers repeat, and so do its buckets.
         self._amounts: dict[Hashable, Amounts] = {}
         self._timed: dict[Hashable, Timed] = {}
@@ -56,14 +57,15 @@ class Ensemble:
                 "the ranks of this algorithm are not alike, so one node cannot stand for all"
             )
         if exact is None and alike:
-            each = sum(len(self._job(bucket, 0, True).graph.sent()) for bucket in handed)
+            each = sum(self._job(bucket, 0, True).graph.kind.count(Kind.SEND) for bucket in handed)
             alike = each * self.ranks > EXACT_MESSAGES
         count = self.rotation.ranks if alike else self.ranks
         jobs = [[self._job(bucket, rank, alike) for bucket in handed] for rank in range(count)]
         return (self.rotation if alike else None), jobs
 
     def _alike(self, bucket: Bucket) -> bool:
-        """Whether the next node, and the one farthest away, do what node 0 does."""
+        """Whether the next node, that in the next row, the farthest and the last do what node 0
+        does."""
         if self.rotation.nodes < 2 or not self.rotation.possible:
             return False
         sizes = self._held(bucket, True).sizes
@@ -71,7 +73,8 @@ class Ensemble:
         def build(rank: int) -> Graph:
             return self.algorithm.build(rank, self.ranks, sizes)
 
-        return self.rotation.holds(build, tuple(sorted({1, self.rotation.nodes // 2})))
+        r = self.rotation
+        return r.holds(build, tuple(sorted({1, r.columns or 1, r.nodes // 2, r.nodes - 1})))
 
     def _held(self, bucket: Bucket, alike: bool) -> Amounts:
         key = _key(bucket, alike)

@@ -9,6 +9,7 @@ from typing import Any
 
 from gradwire.algorithms import Algorithm, Hierarchical
 from gradwire.collectives import Options, check_defined, check_feedback
+from gradwire.engine import Kind
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.sim import models
@@ -143,7 +144,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "of_limit": None if limit is None or not seconds else limit / seconds,
         "backward_seconds": scenario.backward,
         "buckets": len(handed),
-        "messages": sum(len(job.graph.sent()) for job in jobs[0]),
+        "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
         "exact": rotation is None,
     }
 
@@ -153,6 +154,6 @@ def _limit(scenario: Scenario, algorithm: Algorithm, moved: int) -> float | None
         return None
     rounds = algorithm.rounds(scenario.ranks)
     if isinstance(algorithm, Hierarchical):
-        rounds = 2  # between machines; the others are inside
+        rounds = algorithm.rounds_between(scenario.ranks)
     wire = moved * 8 / scenario.net.rate_bits_per_s + rounds * scenario.net.latency_s
     return max(scenario.backward, wire if moved else 0.0)

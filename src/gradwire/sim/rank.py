@@ -27,12 +27,15 @@ class Timed:
         seconds: of the kernels of each task; 0 of sends and receives.
         nbytes: of the message of each buffer, its header included.
         largest: of the messages of all ranks.
+        tables: of the message of each buffer, what of it says how long its rows are, 0 for most: it
+            travels over a network, and not in memory.
     """
 
     graph: Graph
     seconds: Sequence[float]
     nbytes: Sequence[int]
     largest: int
+    tables: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Overheads:
     Attributes:
         start: seconds that a collective takes before its first task, and after its last.
         task: seconds that a kernel or a receive takes beside its work, to be noticed and begun.
-        post: seconds that posting a send or a receive takes.
+        post: seconds that posting a send or a receive takes; or a receive whose message is here
+            when its thread comes to it, so that nobody has to be woken.
         check: seconds that checking a message takes, and `check_byte` for each of its bytes.
     """
 
@@ -55,6 +59,10 @@ class Overheads:
 
 class Post(Protocol):
     """What carries messages between ranks."""
+
+    def beside(self, rank: int, peer: int) -> bool:
+        """Whether two ranks are on one node."""
+        ...
 
     def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
         """`rank` has posted a receive; the message's name."""
@@ -172,7 +180,7 @@ class SimulatedRank:
 
     def _send(self, run: Run, task: int, thread: Thread) -> None:
         scope: _Scope = run.job
-        nbytes = _nbytes(run, task)
+        nbytes = self._nbytes(run, task)
         self.sent_bytes += nbytes
 
         def sent() -> None:
@@ -184,10 +192,11 @@ class SimulatedRank:
     def arrived(self, message: Hashable) -> None:
         """Of gradwire.sim.fabric.End."""
         self._here.add(message)
-        self._receive(self._awaiting[message])
+        self._receive(self._awaiting[message], self._overheads.task)
 
-    def _receive(self, run: Run) -> None:
-        """Receives of a scope end in the order of its graph, whatever has arrived."""
+    def _receive(self, run: Run, begun: float) -> None:
+        """Receives of a scope end in the order of its graph, whatever has arrived; it takes
+        `begun` seconds to begin the next."""
         scope: _Scope = run.job
         if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._here:
             return
@@ -199,12 +208,14 @@ class SimulatedRank:
         def received() -> None:
             self._perform(self._core.done(run, task), scope.inbound)
             scope.receiving = False
-            self._receive(run)
+            self._receive(run, o.post)
 
         o = self._overheads
-        scope.inbound.do(o.task + o.check + _nbytes(run, task) * o.check_byte, received)
+        scope.inbound.do(begun + o.check + self._nbytes(run, task) * o.check_byte, received)
 
-
-def _nbytes(run: Run, message: int) -> int:
-    nbytes: int = run.job.timed.nbytes[run.graph.message(message)]
-    return nbytes
+    def _nbytes(self, run: Run, task: int) -> int:
+        """Bytes of the message of a send or receive."""
+        timed: Timed = run.job.timed
+        buffers, peer = run.graph.message(task), run.graph.peer[task]
+        nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
+        return nbytes - (table if self._post.beside(self.number, peer) else 0)

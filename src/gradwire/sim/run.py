@@ -71,10 +71,10 @@ class _Office:
         self._rotation = rotation
 
     def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
-        b, peer = graph.message(task), graph.peer[task]
+        b, peer = graph.message(task)[0], graph.peer[task]
         role, segment, chunk = graph.buffer_role, graph.buffer_segment, graph.buffer_chunk
         name = (peer, rank.number, job, role[b], segment[b], chunk[b])
-        self._fabric.expect(name, self._beside(rank.number, peer))
+        self._fabric.expect(name, self.beside(rank.number, peer))
         return name
 
     def send(
@@ -87,11 +87,11 @@ class _Office:
         sent: Callable[[], None],
     ) -> None:
         peer = graph.peer[task]
-        beside = self._beside(rank.number, peer)
-        receiver, name = self._delivery(rank.number, peer, job, graph, graph.message(task))
+        beside = self.beside(rank.number, peer)
+        receiver, name = self._delivery(rank.number, peer, job, graph, graph.message(task)[0])
         self._fabric.send(Message(name, rank, receiver, peer, beside, nbytes, sent))
 
-    def _beside(self, rank: int, peer: int) -> bool:
+    def beside(self, rank: int, peer: int) -> bool:
         return rank // self._per_node == peer // self._per_node
 
     def _delivery(

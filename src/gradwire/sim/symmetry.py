@@ -5,8 +5,10 @@ their owners. If every rank's graph is its predecessor's, rotated, then so is al
 the clock, and what a rank of node 0 sends to rank M k + q at some time arrives there as what rank q
 of node 0 receives, at the same time, from the node k places behind. So node 0 is simulated with its
 egress looped back to its ingress: exactly, if all chunks are of one size and all ranks list their
-tasks in the same order, rotated. Members of a machine in the algorithm hierarchical do not: they
-visit chunks from 0 on, wherever they are.
+tasks in the same order, rotated.
+
+Nodes that stand in rows are rotated along rows and columns, each by itself: node (row, column) is
+as many rows and columns from node 0, modulo their numbers.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ class Symmetry:
         ranks: of a node.
         chunks: into how many the algorithm cuts the values. What stands beyond (a chunk in another
             form) turns with the chunk it is.
+        columns: of the rows in which nodes stand; 0: all are in one.
     """
 
     world_size: int
     ranks: int
     chunks: int
+    columns: int = 0
 
     @property
     def nodes(self) -> int:
@@ -40,18 +44,31 @@ class Symmetry:
     def possible(self) -> bool:
         """Whether chunks can move on with their owners."""
         whole = self.world_size % self.ranks == 0
+        whole = whole and (not self.columns or self.nodes % self.columns == 0)
         return whole and (self.chunks == 1 or self.chunks % self.nodes == 0)
 
     def rank(self, rank: int, steps: int) -> int:
-        """Where `steps` rotations take a rank; they may be negative."""
-        return (rank + steps * self.ranks) % self.world_size
+        """Where the rotation that takes node 0 to node `steps` takes a rank; -`steps` is the one
+        that takes that node to node 0."""
+        node, place = divmod(rank, self.ranks)
+        return self._node(node, steps) * self.ranks + place
 
     def chunk(self, chunk: int, steps: int) -> int:
-        """Where they take a chunk."""
+        """Where it takes a chunk."""
         if self.chunks == 1:
             return chunk
         form, place = divmod(chunk, self.chunks)
-        return form * self.chunks + (place + steps * self.chunks // self.nodes) % self.chunks
+        each = self.chunks // self.nodes
+        node, place = divmod(place, each)
+        return form * self.chunks + self._node(node, steps) * each + place
+
+    def _node(self, node: int, steps: int) -> int:
+        """Where it takes a node."""
+        columns = self.columns or self.nodes
+        sign = -1 if steps < 0 else 1
+        (row, column), (down, right) = divmod(node, columns), divmod(abs(steps), columns)
+        row = (row + sign * down) % (self.nodes // columns)
+        return row * columns + (column + sign * right) % columns
 
     def holds(self, build: Callable[[int], Graph], nodes: tuple[int, ...]) -> bool:
         """Whether the graphs of the ranks on these nodes have node 0's tasks, rotated.

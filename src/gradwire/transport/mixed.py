@@ -80,9 +80,9 @@ class Mixed:
     def store(self) -> Store | None:
         return None if self._shm is None else self._shm.store
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Pending:
         if self._shm is not None and peer in self.reached:
-            return self._shm.isend(data, peer, tag)
+            return self._shm.isend(data, peer, tag, in_use)
         return self._p2p.isend(data, peer, tag)
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Pending:

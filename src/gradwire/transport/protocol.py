@@ -41,8 +41,9 @@ class Transport(Protocol):
     """Point-to-point delivery within one group of ranks.
 
     An implementer's duties:
-    - `isend` and `irecv` return at once, may be called from any thread, and match by (peer, tag);
-      the two ends name the same number of bytes (callers compare plans before they send).
+    - `isend` and `irecv` return at once, may be called from any thread, and match by (peer, tag). A
+      message may be shorter than its receive, never longer (callers compare plans before they
+      send); where memory is shared both ends name the same number of bytes.
     - Messages between two ranks with different tags may be in flight together, in any number; those
       with one tag are delivered in order.
     - Every wait ends within `timeout` seconds: in delivery, or in a TransportError whose `peer`
@@ -54,8 +55,9 @@ class Transport(Protocol):
         timeout: seconds that a wait may last.
         in_memory: whether all messages of this rank stay in the memory of its machine.
         shared_bytes: of memory shared with other processes, what was taken from `store` included.
-        lent_bytes: of messages that peers have read where they lay, so far.
-        lenders: the peers whose messages can be borrowed.
+        lent_bytes: in use, of messages that peers have read where they lay, so far.
+        reached: the peers with which memory is shared: each of them has this rank among its own.
+        lenders: those of them whose messages can be borrowed.
         store: memory for messages that peers can borrow; None if none can.
         board: a store in torch's sense, which the group's ranks share.
     """
@@ -72,16 +74,21 @@ class Transport(Protocol):
     @property
     def lent_bytes(self) -> int: ...
     @property
+    def reached(self) -> frozenset[int]: ...
+    @property
     def lenders(self) -> frozenset[int]: ...
     @property
     def store(self) -> Store | None: ...
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start sending `data` (uint8, contiguous, on the CPU) to `peer`."""
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Pending:
+        """Start sending `data` (uint8, contiguous, on the CPU) to `peer`.
+
+        `in_use`: as how many bytes it counts if it is lent; None: all.
+        """
         ...
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving `data.numel()` bytes from `peer` into `data`."""
+        """Start receiving a message from `peer` into `data` (uint8), or its beginning."""
         ...
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:

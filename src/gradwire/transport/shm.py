@@ -25,7 +25,7 @@ import torch
 
 from gradwire.errors import TransportError
 from gradwire.transport import shm_library, shm_store
-from gradwire.transport.shm_operation import DONE, Done, Operation, ShmLoan
+from gradwire.transport.shm_operation import DONE, Done, ShmLoan, Transfer
 from gradwire.transport.shm_process import STORES, Stores
 from gradwire.transport.shm_store import Mapped, Store
 
@@ -99,7 +99,7 @@ class Shm:
         self.library = library
         self._pid = os.getpid()
         self._closing = threading.Lock()
-        self.under_way: set[Operation] = set()
+        self.under_way: set[Transfer] = set()
         self.lent_from: dict[int, Mapped] = {}
         self._stores = stores
         self.fd = shm_store.make_file(f"gradwire-{rank}", self.nbytes)
@@ -131,6 +131,10 @@ class Shm:
     @property
     def lent_bytes(self) -> int:
         return int(self.library.shm_lent_bytes(self.handle))
+
+    @property
+    def reached(self) -> frozenset[int]:
+        return frozenset(self._slots)
 
     @property
     def lenders(self) -> frozenset[int]:
@@ -171,32 +175,36 @@ class Shm:
         os.close(self.fd)
         self.fd = -1
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> Operation | Done:
+    def isend(
+        self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None
+    ) -> Transfer | Done:
         if self.error is not None:
             raise self.error
+        nbytes = data.numel()
+        counts = nbytes if in_use is None else in_use
         handle = self.library.shm_send(
-            self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag
+            self.handle, self._slots[peer], data.data_ptr(), nbytes, counts, tag
         )
         if handle is None:
             return DONE
-        return self._started(Operation(self, handle, data, data.numel(), peer, False))
+        return self._started(Transfer(self, handle, data, data.numel(), peer, False))
 
-    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Operation:
+    def irecv(self, data: torch.Tensor, peer: int, tag: int) -> Transfer:
         if self.error is not None:
             raise self.error
         handle = self.library.shm_receive(
             self.handle, self._slots[peer], data.data_ptr(), data.numel(), tag, False
         )
-        return self._started(Operation(self, handle, data, data.numel(), peer, True))
+        return self._started(Transfer(self, handle, data, data.numel(), peer, True))
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> ShmLoan:
         if self.error is not None:
             raise self.error
         assert nbytes > 0
         handle = self.library.shm_receive(self.handle, self._slots[peer], None, nbytes, tag, True)
-        return ShmLoan(self._started(Operation(self, handle, None, nbytes, peer, True)))
+        return ShmLoan(self._started(Transfer(self, handle, None, nbytes, peer, True)))
 
-    def _started(self, operation: Operation) -> Operation:
+    def _started(self, operation: Transfer) -> Transfer:
         if operation.handle == shm_library.REFUSED:
             raise self.error or self.stopped()
         self.under_way.add(operation)

@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "shm_overslept": ((_POINTER,), _NUMBER),
     "shm_begin": ((_INT, _INT, _NUMBER, _NUMBER), _POINTER),
     "shm_connect": ((_POINTER, _INT, _INT, _INT, _INT), _INT),
-    "shm_send": ((_POINTER, _INT, _POINTER, _NUMBER, _NUMBER), _POINTER),
+    "shm_send": ((_POINTER, _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER), _POINTER),
     "shm_receive": ((_POINTER, _INT, _POINTER, _NUMBER, _NUMBER, _INT), _POINTER),
     "shm_message": ((_POINTER,), _POINTER),
     "shm_copy": ((_POINTER,), _INT),

@@ -33,7 +33,7 @@ class Done:
 DONE = Done()
 
 
-class Operation:
+class Transfer:
     """A send, or a receive with memory of its own."""
 
     __slots__ = ("data", "end", "ended", "handle", "nbytes", "peer", "receives")
@@ -93,7 +93,7 @@ class ShmLoan:
 
     __slots__ = ("operation",)
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Transfer) -> None:
         self.operation = operation
 
     def wait(self) -> torch.Tensor:

@@ -107,6 +107,7 @@ struct op { /* a send or a receive under way */
     char *data; /* the message; 0: of a receive that borrows and has not got it yet */
     u64 tag, size;
     u64 other; /* the size that the other end has named */
+    u64 counts; /* bytes of it that are in use: what lending it counts as */
     char *bytes; /* what goes through the ring: the message, or the loan */
     u64 count, at;
     struct loan loan;
@@ -300,7 +301,7 @@ static struct frame begin_frame(struct shm *s, struct link *l, struct op *op) {
     op->bytes = op->data, op->count = op->size == op->other ? op->size : 0;
     if (op->lent) {
         op->loan = (struct loan){at, l->loans++};
-        s->lent_bytes += op->size;
+        s->lent_bytes += op->counts;
         op->bytes = (char *)&op->loan, op->count = sizeof op->loan;
     }
     return (struct frame){op->tag, op->size | (op->lent ? LOAN : 0)};

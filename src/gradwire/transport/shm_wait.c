@@ -271,7 +271,7 @@ void shm_borrow_from(struct shm *s, int slot, char *store, u64 bytes) {
     s->link[slot].store = store, s->link[slot].store_bytes = bytes;
 }
 
-/* What peers have been lent so far. */
+/* What peers have been lent so far, as far as it is in use. */
 u64 shm_lent_bytes(struct shm *s) { return s->lent_bytes; }
 
 /* How often a thread has slept to its slice's end though something could move: lost wakes, or a change
@@ -279,12 +279,13 @@ u64 shm_lent_bytes(struct shm *s) { return s->lent_bytes; }
 u64 shm_overslept(struct shm *s) { return s->overslept; }
 
 /* Begin a send, moving what can be moved at once. 0: it has ended already. -1: stopped, or no
- * memory. Else what shm_wait takes. */
-struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 tag) {
+ * memory. Else what shm_wait takes. If the message is lent, `counts` of its bytes are in use. */
+struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 counts, u64 tag) {
     struct link *l = &s->link[slot];
     struct op *op = enter(s) ? new_op(l, data, size, tag) : (struct op *)-1;
     if (op == (struct op *)-1) return op;
     if (op) {
+        op->counts = counts;
         pthread_mutex_lock(&l->tx);
         take_announcements(l); /* those of earlier sends of this tag first */
         start_send(l, op);

@@ -1,7 +1,8 @@
 """torch.distributed point-to-point messages as a transport (gloo; NCCL is a link, queued_p2p.py).
 
 gloo facts that shape this file, each found by experiment:
-- a receive whose size differs from what was sent aborts the process, so ranks compare plans first;
+- a message that is longer than its receive aborts the process, so ranks compare plans first; one
+  that is shorter fills the beginning, and the rest stays as it was;
 - a dead peer fails the pending receives from it at once ("Connection closed by peer");
 - a wait that times out closes every connection of the rank, so its peers fail too, at once.
 
@@ -24,7 +25,7 @@ from gradwire.errors import TransportError
 from gradwire.transport.protocol import Loan
 
 # Our tags start high, so that a user's own point-to-point messages on the group never match them.
-_TAG_BASE = 1 << 30
+TAG_BASE = 1 << 30
 _RETURN_S = 0.5  # in which threads come back from waits that have ended
 
 
@@ -45,6 +46,7 @@ class TorchP2P:
 
     in_memory = False
     shared_bytes = lent_bytes = 0
+    reached: frozenset[int] = frozenset()
     lenders: frozenset[int] = frozenset()
     store = None
 
@@ -82,13 +84,13 @@ class TorchP2P:
             # wait that times out ends all others of this rank.
             with suppress(RuntimeError):
                 peer = (self.rank + 1) % self.world_size
-                last = group.recv([torch.zeros(1)], peer, _TAG_BASE - 1)
+                last = group.recv([torch.zeros(1)], peer, TAG_BASE - 1)
                 last.wait(timedelta(milliseconds=1))
             deadline = time.monotonic() + _RETURN_S
             while self.waiting and time.monotonic() < deadline:
                 time.sleep(0.005)
 
-    def isend(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
+    def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> _Work:
         return self._start("send", data, peer, tag, "send to")
 
     def irecv(self, data: torch.Tensor, peer: int, tag: int) -> _Work:
@@ -109,7 +111,7 @@ class TorchP2P:
             raise self.error
         start: Callable[..., dist.Work] = getattr(self.group, operation)
         try:
-            return _Work(self, start([data], peer, _TAG_BASE + tag), data, peer, what)
+            return _Work(self, start([data], peer, TAG_BASE + tag), data, peer, what)
         except RuntimeError as error:
             raise self.explain(peer, what, error) from error
 

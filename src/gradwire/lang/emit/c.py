@@ -24,6 +24,12 @@ def prelude() -> str:
     return _text("prelude.h")
 
 
+@lru_cache(maxsize=1)
+def series() -> str:
+    """The source of what runs several forms in one call."""
+    return _text("series.c")
+
+
 @lru_cache(maxsize=4)
 def _text(name: str) -> str:
     return resources.files("gradwire.lang.emit").joinpath(name).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""docs/writing-a-codec.md: its files are written, its commands run, its outputs compared."""
+"""Pages that teach: their files are written, their commands run, their outputs compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from products import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = ROOT / "docs" / "writing-a-codec.md"
 # what the page calls by name runs with this Python
 PROGRAMS = {
     "python": [sys.executable],
@@ -27,9 +26,10 @@ PROGRAMS = {
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def fences() -> Iterator[tuple[str, str]]:
+def fences(page: str) -> Iterator[tuple[str, str]]:
     """(info string, text) of every fenced block, in order."""
-    for match in re.finditer(r"^```(\S.*?)\n(.*?)^```$", TUTORIAL.read_text("utf-8"), re.M | re.S):
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    for match in re.finditer(r"^```(\S.*?)\n(.*?)^```$", text, re.M | re.S):
         yield match[1], match[2]
 
 
@@ -67,12 +67,17 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)  # a dozen programs, some of which compile kernels
-def test_the_page_is_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "least"), [("writing-a-codec.md", 8), ("writing-an-aggregator.md", 3)]
+)
+def test_the_page_is_exact(page: str, least: int, tmp_path: Path) -> None:
     programs = 0
-    for info, text in fences():
+    for info, text in fences(page):
         kind, _, name = info.partition(" ")
         if kind == "python":
             (tmp_path / name).write_text(text, "utf-8")
+            continue
+        if kind == "text":  # calls, not programs
             continue
         assert kind == "console", info
         for command, expected in commands(text):
@@ -81,4 +86,4 @@ def test_the_page_is_exact(tmp_path: Path) -> None:
                 f"$ {command}\n{said}\n--- but the page says\n{expected}"
             )
             programs += 1
-    assert programs >= 8
+    assert programs >= least

@@ -1,0 +1,134 @@
+"""A parameter, as rounds see it: what it keeps from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gradwire.aggregators.asked import Asked, asked
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.aggregators.protocol import Aggregator, Context, StateSpec
+from gradwire.collectives import Options, Request
+from gradwire.lang import rng
+
+OWED = "owed"  # a residual that is on its way into a gradient
+_START = 1 << 63  # in the seed of a state's first numbers, which no step's has
+
+
+@dataclass(eq=False)
+class Attached:
+    """One parameter of an attached module.
+
+    Attributes:
+        name, shape: of the parameter.
+        aggregator: makes its average.
+        keys: from `rng.parameter_keys`.
+        rotation: see gradwire.partition.
+        step: how many averages were begun; enters the random numbers.
+        state: its aggregator's, by name; made in the first step.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    aggregator: Aggregator
+    keys: rng.Keys
+    rotation: int = 0
+    step: int = 0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    _asked: dict[tuple[object, ...], Asked] = field(default_factory=dict)
+    _device: torch.device | None = None  # of its state
+
+    def context(
+        self, gradient: torch.Tensor, device: torch.device, rank: int, world_size: int
+    ) -> Context:
+        """Of the step that begins, of a gradient on `device`."""
+        if self._device != device:
+            self._make_state(device, rank, world_size)
+        of = self.name, self.shape, gradient, rank, world_size
+        return Context(*of, self.step, self.state, self.keys, self)
+
+    def _make_state(self, device: torch.device, rank: int, world_size: int) -> None:
+        """Have all state that the aggregator declares, on `device`."""
+        for name, declared in self.aggregator.states(self.shape).items():
+            if name in self.state:
+                self.state[name] = self.state[name].to(device)
+            else:
+                self.state[name] = self._fresh(name, declared, rank, world_size).to(device)
+        self._device = device
+
+    def _fresh(self, name: str, declared: StateSpec, rank: int, world_size: int) -> torch.Tensor:
+        if declared.start == "zeros":
+            return torch.zeros(declared.local(rank, world_size), dtype=declared.dtype)
+        seed = rng.parameter_key(self.keys.shared, name, -1) % _START
+        made = torch.randn(declared.shape, generator=torch.Generator().manual_seed(seed))
+        if declared.kind == "sharded":
+            length = declared.local(0, world_size)[declared.dim]
+            parts = made.split(max(length, 1), declared.dim)
+            made = parts[rank] if rank < len(parts) else made.narrow(declared.dim, 0, 0)
+        return made.to(declared.dtype).contiguous()
+
+    def adopt(self, aggregator: Aggregator) -> None:
+        """Go on with another aggregator: state that both declare alike stays. What is owed of a
+        residual that it has not is added to the next gradient."""
+        if aggregator == self.aggregator:
+            self.aggregator = aggregator  # equal ones of a plan are one
+            return
+        before, after = self.aggregator.states(self.shape), aggregator.states(self.shape)
+        kept = {
+            name: tensor
+            for name, tensor in self.state.items()
+            if name == OWED or before.get(name) == after.get(name)
+        }
+        residual = self.state.get(RESIDUAL)
+        if residual is not None and RESIDUAL not in kept:
+            kept[OWED] = residual + kept[OWED] if OWED in kept else residual
+        self.aggregator = aggregator
+        self.keep(kept)
+
+    def understudy(self, aggregator: Aggregator) -> Attached:
+        """The same parameter with another aggregator and fresh state, for a rehearsal."""
+        return Attached(self.name, self.shape, aggregator, self.keys, self.rotation)
+
+    def pay(self, *parts: torch.Tensor) -> None:
+        """Add what is owed, if anything is, to a gradient that can carry it; it lies in `parts`."""
+        if OWED in self.state and all(part.isfinite().all() for part in parts):
+            owed = self.state.pop(OWED).split([part.numel() for part in parts])
+            for part, share in zip(parts, owed, strict=True):
+                part += share.to(part.device)
+
+    def keep(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Take state that was loaded or carried over."""
+        self.state = dict(states)
+        self._device = None
+
+    def asked(self, request: Request, number: int, options: Options, world_size: int) -> Asked:
+        """How a request runs: the same every step, which is quick to find.
+
+        Args:
+            number: how many requests of this parameter the round has before it.
+            options: the handle's.
+
+        Raises:
+            ConfigError: a field of the request is none, or `check_legal` refuses it.
+        """
+        values = request.values
+        same = (
+            request.verb, request.op, request.root, request.algorithm, request.segments,
+            values.numel(), values.dtype, request.lengths, request.stride,
+            request.residual is None, number,
+        )  # fmt: skip
+        try:
+            known = self._asked.get(same)
+        except TypeError:  # a field that has no hash is none of its type
+            request.check()
+            raise
+        if (
+            known is None
+            or known.given is not options
+            or (known.codec is not request.codec and known.codec != request.codec)
+        ):
+            of = self.name, self.keys, self.rotation
+            known = self._asked[same] = asked(request, *of, number, options, world_size)
+        return known

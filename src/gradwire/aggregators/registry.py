@@ -1,0 +1,94 @@
+"""Aggregators by name, beside codecs: "powersgd:rank=4", "qsgd:bits=2", an object, or None."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradwire import codecs
+from gradwire.aggregators.artopk import ARTopK
+from gradwire.aggregators.compressed import Compressed
+from gradwire.aggregators.dense import Dense
+from gradwire.aggregators.powersgd import PowerSGD
+from gradwire.aggregators.protocol import Aggregator
+from gradwire.codecs.text import value as value_of
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.lang.codec import check_codec
+
+REGISTRY: dict[str, type[Aggregator]] = {"powersgd": PowerSGD, "artopk": ARTopK}
+
+Method = str | Codec | Aggregator | None  # how a user says that gradients are averaged
+
+
+def get(method: Any, **options: Any) -> Aggregator:
+    """The aggregator that a user means: of a codec, one compressed all-reduce; of None, dense.
+
+    Args:
+        method: a `Method`: a name of a codec or of `REGISTRY`, alone or with options
+            ("topk:density=0.05", "qsgd:bits=4,block=64"); a Codec; an Aggregator; or None.
+        options: with a name.
+
+    Raises:
+        ConfigError: an unknown name or option, or a bad value; the message lists what is known.
+    """
+    if method is None or isinstance(method, (Codec, Aggregator)):
+        if options:
+            what = "codec=None" if method is None else repr(method)
+            raise ConfigError(
+                f"options {', '.join(options)} go with a codec's name, not with {what}"
+            )
+        if isinstance(method, Aggregator):
+            return method
+        return Dense() if method is None else Compressed(method)
+    if not isinstance(method, str):
+        check_codec(
+            method, otherwise=f"one of the names {', '.join([*codecs.REGISTRY, *REGISTRY])}"
+        )
+    name, _, text = method.partition(":")
+    options = {**_parsed(method, text), **options}
+    if name not in REGISTRY:
+        if name not in codecs.REGISTRY:
+            known = ", ".join([*codecs.REGISTRY, *REGISTRY])
+            raise ConfigError(f"unknown codec or aggregator {name!r}: use one of {known}")
+        return Compressed(codecs.get(name, **options))
+    made = REGISTRY[name]
+    _check(made, name, options)
+    return made(**options)
+
+
+def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
+    """The same with other options.
+
+    Raises:
+        ConfigError: it has no such option, or a bad value.
+    """
+    if isinstance(aggregator, Compressed):
+        codec = aggregator.codec
+        settled = codecs.options(codec)
+        for option in options:
+            if option not in settled:
+                known = ", ".join(settled) or "none"
+                raise ConfigError(f"{codec} has no option {option!r}: it has {known}")
+        return Compressed(dataclasses.replace(codec, **options))  # type: ignore[type-var]
+    _check(type(aggregator), str(aggregator), options)
+    return dataclasses.replace(aggregator, **options)
+
+
+def _check(made: type[Aggregator], name: str, options: dict[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(made)]
+    for option in options:
+        if option not in known:
+            allowed = f"use one of {', '.join(known)}" if known else "it takes none"
+            raise ConfigError(f"{name!r} has no option {option!r}: {allowed}")
+
+
+def _parsed(method: str, text: str) -> dict[str, Any]:
+    """Of "bits=4,block=64"."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        option, equals, value = part.partition("=")
+        if not (option and equals and value):
+            raise ConfigError(f"{method!r}: write options as name:option=value,option=value")
+        found[option.strip()] = value_of(value.strip())
+    return found

@@ -1,0 +1,191 @@
+"""What may be combined: one table of collectives, and what an error says where it is not in it.
+
+`LEGAL` is printed in docs/algorithms.md. Every algorithm of an all-reduce but all_gather encodes
+sums; `EXCEPTIONS` are the codecs that do not stand that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.algorithms import OF
+from gradwire.codecs import TBQ, Identity, RandomK
+from gradwire.collectives.operation import Operation
+from gradwire.collectives.options import Options
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, Exact
+from gradwire.partition import Spec
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # what codecs take
+WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+DOUBLE = (torch.float64,)
+ORDERED = (*FLOATS, *DOUBLE, *WHOLE, torch.bool)
+REDUCED = "sra, ring, tree, parameter_server, all_gather, hierarchical"
+
+
+@dataclass(frozen=True)
+class Legal:
+    """One row: what the operators of a collective take.
+
+    Attributes:
+        verb, ops: of the operation.
+        dtypes: of the values; (): any.
+        codecs: whether they may travel through a codec; else they are sent as they are.
+        feedback: whether a residual may travel with them.
+        algorithms: that it has, as text.
+    """
+
+    verb: str
+    ops: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    codecs: bool
+    feedback: bool
+    algorithms: str
+
+    def columns(self) -> tuple[str, ...]:
+        """As docs/algorithms.md has it."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        travels = "through a codec, or as they are" if self.codecs else "as they are"
+        feedback = "yes" if self.feedback else "no"
+        return (
+            self.verb, ", ".join(self.ops) or "-", dtypes or "any", travels, feedback,
+            self.algorithms,
+        )  # fmt: skip
+
+
+LEGAL = (
+    Legal("all_reduce", ("sum", "avg"), FLOATS, True, True, REDUCED),
+    Legal("all_reduce", ("min", "max"), ORDERED, False, False, REDUCED),
+    Legal("all_reduce", ("sum", "avg"), DOUBLE, False, False, REDUCED),
+    Legal("all_reduce", ("sum",), WHOLE, False, False, REDUCED),
+    Legal("reduce_scatter", ("sum", "avg"), FLOATS, True, True, "sra"),
+    Legal("reduce_scatter", ("min", "max"), ORDERED, False, False, "sra"),
+    Legal("reduce_scatter", ("sum", "avg"), DOUBLE, False, False, "sra"),
+    Legal("reduce_scatter", ("sum",), WHOLE, False, False, "sra"),
+    Legal("all_gather", (), FLOATS, True, False, "sra"),
+    Legal("all_gather", (), (), False, False, "sra"),
+    Legal("broadcast", (), FLOATS, True, False, "sra, tree"),
+    Legal("broadcast", (), (), False, False, "sra, tree"),
+)  # fmt: skip
+
+
+def dense(operation: Operation, dtype: torch.dtype) -> Codec:
+    """How values travel as they are."""
+    if dtype in FLOATS and operation.op in ("", "sum", "avg"):
+        return Identity()
+    return Exact("sum" if operation.op == "avg" else operation.op)
+
+
+def check_legal(operation: Operation, spec: Spec, options: Options, world_size: int) -> None:
+    """Whether a tensor may travel so, on that many ranks.
+
+    Raises:
+        ConfigError: if not; the message says why, and what is possible.
+    """
+    rows = [row for row in LEGAL if row.verb == operation.verb]
+    rows = [row for row in rows if not row.ops or operation.op in row.ops]
+    of_dtype = [row for row in rows if not row.dtypes or spec.dtype in row.dtypes]
+    what = f"{spec.name}: {operation} of {spec.dtype}"
+    if not of_dtype:
+        known = ", ".join(str(dtype) for row in rows for dtype in row.dtypes)
+        raise ConfigError(f"{what} is not defined: it takes {known}")
+    as_they_are = dense(operation, spec.dtype)
+    if isinstance(as_they_are, Exact):
+        try:
+            as_they_are.itemsize(spec.dtype)
+        except ConfigError as error:  # of a quantised tensor
+            raise ConfigError(f"{what} is not defined: {error}") from error
+    if isinstance(spec.codec, Exact) and spec.codec != as_they_are:
+        raise ConfigError(
+            f"{what} through {spec.codec} is not defined, which is no codec of a user's: give "
+            "codec=None"
+        )
+    if spec.codec != as_they_are and not any(row.codecs for row in of_dtype):
+        raise ConfigError(
+            f"{what} through {spec.codec} is not defined: these values travel as they are; give "
+            "codec=None"
+        )
+    if spec.feedback and not any(row.feedback for row in of_dtype):
+        raise ConfigError(f"{what} has no error feedback: leave the residual out")
+    if operation.verb == "all_reduce":
+        check_defined(options.algorithm, spec.codec)
+    if spec.feedback:
+        check_feedback(spec.codec)
+    check_way(operation, options, world_size, f"{spec.name}: {operation}")
+    if operation.shards:
+        spec.shard_lengths(world_size)
+
+
+def check_way(operation: Operation, options: Options, world_size: int, what: str) -> None:
+    """Whether the operation `what`, in words, runs so on that many ranks.
+
+    Raises:
+        ConfigError: an algorithm or option that the operation does not have, or a root that is no
+            rank; the message says what it has.
+    """
+    known = OF[operation.verb]
+    if options.algorithm not in known:
+        raise ConfigError(
+            f"{what} has no algorithm {options.algorithm!r}: use {' or '.join(known)}"
+        )
+    if operation.verb != "broadcast":
+        return
+    if options.coordinated:
+        raise ConfigError(f"{what} has no coordinated rounds: leave out coordinated=True")
+    if not 0 <= operation.root < world_size:
+        raise ConfigError(f"{what} has no such root: use one of the ranks 0 to {world_size - 1}")
+
+
+@dataclass(frozen=True)
+class _Exception:
+    applies: Callable[[Codec], bool]
+    algorithms: tuple[str, ...]
+    reason: str
+
+
+EXCEPTIONS = (
+    _Exception(
+        lambda codec: isinstance(codec, RandomK) and codec.scale > 1,
+        ("all_gather",),
+        "it scales what it sends, but a rank that adds its own values to received ones does not "
+        "scale them, so the average would be biased; or give it unbiased=False and error feedback",
+    ),
+    _Exception(
+        lambda codec: isinstance(codec, TBQ),
+        ("sra", "parameter_server", "all_gather"),
+        "a payload holds at most one threshold a value, and would have to carry the sum of several "
+        "ranks",
+    ),
+)
+
+
+def check_defined(algorithm: str, codec: Codec) -> None:
+    """Whether a sum through `algorithm` is what `codec` promises.
+
+    Raises:
+        ConfigError: if not; the message says why, and which algorithms do.
+    """
+    for exception in EXCEPTIONS:
+        if exception.applies(codec) and algorithm not in exception.algorithms:
+            allowed = " or ".join(repr(name) for name in exception.algorithms)
+            raise ConfigError(
+                f"{codec} is not defined in the algorithm {algorithm!r}: {exception.reason}. "
+                f"Use algorithm {allowed}"
+            )
+
+
+def check_feedback(codec: Codec) -> None:
+    """Whether error feedback makes up for what `codec` does not send, in any collective.
+
+    Raises:
+        ConfigError: if not; the message says why, and what to use.
+    """
+    if isinstance(codec, RandomK) and codec.scale > 1:
+        raise ConfigError(
+            f"{codec} is not defined with error feedback: it sends {codec.scale:g} times what it "
+            f"picks, so the residual is {1 - codec.scale:g} times that, and grows from step to "
+            "step. Use unbiased=False with error feedback, or unbiased=True without"
+        )

@@ -1,0 +1,49 @@
+"""What a collective does, whatever its tensors: its verb, its operator, its root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.errors import ConfigError
+
+OPS = ("sum", "avg", "min", "max")
+REDUCING = ("all_reduce", "reduce_scatter")
+VERBS = (*REDUCING, "all_gather", "broadcast")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The same on every rank.
+
+    Attributes:
+        verb: "all_reduce", "reduce_scatter", "all_gather" or "broadcast", in torch's sense.
+        op: of the first two: "sum", "avg", "min" or "max"; else "".
+        root: of a broadcast: the rank whose values all ranks get.
+
+    Raises:
+        ConfigError: an unknown operator.
+    """
+
+    verb: str
+    op: str = ""
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.verb in VERBS, self.verb
+        if self.verb in REDUCING and self.op not in OPS:
+            raise ConfigError(f"op {self.op!r}: {self.verb} knows {', '.join(map(repr, OPS))}")
+        assert self.verb in REDUCING or not self.op, self
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank has, or gets, a part of the values of its own."""
+        return self.verb in ("reduce_scatter", "all_gather")
+
+    def __str__(self) -> str:
+        if self.op:
+            return f"{self.verb}({self.op})"
+        return f"{self.verb}(root={self.root})" if self.verb == "broadcast" else self.verb
+
+
+AVERAGE = Operation("all_reduce", "avg")
+SUM = Operation("all_reduce", "sum")

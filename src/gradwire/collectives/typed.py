@@ -1,0 +1,204 @@
+"""Typed collectives: what an aggregator yields, and users call, each on one tensor.
+
+    AllReduce(values, op="avg")        every rank ends with the reduced values, in place
+    ReduceScatter(values, op="avg")    rank n ends with the n-th shard of them, in place
+    AllGather(values)                  every rank ends with all ranks' values, in rank order
+    Broadcast(values, root=0)          every rank ends with the root's values, in place
+
+Values travel as they are, or through a codec. `gradwire.collectives.legal` says what may be
+combined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.collectives.job import Item, check_memory
+from gradwire.collectives.legal import dense
+from gradwire.collectives.operation import OPS, Operation
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, rng
+from gradwire.lang.codec import check_codec
+from gradwire.partition import Spec
+
+_operation = lru_cache(maxsize=256)(Operation)
+_dense = lru_cache(maxsize=256)(dense)
+
+
+@dataclass(eq=False)
+class Request:
+    """What all four have.
+
+    Attributes:
+        values: 1-D, contiguous.
+        codec: how they travel; None: as they are.
+        of: the parameter that they belong to (a Context): errors name it, and random numbers derive
+            from it. None: the first of the scope, which depends on bucketing.
+        algorithm, segments: as of Options; None leaves them to the handle's.
+    """
+
+    verb: ClassVar[str]
+
+    values: torch.Tensor
+    codec: Codec | None = field(default=None, kw_only=True)
+    of: Any = field(default=None, kw_only=True)
+    algorithm: str | None = field(default=None, kw_only=True)
+    segments: int | None = field(default=None, kw_only=True)
+
+    # What some have.
+    op: ClassVar[str] = ""
+    root: ClassVar[int] = 0
+    lengths: ClassVar[tuple[int, ...]] = ()
+    stride: ClassVar[int] = 0
+    residual: ClassVar[torch.Tensor | None] = None
+    home: ClassVar[torch.Tensor | None] = None
+
+    def check(self) -> None:
+        """Raises ConfigError where a field is not of its type."""
+        if self.codec is not None:
+            check_codec(self.codec, otherwise="None")
+        if type(self.op) is not str:
+            raise ConfigError(f"op={self.op!r:.60}: give one of {', '.join(map(repr, OPS))}")
+        if type(self.root) is not int:
+            raise ConfigError(f"root={self.root!r:.60}: give a rank")
+        if type(self.stride) is not int:
+            raise ConfigError(f"stride={self.stride!r:.60}: give a number of values")
+        lengths = self.lengths
+        if type(lengths) is not tuple or not all(type(length) is int for length in lengths):
+            raise ConfigError(
+                f"lengths={lengths!r:.60}: give a tuple of each rank's number of values"
+            )
+
+    @property
+    def operation(self) -> Operation:
+        return _operation(self.verb, self.op, self.root)
+
+    def spec(self, name: str, rotation: int, world_size: int) -> Spec:
+        """What all ranks know of the tensor."""
+        values, feedback = self.values, self.residual is not None
+        wire = self.codec or _dense(self.operation, values.dtype)
+        numel = self._numel(name, world_size)
+        shards = self.lengths, self.stride
+        return Spec(name, numel, values.dtype, wire, feedback, rotation, *shards)
+
+    def _numel(self, name: str, world_size: int) -> int:
+        return self.values.numel()
+
+    def item(self, spec: Spec, keys: rng.Keys, step: int, rank: int, world_size: int) -> Item:
+        """What this rank alone knows of it."""
+        return Item(self.values, keys, step, self.residual, self.home)
+
+    def result(self, spec: Spec, item: Item, rank: int, world_size: int) -> torch.Tensor:
+        """What the collective leaves on this rank."""
+        return self.values
+
+
+@dataclass(eq=False)
+class AllReduce(Request):
+    """Reduce `values` over the ranks, in place.
+
+    Attributes:
+        op: "avg", "sum", "min" or "max".
+        residual: error feedback: fp32, as many as `values`, read and written by the kernels; None:
+            no error is kept.
+    """
+
+    verb = "all_reduce"
+
+    op: str = "avg"  # type: ignore[misc]
+    residual: torch.Tensor | None = None  # type: ignore[misc]
+
+
+@dataclass(eq=False)
+class ReduceScatter(Request):
+    """Reduce `values`, which hold a shard for every rank; rank n ends with shard n, in place.
+
+    Attributes:
+        op: as of AllReduce.
+        lengths: of each rank's shard; (): equal ones.
+        stride: values from the beginning of a shard to that of the next; 0: they stand side by
+            side.
+        residual: error feedback: fp32, as many as the shards have together. Of the own shard it is
+            neither used nor changed.
+        home: gets this rank's shard, whose own values it holds; `values` are then only read.
+    """
+
+    verb = "reduce_scatter"
+
+    op: str = "avg"  # type: ignore[misc]
+    lengths: tuple[int, ...] = ()  # type: ignore[misc]
+    stride: int = 0  # type: ignore[misc]
+    residual: torch.Tensor | None = None  # type: ignore[misc]
+    home: torch.Tensor | None = None  # type: ignore[misc]
+
+    def _numel(self, name: str, world_size: int) -> int:
+        if self.lengths:
+            return sum(self.lengths)
+        if not self.stride:
+            return self.values.numel()
+        shard = self.values.numel() - (world_size - 1) * self.stride
+        if not 0 <= shard <= self.stride:
+            raise ConfigError(
+                f"{name}: {self.values.numel()} values are no {world_size} shards, {self.stride} "
+                "values apart"
+            )
+        return shard * world_size
+
+    def result(self, spec: Spec, item: Item, rank: int, world_size: int) -> torch.Tensor:
+        _, length, at = spec.shards(world_size)[rank]
+        return self.values[at : at + length] if self.home is None else self.home
+
+
+@dataclass(eq=False)
+class AllGather(Request):
+    """Every rank's `values`, in rank order, on every rank: as their payload decodes, the own too.
+
+    Attributes:
+        lengths: how many values each rank has; (): as many as this one.
+        stride: values from the beginning of a rank's to that of the next; 0: side by side.
+        into: gets all of them: 1-D, contiguous; None: memory is made, with zeros between them.
+    """
+
+    verb = "all_gather"
+
+    lengths: tuple[int, ...] = ()  # type: ignore[misc]
+    stride: int = 0  # type: ignore[misc]
+    into: torch.Tensor | None = None
+
+    def _numel(self, name: str, world_size: int) -> int:
+        return sum(self.lengths) if self.lengths else world_size * self.values.numel()
+
+    def item(self, spec: Spec, keys: rng.Keys, step: int, rank: int, world_size: int) -> Item:
+        own = self.values
+        _, length, at = spec.shards(world_size)[rank]
+        if length != own.numel():
+            raise ConfigError(
+                f"{spec.name}: rank {rank} has {own.numel()} values, not lengths[{rank}], {length}"
+            )
+        all_values, extent = self.into, spec.extent(world_size)
+        if all_values is None:  # what is between shards is the same on all ranks, too
+            all_values = own.new_zeros(extent) if self.stride else own.new_empty(extent)
+        check_memory(spec, "into", all_values, extent, spec.dtype, own.device)
+        if all_values.dim() != 1:
+            raise ConfigError(f"{spec.name}: its into has {all_values.dim()} dimensions, not 1")
+        shard = all_values[at : at + length]
+        if shard.data_ptr() != own.data_ptr():
+            shard.copy_(own)
+        return Item(all_values, keys, step)
+
+    def result(self, spec: Spec, item: Item, rank: int, world_size: int) -> torch.Tensor:
+        return item.values
+
+
+@dataclass(eq=False)
+class Broadcast(Request):
+    """Every rank ends with the values of rank `root`, in place: as their payload decodes, the root
+    too."""
+
+    verb = "broadcast"
+
+    root: int = 0  # type: ignore[misc]

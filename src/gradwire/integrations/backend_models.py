@@ -1,0 +1,231 @@
+"""Models that run over a group of the backend: compressed as by `gw.attach`, without being asked.
+
+Nothing is concluded from tensors. torch tells when a DDP module is made, and as that first trains
+it gets a handle, unless its script gave it a communication hook or a handle. Who scatters gradients
+of FSDP2 is seen by the function that calls: then the root module gets a handle. All else that comes
+to the group is torch's to do, and counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import ConfigError
+from gradwire.integrations.attach import Planned, plan_ddp
+from gradwire.integrations.backend_scope import lacking
+from gradwire.integrations.backend_settings import Settings
+from gradwire.integrations.fsdp import process_groups, reduced_over
+from gradwire.integrations.handle import Handle
+from gradwire.integrations.hook import hook_state
+from gradwire.integrations.sharded import Sharded, plan_sharded
+from gradwire.integrations.sharded_plan import is_attached, not_free
+from gradwire.planner import Rules
+
+log = logging.getLogger("gradwire")
+
+
+class Models:
+    """What one process group has found.
+
+    Args:
+        group: whose.
+        settings: how models are compressed.
+
+    Attributes:
+        handles: of the modules that were found, while they live.
+        left: calls that torch did, by the name of the operation.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
+        self.settings = settings
+        self.handles: WeakKeyDictionary[torch.nn.Module, Handle | Sharded] = WeakKeyDictionary()
+        self.left: Counter[str] = Counter()
+        self._group = group
+        self._gone = dict.fromkeys(("calls", "wire_bytes", "raw_bytes", "seconds"), 0.0)
+        self._seen: WeakSet[torch.nn.Module] = WeakSet()
+        self._seen_records: WeakSet[Any] = WeakSet()
+        self._told: list[str] = []  # what the log has yet to say
+        _watch()
+
+    @property
+    def active(self) -> bool:
+        """Whether models are compressed."""
+        settings = self.settings
+        return settings.codec is not None and not settings.blob and self._group.size() > 1
+
+    def trains(self, ddp: DistributedDataParallel) -> bool:
+        """A DDP module over this group is about to train; whether it has been seen before."""
+        if ddp in self._seen:
+            self.tell()
+            return True
+        self._seen.add(ddp)
+        if self.settings.blob:
+            _refuse_builtin_hook(ddp)
+        elif self.active:
+            self._attach_ddp(ddp)
+        return False
+
+    def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
+        what = f"DDP module {type(ddp.module).__name__}"
+        if not self._has_kernels(what, ddp):
+            return
+        try:
+            planned = plan_ddp(ddp, self._rules())
+        except ConfigError as error:
+            self._told.append(f"{what} as it is ({error})")
+            return
+        state = hook_state(ddp)
+        held, named, plan = weakref.ref(ddp), planned.named, planned.plan
+        del planned  # which would keep the module
+
+        def attach() -> None:
+            module = held()
+            assert module is not None
+            handle = Planned(module, named, plan).handle(self.settings.seed)
+            self._note(module, what, handle)
+
+        # The first bucket is what all ranks come to: a forward one of them may run by itself.
+        state.first = attach
+
+    def reduces(self, values: torch.Tensor) -> Any:
+        """FSDP2's record of the group of parameters whose gradients the caller reduces, being
+        `values`, if its module has a handle, since this call or the one before; else None."""
+        found = reduced_over(self._group, values) if self.active else None
+        if found is None:
+            return None
+        root, record = found
+        if record not in self._seen_records:
+            self._seen_records.add(record)
+            what = f"FSDP2 module {type(root).__name__}"
+            if not is_attached(record) and self._has_kernels(what, root):
+                self._attach_sharded(what, root, record)
+        return record if is_attached(record) else None
+
+    def _attach_sharded(self, what: str, root: torch.nn.Module, record: Any) -> None:
+        root.register_forward_pre_hook(_Once(self))
+        try:
+            reason = not_free(what, record)
+            if reason is not None:
+                raise ConfigError(reason)
+            planned = plan_sharded(root, self._rules(), process_groups(record), _is_active)
+        except ConfigError as error:
+            self._told.append(f"{what} as it is ({error})")
+            return
+        self._note(root, what, planned.handle(self.settings.seed))
+
+    def _has_kernels(self, what: str, module: torch.nn.Module) -> bool:
+        device = next(module.parameters()).device.type
+        reason = lacking(device)
+        if reason is not None:
+            log.warning("gradwire: %s goes uncompressed on %s: %s", what, device, reason)
+        return reason is None
+
+    def _rules(self) -> Rules:
+        return Rules().changed({}, codec=self.settings.codec)
+
+    def _note(self, module: torch.nn.Module, what: str, handle: Handle | Sharded) -> None:
+        self.handles[module] = handle
+        weakref.finalize(module, self._let_go, handle).atexit = False
+        parameters = handle.plan.parameters
+        through = sum(p.codec is not None for p in parameters)
+        codec = self.settings.codec
+        self._told.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
+
+    def tell(self) -> None:
+        """Say, once, what is compressed and what was left alone; called when there was a step."""
+        told, self._told = self._told, []
+        if told and self._group.rank() == 0:
+            left = ", ".join(f"{name} {count}" for name, count in sorted(self.left.items()))
+            log.info(
+                "gradwire: group %s: %s; all else is torch's, so far %s",
+                self._group.group_name,
+                "; ".join(told),
+                left or "nothing",
+            )
+
+    def totals(self) -> dict[str, float]:
+        """calls, wire_bytes, raw_bytes, seconds of all handles that were."""
+        found = dict(self._gone)
+        for handle in list(self.handles.values()):
+            _add(found, handle)
+        return found
+
+    def _let_go(self, handle: Handle | Sharded) -> None:
+        """A module is no more."""
+        _add(self._gone, handle)
+
+
+def _add(totals: dict[str, float], handle: Handle | Sharded) -> None:
+    stats = handle.stats()
+    totals["calls"] += stats["calls" if "calls" in stats else "steps"]
+    for key in ("wire_bytes", "raw_bytes", "seconds"):
+        totals[key] += stats[key]
+
+
+def _is_active(group: dist.ProcessGroup) -> bool:
+    models = getattr(group, "models", None)
+    return isinstance(models, Models) and models.active
+
+
+class _Once:
+    """A forward hook that has a group say what it found, and goes."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        self._models.tell()
+        _remove(module, self)
+
+
+def _refuse_builtin_hook(ddp: DistributedDataParallel) -> None:
+    """torch's hooks written in C++ want work that only torch's own groups give."""
+    name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    if "FP16_COMPRESS" in name or "ALLREDUCE" in name:
+        raise ConfigError(
+            f"this DDP module has torch's built-in communication hook {name}, which cannot run "
+            "over blobs: leave blobs off (GRADWIRE_BLOB=0), or register a hook written in Python, "
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
+        )
+
+
+# ---- DDP modules, as they are made and as they first train
+
+_watching = False
+
+
+def _watch() -> None:
+    global _watching  # noqa: PLW0603  # one hook a process, as torch has it
+    if not _watching:
+        _watching = True
+        register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: torch.nn.Module, name: str, _: torch.nn.Module | None) -> None:
+    if name == "module" and isinstance(parent, DistributedDataParallel):
+        parent.register_forward_pre_hook(_before_forward)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_forward(ddp: torch.nn.Module, _: object) -> None:
+    assert isinstance(ddp, DistributedDataParallel)
+    models: Any = getattr(ddp.process_group, "models", None)
+    trains = torch.is_grad_enabled() and ddp.require_backward_grad_sync
+    if not isinstance(models, Models) or (trains and models.trains(ddp)):
+        _remove(ddp, _before_forward)
+
+
+def _remove(module: torch.nn.Module, hook: object) -> None:
+    """By the hook itself: a copy of a module has it under the same key, and no handle of it."""
+    for key, known in list(module._forward_pre_hooks.items()):
+        if known is hook:
+            del module._forward_pre_hooks[key]

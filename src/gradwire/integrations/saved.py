@@ -1,0 +1,112 @@
+"""What a handle saves and loads: steps, seed, and the state of every parameter's aggregator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire.aggregators import Attached
+from gradwire.integrations.state import merge_states
+from gradwire.lang import rng
+from gradwire.planner import Plan
+
+
+class Saved:
+    """The state of a handle: a base of what `attach` returns.
+
+    Args:
+        members: of the parameters, by name.
+        seed: of random numbers.
+        rank, world_size: of those that have a part in an average.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Attached],
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._members = members
+        self._seed = seed
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def plan(self) -> Plan:
+        """How each parameter is synchronised: the plan in force."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: saved on every rank beside the model's, it resumes bit by bit.
+
+        A snapshot: residuals are copied, so later training does not change it.
+        """
+        return {
+            "version": 1,
+            "plan": self.plan.version,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "seed": self._seed,
+            "parameters": {p.name: p.facts() for p in self.plan.parameters},
+            "steps": {name: member.step for name, member in self._members.items()},
+            "aggregators": {
+                name: {key: kept.clone() for key, kept in member.state.items()}
+                for name, member in self._members.items()
+                if member.state
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` gave. It is copied: training does not change `state`.
+
+        Args:
+            state: this rank's state; or, after a change of the number of ranks, the list of all
+                old ranks' states: their residuals are shared out so that what was not sent still
+                will be. One state from another world size restores the steps and what is alike on
+                all ranks, and warns that the rest starts anew.
+
+        Raises:
+            ConfigError: no such state, or of another plan: the first parameter that differs is
+                named, and how. Nothing is changed then.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        merged = merge_states(states, self.rank, self.world_size, self.plan)
+        for name, member in self._members.items():
+            member.step = merged["steps"][name]
+            member.keys = rng.parameter_keys(merged["seed"], name, self.rank)
+            kept = merged["aggregators"].get(name, {})
+            member.keep({key: tensor.clone() for key, tensor in kept.items()})
+        self._seed = merged["seed"]
+
+    def _state_bytes(self) -> int:
+        """Memory of aggregators' state."""
+        return sum(
+            t.numel() * t.element_size()
+            for member in self._members.values()
+            for t in member.state.values()
+        )
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """Of each parameter: codec or aggregator, numel, payload_bytes, ratio."""
+        parameters = {}
+        for p in self.plan.parameters:
+            raw_payload = p.numel * p.dtype.itemsize
+            payload = p.aggregator.payload_bytes(p.shape, p.dtype)
+            parameters[p.name] = {
+                "codec": p.how,
+                "numel": p.numel,
+                "payload_bytes": payload,
+                "ratio": raw_payload / payload if payload else None,
+            }
+        return parameters
+
+
+def members_of(plan: Plan, seed: int, rank: int, first: int) -> dict[str, Attached]:
+    """A plan's parameters, by name; their steps count from `first`."""
+    return {
+        p.name: Attached(
+            p.name, p.shape, p.aggregator, rng.parameter_keys(seed, p.name, rank), p.rotation, first
+        )
+        for p in plan.parameters
+    }

@@ -1,0 +1,270 @@
+"""What FSDP2 calls in place of torch's collectives, for one group of parameters.
+
+A parameter's values for another rank are encoded once; each rank sums what came with its own
+values, which stay exact. Under HSDP the sum then is averaged over the replicas, through the same
+codec; what that leaves unsent stands in the residual where the own shard is, which the scatter has
+no error of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPReduceScatter
+
+from gradwire.aggregators import Aggregator, Attached, Compressed, ErrorFeedback
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.collectives import AllReduce, Operation, ReduceScatter
+from gradwire.collectives.legal import FLOATS, dense
+from gradwire.errors import ConfigError
+from gradwire.integrations.fsdp import Groups, Piece, factor_of, scattered
+from gradwire.lang import Codec
+from gradwire.partition import Spec
+
+if TYPE_CHECKING:
+    from gradwire.integrations.sharded import Sharded
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """What a group of parameters last scattered.
+
+    Attributes:
+        members: of the parameters, in FSDP's order.
+        lengths: of each, how many values each rank gets.
+        stride: values for each rank, with padding.
+    """
+
+    members: tuple[Attached, ...]
+    shards: tuple[tuple[int, ...], ...]
+    stride: int
+    operation: Operation
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def lengths(self) -> list[int]:
+        """Values of each parameter, whole."""
+        return [sum(lengths) for lengths in self.shards]
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every rank gets something from every other."""
+        return all(map(any, zip(*self.shards, strict=True)))
+
+    def specs(self, aggregators: Mapping[str, Aggregator]) -> list[Spec]:
+        """What all ranks know of it, with these aggregators, by parameter."""
+        found = []
+        for member, lengths in zip(self.members, self.shards, strict=True):
+            aggregator = aggregators[member.name]
+            wire = codec_of(aggregator, self.dtype) or dense(self.operation, self.dtype)
+            feedback = isinstance(aggregator, ErrorFeedback) and self.dtype in FLOATS
+            found.append(
+                Spec(member.name, sum(lengths), self.dtype, wire, feedback, 0, lengths, self.stride)
+            )
+        return found
+
+
+class Scatter(FSDPReduceScatter):
+    """The reduce-scatter of one group of parameters.
+
+    Args:
+        handle: runs it.
+        members: of the parameters, by FSDP's records.
+
+    Attributes:
+        last: what it was last given.
+    """
+
+    def __init__(self, handle: Sharded, members: Mapping[Any, Attached]) -> None:
+        self.handle = handle
+        self.members = members
+        self.last: Scattered | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce `input_tensor`, of all ranks' stretches, into `output_tensor`, this rank's."""
+        handle, (reduction, factor) = self.handle, factor_of(op)
+        rank, ranks, owner = handle.groups.shard, handle.groups.shards, handle.owner
+        stride, device = output_tensor.numel(), input_tensor.device
+        version = handle.begin()
+        pieces = scattered(input_tensor.numel(), ranks)
+        what = self.last = Scattered(
+            tuple(_member(self.members, piece.parameter) for piece in pieces),
+            tuple(piece.lengths for piece in pieces),
+            stride,
+            Operation("reduce_scatter", reduction),
+            input_tensor.dtype,
+            device,
+        )
+        specs = what.specs({member.name: member.aggregator for member in what.members})
+        items = []
+        for spec, piece, member in zip(specs, pieces, what.members, strict=True):
+            stretches = [
+                input_tensor[at * stride + piece.at :][:length]
+                for at, length in enumerate(piece.lengths)
+            ]
+            member.pay(*stretches)
+            own = stretches[rank]
+            home = output_tensor[piece.at :][: piece.lengths[rank]]
+            residual = _residual(member, home, device, handle.groups)
+            if residual is not None and handle.groups.of_replicas == 1:
+                _pay(_own(residual, piece, rank), own)
+            home.copy_(own)
+            values = input_tensor[piece.at :][: (ranks - 1) * stride + piece.lengths[-1]]
+            request = ReduceScatter(
+                values, reduction, piece.lengths, stride, residual, home,
+                codec=codec_of(member.aggregator, values.dtype),
+            )  # fmt: skip
+            items.append(request.item(spec, member.keys, member.step, rank, ranks))
+            member.step += 1
+        raw_bytes = input_tensor.nbytes * (ranks - 1) // ranks
+        least = handle.run(owner, specs, items, what.operation, raw_bytes, version)
+        for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
+            output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding: hooks may look
+        if what.reaches_all:
+            handle.know(least)
+        elif not handle.is_told:
+            handle.ask(version, device)
+        if factor != 1.0:
+            output_tensor.mul_(factor)
+        return None
+
+
+class WeightGather(FSDPAllGather):
+    """The all-gather of one group's weights, as it was before.
+
+    Args:
+        before: FSDP's own.
+    """
+
+    def __init__(self, before: FSDPAllGather) -> None:
+        self.before = before
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.before.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return self.before(output_tensor, input_tensor, group, async_op)
+
+
+class Replicas(dist.ProcessGroup):
+    """Stands for the process group between HSDP's replicas; FSDP calls nothing but `allreduce`.
+
+    Args:
+        group: that process group.
+        handle: runs the all-reduces.
+        members: of the parameters, by FSDP's records.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, handle: Sharded, members: Mapping[Any, Attached]
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self.group = group
+        self.handle = handle
+        self.members = members
+
+    # torch looks the group up, to tell of an error, among those that it has listed.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduce what this rank's shards of all parameters are, in place."""
+        handle, (values,), (reduction, factor) = self.handle, tensors, factor_of(opts.reduceOp)
+        owner, groups = handle.replicas, handle.groups
+        shard, shards = groups.shard, groups.shards
+        of_ranks = groups.replica, groups.of_replicas
+        specs, items = [], []
+        for piece in scattered(values.numel() * shards, shards):
+            member, device = _member(self.members, piece.parameter), values.device
+            if not piece.lengths[shard]:
+                member.step += 1  # as where there is something of it: shards count alike
+                continue
+            residual = _residual(member, values, device, groups)
+            part = values[piece.at :][: piece.lengths[shard]]
+            request = AllReduce(
+                part, reduction, None if residual is None else _own(residual, piece, shard),
+                codec=codec_of(member.aggregator, values.dtype),
+            )  # fmt: skip
+            spec = request.spec(member.name, member.rotation, groups.of_replicas)
+            specs.append(spec)
+            items.append(request.item(spec, member.keys, member.step, *of_ranks))
+            member.step += 1
+        if specs:
+            raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
+            handle.run(owner, specs, items, Operation("all_reduce", reduction), raw_bytes)
+        if factor != 1.0:
+            values.mul_(factor)
+        return Completed()
+
+
+class Completed(dist.Work):
+    """Of a collective that has ended."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def codec_of(aggregator: Aggregator, dtype: torch.dtype) -> Codec | None:
+    """What a parameter's values travel through, which FSDP2 reduces in this dtype."""
+    inner = getattr(aggregator, "inner", aggregator)
+    return inner.codec if isinstance(inner, Compressed) and dtype in FLOATS else None
+
+
+def _member(members: Mapping[Any, Attached], parameter: Any) -> Attached:
+    if parameter not in members:
+        raise ConfigError(
+            f"FSDP2 reduces the gradient of {parameter}, which was not there at attach: detach and "
+            "attach anew"
+        )
+    return members[parameter]
+
+
+def _residual(
+    member: Attached, values: torch.Tensor, device: torch.device, groups: Groups
+) -> torch.Tensor | None:
+    """A parameter's residual, if its values go through a codec, and it keeps one."""
+    state = member.context(values, device, groups.rank, groups.size).state
+    return state.get(RESIDUAL) if values.dtype in FLOATS else None
+
+
+def _own(residual: torch.Tensor, piece: Piece, rank: int) -> torch.Tensor:
+    """Of a whole parameter's residual, where this rank's shard is."""
+    return residual[sum(piece.lengths[:rank]) :][: piece.lengths[rank]]
+
+
+def _pay(owed: torch.Tensor, own: torch.Tensor) -> None:
+    """The own shard is exact: what a residual holds of it, from another number of ranks, is added
+    to it, and no longer owed."""
+    own += owed.to(own.dtype)
+    owed.zero_()

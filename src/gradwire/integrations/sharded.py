@@ -1,0 +1,366 @@
+"""FSDP2: gradients are reduced and scattered through codecs, each parameter through its own.
+
+FSDP calls, for every group of parameters of every module, objects that this file puts in place of
+its own (integrations/scatter.py). Weights are gathered as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from gradwire.aggregators import Aggregator, Attached
+from gradwire.aggregators.registry import Method
+from gradwire.collectives import (
+    Collective,
+    Item,
+    Operation,
+    Options,
+    prepare,
+    retire,
+    start_round,
+)  # fmt: skip
+from gradwire.collectives.legal import dense
+from gradwire.engine import Outcome, Owner
+from gradwire.errors import ConfigError, TransportError
+from gradwire.groups import communicator
+from gradwire.integrations.backward import Backward, running
+from gradwire.integrations.fsdp import Groups
+from gradwire.integrations.rehearsal import alike
+from gradwire.integrations.saved import Saved, members_of
+from gradwire.integrations.scatter import Replicas, Scatter, WeightGather
+from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, trained_of
+from gradwire.integrations.switch import Switch, Update
+from gradwire.lang import rng
+from gradwire.partition import Spec
+from gradwire.planner import Plan, Rules
+
+_SAME: Any = object()
+_OPTIONS = Options()
+
+
+class Sharded(Saved):
+    """What `attach` returns for an FSDP2 module."""
+
+    def __init__(
+        self, model: torch.nn.Module, trained: Trained, plan: Plan, seed: int, first: int
+    ) -> None:
+        self.groups = groups = trained.groups
+        members = members_of(plan, seed, groups.rank, first)
+        super().__init__(members, seed, groups.rank, groups.size)
+        what = f"the sharded module of {plan.parameters[0].name}"
+        self._owners = [communicator(group).owner(what) for group in groups.all]
+        self._named = trained.named
+        self._lock = threading.Lock()
+        self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
+        self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
+        self._switch = Switch(plan, self._owners[0], self._rehearse)
+        self._pass = running()
+        self._version = 0  # that this rank offers in this pass
+        self._least: int | None = None  # that any rank has offered, as far as it is known
+        self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
+        self._backward.watch(model)
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
+        self._scatters: list[Scatter] = []
+        self._columns = [n for p, n in trained.names.items() if p.fsdp_placement.dim != 0]
+        for record in trained.records:
+            of = {p: members[trained.names[p]] for p in record.fsdp_params if p in trained.names}
+            self._install(record, of)
+
+    def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
+        before = record._reduce_scatter_comm, record._all_gather_comm, record.mesh_info
+        self._replaced.append((record, *before))
+        if self.groups.scatter is not None:
+            scatter = record._reduce_scatter_comm = Scatter(self, members)
+            self._scatters.append(scatter)
+            record._all_gather_comm = WeightGather(record._all_gather_comm)
+        if self.groups.replicas is not None:
+            record.mesh_info = copy.copy(record.mesh_info)
+            between = Replicas(self.groups.replicas, self, members)
+            record.mesh_info.replicate_process_group = between
+
+    @property
+    def owner(self) -> Owner:
+        """Of what is scattered."""
+        assert self.groups.scatter is not None
+        return self._owners[0]
+
+    @property
+    def replicas(self) -> Owner:
+        """Of what goes between replicas."""
+        assert self.groups.replicas is not None
+        return self._owners[-1]
+
+    # ---- passes
+
+    def begin(self) -> int:
+        """A scatter begins: the version of plans that this rank offers in the running pass."""
+        self._backward.enter()
+        now = running()
+        if now != self._pass:
+            self._pass = now
+            before = self._switch.plan
+            least = before.version if self._least is None else self._least
+            self._version, self._least = self._switch.begin(least), None
+            if self._switch.plan is not before:
+                for planned in self._switch.plan.parameters:
+                    self._members[planned.name].adopt(planned.aggregator)
+                retire(self.owner)
+                self.owner.comm.flights.mark(f"adopt: plan {self._switch.plan.version}")
+        return self._version
+
+    def run(
+        self,
+        owner: Owner,
+        specs: Sequence[Spec],
+        items: Sequence[Item],
+        operation: Operation,
+        raw_bytes: int,
+        version: int = 0,
+    ) -> int:
+        """Run a collective to its end; returns the least version that reached this rank."""
+        collective = prepare(owner, specs, _OPTIONS, operation, items[0].values.device)
+        collective.check(items)
+        ticket = owner.ticket(version)
+        try:
+            (ended,) = start_round(ticket, [(collective, items)])
+            outcome: Outcome = ended.result()
+        finally:
+            ticket.close()
+        with self._lock:
+            self._totals["calls"] += 1
+            self._totals["raw_bytes"] += raw_bytes
+            self._totals["wire_bytes"] += outcome.wire_bytes
+            self._totals["seconds"] += outcome.seconds
+            self._totals["kernel_seconds"] += outcome.kernel_seconds
+            self._totals["kernel_calls"] += outcome.kernel_calls
+        return ticket.version
+
+    def know(self, least: int) -> None:
+        """A scatter has told the least version that any rank offers in this pass."""
+        self._least = least if self._least is None else min(self._least, least)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether some scatter of a pass brings every rank a message of every other; ranks agree on
+        that."""
+        return any(s.last is not None and s.last.reaches_all for s in self._scatters)
+
+    def ask(self, version: int, device: torch.device) -> None:
+        """Where no scatter tells, for want of rows: exchange the versions that ranks offer."""
+        values = torch.tensor([version], dtype=torch.int32, device=device)
+        least = Operation("all_reduce", "min")
+        spec = Spec("plan version", 1, torch.int32, dense(least, torch.int32))
+        self.run(self.owner, [spec], [Item(values, rng.Keys(0, 0), 0)], least, 0)
+        self.know(int(values.item()))
+
+    def _reduces(self, module: torch.nn.Module) -> bool:
+        """Whether a backward of the module will reduce anything; FSDP2's way of no_sync."""
+        return any(getattr(record, "reduce_grads", True) for record, *_ in self._replaced)
+
+    def _forward(self) -> None:
+        refusal = self._switch.refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _abandoned(self) -> None:
+        """Backward ended by an exception: peers would wait for what it has not scattered."""
+        for owner in self._owners:
+            rank = owner.comm.rank
+            error = TransportError(
+                f"rank {rank}: backward raised an exception in {owner.name}, so its gradients are "
+                f"not complete: see what rank {rank} raised",
+                peer=rank,
+            )
+            owner.comm.fail_owner(owner, error)
+
+    # ---- plans
+
+    @property
+    def plan(self) -> Plan:
+        """How each parameter is synchronised: the plan in force."""
+        return self._switch.plan
+
+    def update(
+        self,
+        codec: Method = _SAME,
+        *,
+        include: Sequence[str] = _SAME,
+        exclude: Sequence[str] = _SAME,
+        codecs: Mapping[str, Method] = _SAME,
+        error_feedback: bool = _SAME,
+        **codec_options: object,
+    ) -> Update:
+        """Change what `attach` was told, while training runs: as `Handle.update`, for what FSDP2
+        modules have.
+
+        Raises:
+            ConfigError: as `Handle.update`; or the module has replicas (HSDP).
+        """
+        if self.groups.replicas is not None:
+            raise ConfigError(
+                "update: a plan of a module with replicas (HSDP) is for good: detach, and attach "
+                "anew"
+            )
+        rules = {
+            "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
+            "error_feedback": error_feedback,
+        }  # fmt: skip
+        given = {name: value for name, value in rules.items() if value is not _SAME}
+
+        def changed(before: Plan) -> Plan:
+            rules = before.rules.changed(codec_options, **given)
+            return make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
+
+        return self._switch.ask(changed)
+
+    def _rehearse(self, plan: Plan) -> list[Collective]:
+        """What `plan` will run, of what all ranks have last scattered alike."""
+        name = f"{self.owner.key}/plan {plan.version}"
+        known = alike(self.owner, name, lambda: [s.last for s in self._scatters if s.last])
+        aggregators: dict[str, Aggregator] = {p.name: p.aggregator for p in plan.parameters}
+        return [
+            prepare(self.owner, last.specs(aggregators), _OPTIONS, last.operation, last.device)
+            for last in known
+        ]
+
+    # ---- what a user asks
+
+    def stats(self) -> dict[str, Any]:
+        """What has been sent so far.
+
+        Returns:
+            calls: reduce-scatters, and all-reduces between replicas.
+            wire_bytes: sent by this rank, headers included.
+            raw_bytes: what they would have sent uncompressed: (N-1)/N of the gradients, and
+                2 (N-1)/N of their shards between N replicas.
+            ratio: raw_bytes / wire_bytes (None before anything was sent).
+            seconds: from call to result; kernel_seconds, kernel_calls: as of `Handle.stats`.
+            residual_bytes: memory of residuals: with error feedback 4 bytes for every value of
+                every compressed parameter, whole, on each rank.
+            parameters: name -> codec (or "dense"), numel, payload_bytes, ratio.
+            plan: its version.
+        """
+        with self._lock:
+            totals: dict[str, Any] = dict(self._totals)
+        wire = totals["wire_bytes"]
+        return {
+            **totals,
+            "ratio": totals["raw_bytes"] / wire if wire else None,
+            "residual_bytes": self._state_bytes(),
+            "parameters": self._facts(),
+            "plan": self.plan.version,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Handle.state_dict`; `shards` says how many there were."""
+        return {**super().state_dict(), "shards": self.groups.shards}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """As `Handle.load_state_dict`.
+
+        Raises:
+            ConfigError: as there; or residuals that cannot be moved to another mesh.
+        """
+        for one in [state] if isinstance(state, Mapping) else state:
+            if isinstance(one, Mapping) and one.get("aggregators"):
+                self._check_mesh(one)
+        super().load_state_dict(state)
+        if self.groups.size == 1 and any(member.state for member in self._members.values()):
+            warnings.warn(
+                "load_state_dict: one rank reduces nothing under FSDP2, so what the residuals of "
+                "this state hold is left out",
+                stacklevel=2,
+            )
+            for member in self._members.values():
+                member.keep({})
+
+    def _check_mesh(self, state: Mapping[str, Any]) -> None:
+        """A residual has the values of each shard side by side, and counts those of the own shard
+        for all of them where there are replicas."""
+        here = self.groups.size, self.groups.shards
+        there = state.get("world_size"), state.get("shards")
+        if there == here:
+            return
+        columns = [name for name in self._columns if name in state["aggregators"]]
+        if there[1] is None:
+            raise ConfigError(
+                "load_state_dict: this state is of a DDP module, whose residuals have another "
+                "layout; load it with an empty 'aggregators' to start them anew"
+            )
+        if there[0] != there[1] or here[0] != here[1] or columns:
+            what = f"parameter {columns[0]}, sharded by columns," if columns else "replicas (HSDP)"
+            raise ConfigError(
+                f"load_state_dict: this state is of {there[0]} ranks in {there[1]} shards, here "
+                f"are {here[0]} in {here[1]}: residuals of {what} cannot be moved; load it with "
+                "an empty 'aggregators' to start them anew"
+            )
+
+    def detach(self) -> None:
+        """Give the module back to plain collectives, between two steps. Statistics and state stay
+        readable."""
+        self._backward.unwatch()
+        for record, scatter, gather, mesh in self._replaced:
+            record._reduce_scatter_comm, record._all_gather_comm = scatter, gather
+            record.mesh_info = mesh
+        self._replaced.clear()
+        for owner in self._owners:
+            owner.comm.close_owner(owner)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class PlannedShards:
+    """FSDP modules that may be attached to."""
+
+    model: torch.nn.Module
+    trained: Trained
+    plan: Plan
+
+    def handle(self, seed: int) -> Sharded:
+        """Attach; raises ConfigError if ranks disagree."""
+        groups = self.trained.groups
+        count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
+        agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
+        for group in groups.all:
+            communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
+        return Sharded(self.model, self.trained, self.plan, seed, count << _STEP_BITS)
+
+
+def plan_sharded(
+    model: torch.nn.Module,
+    rules: Rules,
+    like: Groups | None = None,
+    ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
+) -> PlannedShards:
+    """What `attach` finds on this rank, on every FSDP module in `model`, before ranks agree.
+
+    Args:
+        like: leave out modules over other process groups than these, and those that cannot have a
+            handle.
+        ours: whether what travels over a process group is compressed.
+
+    Raises:
+        ConfigError: a module cannot have a handle, modules over several process groups, an
+            aggregator that is not one codec, or what `make_plan` refuses.
+    """
+    trained = trained_of(model, like, ours)
+    return PlannedShards(
+        model, trained, make_sharded_plan(trained.named, rules, trained.groups.size)
+    )
+
+
+_STEP_BITS = 32  # of a handle's steps
+# No two handles of a group draw the same numbers.
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

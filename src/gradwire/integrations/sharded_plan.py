@@ -1,0 +1,119 @@
+"""What is in an FSDP2 module, by parameter, before a handle is attached to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.aggregators import Compressed, Dense
+from gradwire.errors import ConfigError
+from gradwire.integrations.fsdp import Groups, parameter_groups, process_groups
+from gradwire.integrations.scatter import Replicas, Scatter
+from gradwire.planner import Plan, Rules, make_plan
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The parameters that have gradients.
+
+    Attributes:
+        named: names and whole shapes, on no device.
+        names: by FSDP's records.
+        records: FSDP's of groups of parameters.
+        groups: the process groups of all of them.
+    """
+
+    named: list[tuple[str, torch.Tensor]]
+    names: Mapping[Any, str]
+    records: list[Any]
+    groups: Groups
+
+
+def make_sharded_plan(
+    named: Sequence[tuple[str, torch.Tensor]], rules: Rules, ranks: int, version: int = 0
+) -> Plan:
+    """How each parameter goes; raises ConfigError as `make_plan`, and for what is no codec."""
+    plan = make_plan(named, rules, ranks, version=version)
+    for p in plan.parameters:
+        if not isinstance(p.inner, (Compressed, Dense)):
+            raise ConfigError(
+                f"parameter {p.name}: what FSDP2 scatters goes through a codec, not through {p.how}"
+            )
+    return plan
+
+
+def not_free(where: str, record: Any) -> str | None:
+    """Why a handle cannot have a group of parameters, or None.
+
+    Args:
+        where: its module, in words.
+    """
+    if is_attached(record):
+        return f"module {where} has a handle attached: call its detach() before attaching anew"
+    if not hasattr(record.mesh_info, "shard_mesh_size"):
+        return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
+    scatter = type(record._reduce_scatter_comm)
+    if not scatter.__module__.startswith("torch."):
+        return (
+            f"module {where} has a reduce-scatter of its own, {scatter.__name__} "
+            "(set_custom_reduce_scatter), in whose place gradwire's would come: leave one of them"
+        )
+    return None
+
+
+def is_attached(record: Any) -> bool:
+    """Whether a group of parameters has objects of a handle's."""
+    between = getattr(record.mesh_info, "replicate_process_group", None)
+    return isinstance(record._reduce_scatter_comm, Scatter) or isinstance(between, Replicas)
+
+
+def trained_of(
+    model: torch.nn.Module, like: Groups | None, ours: Callable[[dist.ProcessGroup], bool]
+) -> Trained:
+    """What is trained in `model`; see `attach_sharded`."""
+    names_of: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        names_of.setdefault(parameter, name)
+    found: dict[Groups, str] = {}
+    named: list[tuple[str, torch.Tensor]] = []
+    names: dict[Any, str] = {}
+    records: list[Any] = []
+    trained = False
+    for module, record in parameter_groups(model):
+        where = module or "(the root)"
+        reason = not_free(where, record)
+        if reason is not None and like is None:
+            raise ConfigError(reason)
+        if reason is not None or like not in (None, process_groups(record)):
+            continue
+        groups = process_groups(record)
+        groups = groups.only(ours)
+        found.setdefault(groups, where)
+        records.append(record)
+        for parameter in record.fsdp_params:
+            # Frozen ones, too: they may be trained later.
+            if parameter.sharded_param.is_floating_point():
+                trained |= parameter.sharded_param.requires_grad
+                # Within a backward pass modules hold whole parameters; then FSDP knows their names.
+                name = names_of.get(parameter.sharded_param) or parameter._param_fqn
+                names[parameter] = name
+                dtype = parameter.sharded_param.dtype
+                shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")
+                named.append((name, shape))
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise ConfigError(
+            f"modules {first} and {second} are sharded over unlike process groups: attach to each "
+            "part by itself"
+        )
+    if not found:
+        raise ConfigError("no module in this one is sharded by fully_shard: nothing to attach to")
+    if not trained:
+        raise ConfigError(
+            "the module has no parameter that requires a gradient: nothing to attach to"
+        )
+    return Trained(named, names, records, *found)

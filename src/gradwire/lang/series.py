@@ -1,0 +1,211 @@
+"""Series: kernel calls of several codecs and forms, of which those on target c are one call.
+
+A series is prepared once, for tables that differ in addresses and keys alone, and bound to the
+table of each use. Then its calls are run by their numbers: a stretch of them costs Python one call
+on target c, whatever the codecs, and one for each call that runs on another target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gradwire.lang import native
+from gradwire.lang.kernels import Kernels, check_form, compiler_needed
+from gradwire.lang.rows import ROW
+
+if TYPE_CHECKING:
+    from gradwire.lang import gpu
+
+# One kernel call; emit/series.c describes the same 64 bytes.
+ENTRY = np.dtype(
+    [
+        ("form", "<u8"),  # address of the function
+        ("rows", "<u8"),
+        ("n", "<i8"),
+        ("distances", "<u8"),
+        ("workspace", "<u8"),
+        ("table", "<u8"),
+        ("ranks", "<i4"),
+        ("rank", "<i4"),
+        ("threads", "<i4"),
+        ("factor", "<f4"),
+    ]
+)
+assert ENTRY.itemsize == 64
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel call of a series.
+
+    Attributes:
+        kernels, form: what it runs.
+        first, last: its rows of the table, [first, last).
+        ranks, rank, mark: as in `Kernels.run`.
+        scaled: whether it multiplies by the series' factor; else by 1.
+    """
+
+    kernels: Kernels
+    form: str
+    first: int
+    last: int
+    ranks: int = 1
+    rank: int = 0
+    scaled: bool = False
+    mark: gpu.Mark | None = None
+
+
+class Series:
+    """Kernel calls, prepared.
+
+    Args:
+        calls: in the order of their numbers.
+        numels: int64, of each row of the table.
+        threads: as in `Call`.
+        together: False runs each with a call of its own from Python, on target c too.
+
+    Raises:
+        ConfigError: an unknown form, or what had to be compiled could not be.
+
+    Attributes:
+        rows: of the table.
+        workspace_nbytes: what the call that needs most of it needs; they share it.
+        native, others: numbers of the calls on target c, and of those on other targets.
+        before: of each call, how many of `native` stand before it; and of all.
+        entries: of `native`, dtype ENTRY, but for what a table adds to them.
+        scaled: of `native`, whether they multiply by the factor.
+        payloads: of each call, how many it sums.
+        runner: runs entries, or None where there are none.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[KernelCall],
+        numels: np.ndarray,
+        threads: int = 1,
+        together: bool = True,
+    ) -> None:
+        self.calls = tuple(calls)
+        self.threads = threads
+        self.together = together
+        self.rows = len(numels)
+        assert threads >= 1, threads
+        for call in calls:
+            check_form(call.form)
+            assert 0 <= call.first < call.last <= self.rows, call
+            assert -1 <= call.rank < call.ranks, call
+        self.payloads = [call.ranks - (call.rank >= 0) for call in calls]
+        self.workspace_nbytes = max(
+            (
+                call.kernels.workspace_nbytes(numels[call.first : call.last], threads, call.ranks)
+                for call in calls
+            ),
+            default=0,
+        )
+        self.native = [n for n, call in enumerate(calls) if call.kernels.library is not None]
+        self.others = [n for n, call in enumerate(calls) if call.kernels.library is None]
+        self.before = np.searchsorted(self.native, range(len(calls) + 1)).tolist()
+        own = [self.calls[number] for number in self.native]
+        self.entries = entries = np.zeros(len(own), ENTRY)
+        with compiler_needed():
+            self.runner = native.runner() if own else None
+            for entry, call in zip(entries, own, strict=True):
+                library = call.kernels.library
+                assert library is not None
+                entry["form"], entry["table"] = library.address(call.form), library.table
+        entries["rows"] = [call.first * ROW.itemsize for call in own]
+        entries["n"] = [call.last - call.first for call in own]
+        entries["ranks"] = [call.ranks for call in own]
+        entries["rank"] = [call.rank for call in own]
+        entries["threads"] = threads
+        self.scaled = np.array([call.scaled for call in own], dtype=bool)
+
+    def bind(self, rows: np.ndarray, workspace: torch.Tensor, factor: float = 1.0) -> Bound:
+        """The series on a table, which may still change in place.
+
+        Args:
+            rows: C-contiguous, of dtype `ROW`, with the numels that the series was prepared for;
+                it, and the memory that it leads to, must outlive all calls.
+            workspace: uint8[workspace_nbytes] or more.
+            factor: what calls that are scaled multiply by.
+        """
+        return Bound(self, rows, workspace, factor)
+
+
+class Bound:
+    """A series on one table. Its calls share the workspace: they run one after the other."""
+
+    def __init__(
+        self, series: Series, rows: np.ndarray, workspace: torch.Tensor, factor: float
+    ) -> None:
+        assert rows.dtype == ROW, rows.dtype
+        assert rows.size == series.rows, (rows.size, series.rows)
+        assert rows.flags.c_contiguous, "rows: a contiguous table"
+        assert workspace.nbytes >= series.workspace_nbytes, series.workspace_nbytes
+        self._series = series
+        self._rows = rows
+        self._workspace = workspace
+        self._factor = factor
+        self._entries = entries = series.entries.copy()
+        entries["rows"] += np.uint64(rows.ctypes.data)
+        entries["workspace"] = workspace.data_ptr()
+        entries["factor"] = np.where(series.scaled, factor, 1.0)
+        self._at: int = entries.ctypes.data
+
+    def run(self, first: int, last: int, distances: np.ndarray | None = None) -> int:
+        """Run the calls [first, last), those on target c before the others.
+
+        Args:
+            distances: as in `Call`; the same for all of these.
+
+        Returns:
+            How many calls Python made.
+
+        Raises:
+            CodecError: a payload that cannot be decoded: it names form and row, counted from the
+                call's first. No call behind that one is made. With a mark, the mark says so.
+        """
+        series = self._series
+        payloads = max(series.payloads[first:last], default=0)
+        given = 0 if distances is None else distances.size
+        assert given >= payloads, f"{payloads} payloads, {given} distances"
+        begin, end = series.before[first], series.before[last]
+        if begin < end and distances is not None:
+            assert distances.dtype == np.int64, distances.dtype
+            assert distances.flags.c_contiguous
+            self._entries["distances"][begin:end] = distances.ctypes.data
+        step = max(1, end - begin) if series.together else 1
+        made = 0
+        for entry in range(begin, end, step):
+            self._run_entries(entry, step)
+            made += 1
+        for number in series.others[first - begin : last - end]:
+            self._run_alone(series.calls[number], distances)
+            made += 1
+        return made
+
+    def _run_entries(self, first: int, count: int) -> None:
+        series = self._series
+        assert series.runner is not None
+        failed = series.runner(self._at + first * ENTRY.itemsize, count)
+        if failed:
+            call = series.calls[series.native[first + (failed >> 32)]]
+            raise native.undecodable((failed & 0xFFFFFFFF) - 1, call.form, call.kernels.codec)
+
+    def _run_alone(self, call: KernelCall, distances: np.ndarray | None) -> None:
+        call.kernels.run(
+            call.form,
+            self._rows[call.first : call.last],
+            ranks=call.ranks,
+            rank=call.rank,
+            distances=distances,
+            factor=self._factor if call.scaled else 1.0,
+            threads=self._series.threads,
+            workspace=self._workspace,
+            mark=call.mark,
+        )

@@ -1,0 +1,238 @@
+"""State that is saved, and loaded by as many ranks, or by another number of them."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import (
+    Aggregator,
+    ARTopK,
+    Compressed,
+    Context,
+    PowerSGD,
+    StateSpec,
+    Steps,
+)
+from gradwire.codecs import QSGD, TopK
+from gradwire.collectives import AllGather, ReduceScatter
+from gradwire.engine import Communicator
+from gradwire.integrations.state import merge_states
+from gradwire.planner import Plan, Rules, make_plan
+from products import every_pair
+from ranks import as_threads
+
+SHAPES: list[Shape] = [(20, 30), (9,), (7, 5), (33, 17), (2, 3), (8, 3, 3, 3)]
+
+
+@dataclass(frozen=True)
+class Smoothed(Aggregator):
+    """Averages, smoothed over steps; of what was, each rank keeps some rows. How often it has
+    averaged, all ranks know; how far its own gradient has been, each knows for itself."""
+
+    def states(self, shape: Shape) -> Mapping[str, StateSpec]:
+        rows, columns = shape[0], math.prod(shape[1:])
+        return {
+            "memory": StateSpec((rows, columns), kind="sharded"),
+            "turned": StateSpec((columns, rows), kind="sharded", dim=1, start="normal"),
+            "count": StateSpec((1,), torch.int64, kind="replicated"),
+            "drift": StateSpec((rows,), kind="per_rank", start="normal"),
+        }
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        lengths = [self._lengths(c) for c in contexts]
+        for c in contexts:
+            c.state["drift"] += c.gradient.view(c.shape[0], -1).sum(1)
+            c.state["count"] += 1
+        shards = yield [
+            ReduceScatter(c.gradient, lengths=of, of=c)
+            for c, of in zip(contexts, lengths, strict=True)
+        ]
+        for c, shard in zip(contexts, shards, strict=True):
+            memory = c.state["memory"]
+            memory.mul_(0.5).add_(shard.view(memory.shape))
+            c.state["turned"].mul_(0.5).add_(memory.T)
+        whole: Sequence[torch.Tensor] = yield [
+            AllGather(c.state["turned"].T.contiguous().view(-1), lengths=of, of=c)
+            for c, of in zip(contexts, lengths, strict=True)
+        ]
+        return whole
+
+    def _lengths(self, c: Context) -> tuple[int, ...]:
+        declared = self.states(c.shape)["memory"]
+        return tuple(math.prod(declared.local(rank, c.world_size)) for rank in range(c.world_size))
+
+    def payload_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        return 2 * math.prod(shape) * dtype.itemsize
+
+
+CASES: dict[str, Aggregator] = {
+    "qsgd": Compressed(QSGD(bits=2)),
+    "topk": Compressed(TopK(density=0.05)),
+    "powersgd": PowerSGD(2),
+    "artopk": ARTopK(0.05),
+    "smoothed": Smoothed(),
+}
+
+
+def plan_of(case: str, world_size: int) -> Plan:
+    rules = Rules(CASES[case], include=("*",), feedback=True)
+    named = [(f"p{i}", torch.zeros(shape)) for i, shape in enumerate(SHAPES)]
+    return make_plan(named, rules, world_size)
+
+
+class Rank:
+    """One rank of a job, which can be saved and go on elsewhere."""
+
+    def __init__(self, comm: Communicator, case: str) -> None:
+        self.comm = comm
+        self.plan = plan_of(case, comm.world_size)
+        self.parameters = Parameters(comm, SHAPES, [p.aggregator for p in self.plan.parameters])
+
+    def train(self, first: int, last: int) -> list[torch.Tensor]:
+        averages = []
+        for step in range(first, last):
+            averages += self.parameters.average(drawn(SHAPES, self.comm.rank, step))
+        return averages
+
+    def saved(self) -> dict[str, Any]:
+        """As Handle.state_dict."""
+        members = self.parameters.members
+        return {
+            "version": 1, "rank": self.comm.rank, "world_size": self.comm.world_size, "seed": 0,
+            "parameters": {p.name: p.facts() for p in self.plan.parameters},
+            "steps": {m.name: m.step for m in members},
+            "aggregators": {
+                m.name: {k: t.clone() for k, t in m.state.items()} for m in members if m.state
+            },
+        }  # fmt: skip
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """As Handle.load_state_dict."""
+        merged = merge_states(states, self.comm.rank, self.comm.world_size, self.plan)
+        for m in self.parameters.members:
+            m.step = merged["steps"][m.name]
+            m.keep({k: t.clone() for k, t in merged["aggregators"].get(m.name, {}).items()})
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(("case", "ranks"), every_pair(CASES, [2, 3, 5]))
+def test_resuming_is_bit_identical(case: str, ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        first = Rank(comm, case)
+        first.train(0, 3)
+        states = [first.saved(), through_a_file(first.saved())]
+        expected, end = first.train(3, 6), first.saved()["aggregators"]
+        for state in states:
+            again = Rank(comm, case)
+            again.train(0, 1)  # what it has is replaced
+            again.load([state])
+            assert all(map(torch.equal, again.train(3, 6), expected))
+            for name, kept in again.saved()["aggregators"].items():
+                assert all(torch.equal(kept[k], end[name][k]) for k in end[name])
+
+    as_threads(ranks, body)
+
+
+def states_after(case: str, ranks: int, steps: int = 3) -> list[dict[str, Any]]:
+    def body(comm: Communicator) -> dict[str, Any]:
+        mine = Rank(comm, case)
+        mine.train(0, steps)
+        return mine.saved()
+
+    return as_threads(ranks, body)
+
+
+def mean(states: Sequence[Mapping[str, Any]], name: str, keys: Sequence[str]) -> torch.Tensor:
+    """Of what ranks keep under any of the keys."""
+    found = [s["aggregators"].get(name, {}).get(k) for s in states for k in keys]
+    return sum(t.double() for t in found if t is not None) / len(states)
+
+
+@pytest.mark.parametrize(
+    ("case", "moves"), every_pair(CASES, [(2, 3), (3, 2), (4, 1), (1, 3), (2, 3, 1, 2), (5, 2)])
+)
+def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
+    before = states_after(case, moves[0])
+    declared = {p.name: p.inner.states(p.shape) for p in plan_of(case, 2).parameters}
+    for ranks in moves[1:]:
+
+        def body(comm: Communicator) -> tuple[dict[str, Any], list[torch.Tensor]]:
+            mine = Rank(comm, case)
+            mine.load(before[::-1])  # noqa: B023
+            return mine.saved(), mine.train(3, 4)
+
+        found = as_threads(ranks, body)
+        after = [loaded for loaded, _ in found]
+        for i, shape in enumerate(SHAPES):
+            name = f"p{i}"
+            owed = ("residual", "owed")
+            expected = mean(before, name, owed) + torch.zeros(math.prod(shape)).double()
+            owed_now = mean(after, name, owed) + torch.zeros(math.prod(shape)).double()
+            torch.testing.assert_close(owed_now, expected, rtol=1e-5, atol=1e-5)
+            for key, spec in declared[name].items():
+                old = [s["aggregators"].get(name, {}).get(key) for s in before]
+                new = [s["aggregators"].get(name, {}).get(key) for s in after]
+                if old[0] is None:  # one rank alone has had no need of any
+                    assert new[0] is None
+                elif spec.kind == "replicated":
+                    assert all(torch.equal(old[0], t) for t in new)
+                elif spec.kind == "sharded":
+                    assert torch.equal(torch.cat(old, spec.dim), torch.cat(new, spec.dim))
+                    assert [tuple(t.shape) for t in new] == [
+                        spec.local(r, ranks) for r in range(ranks)
+                    ]
+                else:
+                    kept = mean(after, name, (key,)), mean(before, name, (key,))
+                    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
+            if ranks == 1:  # its gradient brings what is owed
+                paid = drawn(SHAPES, 0, 3)[i].double().view(-1) + expected
+                average = found[0][1][i].double().view(-1)
+                torch.testing.assert_close(average, paid, rtol=1e-5, atol=1e-5)
+        before = after
+
+
+def test_what_is_owed_to_one_rank_alone_comes_with_its_next_gradient() -> None:
+    states = states_after("topk", 4)
+    assert mean(states, "p0", ["residual"]).any()
+
+    def body(comm: Communicator) -> None:
+        mine = Rank(comm, "topk")
+        mine.load(states)
+        assert mine.saved()["aggregators"].keys() == {f"p{i}" for i in range(len(SHAPES))}
+        mine.train(3, 4)
+        assert not mine.saved()["aggregators"]
+
+    as_threads(1, body)
+
+
+def test_a_state_that_cannot_move_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(gw.ConfigError, match="has no mean"):
+        StateSpec((3,), torch.int64)
+    with pytest.raises(gw.ConfigError, match="no dim 1"):
+        StateSpec((3,), kind="sharded", dim=1)
+    with pytest.raises(gw.ConfigError, match="'shared'"):
+        StateSpec((3,), kind="shared")
+    with pytest.raises(gw.ConfigError, match="'ones'"):
+        StateSpec((3,), start="ones")
+
+
+def test_a_shard_of_another_size_is_refused() -> None:
+    states = states_after("smoothed", 3)
+    states[1]["aggregators"]["p0"]["memory"] = torch.zeros(3, 30)
+    with pytest.raises(gw.ConfigError, match=r"memory of p0 has shape \(3, 30\), not \(7, 30\)"):
+        merge_states(states, 0, 2, plan_of("smoothed", 2))

@@ -1,0 +1,266 @@
+"""PowerSGD: against the algorithm in float64, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product as product_of
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import ErrorFeedback, PowerSGD
+from gradwire.aggregators.powersgd import orthogonal, product
+from gradwire.engine import Communicator
+from products import every_pair, one_in
+from ranks import as_processes, as_threads
+
+MATRICES: list[Shape] = [(12, 20), (33, 17), (12, 20), (8, 3, 3, 3), (64, 7)]
+REST: list[Shape] = [(50,), (2, 3), (), (0,), (5, 0)]
+
+
+def compresses(rank: int, shape: Shape) -> bool:
+    columns = math.prod(shape[1:])
+    return len(shape) > 1 and rank * (shape[0] + columns) < shape[0] * columns
+
+
+def reference(
+    shapes: Sequence[Shape],
+    bases: dict[int, torch.Tensor],
+    residuals: Sequence[Sequence[torch.Tensor]],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """One step of the algorithm in float64, all ranks at once.
+
+    Args:
+        bases: Q of each compressed parameter, [m, r].
+        residuals, gradients: of each rank, by parameter.
+
+    Returns:
+        The averages; and each rank's residuals, all 1-D.
+    """
+    averages = []
+    kept: list[list[torch.Tensor]] = [[] for _ in gradients]
+    for at, shape in enumerate(shapes):
+        wanted = [
+            g[at].double().view(-1) + e[at].double()
+            for g, e in zip(gradients, residuals, strict=True)
+        ]
+        sent = wanted
+        if at in bases:
+            matrices = [p.view(shape[0], -1) for p in wanted]
+            p = gram_schmidt(sum(m @ bases[at].double() for m in matrices))
+            sent = [(p @ (p.T @ m)).view(-1) for m in matrices]
+        averages.append(torch.stack(sent).mean(0))
+        for mine, p, s in zip(kept, wanted, sent, strict=True):
+            mine.append(p - s)
+    return averages, kept
+
+
+def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
+    columns: list[torch.Tensor] = []
+    for column in matrix.T:
+        for known in columns:
+            column = column - (known @ column) * known
+        columns.append(column / column.norm())
+    return torch.stack(columns, 1)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("ranks", "rank", "dtype"), every_pair([2, 3, 4, 5], [1, 2, 4], DTYPES))
+def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype) -> None:
+    """Each step from the state before: over many, what is lost to rounding grows."""
+    shapes, steps = [*MATRICES, *REST], 6
+    data = [[drawn(shapes, r, step, dtype) for r in range(ranks)] for step in range(steps)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, shapes, ErrorFeedback(PowerSGD(rank)))
+        found = []
+        for step in range(steps):
+            averages = mine.average(data[step][comm.rank])
+            found.append((averages, mine.states(), mine.bases()))
+        return found
+
+    found = as_threads(ranks, body)
+    for step in range(1, steps):
+        bases = {at: basis for at, basis in enumerate(found[0][step - 1][2]) if basis is not None}
+        assert sorted(bases) == [i for i, s in enumerate(shapes) if compresses(rank, s)]
+        before = [mine[step - 1][1] for mine in found]
+        expected, residuals = reference(shapes, bases, before, data[step])
+        tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+        for at in range(len(shapes)):
+            average = found[0][step][0][at]
+            assert average.dtype == dtype
+            assert all(torch.equal(mine[step][0][at], average) for mine in found)
+            close(average.view(-1), expected[at], tolerance)
+            for mine, kept in zip(found, residuals, strict=True):
+                close(mine[step][1][at], kept[at], 1e-5)
+                if at not in bases:
+                    assert not mine[step][1][at].any(), "what is sent whole leaves nothing"
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Equal but for a share of the largest value."""
+    if found.numel():
+        off = (found.double() - expected).abs().max()
+        assert off <= tolerance * max(1.0, float(expected.abs().max())), float(off)
+
+
+def test_one_rank_alone_has_its_average() -> None:
+    def body(comm: Communicator) -> tuple[list[torch.Tensor], list[Any]]:
+        mine = Parameters(comm, MATRICES, PowerSGD(2))
+        return mine.average(drawn(MATRICES, 0, 0)), mine.outcomes
+
+    averages, outcomes = as_threads(1, body)[0]
+    assert all(map(torch.equal, averages, drawn(MATRICES, 0, 0)))
+    assert outcomes == [[]]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 30])
+def test_layers_of_a_bucket_share_two_collectives(layers: int) -> None:
+    shapes = [shape for _ in range(layers) for shape in ((24, 16), (9,), (16, 12))]
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, shapes, ErrorFeedback(PowerSGD(2)))
+        for step in range(3):
+            mine.average(drawn(shapes, comm.rank, step))
+        return [len(outcomes) for outcomes in mine.outcomes]
+
+    assert as_threads(2, body) == [[2, 2, 2]] * 2
+
+
+def test_vectors_alone_cost_one_collective() -> None:
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, REST, ErrorFeedback(PowerSGD(2)))
+        mine.average(drawn(REST, comm.rank, 0))
+        return [len(outcomes) for outcomes in mine.outcomes]
+
+    assert as_threads(2, body) == [[1]] * 2
+
+
+def test_the_payload_is_as_large_as_it_says() -> None:
+    for shape in (*MATRICES, *REST):
+        columns, numel = math.prod(shape[1:]), math.prod(shape)
+        expected = 4 * 3 * (shape[0] + columns) if compresses(3, shape) else 4 * numel
+        assert PowerSGD(3).payload_bytes(shape, torch.float32) == expected
+
+
+def test_residuals_stay_small_where_ranks_see_unlike_data() -> None:
+    """Each rank has a gradient of its own all the time, of a rank that PowerSGD can express."""
+    made = torch.Generator().manual_seed(0)
+    own = [torch.outer(torch.randn(12, generator=made), torch.randn(20, generator=made))
+           for _ in range(2)]  # fmt: skip
+
+    def body(comm: Communicator) -> float:
+        mine = Parameters(comm, [(12, 20), (30,)], ErrorFeedback(PowerSGD(2)))
+        for _ in range(100):
+            mine.average([own[comm.rank], torch.full((30,), float(comm.rank))])
+        return max(float(kept.norm()) for kept in mine.states())
+
+    assert max(as_threads(2, body)) < 1e-2 * float(own[0].norm())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", MATRICES[:1] + REST[:1], ids=str)
+def test_what_is_not_finite_travels_and_leaves_state_as_it_was(where: Shape, bad: float) -> None:
+    shapes = [(12, 20), (33, 17), (50,)]
+    at = shapes.index(where)
+
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, shapes, ErrorFeedback(PowerSGD(2)))
+        for step in range(2):
+            mine.average(drawn(shapes, comm.rank, step))
+        mine.members[2].state["residual"] += 1.0  # as another aggregator may have left it
+        before, bases = mine.states(), mine.bases()
+        gradients = drawn(shapes, comm.rank, 2)
+        if comm.rank == 1:
+            gradients[at].view(-1)[7] = bad
+        averages = mine.average(gradients)
+        after, bases_after = mine.states(), mine.bases()
+        for i in range(len(shapes)):
+            assert averages[i].isfinite().all() == (i != at)
+            assert torch.equal(before[i], after[i]) == (i == at)
+            assert i == 2 or torch.equal(bases[i], bases_after[i]) == (i == at)
+
+    as_threads(3, body)
+
+
+def company(_: int, rank: int, feedback: bool) -> None:
+    shapes = [(7, 131), (33, 5), (7, 131), (129, 60), (7, 131), (33, 5), (64, 64)]
+    ways: list[Any] = [
+        [range(7)], [[i] for i in range(7)], [[0, 1, 4], [2, 3, 5, 6]], [[6, 5, 2], [4, 3, 0, 1]],
+    ]  # fmt: skip
+
+    aggregator = ErrorFeedback(PowerSGD(rank)) if feedback else PowerSGD(rank)
+
+    def body(comm: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for scopes in ways:
+            mine = Parameters(comm, shapes, aggregator)
+            for step in range(3):
+                averages = mine.average(drawn(shapes, comm.rank, step), scopes)
+            found.append([*averages, *mine.states(), *[b for b in mine.bases() if b is not None]])
+        return found
+
+    for mine in as_threads(2, body):
+        for other in mine[1:]:
+            assert all(map(torch.equal, mine[0], other))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("rank", "feedback"), one_in(5, product_of([2, 1, 5], [True, False])))
+def test_layers_do_not_depend_on_their_company(rank: int, feedback: bool) -> None:
+    """Matrix libraries do: on where a matrix lies in memory, and on how many they are given.
+
+    And on how many threads they have, which torch keeps thread by thread: the engine's would have
+    what was set when they began. So this is a process of its own, in which all have one.
+    """
+    as_processes(1, company, rank, feedback)
+
+
+def test_a_gradient_of_zeros_is_no_end() -> None:
+    """Q is zero after it, and P's columns are any: the next steps find the matrix again."""
+    matrix = drawn([(12, 20)], 0, 0)[0]
+    matrix = matrix[:, :2] @ matrix[:2]
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        mine = Parameters(comm, [(12, 20)], ErrorFeedback(PowerSGD(2)))
+        gradients = [torch.zeros(12, 20), matrix, matrix, matrix]
+        return [mine.average([g])[0] for g in gradients]
+
+    zero, *_, last = as_threads(2, body)[0]
+    assert not zero.any()
+    torch.testing.assert_close(last, matrix, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5, True, "2", None])
+def test_options_are_checked(rank: Any) -> None:
+    with pytest.raises(gw.ConfigError, match="rank="):
+        PowerSGD(rank)
+
+
+@pytest.mark.parametrize("made", ["drawn", "one column", "zeros", "nearly alike", "large", "tiny"])
+@pytest.mark.parametrize(("n", "r"), [(3, 3), (50, 4), (1000, 7)])
+def test_columns_are_orthonormal_and_span_the_matrix(made: str, n: int, r: int) -> None:
+    """Also of a matrix of less than full rank; the same in whatever company."""
+    matrix = drawn([(n, r)], 0, n)[0]
+    if made == "one column":
+        matrix = matrix[:, :1] * torch.arange(1.0, r + 1)
+    elif made == "nearly alike":
+        matrix = matrix[:, :1] + 1e-6 * matrix
+    matrix = matrix * {"zeros": 0.0, "large": 1e30, "tiny": 1e-30}.get(made, 1.0)
+    (alone,) = orthogonal([matrix])
+    together = orthogonal([drawn([(n, r)], 1, n)[0], matrix, torch.full((n, r), torch.nan)])
+    assert torch.equal(together[1], alone)
+    assert together[2].isnan().all()
+    q = alone.double()
+    torch.testing.assert_close(q.T @ q, torch.eye(r).double(), rtol=0, atol=1e-5)
+    left = matrix.double() - q @ (q.T @ matrix.double())
+    assert left.norm() <= 1e-6 * matrix.double().norm()
+    expected = q @ matrix.double().T
+    assert (product(alone, matrix).double() - expected).norm() <= 1e-6 * expected.norm()

@@ -1,0 +1,181 @@
+"""The algorithm hierarchical on any machines: who talks to whom, how often, in what memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from symbolic import run
+from test_graphs import check, columns_of, draw_sizes
+
+from gradwire.algorithms import REGISTRY, Hierarchical
+from gradwire.engine import Graph, Kind
+
+quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+anywhere = st.lists(st.integers(0, 8), min_size=1, max_size=12)
+
+
+def with_locals(algorithm: Hierarchical, sizes: list[list[int]]) -> list[list[int]]:
+    """With the columns of what travels in full precision."""
+    full = algorithm.inside == "full"
+    return [segment + [4 * size for size in segment] * full for segment in sizes]
+
+
+def sent_to(graph: Graph) -> list[int]:
+    return [graph.peer[t] for t, kind in enumerate(graph.kind) if kind is Kind.SEND]
+
+
+@quickly
+@given(
+    nodes=anywhere,
+    inside=st.sampled_from(["full", "codec"]),
+    between=st.sampled_from(["sra", "grid"]),
+    data=st.data(),
+)
+def test_on_any_machines(nodes: list[int], inside: str, between: str, data: st.DataObject) -> None:
+    """Sums are whole and alike on all ranks, nobody waits for ever, and bytes are counted."""
+    algorithm = Hierarchical(tuple(nodes), inside, between)
+    check_all(algorithm, draw_sizes(data, algorithm.chunks(len(nodes))))
+
+
+@pytest.mark.parametrize("inside", ["full", "codec"])
+def test_a_machine_alone_in_its_row(inside: str) -> None:
+    """Nothing comes to its holders there, and what the machine has added goes on all the same."""
+    algorithm = Hierarchical((1, 2, 2, 2, 1, 2, 3, 3), inside, "grid")
+    assert [len(row) for row in algorithm.levels(8).outermost] == [2, 1]
+    check_all(algorithm, [[160] * algorithm.chunks(8)] * 2)
+
+
+def check_all(algorithm: Hierarchical, sizes: list[list[int]]) -> None:
+    nodes = algorithm.nodes
+    sizes = with_locals(algorithm, sizes)
+    check(algorithm, len(nodes), sizes)
+    for rank in range(len(nodes)):
+        assert_values_change_in_order(
+            algorithm.build(rank, len(nodes), sizes), algorithm.chunks(len(nodes))
+        )
+
+
+def assert_values_change_in_order(graph: Graph, chunks: int) -> None:
+    """Of two kernels on the values of one chunk, the later one waits for the earlier, or for what
+    another rank has made of it."""
+    needs: list[set[int]] = [set() for _ in graph.kind]
+    for task, dependents in enumerate(graph.dependents):
+        for dependent in dependents:
+            needs[dependent] |= needs[task] | {task}
+    last: dict[tuple[int, int], int] = {}
+    for task, kind in enumerate(graph.kind):
+        if graph.peer[task] >= 0:
+            continue
+        covered = graph.writes[task] or graph.reads[task]
+        places = {(graph.buffer_segment[b], graph.buffer_chunk[b] % chunks) for b in covered}
+        for place in places:
+            if place in last and kind is not Kind.DECODE:
+                assert last[place] in needs[task], graph.describe(task)
+            last[place] = task
+
+
+@pytest.mark.parametrize("between", ["sra", "grid"])
+@pytest.mark.parametrize("inside", ["full", "codec"])
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 2), (2, 3), (4, 2), (6, 3), (9, 1)])
+def test_equal_machines_have_equal_ranks(
+    machines: int, ranks: int, inside: str, between: str
+) -> None:
+    n = machines * ranks
+    algorithm = Hierarchical(tuple(r // ranks for r in range(n)), inside, between)
+    sizes = with_locals(algorithm, [[160] * algorithm.chunks(n)])
+    assert algorithm.chunks(n) == n
+    graphs = [algorithm.build(r, n, sizes) for r in range(n)]
+    assert len({len(graph) for graph in graphs}) == 1
+    assert len({algorithm.wire_bytes(r, n, sizes) for r in range(n)}) == 1
+    columns = algorithm.columns(n) or machines
+    away = machines - 1 if columns == machines else columns + machines // columns - 2
+    for r, graph in enumerate(graphs):
+        beside = [p for p in sent_to(graph) if p // ranks == r // ranks]
+        # Between machines a rank talks to its counterparts alone.
+        others = [p for p in sent_to(graph) if p // ranks != r // ranks]
+        assert len(beside) == 2 * (ranks - 1)
+        assert len(others) == 2 * away
+        assert all((p - r) % ranks == 0 for p in others)
+
+
+def test_a_small_machine_holds_as_many_shares() -> None:
+    """Three ranks on one machine, two on the next: rank 3 has two shares, rank 4 one."""
+    algorithm = Hierarchical((0, 0, 0, 1, 1))
+    levels = algorithm.levels(5)
+    assert levels.shares == (3, 2)
+    assert [levels.held(r, 1) for r in range(5)] == [
+        [(0,)], [(1,)], [(2,)], [(0,), (2,)], [(1,)],
+    ]  # fmt: skip
+    # the last share's parts are rank 2's and rank 3's
+    assert levels.owners == [0, 1, 2, 3, 4, 3]
+    sizes = [[160] * 6]
+    found = {r: sent_to(algorithm.build(r, 5, sizes)) for r in range(5)}
+    assert sorted(found[2]) == [0, 0, 1, 1, 3, 3]
+    assert sorted(found[3]) == [0, 0, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_alone_on_its_machine_it_is_sra(n: int) -> None:
+    sizes = [[160] * n, [16] * n]
+    for nodes in ((), tuple(range(n)), tuple(range(n))[::-1]):
+        algorithm, sra = Hierarchical(nodes), REGISTRY["sra"]
+        assert algorithm.rounds(n) == sra.rounds(n)
+        for rank in range(n):
+            found, expected = (a.build(rank, n, sizes) for a in (algorithm, sra))
+            assert messages_and_sums(found) == messages_and_sums(expected)
+            assert algorithm.wire_bytes(rank, n, sizes) == sra.wire_bytes(rank, n, sizes)
+
+
+def messages_and_sums(graph: Graph) -> list[tuple[Any, ...]]:
+    """All but decodes, which are fewer here."""
+    return sorted(task for task in columns_of(graph) if not task[0].startswith("decode"))
+
+
+@pytest.mark.parametrize("inside", ["full", "codec"])
+def test_one_machine_alone(inside: str) -> None:
+    algorithm = Hierarchical((7,) * 4, inside)
+    sizes = with_locals(algorithm, [[160] * 4])
+    assert algorithm.rounds(4) == 2
+    assert algorithm.rounds_between(4) == 0
+    for rank in run(algorithm, sizes, 4):
+        assert len(sent_to(rank.graph)) == 6
+
+
+@pytest.mark.parametrize(
+    ("machines", "columns"),
+    [(1, 0), (2, 0), (4, 2), (5, 3), (6, 3), (7, 3), (12, 4), (16, 4), (127, 12), (128, 16)],
+)
+def test_rows_and_columns(machines: int, columns: int) -> None:
+    """Near the square root, without gaps if a number near it divides all."""
+    algorithm = Hierarchical(between="grid")
+    assert algorithm.columns(machines) == columns
+    assert algorithm.rounds(machines) == (4 if columns else 2 * (machines > 1))
+
+
+def test_a_grid_is_chosen_where_it_spares_messages() -> None:
+    found = [n for n in range(1, 200) if Hierarchical().columns(n)]
+    assert found[0] == 32
+    assert set(range(40, 200)) <= set(found)
+
+
+def test_expected_time_counts_links_between_machines() -> None:
+    algorithm = Hierarchical(tuple(r // 2 for r in range(8)))
+    assert algorithm.seconds(8, 1e6, 1e-3, 8e-9) == pytest.approx(2e-3 + 1.5 * 8e-3)
+    grid = Hierarchical(tuple(r // 2 for r in range(8)), between="grid")
+    assert grid.seconds(8, 1e6, 1e-3, 8e-9) == pytest.approx(4e-3 + 1.5 * 8e-3)
+
+
+@pytest.mark.parametrize("inside", ["codec", "full"])
+def test_memory_is_as_documented(inside: str) -> None:
+    """docs/algorithms.md, three machines of two; results that end here lie where locals did."""
+    machines, ranks = 3, 2
+    algorithm = Hierarchical((0, 0, 1, 1, 2, 2), inside)
+    graph = algorithm.build(0, 6, with_locals(algorithm, [[160] * 6]))
+    reused = {b for t, first in enumerate(graph.reuses) if first >= 0 for b in graph.writes[t]}
+    roles = [role for b, role in enumerate(graph.buffer_role) if b not in reused]
+    assert roles.count("local") / 6 == pytest.approx(2 * (ranks - 1) / ranks)
+    between = (3 * machines - 2) / machines / ranks
+    assert (len(roles) - roles.count("local")) / 6 == pytest.approx(between)

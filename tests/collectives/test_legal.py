@@ -1,0 +1,179 @@
+"""What may be combined: every row of LEGAL works, and everything else is refused in words."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import QSGD, ConfigError
+from gradwire.algorithms import OF
+from gradwire.collectives import Operation
+from gradwire.collectives.legal import LEGAL, Legal
+from gradwire.collectives.operation import OPS, REDUCING, VERBS
+from gradwire.engine import Communicator
+from gradwire.lang import Codec
+from gradwire.transport import Hub
+from ranks import as_threads, caught
+from typed_values import EVERY_DTYPE, check_group, generator, same_bits, values
+
+ODD = [torch.uint16, torch.float8_e4m3fn]  # dtypes that are only copied
+ALGORITHMS = list(OF["all_reduce"])
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def call(
+    comm: Communicator,
+    verb: str,
+    op: str,
+    tensor: torch.Tensor,
+    codec: Codec | None,
+    feedback: bool,
+    algorithm: str,
+) -> torch.Tensor:
+    """A public function on 1-D values; what it leaves."""
+    n = comm.world_size
+    how: dict[str, Any] = {"group": comm, "algorithm": algorithm}
+    if verb == "broadcast":
+        gw.broadcast(tensor, n - 1, codec, **how)
+        return tensor
+    if verb == "all_gather":
+        whole = tensor.new_empty(n * tensor.numel())
+        gw.all_gather(whole, tensor, codec, **how)
+        return whole
+    residual = torch.zeros(tensor.numel()) if feedback else None
+    if verb == "all_reduce":
+        gw.all_reduce(tensor, codec, op=op, residual=residual, **how)
+        return tensor
+    shard = tensor.new_empty(tensor.numel() // n)
+    gw.reduce_scatter(shard, tensor, codec, op=op, residual=residual, **how)
+    return shard
+
+
+@pytest.mark.parametrize("row", LEGAL, ids=lambda row: " ".join(row.columns()[:3:2]))
+def test_every_row_works(row: Legal) -> None:
+    n, made = 3, generator()
+    dtypes = row.dtypes or [*EVERY_DTYPE, torch.uint16]
+    codecs = [None, QSGD()] if row.codecs else [None]
+    cases = list(
+        product(
+            row.ops or ("",),
+            dtypes,
+            codecs,
+            [False, True] if row.feedback else [False],
+            row.algorithms.split(", "),
+        )
+    )
+    wide = torch.int32  # whose values any dtype can be made of
+    given = [[values(12, dtype if dtype in EVERY_DTYPE else wide, made).to(dtype)
+              for _, dtype, *_ in cases] for _ in range(n)]  # fmt: skip
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        found = []
+        for (op, _, *how), mine in zip(cases, given[comm.rank], strict=True):
+            found.append(call(comm, row.verb, op, mine.clone(), *how))
+        return found
+
+    found = as_threads(n, body)
+    for i, (op, dtype, codec, *_) in enumerate(cases):
+        got = [rank[i] for rank in found]
+        if row.verb != "reduce_scatter":
+            assert all(same_bits(x, got[0]) for x in got), cases[i]
+        if codec is None and row.verb == "all_gather":
+            assert same_bits(got[0], torch.cat([rank[i] for rank in given])), cases[i]
+        elif codec is None and row.verb == "broadcast":
+            assert same_bits(got[0], given[n - 1][i]), cases[i]
+        else:
+            whole = torch.cat(got) if row.verb == "reduce_scatter" else got[0]
+            reduced = reference(op, [rank[i] for rank in given], row.verb)
+            # 4 bits of a range of 6 or so, twice over
+            near = {"rtol": 0.02, "atol": 0.02} if codec is None else {"rtol": 0, "atol": 2.5}
+            if not dtype.is_floating_point:
+                near = {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(whole, reduced, **near)
+
+
+def reference(op: str, given: list[torch.Tensor], verb: str) -> torch.Tensor:
+    """torch's, without ranks."""
+    if verb == "all_gather":
+        return torch.cat(given)
+    if verb == "broadcast":
+        return given[-1]
+    stacked = torch.stack(given)
+    if op in ("min", "max"):
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    if not stacked.is_floating_point():
+        return stacked.sum(0, dtype=torch.int64).to(stacked.dtype)
+    total = stacked.double().sum(0)
+    return (total / len(given) if op == "avg" else total).to(stacked.dtype)
+
+
+def test_rows_name_the_algorithms_that_there_are() -> None:
+    for row in LEGAL:
+        assert set(row.algorithms.split(", ")) == set(OF[row.verb])
+        assert set(row.ops) <= set(OPS)
+    assert {row.verb for row in LEGAL} == set(VERBS)
+
+
+def named(verb: str, op: str, dtype: torch.dtype, codec: Codec | None, feedback: bool,
+          algorithm: str) -> list[str] | None:  # fmt: skip
+    """What the error must say; None of what is legal."""
+    rows = [r for r in LEGAL if r.verb == verb and (not r.ops or op in r.ops)]
+    operation = str(Operation(verb, op, 1 if verb == "broadcast" else 0))
+    fitting = [r for r in rows if not r.dtypes or dtype in r.dtypes]
+    if not fitting:
+        possible = [str(d) for r in rows for d in r.dtypes]
+        return [operation, str(dtype), *possible]
+    if codec is not None and not any(r.codecs for r in fitting):
+        return [operation, str(dtype), str(codec), "codec=None"]
+    if feedback and not any(r.feedback for r in fitting):
+        return [operation, str(dtype), "leave the residual out"]
+    if not any(algorithm in r.algorithms.split(", ") for r in fitting):
+        return [operation, repr(algorithm), *OF[verb]]
+    return None
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_everything_else_is_refused_before_anything_is_sent(verb: str) -> None:
+    """By every rank alone, with the tensor, what was asked for and what is possible; and the group
+    goes on."""
+    ops = (*OPS,) if verb in REDUCING else ("",)
+    feedback = [False, True] if verb in REDUCING else [False]
+    dtypes = [*EVERY_DTYPE, *ODD]
+    cases = product(ops, dtypes, [None, QSGD()], feedback, ALGORITHMS)
+    refused = [case for case in cases if named(verb, *case) is not None]
+    assert len(refused) > 50
+    messages: list[object] = []
+
+    def spy(*message: object) -> None:
+        messages.append(message)
+
+    def body(comm: Communicator) -> list[tuple[Any, BaseException | None]]:
+        found = [
+            (case, caught(lambda case=case: call(comm, verb, case[0],  # type: ignore[misc]
+                                                 torch.zeros(4, dtype=case[1]), *case[2:])))
+            for case in refused
+        ]  # fmt: skip
+        assert not messages
+        assert comm.calls.core.issued == 0
+        comm.agree("a test", ["all have come so far"])
+        check_group(comm)
+        return found
+
+    for found in as_threads(2, body, Hub(2, corrupt=spy)):
+        for case, error in found:
+            assert isinstance(error, ConfigError), case
+            missing = [w for w in ("tensor", *(named(verb, *case) or ())) if w not in str(error)]
+            assert not missing, f"{case}: {error}"
+    assert messages
+
+
+def test_the_docs_print_the_table() -> None:
+    section = DOCS.read_text(encoding="utf-8").split("## What may be combined")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    assert rows[2:] == [row.columns() for row in LEGAL]

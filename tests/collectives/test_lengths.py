@@ -1,0 +1,323 @@
+"""Payloads whose length depends on data travel at that length: over algorithm x codec x world size.
+
+The hub shows every message on its way. `account` reads them as docs/wire-format.md says, with no
+help from the code that made them.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fifo import FifoHub
+from golden.runs import WAYS
+from gradwire import Codec, Options, algorithms, codecs
+from gradwire.collectives import Item, packing, prepare, prepared
+from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.lang import encode, layout, rng
+from gradwire.partition import Spec, partition
+from gradwire.transport import Hub
+from products import in_turn, one_in
+from ranks import WORLD_SIZES, as_threads
+from transport.shm_ends import ends
+
+SIZES = [1, 17, 0, 129, 1000, 20_000, 5, 1025]
+CODECS: dict[str, Codec] = {
+    "dgc": codecs.get("dgc", density=0.02),
+    "graddrop": codecs.get("graddrop", density=0.02, values="fp32"),
+    "hardthreshold": codecs.get("hardthreshold", threshold=2.0, density=0.1),
+    "all of it": codecs.get("hardthreshold", threshold=1e-30, density=1.0),
+    "adacomp": codecs.get("adacomp", block=64),
+    "threelc": codecs.get("threelc", sparsity=1.75),
+    "mstopk": codecs.get("mstopk", density=0.05),
+}
+DATA = ("zeros", "one value", "gaussian", "heavy")
+
+
+def values(data: str, numel: int, seed: int) -> torch.Tensor:
+    """Of which a threshold selects nothing, almost nothing, some, or a few of very unlike size."""
+    made = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(numel, generator=made)
+    if data == "zeros":
+        return torch.zeros(numel)
+    if data == "one value":
+        return torch.where(torch.arange(numel) == numel // 2, 100.0, 0.0)
+    return drawn**5 if data == "heavy" else drawn
+
+
+@dataclass
+class Spy:
+    """What has crossed the hub: the messages of each link and tag, in order."""
+
+    seen: dict[tuple[int, int, int], list[torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, source: int, peer: int, tag: int, message: torch.Tensor) -> None:
+        with self.lock:
+            self.seen[source, peer, tag].append(message.clone())
+
+    def sent(self, rank: int) -> int:
+        """Bytes of all messages of a rank."""
+        return sum(m.numel() for key, all_of in self.seen.items() for m in all_of if key[0] == rank)
+
+
+@dataclass
+class Found:
+    """What one rank has at the end: results and residuals, and the bytes of each step."""
+
+    tensors: list[torch.Tensor]
+    counted: list[int]
+    formula: int
+    capacity: int
+    left: int  # bytes of pools that were not given back
+
+
+def reduce_all(
+    comm: Communicator, codec: Codec, options: Options, data: str, steps: int = 2
+) -> Found:
+    """Fused all-reduces of all tensors, with residuals."""
+    specs = [Spec(f"p{i}", n, torch.float32, codec, True, i) for i, n in enumerate(SIZES)]
+    tensors: list[torch.Tensor] = []
+    counted = []
+    collective = prepare(comm.calls, specs, options)
+    for step in range(steps):
+        given = [values(data, n, 100 * comm.rank + 10 * step + i) for i, n in enumerate(SIZES)]
+        residuals = [torch.zeros(n) for n in SIZES]
+        items = [
+            Item(t, rng.parameter_keys(0, spec.name, comm.rank), step, r)
+            for t, spec, r in zip(given, specs, residuals, strict=True)
+        ]
+        counted.append(collective.start(items).result().wire_bytes)
+        tensors += given + residuals
+    program = collective.prepared.program
+    pool = comm.pools.of(torch.device("cpu"), staging=True)
+    return Found(
+        tensors,
+        counted,
+        collective.prepared.wire_bytes,
+        sum(program.nbytes[b] for b in program.graph.sent()),
+        pool.owned - sum(arena.numel() for arena in pool._free),
+    )
+
+
+def account(messages: list[torch.Tensor]) -> int:
+    """Bytes in use that the messages of one link and tag have, each a table and what it tells."""
+    total = 0
+    for message in messages:
+        assert message.numel() % 16 == 0
+        for each in message.numpy().tobytes().split(b"GWIR")[1:]:  # one for each chunk
+            (length,) = struct.unpack_from("<Q", each, 20)
+            used = np.frombuffer(each[44 : len(each) - length], "<u4")
+            assert length == sum(-(-int(n) // 16) * 16 for n in used)
+            total += int(used.sum())
+    return total
+
+
+CASES = one_in(131, product(WAYS, CODECS, WORLD_SIZES, DATA))
+
+
+@pytest.mark.parametrize(("way", "name", "n", "data"), CASES, ids=str)
+def test_law_5_what_is_in_use_is_sent_and_no_bit_changes(
+    way: str, name: str, n: int, data: str
+) -> None:
+    """Against messages of the greatest size, which are borrowed: results are the same."""
+    codec, options = CODECS[name], WAYS[way](n)
+    spy = Spy()
+    hub = Hub(n, corrupt=spy)
+    packed = as_threads(n, lambda comm: reduce_all(comm, codec, options, data), hub)
+    whole = as_threads(n, lambda comm: reduce_all(comm, codec, options, data), Hub(n, lends=True))
+    for rank, (found, expected) in enumerate(zip(packed, whole, strict=True)):
+        assert all(map(torch.equal, found.tensors, expected.tensors))
+        assert all(map(torch.equal, found.tensors[: len(SIZES)], packed[0].tensors))
+        assert sum(found.counted) == spy.sent(rank)
+        assert found.left == 0
+        # What is read in place counts as it is in use: the same, but for the tables.
+        assert all(a <= b for a, b in zip(expected.counted, found.counted, strict=True))
+    if "full" not in way:  # there, uncompressed messages travel too, which come in one
+        assert all(account(messages) for messages in spy.seen.values())
+    assert n == 1 or spy.seen
+
+
+@pytest.mark.parametrize("way", ["sra", "ring", "tree", "all_gather"])
+def test_little_is_sent_where_little_is_selected(way: str) -> None:
+    codec = codecs.get("hardthreshold", threshold=4.0, density=0.2)
+
+    def body(comm: Communicator) -> Found:
+        return reduce_all(comm, codec, WAYS[way](4), "gaussian")
+
+    found = as_threads(4, body)
+    assert sum(sum(rank.counted) for rank in found) < 0.25 * sum(2 * r.capacity for r in found)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "hierarchical" not in way])
+def test_law_5_the_formula_counts_what_is_expected(way: str) -> None:
+    """As many as are expected are selected, in each row: so the formula is exact."""
+    codec = codecs.get("dgc", density=0.05)
+
+    def body(comm: Communicator) -> Found:
+        return reduce_all(comm, codec, WAYS[way](3), "gaussian", steps=1)
+
+    for found in as_threads(3, body):
+        assert found.counted == [found.formula]
+
+
+@pytest.mark.parametrize(("name", "data"), in_turn(CODECS, list(DATA)), ids=str)
+@pytest.mark.parametrize("n", [3])
+def test_staged_and_forwarded_messages_change_no_bit(
+    name: str, data: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory of their own for the kernels, as on a GPU, messages are packed where they are."""
+
+    def body(comm: Communicator) -> Found:
+        return reduce_all(comm, CODECS[name], Options(algorithm="ring"), data)
+
+    plain = as_threads(n, body)
+    monkeypatch.setattr("gradwire.collectives.job.is_staged", lambda device: True)
+    for staged, expected in zip(as_threads(n, body), plain, strict=True):
+        assert all(map(torch.equal, staged.tensors, expected.tensors))
+        assert staged.counted == expected.counted
+        assert staged.left == 0
+
+
+@pytest.mark.parametrize(("name", "way"), in_turn(CODECS, ["sra", "ring", "tree"]), ids=str)
+def test_borrowed_messages_stay_where_they_are(
+    way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a hub that spoils what is given back, and in shared memory, with checksums."""
+    options = Options(**{**vars(WAYS[way](3)), "checksum": True})
+
+    def body(comm: Communicator) -> Found:
+        return reduce_all(comm, CODECS[name], options, "gaussian")
+
+    plain = as_threads(3, body)
+    monkeypatch.setattr("gradwire.collectives.arena.BORROWED_BYTES", 0)
+    hub = Hub(3, lends=True)
+    spy = hub.corrupt = Spy()
+    over_hub = as_threads(3, body, hub)
+    with ends(3) as machine:
+        in_memory = as_threads(3, body, Machine(machine))  # type: ignore[arg-type]
+        lent = [end.lent_bytes for end in machine]
+    # What is passed on is not borrowed; of the rest, what is in use counts.
+    sent = [sum(found.counted) for found in in_memory]
+    assert lent == sent if way == "sra" else all(map(int.__le__, lent, sent))
+    for one, other, expected in zip(over_hub, in_memory, plain, strict=True):
+        assert all(map(torch.equal, one.tensors, expected.tensors))
+        assert all(map(torch.equal, other.tensors, expected.tensors))
+        assert one.counted == other.counted
+    # One message each, and its header says how much of it counts.
+    lengths = [
+        HEADER_BYTES + struct.unpack_from("<Q", message.numpy(), 24)[0]
+        for messages in spy.seen.values()
+        for message in messages
+    ]
+    assert sum(lengths) == sum(sum(found.counted) for found in over_hub)
+
+
+class Machine:
+    """Ranks that share memory; stands for a hub."""
+
+    def __init__(self, made: list[Any]) -> None:
+        self.made = made
+        self.board = torch.distributed.HashStore()
+
+    def transport(self, rank: int) -> Any:
+        end = self.made[rank]
+        end.board, end.tick = self.board, lambda: None
+        return end
+
+
+# ---- what is expected, and what is announced
+
+
+@pytest.mark.parametrize("numel", [1, 79, 1000, 30_011])
+@pytest.mark.parametrize("name", CODECS)
+def test_counts_say_how_much_is_in_use(name: str, numel: int) -> None:
+    """Behind that there are zeros; the last byte in use is one of the payload's own parts."""
+    codec = CODECS[name]
+    lay = layout(codec)
+    for data in DATA:
+        spec = Spec("p", numel, torch.float32, codec)
+        payload = encoded(codec, values(data, numel, 5))
+        message = np.concatenate([np.zeros(HEADER_BYTES, dtype="u1"), payload])
+        found = int(only_packing(spec).used(message)[0])
+        assert lay.offsets(numel)[-1] <= found <= lay.nbytes(numel) == len(payload)
+        assert not payload[found:].any()
+        if data == "gaussian" and name == "all of it":
+            assert found == lay.nbytes(numel)
+        if data == "zeros" and name in ("hardthreshold", "all of it", "adacomp", "threelc"):
+            assert found == lay.offsets(numel)[-1]
+
+
+def encoded(codec: Codec, given: torch.Tensor) -> np.ndarray:
+    return encode(codec, given, key=3).numpy()
+
+
+def only_packing(spec: Spec) -> packing.Packing:
+    """Of the message of a collective that has one."""
+    parts = partition([spec], chunks=1, segments=1)
+    graph = algorithms.get("all_gather").build(0, 2, parts.sizes)
+    found = packing.packings(graph, parts)[0]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "numel", "within"),
+    [
+        ("graddrop", {}, 1_000_000, 0.1),
+        ("graddrop", {"density": 0.001}, 100_000, 0.3),
+        ("threelc", {}, 1_000_000, 0.15),
+        ("dgc", {"density": 0.01}, 100_000, 0.001),
+        ("mstopk", {}, 100_000, 0.02),
+    ],
+)
+def test_codecs_expect_about_what_gaussian_values_give(
+    name: str, options: dict[str, Any], numel: int, within: float
+) -> None:
+    codec = codecs.get(name, **options)
+    spec = Spec("p", numel, torch.float32, codec)
+    sizes = []
+    for seed in range(4):
+        payload = encoded(codec, values("gaussian", numel, seed))
+        message = np.concatenate([np.zeros(HEADER_BYTES, dtype="u1"), payload])
+        sizes.append(int(only_packing(spec).used(message)[0]))
+    assert layout(codec).expected_nbytes(numel) == pytest.approx(np.mean(sizes), rel=within)
+
+
+def test_what_always_has_one_length_travels_in_one() -> None:
+    for name in ("topk", "qsgd", "randomk", "lowrank"):
+        lay = layout(codecs.get(name))
+        assert not lay.data_dependent
+        assert lay.expected_nbytes(1000) == lay.nbytes(1000)
+    assert layout(codecs.get("topk")).variable
+
+
+def test_in_stream_order_the_greatest_size_is_announced_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    codec = codecs.get("graddrop", density=0.03)  # of no other test
+    prepared._announced.discard(codec)
+
+    def body(comm: Communicator) -> list[Found]:
+        return [reduce_all(comm, codec, Options(segments=s), "gaussian") for s in (1, 2)]
+
+    caplog.set_level(logging.WARNING, "gradwire")
+    found = as_threads(2, body, fifo=FifoHub(2))
+    (said,) = [record.getMessage() for record in caplog.records]
+    sizes = layout(codec).nbytes(10**6), layout(codec).expected_nbytes(10**6)
+    assert said.startswith(str(codec))
+    assert all(str(size) in said for size in sizes)
+    for rank in found:
+        for ways in rank:
+            assert ways.counted == [ways.capacity] * 2 == [ways.formula] * 2

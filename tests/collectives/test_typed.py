@@ -1,0 +1,309 @@
+"""Typed collectives: every verb, operator, dtype, algorithm and world size, beside torch."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fifo import FifoHub
+from gradwire import QSGD, Codec, Options, all_gather, all_reduce, broadcast, reduce_scatter
+from gradwire.codecs import OneBit, TopK
+from gradwire.collectives import Item, Operation, prepare
+from gradwire.collectives.legal import dense
+from gradwire.engine import Communicator
+from products import every_pair, in_turn, one_in
+from ranks import WORLD_SIZES, as_threads
+from typed_values import (
+    DTYPES,
+    EVERY_DTYPE,
+    FLOATS,
+    SIZES,
+    check_reduced,
+    generator,
+    keys,
+    name_of,
+    same_bits,
+    specs_of,
+    values,
+)
+
+WAYS: dict[str, Any] = {
+    "sra": lambda n: Options(segments=3),
+    "ring": lambda n: Options(algorithm="ring", segments=2),
+    "tree": lambda n: Options(algorithm="tree"),
+    "servers": lambda n: Options(algorithm="parameter_server", partitions=3),
+    "coordinated": lambda n: Options(coordinated=True, segments=2),
+    "all_gather": lambda n: Options(algorithm="all_gather"),
+    "machines_of_2": lambda n: Options(
+        algorithm="hierarchical", nodes=tuple(r // 2 for r in range(n)), inside="full"
+    ),
+    "grid": lambda n: Options(algorithm="hierarchical", nodes=tuple(range(n)), between="grid"),
+    "3_machines_in_turn": lambda n: Options(
+        algorithm="hierarchical", nodes=tuple(r % 3 for r in range(n)), inside="codec"
+    ),
+}
+DOWN = {"sra": Options(segments=2), "tree": Options(algorithm="tree")}
+Tensors = list[torch.Tensor]
+
+
+def run(
+    comm: Communicator,
+    operation: Operation,
+    tensors: Tensors,
+    options: Options,
+    codecs: list[Codec] | None = None,
+) -> None:
+    """One collective on all tensors, in place; law 5 holds."""
+    codecs = codecs or [dense(operation, t.dtype) for t in tensors]
+    specs = specs_of(tensors, codecs)
+    collective = prepare(comm.calls, specs, options, operation)
+    items = [Item(t, keys(spec, comm), 0) for spec, t in zip(specs, tensors, strict=True)]
+    sent = collective.start(items).result(30).wire_bytes
+    assert sent == collective.prepared.wire_bytes
+    assert (sent > 0) == (comm.world_size > 1) or operation.verb == "broadcast"
+
+
+@pytest.mark.parametrize(("op", "way", "n"), every_pair(DTYPES, WAYS, WORLD_SIZES))
+def test_all_reduce(op: str, way: str, n: int) -> None:
+    """Tensors of all dtypes of an operator side by side; law 1."""
+    made = generator()
+    sizes = [(numel, dtype) for dtype in DTYPES[op] for numel in SIZES]
+    given = [[values(*size, made) for size in sizes] for _ in range(n)]
+
+    def body(comm: Communicator) -> Tensors:
+        mine = [t.clone() for t in given[comm.rank]]
+        run(comm, Operation("all_reduce", op), mine, WAYS[way](n))
+        return mine
+
+    found = as_threads(n, body)
+    for i, (numel, dtype) in enumerate(sizes):
+        where = f"{numel} x {dtype}"
+        assert all(same_bits(rank[i], found[0][i]) for rank in found), where
+        check_reduced(op, [rank[i] for rank in given], found[0][i], where)
+
+
+@pytest.mark.parametrize(("op", "n", "segments"), every_pair(DTYPES, WORLD_SIZES, [1, 3]))
+def test_reduce_scatter_and_all_gather(op: str, n: int, segments: int) -> None:
+    """The shards of a reduce-scatter, and then the whole on every rank."""
+    made = generator()
+    sizes = [(numel, dtype) for dtype in DTYPES[op] for numel in SIZES]
+    given = [[values(n * numel, dtype, made) for numel, dtype in sizes] for _ in range(n)]
+
+    def body(comm: Communicator) -> tuple[Tensors, Tensors]:
+        mine = [t.clone() for t in given[comm.rank]]
+        run(comm, Operation("reduce_scatter", op), mine, Options(segments=segments))
+        begins = [comm.rank * numel for numel, _ in sizes]
+        shards = zip(mine, begins, sizes, strict=True)
+        own = [t[begin : begin + numel].clone() for t, begin, (numel, _) in shards]
+        run(comm, Operation("all_gather"), mine, Options(segments=segments))
+        return own, mine
+
+    found = as_threads(n, body)
+    for i, (numel, dtype) in enumerate(sizes):
+        where = f"{n} shards of {numel} x {dtype}"
+        whole = torch.cat([own[i] for own, _ in found])
+        check_reduced(op, [rank[i] for rank in given], whole, where)
+        assert all(same_bits(gathered[i], whole) for _, gathered in found), where
+
+
+@pytest.mark.parametrize("n", WORLD_SIZES)
+def test_all_gather_changes_no_bit_of_any_dtype(n: int) -> None:
+    """NaN and -0 with their bits, complex numbers and whole ones."""
+    made = generator()
+    sizes = [(numel, dtype) for dtype in EVERY_DTYPE for numel in SIZES]
+    given = [[values(*size, made) for size in sizes] for _ in range(n)]
+    for rank in given:
+        for t in (t for t in rank if t.dtype.is_floating_point and t.numel() > 2):
+            t[1], t[2] = -0.0, torch.nan
+
+    def body(comm: Communicator) -> Tensors:
+        whole = [torch.empty(n * numel, dtype=dtype) for numel, dtype in sizes]
+        for all_values, own in zip(whole, given[comm.rank], strict=True):
+            all_gather(all_values, own, None, group=comm, name=name_of(own))
+        return whole
+
+    found = as_threads(n, body)
+    for rank in found:
+        for i, whole in enumerate(rank):
+            assert same_bits(whole, torch.cat([r[i] for r in given])), name_of(whole)
+
+
+@pytest.mark.parametrize(("way", "n"), every_pair(DOWN, WORLD_SIZES))
+def test_broadcast_from_every_root(way: str, n: int) -> None:
+    """Dense values of every dtype arrive with all their bits, and the root keeps its own."""
+    made = generator()
+    sizes = [(numel, dtype) for dtype in EVERY_DTYPE for numel in SIZES]
+    given = [[values(*size, made) for size in sizes] for _ in range(n)]
+
+    def body(comm: Communicator) -> list[Tensors]:
+        found = []
+        for root in range(n):
+            mine = [t.clone() for t in given[comm.rank]]
+            run(comm, Operation("broadcast", root=root), mine, DOWN[way])
+            found.append(mine)
+        return found
+
+    for rank in as_threads(n, body):
+        for root, tensors in enumerate(rank):
+            for t, expected in zip(tensors, given[root], strict=True):
+                assert same_bits(t, expected), f"root {root}: {name_of(t)}"
+
+
+CODECS: dict[str, Codec] = {
+    "qsgd": QSGD(bits=4, block=128),
+    "topk": TopK(density=0.05),
+    "onebit": OneBit(),
+}
+
+
+@pytest.mark.parametrize(("codec", "way", "n"), one_in(7, product(CODECS, DOWN, WORLD_SIZES)))
+def test_broadcast_through_a_codec(codec: str, way: str, n: int) -> None:
+    """Law 1, the root included; and what arrives is what the codec keeps of the root's values."""
+    made = generator()
+    sizes = [(numel, dtype) for dtype in FLOATS for numel in SIZES]
+    given = [[values(*size, made) for size in sizes] for _ in range(n)]
+
+    def body(comm: Communicator) -> list[Tensors]:
+        found = []
+        for root in range(n):
+            mine = [t.clone() for t in given[comm.rank]]
+            codecs = [CODECS[codec]] * len(mine)
+            run(comm, Operation("broadcast", root=root), mine, DOWN[way], codecs)
+            found.append(mine)
+        return found
+
+    found = as_threads(n, body)
+    for root in range(n):
+        for i, x in enumerate(given[root]):
+            got, where = found[0][root][i], f"root {root}: {name_of(x)}"
+            assert all(same_bits(rank[root][i], got) for rank in found), where
+            assert n > 1 or same_bits(got, x), where
+            if n > 1 and x.numel():
+                check_kept(codec, x.double(), got.double(), where)
+
+
+def check_kept(codec: str, x: torch.Tensor, got: torch.Tensor, where: str) -> None:
+    error = (got - x).abs()
+    if codec == "qsgd":  # at most a step of the grid of 15 over the block's range, and a rounding
+        span = float(x.max() - x.min()) + float(x.abs().max())
+        assert float(error.max()) <= span / 7, where
+    elif codec == "topk":  # what is picked is as it was, in 16 bits; and the largest is picked
+        picked = got != 0
+        assert bool((error[picked] <= 2**-8 * x.abs()[picked]).all()), where
+        assert bool(picked[x.abs().argmax()]), where
+        assert abs(int(picked.sum()) - 0.05 * x.numel()) <= 8, where  # a rounding in each chunk
+    else:  # two values in each block, closer to its own than zero is
+        assert float(error.square().sum()) < float(x.square().sum()) or x.numel() == 1, where
+
+
+@pytest.mark.parametrize(("op", "way"), every_pair(["min", "max"], WAYS))
+def test_nan_travels_through_min_and_max(op: str, way: str) -> None:
+    """And through no other place; zeros of either sign become one, so that replicas agree."""
+    n, made = 5, generator()
+    dtypes = [*FLOATS, torch.float64]
+    given = [[values(300, dtype, made) for dtype in dtypes] for _ in range(n)]
+    for rank, tensors in enumerate(given):
+        for t in tensors:
+            t[rank * 50 + 7] = torch.nan
+            t[299] = torch.inf if rank == 1 else -torch.inf
+            t[:3] = -0.0 if rank % 2 else 0.0
+
+    def body(comm: Communicator) -> Tensors:
+        mine = [t.clone() for t in given[comm.rank]]
+        run(comm, Operation("all_reduce", op), mine, WAYS[way](n))
+        return mine
+
+    found = as_threads(n, body)
+    for i, dtype in enumerate(dtypes):
+        assert all(same_bits(rank[i], found[0][i]) for rank in found), dtype
+        check_reduced(op, [rank[i] for rank in given], found[0][i], str(dtype))
+        assert found[0][i].isnan().nonzero().view(-1).tolist() == [7, 57, 107, 157, 207]
+
+
+@pytest.mark.parametrize(("dtype", "n"), in_turn(EVERY_DTYPE, WORLD_SIZES), ids=str)
+def test_the_functions_on_tensors_that_are_not_contiguous(dtype: torch.dtype, n: int) -> None:
+    made = generator()
+    given = [values(35, dtype, made).view(5, 7) for _ in range(n)]
+    op = "max" if dtype is torch.bool else "sum"
+    reduces = not dtype.is_complex
+
+    def body(comm: Communicator) -> list[Tensors]:
+        found = []
+        for asynchronous in (False, True):
+            sent, reduced = given[comm.rank].clone().t(), given[comm.rank].clone().t()
+            how: dict[str, Any] = {"group": comm, "async_op": asynchronous}
+            future = broadcast(sent, n - 1, algorithm="tree", **how)
+            assert future is None or future.wait() is sent
+            if reduces:
+                future = all_reduce(reduced, None, op=op, algorithm="ring", **how)
+                assert future is None or future.wait() is reduced
+            whole = torch.zeros(7, 5, n, dtype=dtype).permute(2, 0, 1)
+            future = all_gather(whole, given[comm.rank].t(), None, **how)
+            assert future is None or future.wait() is whole
+            shard = torch.zeros(5, 7, dtype=dtype).t()
+            if reduces:
+                future = reduce_scatter(shard, whole, None, op=op, **how)
+                assert future is None or future.wait() is shard
+            found += [sent, reduced, whole, shard]
+        return found
+
+    for rank, tensors in enumerate(as_threads(n, body)):
+        for sent, reduced, whole, shard in (tensors[:4], tensors[4:]):
+            assert same_bits(sent, given[n - 1].t())
+            assert same_bits(whole, torch.stack([x.t() for x in given]))
+            if reduces:
+                check_reduced(op, given, reduced.t().contiguous(), "all_reduce")
+                check_reduced(op, [given[rank]] * n, shard.t().contiguous(), "reduce_scatter")
+
+
+def test_the_functions_on_views_that_conjugate_or_negate() -> None:
+    """Memory that is not what the tensor says: on one rank, as a root, and as what is filled."""
+    made = generator()
+    given = [values(9, torch.complex64, made) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        for root in range(2):
+            x = given[comm.rank].clone()
+            x = x.conj() if comm.rank == 0 else x
+            expected = given[1] if root else given[0].conj()
+            broadcast(x, root, group=comm)
+            assert torch.equal(x, expected)
+        whole = torch.zeros(18, dtype=torch.complex64).conj()
+        all_gather(whole, given[comm.rank].conj(), None, group=comm)
+        assert torch.equal(whole, torch.cat(given).conj())
+        negative = given[comm.rank].conj()[:1].imag
+        assert negative.is_neg()
+        all_reduce(negative, None, op="min", group=comm)
+        assert torch.equal(negative, torch.minimum(-given[0][:1].imag, -given[1][:1].imag))
+
+    as_threads(2, body)
+
+
+@pytest.mark.parametrize(("lazy", "n"), one_in(7, product([False, True], WORLD_SIZES)))
+def test_in_stream_order_they_give_the_same_bits(n: int, lazy: bool) -> None:
+    made = generator()
+    given = [[values(1000, dtype, made) for dtype in EVERY_DTYPE] for _ in range(n)]
+
+    def body(comm: Communicator) -> Tensors:
+        mine = []
+        for root in range(n):
+            for way, options in DOWN.items():
+                sent = [t.clone() for t in given[comm.rank]]
+                run(comm, Operation("broadcast", root=root), sent, options)
+                coded = [t.clone() for t in given[comm.rank] if t.dtype in FLOATS]
+                codec = CODECS["topk" if way == "tree" else "qsgd"]
+                run(comm, Operation("broadcast", root=root), coded, options, [codec] * len(coded))
+                mine += sent + coded
+        for op, dtypes in DTYPES.items():
+            reduced = [t.clone() for t in given[comm.rank] if t.dtype in dtypes]
+            run(comm, Operation("all_reduce", op), reduced, Options(algorithm="ring"))
+            mine += reduced
+        return mine
+
+    ordered, queued = as_threads(n, body, fifo=FifoHub(n, lazy)), as_threads(n, body)
+    for rank, (found, expected) in enumerate(zip(ordered, queued, strict=True)):
+        for got, other in zip(found, expected, strict=True):
+            assert same_bits(got, other), f"rank {rank}: {name_of(got)}"

@@ -1,0 +1,251 @@
+"""Collectives of unlike verbs in one round of a ticket, and rounds of several tickets at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import product
+
+import pytest
+import torch
+
+from fifo import FifoHub
+from gradwire import QSGD, ConfigError, Options
+from gradwire.aggregators import Aggregator, Attached, Context, Rounds, Steps
+from gradwire.codecs import DGC
+from gradwire.collectives import (
+    SUM,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Item,
+    Operation,
+    ReduceScatter,
+    Request,
+    prepare,
+    start_round,
+)
+from gradwire.collectives.legal import dense
+from gradwire.engine import Communicator, Outcome, Owner
+from gradwire.lang import rng
+from gradwire.partition import Spec
+from gradwire.transport import Hub
+from gradwire.transport.loopback import Loopback
+from products import one_in
+from ranks import as_threads, caught
+from stress.slow import Delays, Slow
+from typed_values import check_reduced, generator, same_bits, values
+
+NUMELS = [300, 0, 17, 640]  # of the scopes
+ROUNDS = 2
+Tensors = list[torch.Tensor]
+
+
+class SlowHub(Hub):
+    """Whose sends are late at random."""
+
+    def transport(self, rank: int) -> Loopback:
+        slow: Loopback = Slow(super().transport(rank), Delays(f"rank {rank}", sends=0.05))  # type: ignore[assignment]
+        return slow
+
+
+def lengths_of(numel: int, n: int) -> tuple[int, ...]:
+    """Ragged; the last one takes what is left."""
+    parts = [numel // (2 * r + 2) for r in range(n - 1)]
+    parts = parts if sum(parts) <= numel else [0] * (n - 1)
+    return (*parts, numel - sum(parts))
+
+
+def unlike(c: Context, number: int) -> list[Request]:
+    """One parameter's of a round, all in one round: every verb, dense and through codecs."""
+    g, n, root = c.gradient, c.world_size, (c.step + number) % c.world_size
+    lengths = lengths_of(g.numel(), n)
+    whole = (g * 100).long()
+    return [
+        AllReduce(g.clone(), "avg", of=c),
+        AllReduce(g.clone(), "sum", codec=QSGD(), of=c, algorithm="ring"),
+        AllReduce(whole.clone(), "max", of=c, algorithm="tree"),
+        Broadcast(whole, root, of=c),
+        Broadcast(g.clone(), root, codec=QSGD(), of=c, algorithm="tree"),
+        ReduceScatter(g.clone(), "sum", lengths, of=c),
+        ReduceScatter(g.double(), "min", lengths, of=c),
+        AllGather(g[: lengths[c.rank]].clone(), lengths, of=c),
+        AllGather(g.clone(), codec=DGC(), of=c, segments=2),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Unlike(Aggregator):
+    """Keeps what every round gave it, and leaves the gradient as it is."""
+
+    found: list[Tensors] = field(default_factory=list)
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        for number in range(ROUNDS):
+            results = yield [request for c in contexts for request in unlike(c, number)]
+            self.found.append([t.clone() for t in results])
+        return [c.gradient for c in contexts]
+
+
+def scopes(
+    comm: Communicator, owner: Owner, gradients: Sequence[torch.Tensor], serially: bool
+) -> list[list[Tensors]]:
+    """A scope for each gradient, all at once or one after the other: scope -> round -> results."""
+    aggregators = [Unlike() for _ in gradients]
+    running = []
+    for i, (aggregator, gradient) in enumerate(zip(aggregators, gradients, strict=True)):
+        keys = rng.parameter_keys(0, f"p{i}", comm.rank)
+        member = Attached(f"p{i}", (gradient.numel(),), aggregator, keys, i)
+        ended: Future[None] = Future()
+
+        def done(
+            error: BaseException | None, outcomes: list[Outcome], ended: Future[None] = ended
+        ) -> None:
+            ended.set_result(None) if error is None else ended.set_exception(error)
+
+        Rounds(owner, [member], [gradient.clone()], Options(), done).start()
+        running.append(ended)
+        if serially:
+            ended.result(30)
+    for ended in running:
+        ended.result(60)
+    return [aggregator.found for aggregator in aggregators]
+
+
+@pytest.mark.parametrize(
+    ("n", "window", "way"),
+    one_in(5, product([2, 3, 4], [1, 2], ["queues", "delays", "stream_order"])),
+)
+def test_unlike_verbs_share_a_round(n: int, window: int, way: str) -> None:
+    made = generator()
+    given = [[values(numel, torch.float32, made) for numel in NUMELS] for _ in range(n)]
+
+    def body(comm: Communicator, serially: bool = False) -> list[list[Tensors]]:
+        owner = comm.owner("a test", window=1 if serially else window)
+        return scopes(comm, owner, given[comm.rank], serially)
+
+    hub = SlowHub(n) if way == "delays" else None
+    fifo = FifoHub(n) if way == "stream_order" else None
+    found = as_threads(n, body, hub, fifo=fifo)
+    alone = as_threads(n, lambda comm: body(comm, True))
+    for rank, expected in zip(found, alone, strict=True):
+        for scope, other in zip(rank, expected, strict=True):
+            assert len(scope) == ROUNDS
+            for results, others in zip(scope, other, strict=True):
+                assert all(map(same_bits, results, others))
+    for i in range(len(NUMELS)):
+        for number in range(ROUNDS):
+            check([rank[i][number] for rank in found], [rank[i] for rank in given], number)
+
+
+def check(found: list[Tensors], given: Tensors, number: int) -> None:
+    """A round's results on every rank, in the order of `unlike`."""
+    n, numel = len(given), given[0].numel()
+    lengths, root = lengths_of(numel, n), number % n
+    average, coded, most, sent, sent_coded, _, _, gathered, _ = found[0]
+    for same in (0, 1, 2, 3, 4, 7, 8):
+        assert all(same_bits(rank[same], found[0][same]) for rank in found), same
+    whole = [(g * 100).long() for g in given]
+    check_reduced("avg", given, average, "avg")
+    check_reduced("max", whole, most, "max")
+    assert torch.equal(sent, whole[root])
+    check_reduced("sum", given, torch.cat([rank[5] for rank in found]), "reduce_scatter")
+    smallest = torch.cat([rank[6] for rank in found])
+    check_reduced("min", [g.double() for g in given], smallest, "reduce_scatter")
+    shards = [g[:length] for g, length in zip(given, lengths, strict=True)]
+    assert torch.equal(gathered, torch.cat(shards))
+    if numel:  # 4 bits of a range of 7, and of sums' in a ring
+        assert float((sent_coded - given[root]).abs().max()) < 1
+        assert float((coded - torch.stack(given).sum(0)).abs().max()) < 2 * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_mistake_in_a_round_names_parameter_and_round(n: int) -> None:
+    """Of an aggregator, before anything of that round is sent."""
+
+    @dataclass(frozen=True)
+    class Wrong(Aggregator):
+        def aggregate(self, contexts: Sequence[Context]) -> Steps:
+            c = contexts[0]
+            yield [AllReduce(c.gradient.clone(), of=c)]
+            yield [Broadcast(c.gradient.clone(), of=c), AllReduce(c.gradient.bool(), "sum", of=c)]
+            return [c.gradient]
+
+    def body(comm: Communicator) -> BaseException | None:
+        member = Attached("w", (9,), Wrong(), rng.parameter_keys(0, "w", comm.rank))
+        ended: Future[None] = Future()
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            ended.set_exception(error) if error is not None else ended.set_result(None)
+
+        Rounds(comm.owner("a test"), [member], [torch.ones(9)], Options(), done).start()
+        return caught(lambda: ended.result(30))
+
+    errors = as_threads(n, body)
+    assert any(isinstance(error, ConfigError) for error in errors)
+    for error in errors:  # who meets it first tells the others
+        assert "w (2): all_reduce(sum) of torch.bool is not defined" in str(error)
+        assert "round 1" in str(error)
+
+
+def test_collectives_of_a_round_are_prepared_in_any_order() -> None:
+    """Not in the same on all ranks: who waits for a message has it all the same. Rings, for a rank
+    sends its second message only when it has received the first."""
+    n = 3
+
+    def body(comm: Communicator) -> float:
+        owner, ticket_items = comm.owner("a test"), []
+        for i in range(2):
+            spec = Spec(f"p{i}", 3000, torch.float32, dense(SUM, torch.float32))
+            collective = prepare(owner, [spec], Options(algorithm="ring"), SUM)
+            late, made = 0.1 * (1 + (i + comm.rank) % 2), collective.prepared
+            collective.ready = Future()
+            threading.Timer(late, collective.ready.set_result, [made]).start()
+            item = Item(torch.ones(3000), rng.parameter_keys(0, spec.name, comm.rank), 0)
+            ticket_items.append((collective, [item]))
+        ticket = owner.ticket()
+        running = start_round(ticket, ticket_items)
+        ticket.close()
+        for future in running:
+            future.result(20)
+        return sum(float(items[0].values.sum()) for _, items in ticket_items)
+
+    assert as_threads(n, body, Hub(n, timeout=5)) == [2 * n * 3000.0] * n
+
+
+def test_one_round_beside_another_of_the_same_ticket() -> None:
+    """`start_round` itself: a round of four collectives, then one of two; bytes are each's own."""
+    n = 3
+
+    def body(comm: Communicator) -> list[int]:
+        owner = comm.owner("a test", window=1)
+        operations = [
+            Operation("all_reduce", "sum"),
+            Operation("broadcast", root=1),
+            Operation("broadcast", root=2),
+            Operation("all_gather"),
+        ]
+        ticket, sent = owner.ticket(), []
+        for part in (operations, operations[1:3]):
+            tensors = [torch.full((3072,), float(comm.rank)) for _ in part]
+            rounds = []
+            for operation, t in zip(part, tensors, strict=True):
+                spec = Spec("w", 3072, t.dtype, dense(operation, t.dtype))
+                item = Item(t, rng.parameter_keys(0, "w", comm.rank), 0)
+                rounds.append((prepare(owner, [spec], None, operation), [item]))
+            running = start_round(ticket, rounds)
+            sent += [future.result(30).wire_bytes for future in running]
+            assert sent[-len(part) :] == [c.prepared.wire_bytes for c, _ in rounds]
+            if len(part) == 4:
+                assert torch.equal(tensors.pop(), torch.arange(3.0).repeat_interleave(1024))
+                assert torch.equal(tensors.pop(0), torch.full((3072,), 3.0))
+            assert [float(t[0]) for t in tensors] == [1.0, 2.0]
+        ticket.close()
+        return sent
+
+    for rank, sent in enumerate(as_threads(n, body)):
+        part = 48 + 4096  # a header, and a third of the floats
+        by_root = [4 * part if rank == root else part for root in (1, 2)]
+        assert sent == [4 * part, *by_root, 2 * part, *by_root]

@@ -1,0 +1,78 @@
+"""Aggregators of several rounds train a DDP model whose buckets are many and small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from products import one_in
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+Method = tuple[str, Mapping[str, Any]]
+
+METHODS: dict[str, Method] = {
+    "powersgd": ("powersgd", {"rank": 2}),
+    "artopk": ("artopk", {"density": 0.01}),
+    "mixed": (
+        "powersgd",
+        {"rank": 2, "codecs": {"*.3.weight": "artopk", "*.4.weight": "qsgd"}},
+    ),
+}
+EXPECTED = {"powersgd": {"powersgd"}, "artopk": {"artopk"}, "mixed": {"powersgd", "artopk", "QSGD"}}
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [30, 120, 130, 120, 110, 100, 8]
+        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x).relu()
+        return self.layers[-1](x)
+
+
+def trains(rank: int, method: Method, steps: int) -> tuple[list[float], bytes, str]:
+    name, options = method
+    model = DDP(MLP(), bucket_cap_mb=0.1)
+    handle = gw.attach(model, name, coalesce_bytes=0, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    target = torch.randn(30, 8, generator=torch.Generator().manual_seed(5)) / 5
+    inputs = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(32, 30, generator=inputs)
+        loss = (model(x) - x @ target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    bits = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    codecs = " ".join(told["codec"] for told in handle.stats()["parameters"].values())
+    dist.barrier()
+    return losses, bits.numpy().tobytes(), codecs
+
+
+@pytest.mark.parametrize(
+    ("steps", "method"), one_in(6, product([25, 300], ["mixed", "powersgd", "artopk"]))
+)
+def test_they_train(steps: int, method: str) -> None:
+    found = as_processes(3, trains, METHODS[method], steps)
+    for losses, bits, codecs in found:
+        assert bits == found[0][1]
+        assert torch.tensor(losses).isfinite().all()
+        assert all(kind in codecs for kind in EXPECTED[method]), codecs
+    first, last = ([sum(mine[0][part]) for mine in found] for part in (slice(5), slice(-5, None)))
+    assert steps < 300 or sum(last) < 0.7 * sum(first)

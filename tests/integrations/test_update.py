@@ -1,0 +1,244 @@
+"""`Handle.update`: plans that switch while training runs, on all ranks at the same pass."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire import groups
+from gradwire.aggregators import Observation
+from products import one_in
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 3)
+    )
+
+
+def step(model: nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    x = torch.randn(16, 20, generator=generator)
+    for p in model.parameters():
+        p.grad = None
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.05 * p.grad
+
+
+def everywhere(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def replicas_agree(model: nn.Module) -> None:
+    bits = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes()
+    assert len(set(everywhere(bits))) == 1
+
+
+def until_in_force(model: nn.Module, update: Any, number: int) -> int:
+    """Train until a plan is in force; the number of the next step."""
+    end = time.monotonic() + 20
+    while not all(everywhere(update.in_force)):
+        assert all(everywhere(time.monotonic() < end)), f"version {update.version} never came"
+        step(model, number)
+        number += 1
+    return number
+
+
+def every_argument_can_change(rank: int) -> None:
+    model = DDP(mlp(), bucket_cap_mb=0.005)
+    handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
+    changes: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, str]]] = [
+        ((), {"bits": 3}, {"0.weight": "QSGD(bits=3"}),
+        (("topk",), {"density": 0.05}, {"0.weight": "TopK(density=0.05", "0.bias": "dense"}),
+        ((), {"codecs": {"0.weight": "qsgd:bits=8"}},
+         {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
+        ((), {"algorithm": "ring"}, {"2.weight": "TopK"}),
+        ((), {"include": ["*.bias"]}, {"0.bias": "TopK"}),
+        ((), {"coalesce_bytes": 1 << 20, "exclude": ["4.*"]}, {"4.weight": "dense"}),
+        (("powersgd",), {"rank": 2, "codecs": {"2.weight": "artopk"}},
+         {"2.weight": "artopk", "4.bias": "dense"}),
+        ((None,), {}, {"2.weight": "artopk", "0.weight": "QSGD(bits=8"}),
+    ]  # fmt: skip
+    number = 0
+    for position, keywords, expected in changes:
+        before = handle.plan.version
+        update = handle.update(*position, **keywords)
+        assert update.version == before + 1
+        number = until_in_force(model, update, number)
+        assert handle.plan.version == handle.stats()["plan"] == handle.state_dict()["plan"]
+        how = {name: told["codec"] for name, told in handle.stats()["parameters"].items()}
+        for name, text in expected.items():
+            assert how[name].startswith(text), (how, expected)
+            assert handle.state_dict()["parameters"][name]["codec"] == how[name]
+        replicas_agree(model)
+    assert handle.plan.options.algorithm == "ring"
+
+
+def ranks_ask_at_different_steps(rank: int) -> None:
+    """And prepare at their own pace: a pass has one plan all the same."""
+    one_plan_per_pass(rank, dist.group.WORLD)
+
+
+def in_stream_order_too(rank: int) -> None:
+    """Over a group that is taken for one of NCCL's."""
+    group, before = dist.new_group(), groups.keeps_order
+    groups.keeps_order = lambda asked, device: asked is group
+    try:
+        one_plan_per_pass(rank, group)
+    finally:
+        groups.keeps_order = before
+
+
+def one_plan_per_pass(rank: int, group: Any) -> None:
+    model = DDP(mlp(), bucket_cap_mb=0.005, process_group=group)
+    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    draw = random.Random(rank)
+    asked = {k: 5 * k + draw.randrange(4) for k in range(1, 9)}  # update -> the step it comes at
+    versions = []
+    for number in range(60):
+        for k, at in asked.items():
+            if at == number:
+                handle.update(bits=2 + k % 7)
+        time.sleep(draw.uniform(0, 0.01))
+        step(model, number)
+        versions.append(handle.plan.version)
+    until_in_force(model, handle.update(bits=4), 60)
+    found = everywhere(versions)
+    assert all(one == found[0] for one in found), found
+    assert found[0] == sorted(found[0])
+    assert len(set(found[0])) > 2
+    replicas_agree(model)
+
+
+def residuals_survive(rank: int) -> None:
+    """And what a new plan has no residual for is not lost: it is in the next gradient."""
+    model = DDP(nn.Linear(20, 8, bias=False))
+    handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
+    seen: list[Observation] = []
+    end = handle.observe(lambda o: seen.append(replace(o, average=o.average.clone())))
+    number = until_in_force(model, handle.update(density=0.2), 0)
+    number = until_in_force(model, handle.update("qsgd", bits=2, error_feedback=True), number)
+    assert handle.state_dict()["aggregators"]["weight"]["residual"].any()
+    number = until_in_force(model, handle.update(None, error_feedback=False), number)
+    assert not handle.state_dict()["aggregators"]
+    end()
+    told = len(seen)
+    step(model, number)
+    assert told == len(seen) >= number
+    # All gradients together are all averages together, to the last rounding.
+    given = sum(o.gradient.double() for o in seen)
+    total = torch.stack([torch.from_numpy(g) for g in everywhere(given.numpy())]).mean(0)
+    torch.testing.assert_close(sum(o.average.double() for o in seen), total, rtol=0, atol=1e-5)
+
+
+def unlike_updates_are_named(rank: int) -> None:
+    model = DDP(mlp())
+    handle = gw.attach(model)
+    for number in range(2):
+        step(model, number)
+    update = handle.update(bits=3 if rank else 2)
+    waited = caught(lambda: update.wait(20))
+    assert isinstance(waited, gw.ConfigError)
+    assert "0.weight" in str(waited)
+    raised = [caught(lambda n=n: step(model, n)) for n in range(2, 6)]
+    told = [error for error in raised if error is not None]
+    assert len(told) == 1
+    assert isinstance(told[0], gw.ConfigError)
+    assert handle.plan.parameters[0].codec == gw.QSGD(bits=4)
+    until_in_force(model, handle.update(bits=5), 6)
+    assert handle.plan.parameters[0].codec == gw.QSGD(bits=5)
+    replicas_agree(model)
+
+
+def wrong_arguments_are_named(rank: int) -> None:
+    handle = gw.attach(DDP(mlp()))
+    for match, arguments in (
+        ("has no option 'density'", {"density": 0.1}),
+        ("bits=9", {"bits": 9}),
+        ("unknown codec or aggregator 'qsdg'", {"codec": "qsdg"}),
+        ("matches no parameter", {"exclude": ["decoder.*"]}),
+        ("unknown algorithm 'rings'", {"algorithm": "rings"}),
+        ("coalesce_bytes=-1", {"coalesce_bytes": -1}),
+        ("write options as", {"codecs": {"*": "topk:density"}}),
+    ):
+        error = caught(lambda arguments=arguments: handle.update(**arguments))
+        assert isinstance(error, gw.ConfigError), arguments
+        assert match in str(error), (match, str(error))
+    assert handle.plan.version == 0
+
+
+def a_switch_does_not_stall(rank: int) -> None:
+    """What the new plan runs is ready before it is in force: no agreement, no compiling after."""
+    model = DDP(mlp(), bucket_cap_mb=0.005)
+    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    for number in range(4):
+        step(model, number)
+    update = handle.update("powersgd", rank=2)
+    update.wait(30)
+    dist.barrier()
+    made = handle._owner.made
+    trace = handle._comm.flights.begin_trace()
+    number = until_in_force(model, update, 4)
+    step(model, number)
+    handle._comm.flights.end_trace()
+    assert [span.what for span in trace.spans].count("adopt: plan 1") == 1
+    assert handle._owner.made == made, "a layout was agreed on after the switch"
+
+
+SCENARIOS = [
+    every_argument_can_change,
+    ranks_ask_at_different_steps,
+    residuals_survive,
+    unlike_updates_are_named,
+    in_stream_order_too,
+    wrong_arguments_are_named,
+    a_switch_does_not_stall,
+]
+
+
+def run_all(rank: int) -> dict[str, str]:
+    verdicts = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario(rank)
+        except BaseException:
+            verdicts[scenario.__name__] = traceback.format_exc()
+        else:
+            verdicts[scenario.__name__] = "passed"
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    return found
+
+
+NAMES = [scenario.__name__ for scenario in SCENARIOS]
+
+
+@pytest.mark.parametrize("scenario", NAMES)
+@pytest.mark.parametrize("ranks", one_in(2, [2, 3]))
+def test_update(ranks: int, scenario: str, verdicts: dict[int, Any]) -> None:
+    if ranks not in verdicts:
+        verdicts[ranks] = as_processes(ranks, run_all, timeout=30)
+    for rank, verdict in enumerate(verdicts[ranks]):
+        assert verdict[scenario] == "passed", f"rank {rank}:\n{verdict[scenario]}"

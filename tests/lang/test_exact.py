@@ -1,0 +1,259 @@
+"""Exact: all forms against torch's own operations, in every dtype, at every place of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire.engine.message import ALIGNMENT, align
+from gradwire.lang import ROW, Exact, decode, encode, kernels
+from gradwire.lang.exact_forms import PIECE
+from gradwire.lang.forms import FORMS
+from products import every_pair
+
+SIZES = [0, 1, 15, 17, 1023, 1025]
+RANKS = [1, 2, 3, 5]
+OPERATIONS = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+FEEDBACK = [form for form in FORMS if form.endswith("_ef")]
+REDUCING = [form for form in FORMS if form not in ("encode", "decode", *FEEDBACK)]
+ANY = [
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
+    torch.uint64, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
+    torch.complex128,
+]  # fmt: skip
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+ORDERED = [torch.bool, *INTEGERS, *FLOATS]
+PAIRS = [
+    *(("sum", dtype) for dtype in [*INTEGERS, *FLOATS, torch.complex64, torch.complex128]),
+    *((op, dtype) for op in ("min", "max") for dtype in ORDERED),
+]
+SENTINEL = 0xA5
+_fresh = count(1)
+
+
+def numbers(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of integers and complex numbers any bits; of floats also NaN, infinities, both zeros."""
+    made = torch.Generator().manual_seed(next(_fresh))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (numel,), generator=made).bool()
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=made)
+    values = raw.view(dtype)
+    if dtype in FLOATS:
+        ordinary = torch.randn(numel, generator=made, dtype=torch.float64).to(dtype)
+        special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf], dtype=dtype)
+        drawn = special[torch.randint(0, 5, (numel,), generator=made)]
+        values = torch.where(torch.rand(numel, generator=made) < 0.3, drawn, ordinary)
+    return values
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
+    """Bit for bit, but that any NaN is as good as another; `zeros`: and +0 is not -0."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    nan = a.isnan()
+    signs = torch.equal(a.signbit()[~nan], b.signbit()[~nan]) or not zeros
+    return signs and torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
+
+
+class Memory:
+    """Rows of a call, with what they point to: values anywhere, payloads as messages have them."""
+
+    def __init__(self, dtype: torch.dtype, sizes: Sequence[int], payloads: int) -> None:
+        self.dtype, self.sizes = dtype, sizes
+        itemsize = dtype.itemsize
+        room = [align(n * itemsize) + ALIGNMENT for n in sizes]
+        # a value's alignment, and no more
+        self.at = [sum(room[:i]) + itemsize for i in range(len(sizes))]
+        self.payload_at = [sum(room[:i]) for i in range(len(sizes))]
+        self.values = torch.full((sum(room) + itemsize,), SENTINEL, dtype=torch.uint8)
+        self.payload = torch.full((sum(room) + 64,), SENTINEL, dtype=torch.uint8)
+        # peers' payloads at unequal distances, the last rank's first
+        order = range(payloads)
+        self.places = [sum(sum(room) + 64 + 16 * j for j in order[k + 1 :]) for k in order]
+        self.sources = torch.zeros(sum(sum(room) + 64 + 16 * j for j in order), dtype=torch.uint8)
+        self.rows = np.zeros(len(sizes), ROW)
+        self.rows["numel"] = sizes
+        self.rows["values"] = self.values.data_ptr() + np.array(self.at)
+        self.rows["payload"] = self.payload.data_ptr() + np.array(self.payload_at)
+        if payloads:
+            first = self.sources.data_ptr() + self.places[0]
+            self.rows["source"] = first + np.array(self.payload_at)
+        self.distances = np.array([at - self.places[0] for at in self.places], dtype="i8")
+
+    def put_values(self, i: int, values: torch.Tensor) -> None:
+        self.values[self.at[i] :][: values.nbytes] = bits(values)
+
+    def put_payload(self, i: int, values: torch.Tensor) -> None:
+        self.payload[self.payload_at[i] :][: values.nbytes] = bits(values)
+
+    def put_source(self, k: int, i: int, values: torch.Tensor) -> None:
+        self.sources[self.places[k] + self.payload_at[i] :][: values.nbytes] = bits(values)
+
+    def got_values(self, i: int) -> torch.Tensor:
+        return self._got(self.values[self.at[i] :], i)
+
+    def got_payload(self, i: int) -> torch.Tensor:
+        return self._got(self.payload[self.payload_at[i] :], i)
+
+    def _got(self, memory: torch.Tensor, i: int) -> torch.Tensor:
+        return memory[: self.sizes[i] * self.dtype.itemsize].clone().view(self.dtype)
+
+    def untouched(self, memory: torch.Tensor, begins: Sequence[int]) -> bool:
+        """Whether nothing was written beside the rows."""
+        beside = torch.ones(len(memory), dtype=torch.bool)
+        for begin, n in zip(begins, self.sizes, strict=True):
+            beside[begin : begin + n * self.dtype.itemsize] = False
+        return bool((memory[beside] == SENTINEL).all())
+
+    def check_bounds(self) -> None:
+        assert self.untouched(self.values, self.at)
+        assert self.untouched(self.payload, self.payload_at)
+
+
+def times(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values if factor == 1 else values * factor
+
+
+@pytest.mark.parametrize("target", ["c", "eager", "auto"])
+@pytest.mark.parametrize("dtype", ANY, ids=str)
+def test_copies_change_no_bit(dtype: torch.dtype, target: str) -> None:
+    made = kernels(Exact(""), dtype, target, ["encode", "decode"])
+    assert made.device.type == "cpu"
+    memory = Memory(dtype, SIZES, 0)
+    data = [numbers(n, dtype) for n in SIZES]
+    for i, values in enumerate(data):
+        memory.put_values(i, values)
+    made.run("encode", memory.rows)
+    memory.check_bounds()
+    for i, values in enumerate(data):
+        assert torch.equal(bits(memory.got_payload(i)), bits(values))
+        assert torch.equal(bits(memory.got_values(i)), bits(values))
+    memory.values.fill_(SENTINEL)
+    made.run("decode", memory.rows)
+    memory.check_bounds()
+    for i, values in enumerate(data):
+        assert torch.equal(bits(memory.got_values(i)), bits(values))
+
+
+@pytest.mark.parametrize(("pair", "form", "ranks"), every_pair(PAIRS, REDUCING, RANKS), ids=str)
+def test_reductions_are_torchs(pair: tuple[str, torch.dtype], form: str, ranks: int) -> None:
+    """In the order of ranks, with the caller's values at each place, and at none."""
+    op, dtype = pair
+    alone = form == "decode_add"
+    scales = dtype.is_floating_point or dtype.is_complex
+    made = kernels(Exact(op), dtype, "c", [form])
+    for rank in [0] if alone else range(-1, ranks):
+        for factor in [1.0, 1 / 3] if scales and not alone else [1.0]:
+            data = [[numbers(n, dtype) for n in SIZES] for _ in range(2 if alone else ranks)]
+            peers = data[1:] if alone else [d for r, d in enumerate(data) if r != rank]
+            memory = Memory(dtype, SIZES, len(peers))
+            for i in range(len(SIZES)):
+                if rank >= 0:
+                    memory.put_values(i, data[rank][i])
+                for k, peer in enumerate(peers):
+                    memory.put_source(k, i, peer[i])
+                if alone:
+                    memory.put_payload(i, peers[0][i])
+            distances = memory.distances if peers and not alone else None
+            asked = 1 if alone else ranks
+            sent = memory.sources.clone()
+            made.run(form, memory.rows, asked, rank, distances=distances, factor=factor)
+            assert torch.equal(memory.sources, sent)  # peers may read them, too
+            memory.check_bounds()
+            for i in range(len(SIZES)):
+                expected = times(reduce(OPERATIONS[op], [d[i] for d in data]), factor)
+                assert same(memory.got_values(i), expected, zeros=op == "sum")
+                if form == "reduce_encode":
+                    assert torch.equal(bits(memory.got_payload(i)), bits(memory.got_values(i)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64], ids=str)
+def test_decode_multiplies(dtype: torch.dtype) -> None:
+    memory, values = Memory(dtype, [1025], 0), numbers(1025, dtype)
+    memory.put_payload(0, values)
+    kernels(Exact(), dtype).run("decode", memory.rows, factor=0.3)
+    memory.check_bounds()
+    assert same(memory.got_values(0), values * 0.3)
+
+
+def test_an_integer_is_never_multiplied() -> None:
+    memory = Memory(torch.int32, [5], 0)
+    with pytest.raises(AssertionError, match="int32"):
+        kernels(Exact(), torch.int32).run("decode", memory.rows, factor=0.5)
+
+
+def test_integers_wrap() -> None:
+    memory = Memory(torch.int8, [2], 1)
+    memory.put_values(0, torch.tensor([127, -128], dtype=torch.int8))
+    memory.put_source(0, 0, torch.tensor([1, -1], dtype=torch.int8))
+    made = kernels(Exact(), torch.int8)
+    made.run("decode_sum", memory.rows, 2, 0, distances=memory.distances)
+    assert memory.got_values(0).tolist() == [-128, 127]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_value_does_not_depend_on_its_place(dtype: torch.dtype, op: str) -> None:
+    """Law 1 needs one zero and one NaN; torch gives others in vectors than in what is left."""
+    nans = torch.tensor([torch.nan, -torch.nan], dtype=dtype)
+    pairs = [(0.0, -0.0), (-0.0, 0.0), (nans[0], 1.0), (1.0, nans[1]), (nans[1], nans[0])]
+    for own, peer in pairs:
+        memory = Memory(dtype, [77], 1)
+        memory.put_values(0, torch.full((77,), float(own), dtype=dtype))
+        memory.put_source(0, 0, torch.full((77,), float(peer), dtype=dtype))
+        made = kernels(Exact(op), dtype)
+        made.run("decode_sum", memory.rows, 2, 0, distances=memory.distances)
+        found = bits(memory.got_values(0)).view(77, -1)
+        assert len(found.unique(dim=0)) == 1, (own, peer)
+        assert not memory.got_values(0).signbit().any()
+
+
+def test_the_result_may_stand_where_a_payload_stood() -> None:
+    """A collective receives results into the memory of contributions."""
+    memory = Memory(torch.int64, [1025], 2)
+    data = [numbers(1025, torch.int64) for _ in range(3)]
+    memory.put_values(0, data[0])
+    for k in range(2):
+        memory.put_source(k, 0, data[k + 1])
+    second = memory.places[1] + memory.payload_at[0]
+    memory.rows["payload"] = memory.sources.data_ptr() + second
+    made = kernels(Exact(), torch.int64)
+    made.run("reduce_encode", memory.rows, 3, 0, distances=memory.distances)
+    expected = data[0] + data[1] + data[2]
+    assert torch.equal(memory.got_values(0), expected)
+    assert torch.equal(memory.sources[second:][: expected.nbytes], bits(expected))
+
+
+@pytest.mark.parametrize("numel", [PIECE, 2 * PIECE + 5])
+def test_large_rows_are_reduced_piece_by_piece(numel: int) -> None:
+    memory = Memory(torch.float64, [numel], 2)
+    data = [numbers(numel, torch.float64) for _ in range(3)]
+    memory.put_source(0, 0, data[0])
+    memory.put_values(0, data[1])
+    memory.put_source(1, 0, data[2])
+    made = kernels(Exact(), torch.float64)
+    made.run("reduce_encode", memory.rows, 3, 1, distances=memory.distances, factor=1 / 3)
+    memory.check_bounds()
+    expected = (data[0] + data[1] + data[2]) * (1 / 3)
+    assert same(memory.got_values(0), expected)
+    assert same(memory.got_payload(0), expected)
+
+
+def test_whole_tensors() -> None:
+    values = numbers(30, torch.complex128).view(5, 6)
+    payload = encode(Exact(""), values)
+    assert torch.equal(bits(decode(Exact(""), payload, 30, torch.complex128)), payload)
+    assert torch.equal(payload, bits(values.reshape(-1)))

@@ -1,0 +1,118 @@
+"""Small models and how they train, for tests of the backend: as a script would over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def mlp(width: int = 60) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 30))
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    return torch.randn(8, 20, generator=generator).to(dtype)
+
+
+def train(
+    model: nn.Module, steps: range, clip: float | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step, dtype)).float().square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a shard, the tensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([whole(p.detach()).float().reshape(-1) for p in model.parameters()])
+
+
+def strayed(model: nn.Module, reference: nn.Module, start: nn.Module) -> float:
+    """How far training has led away from the reference, as a part of the way."""
+    way = (flat(reference) - flat(start)).norm()
+    return float((flat(model) - flat(reference)).norm() / way)
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor)
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def gloo() -> Any:
+    """A gloo group of all ranks."""
+    return dist.new_group(backend="gloo")
+
+
+def group() -> Any:
+    """The default group: the backend's."""
+    return dist.group.WORLD
+
+
+class Sent:
+    """How much was compressed since: calls and bytes of a group."""
+
+    def __init__(self, of: Any = None) -> None:
+        self.group = of or group()
+        self.before = self.group.stats()
+
+    def __getattr__(self, name: str) -> int:
+        return int(self.group.stats()[name] - self.before[name])
+
+    @property
+    def ratio(self) -> float:
+        return self.raw_bytes / self.wire_bytes
+
+
+@contextlib.contextmanager
+def setting(**changes: Any) -> Iterator[Any]:
+    """A group whose environment says otherwise."""
+    old = dict(os.environ)
+    os.environ.update(changes)
+    made = dist.new_group(backend="gradwire")
+    os.environ.clear()
+    os.environ.update(old)
+    yield made
+    dist.destroy_process_group(made)
+
+
+def sharded(model: nn.Module, of: Any = None, **options: Any) -> nn.Module:
+    """`model` under FSDP2, its layers one by one."""
+    mesh = dist.DeviceMesh.from_group(of or group(), "cpu")
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def run_all(rank: int, scenarios: list[Callable[[], None]]) -> dict[str, str]:
+    """Every scenario's verdict; one that fails does not keep the others from running."""
+    warnings.simplefilter("ignore")
+    assert dist.get_backend() == "gradwire"
+    verdicts = {}
+    for scenario in scenarios:
+        try:
+            scenario()
+            verdicts[scenario.__name__] = "passed"
+        except BaseException:
+            verdicts[scenario.__name__] = traceback.format_exc()
+    return verdicts

@@ -1,0 +1,247 @@
+"""FSDP2 and the backend at their corners: each of these once failed where torch alone goes on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def two(rows: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, rows))
+
+
+def step(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.full((1, 8), 1.0 + dist.get_rank())).sum().backward()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            for p in model.parameters()]  # fmt: skip
+
+
+def as_plain(ours: nn.Module, plain: nn.Module, steps: int = 3) -> None:
+    for _ in range(steps):
+        step(ours)
+        step(plain)
+        for mine, known in zip(gradients(ours), gradients(plain), strict=True):
+            assert torch.allclose(mine, known, rtol=1e-6)
+
+
+# ---- gw.attach, over gloo
+
+
+def shards_without_rows(rank: int) -> None:
+    """HSDP; a weight of one row, of which the second shard has nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    ours, plain = fully_shard(two(1), mesh=mesh), fully_shard(two(1), mesh=mesh)
+    gw.attach(ours, "identity")
+    as_plain(ours, plain)
+
+
+def an_error_between_replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    gw.attach(model, "identity")
+    out = model(torch.ones(1, 8))
+    if rank == 1:
+        out.register_hook(lambda _: 1 / 0)
+    error = caught(out.sum().backward)
+    assert isinstance(error, (gw.TransportError, ZeroDivisionError)[rank]), error
+    assert rank == 1 or "rank 1 has failed" in str(error)
+
+
+def groups_of_several_modules(rank: int) -> None:
+    """`fully_shard([a, b])` has one group of parameters: detached once, it is free."""
+    model = two()
+    fully_shard([model[0], model[1]], mesh=line())
+    fully_shard(model, mesh=line())
+    handle = gw.attach(model, "qsgd", bits=2)
+    assert len(handle.plan.parameters) == 4
+    step(model)
+    calls = handle.stats()["calls"]
+    handle.detach()
+    step(model)
+    assert handle.stats()["calls"] == calls
+    gw.attach(model).detach()
+
+
+def other_reduce_dtypes(rank: int) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    ours, plain = (fully_shard(two(), mesh=line(), mp_policy=policy) for _ in range(2))
+    gw.attach(ours, "qsgd", error_feedback=True)
+    as_plain(ours, plain)
+
+
+def updates_without_rows(rank: int) -> None:
+    """No message goes from every rank to every other; still all switch."""
+    model = fully_shard(nn.Linear(8, 1), mesh=line())
+    handle = gw.attach(model, "qsgd")
+    update = handle.update(bits=2)
+    update.wait(30)
+    for _ in range(8):
+        step(model)
+    assert update.in_force
+
+
+def passes_without_sync(rank: int) -> None:
+    """An exception in a backward that reduces nothing concerns nobody else."""
+    model = fully_shard(two(), mesh=line())
+    gw.attach(model, "identity")
+    model.set_requires_gradient_sync(False)
+    out = model(torch.ones(1, 8))
+    out.register_hook(lambda _: 1 / 0)
+    assert isinstance(caught(out.sum().backward), ZeroDivisionError)
+    model.set_requires_gradient_sync(True)
+    model.reset_iter_state()
+    step(model)
+
+
+def padding_is_zero(rank: int) -> None:
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    model = fully_shard(nn.Linear(8, 3, bias=False), mesh=line())
+    seen: list[torch.Tensor] = []
+    model.set_all_reduce_hook(lambda values: seen.append(values.clone()))
+    gw.attach(model, "identity")
+    step(model)
+    assert bool(seen[0].isfinite().all())
+    assert bool((seen[0][8 * (2 - rank) :] == 0).all())
+
+
+def one_rank_is_warned(rank: int) -> None:
+    """A residual that comes to a single rank, whose FSDP2 reduces nothing."""
+    model = fully_shard(nn.Linear(8, 8), mesh=line())
+    handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
+    step(model)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, handle.state_dict())
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    other = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(alone, "cpu"))
+    single = gw.attach(other, "topk", density=0.1, error_feedback=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        single.load_state_dict(states)
+    assert ["is left out" in str(w.message) for w in found] == [True]
+    assert not single.state_dict()["aggregators"]
+    wrong = {**states[0], "rank": 99}
+    assert "rank 99 of 2" in str(caught(lambda: handle.load_state_dict(wrong)))
+    ddp = {key: value for key, value in states[0].items() if key != "shards"}
+    assert "of a DDP module" in str(caught(lambda: handle.load_state_dict(ddp)))
+
+
+def algorithms_change_by_name(rank: int) -> None:
+    model = DDP(two())
+    options = gw.Options(algorithm="hierarchical", nodes=(0, 1))
+    handle = gw.attach(model, "qsgd", options=options)
+    handle.update(algorithm="ring").wait(30)
+    for _ in range(4):
+        step(model)
+    assert handle.plan.options.algorithm == "ring"
+
+
+ATTACHED: list[tuple[Callable[[int], None], int]] = [
+    (shards_without_rows, 4), (an_error_between_replicas, 2), (groups_of_several_modules, 2),
+    (other_reduce_dtypes, 2), (updates_without_rows, 2), (passes_without_sync, 2),
+    (padding_is_zero, 2), (one_rank_is_warned, 2), (algorithms_change_by_name, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "ranks"), ATTACHED, ids=lambda v: getattr(v, "__name__", v))
+def test_attached(body: Callable[[int], None], ranks: int) -> None:
+    as_processes(ranks, body)
+
+
+# ---- scripts that name the backend and no more
+
+
+def parts_over_two_groups(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    model = two()
+    fully_shard(model[0], mesh=meshes[0])
+    fully_shard(model, mesh=meshes[1])
+    step(model)
+    assert all(group.models.handles for group in groups)  # type: ignore[attr-defined]
+
+
+def a_part_of_its_own(rank: int) -> None:
+    model = two()
+    fully_shard(model[0], mesh=line())
+    fully_shard(model, mesh=line())
+    registration = gw.register(model[0], bits=8)
+    step(model)
+    step(model)
+    assert [p.name for p in registration.handle.plan.parameters] == ["weight", "bias"]
+
+
+def thawed_later(rank: int) -> None:
+    model = fully_shard(two(), mesh=line())
+    model[0].requires_grad_(False)
+    step(model)
+    model[0].requires_grad_(True)
+    step(model)
+    assert gradients(model)[0].norm() > 0
+
+
+def replicated(rank: int) -> None:
+    ours = replicate(two(), mesh=line())
+    step(ours)
+    torch.testing.assert_close(gradients(ours)[3], torch.ones(8))
+
+
+def a_forward_by_itself(rank: int) -> None:
+    model = DDP(two())
+    if rank == 0:
+        model(torch.ones(1, 8))
+    dist.barrier()
+    step(model)
+    group: Any = dist.group.WORLD
+    assert model in group.models.handles
+
+
+def a_reduce_scatter_of_its_own(rank: int) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Own(DefaultReduceScatter):
+        calls = 0
+
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            Own.calls += 1
+            return super().__call__(*args, **named)
+
+    model = fully_shard(two(), mesh=line())
+    model.set_custom_reduce_scatter(Own())
+    step(model)
+    assert Own.calls == 1
+    assert "a reduce-scatter of its own, Own" in str(caught(lambda: gw.attach(model)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        parts_over_two_groups, a_part_of_its_own, thawed_later, replicated, a_forward_by_itself,
+        a_reduce_scatter_of_its_own,
+    ],
+)  # fmt: skip
+def test_over_the_backend(body: Callable[[int], None]) -> None:
+    as_processes(2, body, backend="gradwire")

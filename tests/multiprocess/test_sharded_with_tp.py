@@ -1,0 +1,104 @@
+"""Tensor parallelism in one dimension of a mesh, FSDP2 in the other: 2 x 2 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_model import same
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import gradwire as gw
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+TIED = "embedding.weight"
+COMPRESSED = {TIED, "up.weight", "down.weight", "frozen.weight", "spare.weight"}
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen layer, one that is not used, one that is excluded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.excluded = nn.Linear(32, 32)
+        self.spare = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(self.up(x).relu())
+        return self.head(self.excluded(self.frozen(x)).tanh())
+
+
+def parallel(mesh: DeviceMesh) -> Model:
+    model = Model()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (model.up, model.spare, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return model
+
+
+def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> dict[str, Any]:
+    """The gradient of every parameter, of this rank's shard; ranks of one row have one batch."""
+    model.zero_grad()
+    made = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+    tokens = torch.randint(0, 50, (4, 6), generator=made)
+    model(tokens).square().mean().backward()
+    return {
+        name: None if p.grad is None else p.grad.to_local().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def gradients_are_exact_or_near(rank: int, attached: bool) -> None:
+    names = {"mesh_dim_names": ("dp", "tp")}
+    plainly = {"backend_override": {"dp": "gloo", "tp": "gloo"}}
+    beside = init_device_mesh("cpu", (2, 2), **names, **plainly)
+    mesh = beside if attached else init_device_mesh("cpu", (2, 2), **names)
+    plain, ours = parallel(beside), parallel(mesh)
+    handle = None
+    if attached:
+        handle = gw.attach(ours, bits=4, exclude=["excluded.*"])
+    else:
+        handle = gw.register(ours, bits=4, exclude=["excluded.*"]).handle
+    assert handle is not None
+    told = handle.stats()["parameters"]
+    assert {name for name, facts in told.items() if facts["codec"] != "dense"} == COMPRESSED
+    for step in range(3):
+        expected, found = backward(plain, beside, step), backward(ours, mesh, step)
+        for name, gradient in expected.items():
+            if gradient is None or name not in COMPRESSED:
+                assert same(gradient, found[name]), name
+            else:
+                assert not torch.equal(gradient, found[name]), name
+                assert (gradient - found[name]).norm() < 0.2 * gradient.norm(), name
+        assert expected["spare.weight"] is None
+        assert expected["frozen.weight"] is None
+    if not attached:
+        group: Any = mesh["tp"].get_group()
+        assert dist.get_backend(group) == "gradwire"
+        assert group.stats()["calls"] == 0
+        assert group.stats()["left_alone"], "tensor parallelism sent nothing"
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_gradients_are_exact_or_near(attached: bool) -> None:
+    as_processes(
+        4, gradients_are_exact_or_near, attached, backend="gloo" if attached else "gradwire"
+    )

@@ -1,0 +1,54 @@
+"""What packed messages rest on, and no page of torch's or gloo's states: gloo delivers a message
+into a longer receive, whichever comes first. A torch that does otherwise fails here."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from gradwire.transport import TorchP2P
+from gradwire.transport.protocol import Pending
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+SIZES = [48, 64, 1000, 4096, 65_536, 1_000_000, 3_000_000]
+TAGS = range(8)
+
+
+def exchange(rank: int) -> int:
+    """Both ranks send many messages of many tags at once, into receives of up to twice the size."""
+    transport, peer = TorchP2P(), 1 - rank
+    both, own = random.Random(7), random.Random(rank)
+    checked = 0
+    for turn in range(12):
+        sizes = [both.choice(SIZES) for _ in TAGS]
+        room = [size + both.choice([0, 16, size]) for size in sizes]
+        received = [torch.full((numel,), 255, dtype=torch.uint8) for numel in room]
+        sends: list[Pending] = []
+        receives: list[Pending] = []
+        posts = [(what, tag) for what in ("send", "receive") for tag in TAGS]
+        if turn % 2:
+            own.shuffle(posts)
+        for number, (what, tag) in enumerate(posts):
+            if number == len(TAGS):
+                time.sleep(own.choice([0.0, 0.05]))  # what was sent lies here, and nobody awaits it
+            if what == "send":
+                message = torch.full((sizes[tag],), (turn + tag + rank) % 251, dtype=torch.uint8)
+                sends.append(transport.isend(message, peer, tag))
+            else:
+                receives.append(transport.irecv(received[tag], peer, tag))
+        for pending in receives + sends:
+            pending.wait()
+        for tag, data in enumerate(received):
+            assert (data[: sizes[tag]] == (turn + tag + peer) % 251).all()
+            assert (data[sizes[tag] :] == 255).all()
+            checked += 1
+    return checked
+
+
+def test_gloo_delivers_a_message_into_a_longer_receive() -> None:
+    assert as_processes(2, exchange) == [96, 96]

@@ -1,0 +1,118 @@
+"""Every verb between processes, over gloo and shared memory, beside torch's own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire import ConfigError
+from products import in_turn
+from ranks import as_processes, caught
+from stress.worlds import of_transport
+from typed_values import EVERY_DTYPE, same_bits, values
+
+pytestmark = pytest.mark.multiprocess
+
+NUMEL = 3001
+TIMEOUT_S = 20.0
+worlds = pytest.mark.parametrize(("n", "shm"), in_turn([2, 3], [False, True], always=2))
+
+
+@pytest.fixture
+def transport(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in of_transport(shm).items():
+        monkeypatch.setenv(name, value)
+
+
+def beside_torch(rank: int, seed: int) -> None:
+    n = dist.get_world_size()
+    made = torch.Generator().manual_seed(seed + rank)
+
+    for dtype, op, torchs in (
+        (torch.float32, "sum", dist.ReduceOp.SUM),
+        (torch.float64, "min", dist.ReduceOp.MIN),
+        (torch.int64, "max", dist.ReduceOp.MAX),
+        (torch.uint8, "sum", dist.ReduceOp.SUM),
+    ):
+        ours = values(NUMEL, dtype, made)
+        theirs = ours.clone()
+        for algorithm in ("sra", "ring", "tree"):
+            reduced = ours.clone()
+            gw.all_reduce(reduced, None, op=op, algorithm=algorithm)
+            expected = theirs.clone()
+            dist.all_reduce(expected, torchs)
+            torch.testing.assert_close(reduced, expected)
+
+        given = values(n * NUMEL, dtype, made)
+        shard, expected = torch.empty(NUMEL, dtype=dtype), torch.empty(NUMEL, dtype=dtype)
+        gw.reduce_scatter(shard, given, None, op=op)
+        dist.reduce_scatter_tensor(expected, given.clone(), torchs)
+        torch.testing.assert_close(shard, expected)
+
+    for dtype in EVERY_DTYPE:
+        own = values(NUMEL, dtype, made)
+        whole = torch.empty(n * NUMEL, dtype=dtype)
+        gw.all_gather(whole, own, None)
+        # torch's over gloo knows fewer dtypes: their bytes
+        gathered = torch.empty(n * NUMEL * dtype.itemsize, dtype=torch.uint8)
+        dist.all_gather_into_tensor(gathered, own.view(torch.uint8))
+        assert same_bits(whole.view(torch.uint8), gathered), dtype
+
+        for root, algorithm in enumerate(("sra", "tree", "sra")[:n]):
+            sent, expected = own.clone(), own.clone().view(torch.uint8)
+            gw.broadcast(sent, root, algorithm=algorithm)
+            dist.broadcast(expected, root)
+            assert same_bits(sent.view(torch.uint8), expected), (dtype, root)
+
+    for codec in ("qsgd", "dgc"):  # the length of DGC's payload depends on data
+        sent = values(NUMEL, torch.float32, made)
+        before, expected = sent.clone(), sent.clone()
+        gw.broadcast(sent, n - 1, codec)
+        dist.broadcast(expected, n - 1)
+        everyone = [torch.empty(NUMEL) for _ in range(n)]
+        dist.all_gather(everyone, sent)
+        assert all(same_bits(other, sent) for other in everyone)
+        assert float((sent - expected).square().sum()) < float(expected.square().sum())
+        assert not torch.equal(sent, before)
+
+
+@worlds
+@pytest.mark.usefixtures("transport")
+def test_every_verb_beside_torch(n: int, shm: bool) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"values of seed {seed}")
+    as_processes(n, beside_torch, seed, timeout=TIMEOUT_S)
+
+
+def another_root(rank: int, numel: int, algorithm: str) -> tuple[list[BaseException | None], float]:
+    """Rank 1 names another root, in a broadcast that all have agreed on before, like the first."""
+    tensor = torch.full((numel,), float(rank))
+    for root in (0, 1):
+        gw.broadcast(tensor, root, algorithm=algorithm)
+    dist.barrier()
+    begun = time.monotonic()
+    errors = [caught(lambda: gw.broadcast(tensor, int(rank == 1), algorithm=algorithm))]
+    errors.append(caught(lambda: gw.broadcast(tensor, algorithm=algorithm)))
+    seconds = time.monotonic() - begun
+    dist.barrier()
+    return errors, seconds
+
+
+@pytest.mark.parametrize(("algorithm", "shm"), in_turn(["sra", "tree"], [False, True], always=1))
+@pytest.mark.usefixtures("transport")
+def test_another_root_is_told(algorithm: str, shm: bool) -> None:
+    """A rank that has all it needs may end its call; its next one ends in the error."""
+    for numel in (4, 300_000):
+        found = as_processes(3, another_root, numel, algorithm, timeout=TIMEOUT_S)
+        assert any(errors[0] is not None for errors, _ in found)
+        for errors, seconds in found:
+            assert seconds < TIMEOUT_S / 2
+            assert isinstance(errors[1], ConfigError), errors
+            assert all(isinstance(e, ConfigError) for e in errors if e is not None), errors
+            assert "root=0" in str(errors[1])
+            assert "root=1" in str(errors[1])

@@ -1,0 +1,263 @@
+"""Random switches of plans while a DDP module trains, on processes; in some runs a rank dies.
+
+Every rank asks for the same updates in the same order, each at a step of its own. Then
+- no pass has two plans: the versions that ranks had in force, pass by pass, are the same;
+- replicas are identical; nobody raises;
+- where a rank dies, every survivor ends in a TransportError that names it;
+- a state saved on the way resumes to the same bits, as often as it is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ends import End, ends
+from stress.slow import Delays, slow_groups
+from stress.worlds import of_transport
+
+TIMEOUT_S = 20.0
+AFTER = 6  # steps of a resumed run
+
+# What updates are drawn from; each leaves the rest as it is.
+CHANGES: list[dict[str, Any]] = [
+    {"codec": "qsgd", "bits": 2},
+    {"codec": "qsgd", "bits": 4},
+    {"codec": "qsgd", "bits": 8, "block": 64},
+    {"codec": "topk", "density": 0.1},
+    {"codec": "powersgd", "rank": 2},
+    {"codec": "artopk", "density": 0.05},
+    {"codec": None},
+    {"codecs": {"2.weight": "terngrad"}},
+    {"codecs": {"2.weight": None}},
+    {"include": ["*.bias"]},
+    {"include": []},
+    {"algorithm": "ring"},
+    {"algorithm": "sra"},
+    {"algorithm": "tree"},
+    {"coalesce_bytes": 0},
+    {"coalesce_bytes": 1 << 18},
+    {"error_feedback": True},
+    {"error_feedback": False},
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        updates: how many are asked for, spread over the steps.
+        dies: the rank that dies, at step `at`; None: nobody.
+        delayed: whether steps and sends are late at random.
+        width: of the model's layers.
+    """
+
+    seed: int
+    ranks: int
+    steps: int
+    updates: int
+    dies: int | None = None
+    at: int = 0
+    delayed: bool = True
+    width: int = 64
+
+    @staticmethod
+    def of(seed: int, ranks: int, steps: int, updates: int, kills: bool = False) -> Run:
+        draw = random.Random(f"switches {seed} {ranks}")
+        dies = draw.randrange(ranks) if kills else None
+        return Run(seed, ranks, steps, updates, dies, draw.randrange(steps // 2, steps))
+
+    def changes(self) -> list[dict[str, Any]]:
+        draw = random.Random(f"changes {self.seed}")
+        return [draw.choice(CHANGES) for _ in range(self.updates)]
+
+    def asked(self, rank: int) -> dict[int, list[int]]:
+        """Step -> the updates that `rank` asks for at it, in order."""
+        draw = random.Random(f"asked {self.seed} {rank}")
+        every = max(1, self.steps // max(self.updates, 1))
+        found: dict[int, list[int]] = {}
+        at = 0
+        for update in range(self.updates):
+            at = max(at, update * every + draw.randrange(3 * every))
+            found.setdefault(min(at, self.steps - 1), []).append(update)
+        return found
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw.
+
+    Attributes:
+        versions: in force, pass by pass.
+        seconds: of each step's backward.
+        bits: digest of the parameters at the end.
+        resumed: digests after the same state was loaded twice and trained on.
+    """
+
+    versions: list[int]
+    seconds: list[float]
+    bits: str
+    resumed: list[str]
+
+
+def model_of(width: int) -> DDP:
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return DDP(nn.Sequential(*layers, nn.Linear(width, 8)), bucket_cap_mb=0.01)
+
+
+def train(model: DDP, number: int) -> float:
+    """One step; the seconds of its backward."""
+    made = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    loss = model(torch.randn(8, 32, generator=made)).square().mean()
+    for p in model.parameters():
+        p.grad = None
+    begun = time.perf_counter()
+    loss.backward()
+    seconds = time.perf_counter() - begun
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.02 * p.grad
+    return seconds
+
+
+def digest(model: DDP) -> str:
+    return str(
+        hash(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes())
+    )
+
+
+def body(rank: int, run: Run) -> Report:
+    draw = random.Random(f"delays {run.seed} {rank}")
+    if run.delayed:
+        slow_groups(Delays(f"{run.seed} {rank}", sends=0.01))
+    model = model_of(run.width)
+    handle = gw.attach(model, bits=4, coalesce_bytes=0)
+    changes, asked = run.changes(), run.asked(rank)
+    versions, seconds = [], []
+    for number in range(run.steps):
+        if (rank, number) == (run.dies, run.at):
+            os._exit(1)
+        for update in asked.get(number, ()):
+            handle.update(**changes[update])
+        if run.delayed and draw.random() < 0.1:
+            time.sleep(draw.uniform(0, 0.02))
+        seconds.append(train(model, number))
+        versions.append(handle.plan.version)
+    number = run.steps
+    while handle.plan.version < run.updates:  # alike on all ranks, pass by pass
+        train(model, number)
+        number += 1
+        time.sleep(0.01)
+    bits = digest(model)
+    return Report(versions, seconds, bits, [resumed(model, handle, number) for _ in range(2)])
+
+
+def resumed(model: DDP, handle: gw.Handle, number: int) -> str:
+    """The parameters after some more steps from here, which leave things as they were."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = handle.state_dict()
+    for more in range(AFTER):
+        train(model, number + more)
+    found = digest(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    handle.load_state_dict(state)
+    return found
+
+
+def found_of(run: Run, shm: bool) -> list[End]:
+    return ends(
+        run.ranks, body, run, timeout=TIMEOUT_S, deadline=60 + run.steps,
+        environment={**of_transport(shm), "PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+
+
+def wrong(run: Run, found: list[End]) -> str | None:
+    """What is not as it must be, or None."""
+    if run.dies is not None:
+        for rank, end in enumerate(found):
+            if rank == run.dies:
+                continue
+            if end.error != "TransportError" or end.peer != run.dies:
+                return f"rank {rank} should name rank {run.dies}, which died: {end}"
+        return None
+    for rank, end in enumerate(found):
+        if end.error is not None:
+            return f"rank {rank}: {end}"
+    reports: list[Report] = [end.value for end in found]
+    for number, versions in enumerate(zip(*(r.versions for r in reports), strict=True)):
+        if len(set(versions)) > 1:
+            return f"pass {number} had the plans {versions}"
+    if len({r.bits for r in reports}) > 1:
+        return "replicas differ"
+    resumed = {digest for r in reports for digest in r.resumed}
+    if len(resumed) > 1:
+        return f"a resumed run has other bits: {[r.resumed for r in reports]}"
+    return None
+
+
+def slowest(report: Report) -> dict[str, float]:
+    """Seconds of the slowest step that began with another plan than the one before, of the slowest
+    of as many others (the expected one, were they drawn), and of the median step; the first steps,
+    in which DDP makes its buckets, are left out."""
+    pairs = list(zip(report.versions, report.seconds, strict=True))[5:]
+    switched = [s for (a, _), (b, s) in pairwise(pairs) if a != b]
+    others = sorted(s for (a, _), (b, s) in pairwise(pairs) if a == b)
+    if not switched or not others:
+        return {}
+    return {
+        "switched_step": max(switched),
+        "other_step": others[-max(1, len(others) // len(switched))],
+        "median_switched_step": statistics.median(switched),
+        "median_step": statistics.median(s for _, s in pairs),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m stress.switches", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", default="2,3,5")
+    parser.add_argument("--width", type=int, default=64, help="of the model's layers")
+    parser.add_argument("--quiet", action="store_true", help="no delays, so that steps have a time")
+    parser.add_argument("--kill", action="store_true", help="a rank dies in the second half")
+    given = parser.parse_args(arguments)
+    failed = 0
+    for number, ranks in enumerate(map(int, given.ranks.split(","))):
+        run = Run.of(given.seed, ranks, given.steps, given.updates, given.kill)
+        run = replace(run, delayed=not given.quiet, width=given.width)
+        begun = time.monotonic()
+        found = found_of(run, shm=number % 2 == 0)
+        said = wrong(run, found)
+        row: dict[str, Any] = {"ranks": ranks, "seed": given.seed, "steps": given.steps}
+        row |= {"wrong": said, "seconds": time.monotonic() - begun, "dies": run.dies}
+        reports = [end.value for end in found if end.value is not None]
+        if reports:
+            row["switches"] = len(set(reports[0].versions)) - 1
+            row |= slowest(reports[0])
+        print(json.dumps(row), flush=True)
+        failed += said is not None
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""A sample of the random switches; `python -m stress.switches` runs them for longer."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from products import EXHAUSTIVE, one_in
+from stress import switches
+from stress.switches import Run
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))])
+@pytest.mark.parametrize(("ranks", "shm"), one_in(6, product([3, 2, 5], [False, True])))
+def test_no_pass_has_two_plans(ranks: int, shm: bool, seed: int) -> None:
+    run = Run.of(seed, ranks, steps=100, updates=10)
+    found = switches.found_of(run, shm)
+    assert switches.wrong(run, found) is None, run
+    assert len({v for end in found for v in end.value.versions}) > 3, (
+        "hardly a plan came into force"
+    )
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))])
+@pytest.mark.parametrize(("ranks", "shm"), one_in(3, product([3, 2, 5], [True, False])))
+def test_survivors_name_who_died(ranks: int, shm: bool, seed: int) -> None:
+    run = Run.of(seed, ranks, steps=60, updates=10, kills=True)
+    assert switches.wrong(run, switches.found_of(run, shm)) is None, run

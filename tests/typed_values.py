@@ -1,0 +1,99 @@
+"""Fresh random tensors of every dtype, and what a collective must make of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from gradwire import all_reduce
+from gradwire.engine import Communicator
+from gradwire.lang import Codec, rng
+from gradwire.partition import Spec
+
+SIZES = [0, 1, 15, 17, 1000]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+WHOLE = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+EVERY_DTYPE = [*FLOATS, torch.float64, *WHOLE, torch.bool, *COMPLEX]
+DTYPES = {
+    "sum": [*FLOATS, torch.float64, *WHOLE],
+    "avg": [*FLOATS, torch.float64],
+    "min": [*FLOATS, torch.float64, *WHOLE, torch.bool],
+    "max": [*FLOATS, torch.float64, *WHOLE, torch.bool],
+}
+
+
+def generator() -> torch.Generator:
+    """Its seed is new in every run; pytest shows it where a test fails."""
+    seed = random.SystemRandom().getrandbits(48)
+    print(f"values of seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def values(numel: int, dtype: torch.dtype, made: torch.Generator) -> torch.Tensor:
+    """Of the dtype's whole range, if it is a whole number."""
+    if dtype in WHOLE:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        if dtype is torch.int64:
+            return torch.randint(low, high, (numel,), generator=made)
+        return torch.randint(low, high + 1, (numel,), generator=made).to(dtype)
+    if dtype is torch.bool:
+        return torch.randint(2, (numel,), generator=made).bool()
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(numel, dtype=wide, generator=made).to(dtype)
+
+
+def check_reduced(op: str, given: Sequence[torch.Tensor], found: torch.Tensor, where: str) -> None:
+    """`found` against a float64 sum, whole numbers' sum modulo their range, torch's minimum or
+    maximum; floats may err by a rounding a rank, relative to the sum of sizes."""
+    dtype, ranks = found.dtype, len(given)
+    if op in ("min", "max"):
+        reduce = torch.minimum if op == "min" else torch.maximum
+        expected = given[0]
+        for other in given[1:]:
+            expected = reduce(expected, other)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=where)
+        return
+    if not dtype.is_floating_point:
+        total = torch.stack(list(given)).sum(0, dtype=torch.int64).to(dtype)
+        assert torch.equal(found, total), where
+        return
+    wide = torch.stack([x.double() for x in given])
+    share = 1 / ranks if op == "avg" else 1
+    error = (found.double() - wide.sum(0) * share).abs()
+    allowed = (ranks + 1) * torch.finfo(dtype).eps / 2 * wide.abs().sum(0) * share
+    assert bool((error <= allowed).all()), f"{where}: {float((error - allowed).max())} too far"
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they agree in every bit: NaN equals NaN, and -0 is not +0."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    raw, raw_other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(raw, raw_other)
+
+
+def name_of(spec: Spec | torch.Tensor) -> str:
+    numel = spec.numel if isinstance(spec, Spec) else spec.numel()
+    return f"{numel} x {spec.dtype}"
+
+
+def keys(spec: Spec, comm: Communicator) -> rng.Keys:
+    return rng.parameter_keys(0, spec.name, comm.rank)
+
+
+def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bool) -> list[Spec]:
+    """One for each tensor and its codec."""
+    return [
+        Spec(f"p{i}", t.numel(), t.dtype, codec, rotation=i, **how)
+        for i, (t, codec) in enumerate(zip(tensors, codecs, strict=True))
+    ]
+
+
+def check_group(comm: Communicator) -> None:
+    """It works."""
+    x = torch.full((3,), comm.rank + 1)
+    all_reduce(x, None, group=comm)
+    assert x.tolist() == [sum(range(1, comm.world_size + 1))] * 3
