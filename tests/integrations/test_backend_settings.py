@@ -45,7 +45,7 @@ def test_every_variable_is_read() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("GRADWIRE_CODEC", "", "unknown codec ''"),
+        ("GRADWIRE_CODEC", "", "expected NAME"),
         ("GRADWIRE_CODEC", "zip", "unknown codec 'zip'"),
         ("GRADWIRE_CODEC", "qsgd:bits", "found 'bits'"),
         ("GRADWIRE_CODEC", "qsgd:bits=", "found 'bits='"),

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradwire import codecs
-from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options, check_defined
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -69,17 +68,8 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
 def _codec(text: str) -> Codec | None:
     if text == "none":
         return None
-    name, *items = text.split(":")
-    options: dict[str, object] = {}
-    for item in items:
-        option, equals, value = item.partition("=")
-        if not option or not equals or not value:
-            raise ConfigError(f"{CODEC}={text!r}: expected OPTION=VALUE, found {item!r}")
-        if option in options:
-            raise ConfigError(f"{CODEC}={text!r}: option {option!r} is given twice")
-        options[option] = value_of(value)
     try:
-        codec = codecs.get(name, **options)
+        codec = codecs.get(text)
         check_defined(Options().algorithm, codec)
     except ConfigError as error:
         raise ConfigError(f"{CODEC}={text!r}: {error}") from error
