@@ -105,7 +105,10 @@ def get(codec: str | Codec, **options: Any) -> Codec:
     name, parsed = parse(codec)
     options = merged(codec, parsed, options)
     if name not in REGISTRY:
-        raise ConfigError(f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}")
+        raise ConfigError(
+            f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}; aggregators, such as "
+            "powersgd, are for models alone (attach and register)"
+        )
     made, settled = REGISTRY[name]
     known = [option for option in _fields(made) if option not in settled]
     for option in options:
