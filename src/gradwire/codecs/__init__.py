@@ -1,4 +1,4 @@
-"""The codecs, one a file, and the table of their names."""
+"""The codecs, one per file, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang.codec import Codec, check_codec, source_lines
 from gradwire.lang.forms import derive
 
-# name -> (class, options that the name settles)
+# name -> (class, options fixed by the name)
 REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "identity": (Identity, {}),
     "fp16": (Cast, {"dtype": "fp16"}),
@@ -83,9 +83,9 @@ __all__ = [
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:
-    """A codec by its name and options; a codec is returned as it is.
+    """Make a codec from its name and options; a codec is returned unchanged.
 
-    Raises `ConfigError` that lists what is known, for an unknown name or option or a bad value.
+    Raises `ConfigError` for a bad value, or for an unknown name or option: it lists the known ones.
     """
     if isinstance(codec, Codec):
         if options:
@@ -109,7 +109,7 @@ def get(codec: str | Codec, **options: Any) -> Codec:
 
 
 def name_of(codec: Codec) -> str:
-    """The registered name of a codec, else its class's name."""
+    """The registered name of a codec, or its class name if it is not registered."""
     for name, (made, settled) in REGISTRY.items():
         if type(codec) is made and all(getattr(codec, k) == v for k, v in settled.items()):
             return name
@@ -117,14 +117,14 @@ def name_of(codec: Codec) -> str:
 
 
 def options(codec: Codec) -> dict[str, Any]:
-    """A codec's options and their values, without those that its name settles."""
+    """A codec's options and their values, without those fixed by its name."""
     name = name_of(codec)
     settled = REGISTRY[name][1] if name in REGISTRY else {}
     return {k: getattr(codec, k) for k in _fields(type(codec)) if k not in settled}
 
 
 def listing() -> list[dict[str, Any]]:
-    """A row for every codec: codec, operators (names), lines (of code), options (defaults)."""
+    """One row per codec: codec, operators (names), lines (of code), options (defaults)."""
     rows = []
     for name in REGISTRY:
         codec = get(name)

@@ -1,10 +1,10 @@
-"""Options written as text: OPTION=VALUE, in methods' names and in the environment."""
+"""Options written as text: OPTION=VALUE, in method names and environment variables."""
 
 from __future__ import annotations
 
 
 def value(text: str) -> int | float | bool | str:
-    """What an option's value stands for: true, false (also capitalised), a number, or a word."""
+    """Parse an option's value: true or false (also capitalised), a number, or a word."""
     if text in ("true", "false", "True", "False"):
         return text.lower() == "true"
     for kind in (int, float):
