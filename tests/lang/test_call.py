@@ -19,5 +19,5 @@ def test_equal_distances_are_a_stride(distances: list[int] | None, stride: int) 
 
 @pytest.mark.parametrize("distances", [[0, 48, 95], [0, 48, 48], [0, 0, 1]])
 def test_unequal_distances_are_no_stride(distances: list[int]) -> None:
-    with pytest.raises(ConfigError, match="equal distances"):
+    with pytest.raises(ConfigError, match="equally spaced"):
         _ = Call(distances=np.array(distances, dtype="i8")).stride

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Method, Method | None, str]] = {
     "high rank": (
         lambda self, g: sent(*decomp(matrix(g, 8), 9)),
         None,
-        "rank=9 of 8 columns; it can be 1 to 8",
+        "rank=9 for 8 columns: it must be 1 to 8",
     ),
     "decomposed elements": (lambda self, g: sent(*decomp(g, 2)), None, "takes matrix(x, columns)"),
     "a decomposed number": (
@@ -156,40 +156,40 @@ CASES: dict[str, tuple[Method, Method | None, str]] = {
     "two shapes": (
         low_rank,
         lambda self, p, q: elements(matmul(p + q, q)),
-        "matrices of ceil(n / 8) x 2 and 8 x 2 do not go element by element",
+        "matrices of ceil(n / 8) x 2 and 8 x 2 cannot be combined elementwise",
     ),
     "two shapes that a row may have": (
         lambda self, g: at_8(g, lambda m, p, q: m - matrix(g, 16)),
         None,
-        "of ceil(n / 8) x 8 and ceil(n / 16) x 16 do not",
+        "of ceil(n / 8) x 8 and ceil(n / 16) x 16 cannot",
     ),
     "two shapes and a choice": (
         low_rank,
         lambda self, p, q: elements(matmul(where(isfinite(q), p, 0.0), q)),
-        "do not go element by element",
+        "cannot be combined elementwise",
     ),
     "reduced": (lambda self, g: at_8(g, lambda m, p, q: reduce(max, m)), None, "use elements("),
     "counted": (lambda self, g: at_8(g, lambda m, p, q: count(m)), None, "use elements("),
     "blocks": (
         lambda self, g: at_8(g, lambda m, p, q: m.blocks(8)),
         None,
-        "only elements can be seen in blocks",
+        "only elements can be divided into blocks",
     ),
-    "stored": (lambda self, g: at_8(g, lambda m, p, q: m), None, "the factors of decomp"),
+    "stored": (lambda self, g: at_8(g, lambda m, p, q: m), None, "a factor of decomp"),
     "stored after a change": (
         lambda self, g: at_8(g, lambda m, p, q: bf16(p * 2.0)),
         None,
-        "field x: of matrices, the factors of decomp can be stored, as floats",
+        "field x: a stored matrix must be a factor of decomp, as floats",
     ),
     "stored as codes": (
         lambda self, g: at_8(g, lambda m, p, q: uint(4, p)),
         None,
-        "field x: of matrices, the factors of decomp can be stored, as floats",
+        "field x: a stored matrix must be a factor of decomp, as floats",
     ),
     "a stored product": (
         lambda self, g: at_8(g, lambda m, p, q: fp32(matmul(p, q))),
         None,
-        "the factors of decomp",
+        "a factor of decomp",
     ),
     "a decoded matrix": (low_rank, lambda self, p, q: matmul(p, q), "return elements, not a matri"),
 }

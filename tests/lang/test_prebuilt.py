@@ -266,7 +266,7 @@ def test_levels_follow_from_the_cpus_features(
 def test_a_level_above_the_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "supported", lambda: isa.LEVELS[:2])
     monkeypatch.setenv("GRADWIRE_ISA", "x86-64-v4")
-    with pytest.raises(ConfigError, match=r"x86-64-v4: this CPU .* runs x86-64-v2, x86-64-v3"):
+    with pytest.raises(ConfigError, match=r"x86-64-v4: this CPU supports x86-64-v2, x86-64-v3"):
         prebuilt.loaded()
     monkeypatch.setenv("GRADWIRE_ISA", "sse9")
     with pytest.raises(ConfigError, match="unknown instruction set 'sse9': use one of x86-64-v2"):

@@ -211,5 +211,5 @@ class Gathers(Codec):
 
 def test_what_is_gathered_of_an_entry_has_room() -> None:
     agree(Gathers(14), 2)
-    with pytest.raises(LanguageError, match="encode may take 14 numbers of every entry, not 15"):
+    with pytest.raises(LanguageError, match="encode can gather 14 numbers per entry, not 15"):
         layout(Gathers(15))
