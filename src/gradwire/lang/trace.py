@@ -219,9 +219,7 @@ def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
     if ir.Scope.SELECTION not in scopes:
         return nodes
     if ir.Scope.ELEMENT in scopes:
-        raise LanguageError(
-            location, "elements and entries do not mix: use gather(x, selection)"
-        )
+        raise LanguageError(location, "elements and entries do not mix: use gather(x, selection)")
     chosen = {selection_of(n) for n in nodes if n.scope is ir.Scope.SELECTION}
     if len(chosen) > 1:
         raise LanguageError(location, "entries of two selections do not mix")
