@@ -1,4 +1,4 @@
-"""An ill-formed codec gives a LanguageError that names the line of its own file."""
+"""An ill-formed codec gives a LanguageError that names the line in its own file."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_errors_point_to_the_source(name: str) -> None:
     path, line = caught.value.location.rsplit(":", 1)
     assert path == __file__
     assert str(caught.value).startswith(caught.value.location)
-    # the line lies within the case's own lambdas
+    # the line is one of the case's own lambdas
     begin = next(
         i for i in range(1, 400) if linecache.getline(path, i).lstrip().startswith(f'"{name}":')
     )
@@ -185,7 +185,7 @@ def test_encode_sum_must_agree_with_encode() -> None:
         layout(Blocks())
 
 
-def test_a_table_serves_all_traces() -> None:
+def test_all_traces_share_one_table() -> None:
     @dataclass(frozen=True)
     class Once(Codec):
         def encode(self, g: Any) -> Any:
@@ -220,7 +220,7 @@ def test_equal_nodes_of_another_codec_are_not_blamed() -> None:
     assert caught.value.location.startswith(__file__)
 
 
-def test_a_condition_of_a_block_serves_entries() -> None:
+def test_a_condition_of_a_block_applies_to_its_entries() -> None:
     @dataclass(frozen=True)
     class Signed(Codec):
         def encode(self, g: Any) -> Any:
@@ -246,7 +246,7 @@ def test_a_condition_of_a_block_serves_entries() -> None:
     ],
     ids=["name", "class", "number"],
 )
-def test_a_name_or_a_class_is_no_codec(codec: Any, remedy: str) -> None:
+def test_a_name_or_a_class_is_not_a_codec(codec: Any, remedy: str) -> None:
     payload = torch.zeros(4, dtype=torch.uint8)
     for call in (
         lambda: encode(codec, torch.ones(4)),
