@@ -1,11 +1,11 @@
-"""Puts prebuilt kernels into wheels: hatchling calls this hook while it builds one.
+"""Build hook of hatchling that adds prebuilt kernels to a wheel.
 
-The kernels are those of `gradwire codec build` (docs/kernels.md), made in a folder that is gone
-when the wheel is done. Without a gcc the wheel has none and fits every platform; an editable
-install never has any. Two variables narrow what is built, for tests and for small images:
+The kernels are those of `gradwire codec build` (docs/kernels.md), built in a temporary folder.
+Without gcc the wheel contains none and fits every platform; an editable install never contains any.
+Two environment variables restrict what is built, for tests and for small images:
 
-    GRADWIRE_BUILD      what, such as "identity qsgd:bits=3 shm"; "none" for a wheel without kernels
-    GRADWIRE_BUILD_ISA  levels of instruction sets, such as "x86-64-v2 x86-64-v4"
+    GRADWIRE_BUILD      what to build, such as "identity qsgd:bits=3 shm", or "none" for no kernels
+    GRADWIRE_BUILD_ISA  instruction set levels, such as "x86-64-v2 x86-64-v4"
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "gradwire/lang/libraries"  # where lang/prebuilt.py looks
-OLDEST_GLIBC = (2, 17)  # the oldest that installers have a name for on every machine
+OLDEST_GLIBC = (2, 17)  # the oldest version with a manylinux tag on every architecture
 
 
 class Kernels(BuildHookInterface[Any]):
-    """Builds the libraries, adds them to the wheel, and names the platform that they are for."""
+    """Builds the libraries, adds them to the wheel, and sets its platform tag."""
 
     made: tempfile.TemporaryDirectory[str] | None = None
 
@@ -44,7 +44,7 @@ class Kernels(BuildHookInterface[Any]):
             self.app.display_warning(f"no prebuilt kernels in this wheel: {error}")
             return
         if any(level.machine != isa.machine() for level in levels):
-            raise SystemExit("GRADWIRE_CC builds for another machine: wheels are made natively")
+            raise SystemExit("GRADWIRE_CC builds for another machine: build wheels natively")
         units = wheel.units(chosen or None)
         self.made = tempfile.TemporaryDirectory(prefix="gradwire-")
         files = []
@@ -65,7 +65,7 @@ class Kernels(BuildHookInterface[Any]):
 
 
 def _platform(files: list[Path]) -> str:
-    """The wheel's platform tag, by the newest glibc symbol that the libraries ask for."""
+    """The wheel's platform tag, from the newest glibc symbol that the libraries need."""
     platform = re.sub(r"[^a-z0-9]", "_", sysconfig.get_platform().lower())
     if not platform.startswith("linux_") or "musl" in str(sysconfig.get_config_var("SOABI")):
         return platform

@@ -1,8 +1,8 @@
-"""What a store costs at many ranks, and the control channel over it: the figures of its document.
+"""The cost of a store, and of the control channel over it, at many ranks, for docs/control.md.
 
     python scripts/control_figures.py --clients 1024
 
-Clients are threads of two processes, with a connection each; the store's server is a third.
+Clients are threads of two processes, with one connection each; a third process runs the store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def serve(pipe: Pipe) -> None:
 
 
 def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
-    """Answer each command on `pipe` with what every thread has measured."""
+    """Answer each command on `pipe` with the measurements of all threads."""
     raise_limit()
     base = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     stores: list[Any] = [None] * count
@@ -95,7 +95,7 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
             time.sleep(SLICE_S)
         return statistics.median(spent)
 
-    # One thread takes turns for all channels of this process: ranks do not share an interpreter.
+    # One thread drives all channels of this process: real ranks do not share an interpreter.
 
     def turns(done: Callable[[], bool]) -> None:
         while not done():
@@ -149,7 +149,7 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
         "reads a bell": reads_a_bell,
     }
     while True:
-        turns(lambda: pipe.poll() or not connections)  # rank 0 lets others in
+        turns(lambda: pipe.poll() or not connections)  # rank 0 accepts the others
         command = pipe.recv()
         if command is None:
             break
@@ -181,7 +181,7 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def quiet() -> Iterator[list[int]]:
-    """Send what C++ writes to standard error to a file; at the end, how many lines there are."""
+    """Redirect standard error of C++ code to a file; on exit, append its number of lines."""
     lines: list[int] = []
     kept = os.dup(2)
     with tempfile.TemporaryFile("w+") as file:

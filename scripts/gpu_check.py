@@ -1,16 +1,16 @@
-"""`make gpu-check`: whether target triton is right on this GPU, and how fast it is.
+"""`make gpu-check`: checks that target triton is correct on this GPU, and measures its speed.
 
     PYTHONPATH=src python3 scripts/gpu_check.py [--output FILE] [--workers N] [--only NAME,...]
 
-Needs torch, Triton and numpy; no pytest, no network; minutes. In this order:
+Needs torch, Triton and numpy, but no pytest and no network; takes minutes. In this order:
 
 1. same bytes: every codec, dtype and form against target c on the CPU (eager without a compiler),
-   in a process each, since most of the time goes to compiling, and a fault ends its process only;
+   each in its own process, since compiling dominates and a fault then ends one process only;
 2. the other checks of tests/gpu/gpu_checks.py;
-3. `bench kernels --device cuda`, over 256 MB, against a copy in the same run; on a quiet GPU.
+3. `bench kernels --device cuda`, over 256 MB, against a copy in the same run; on an idle GPU.
 
 Rows go to bench/results/DATE-DEVICE.jsonl, each with date, commit, device and versions. Exit code:
-0 if all is right, 1 if something is not, 2 if there is nothing to check with; a line says what.
+0 if all checks pass, 1 if one fails, 2 if nothing can be checked; a line says why.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "gpu")]
-CHECK_SECONDS = 330.0  # for the first part: what has not ended by then, has failed
-BENCH_SECONDS = 120.0  # codecs that have not begun by then are left out, and said to be
+CHECK_SECONDS = 330.0  # for the first part: checks that have not ended by then have failed
+BENCH_SECONDS = 120.0  # codecs that have not begun by then are skipped, and reported
 
 
 def main() -> int:
-    """The exit code."""
+    """Run checks and measurements; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="bench/results/DATE-DEVICE.jsonl by default")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
@@ -78,7 +78,7 @@ def missing() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What every row says of where it comes from."""
+    """The fields of every row that identify the run."""
     import torch
     import triton
 
@@ -97,7 +97,7 @@ def provenance() -> dict[str, Any]:
 
 
 def name_of(stamp: dict[str, Any]) -> str:
-    """The file of results."""
+    """The name of the results file."""
     device = re.sub(r"[^a-z0-9]+", "-", stamp["device"].lower()).strip("-")
     return f"{stamp['date']}-{device}.jsonl"
 
@@ -106,7 +106,7 @@ def name_of(stamp: dict[str, Any]) -> str:
 
 
 def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
-    """A row for every check. Each runs in a process of its own."""
+    """One row per check. Each check runs in its own process."""
     import gpu_checks
 
     wanted = [
@@ -115,7 +115,7 @@ def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
     ]  # fmt: skip
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + CHECK_SECONDS
-    with context.Pool(workers, maxtasksperchild=1) as pool:  # leaving it ends what still runs
+    with context.Pool(workers, maxtasksperchild=1) as pool:  # its exit ends running checks
         asked = [(case_name(n), pool.apply_async(run_case, (n,))) for n in wanted]
         asked += [(("other", name), pool.apply_async(run_other, (name,)))
                   for name in ([] if only else possible())]  # fmt: skip
@@ -126,7 +126,7 @@ def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
             ended = [a for a in asked if late or a[1].ready()]
             asked = [a for a in asked if a not in ended]
             for (check, subject), result in ended:
-                wrong, seconds = "it, or its process, did not end in time", CHECK_SECONDS
+                wrong, seconds = "the check or its process did not end in time", CHECK_SECONDS
                 if result.ready():
                     wrong, seconds = result.get()
                 yield {
@@ -137,18 +137,18 @@ def checks(workers: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
 
 
 def possible() -> list[str]:
-    """The names of the other checks, without those that lack something here; which is printed."""
+    """The names of the other checks that can run here; prints the skipped ones."""
     import gpu_checks
 
     lacking = {name: why() for name, why in gpu_checks.LACKING.items()}
     for name, reason in lacking.items():
         if reason is not None:
-            print(f"     other  {name}  is left out: {reason}", flush=True)
+            print(f"     other  {name}  is skipped: {reason}", flush=True)
     return [name for name in gpu_checks.OTHERS if lacking.get(name) is None]
 
 
 def case_name(number: int) -> tuple[str, str]:
-    """A check's name, and what it is about."""
+    """(check, subject) of a case."""
     import gpu_checks
 
     codec, dtype = gpu_checks.CASES[number]
@@ -156,21 +156,21 @@ def case_name(number: int) -> tuple[str, str]:
 
 
 def run_case(number: int) -> tuple[str, float]:
-    """What is wrong, and how long it took to find out."""
+    """(what is wrong, seconds) of a case."""
     import gpu_checks
 
     return timed(lambda: gpu_checks.same_bytes(*gpu_checks.CASES[number]))
 
 
 def run_other(name: str) -> tuple[str, float]:
-    """The same for one of the other checks."""
+    """(what is wrong, seconds) of one of the other checks."""
     import gpu_checks
 
     return timed(gpu_checks.OTHERS[name])
 
 
 def warm(name: str) -> tuple[str, float]:
-    """Compile what the measurements will run; the cache on disk is shared."""
+    """Compile the kernels of the measurements into the shared cache on disk."""
     return timed(lambda: "" if list(bench(name, numel=2**16, quick=True)) else "no rows")
 
 
@@ -190,7 +190,7 @@ def timed(check: Callable[[], str]) -> tuple[str, float]:
 
 
 def bench_names(only: list[str] | None) -> list[str]:
-    """Codecs that are measured, with their defaults; those with matrices run on the CPU."""
+    """The codecs to measure, with default options; those with matrices run on the CPU."""
     import torch
 
     from gradwire import codecs
@@ -207,22 +207,22 @@ def bench_names(only: list[str] | None) -> list[str]:
 
 
 def bench(name: str, numel: int | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
-    """Rows of one codec."""
+    """The rows of one codec."""
     from gradwire.bench import kernels
 
     return kernels.run([name], None, numel, None, quick, "cuda")
 
 
 def measurements(only: list[str] | None) -> Iterator[dict[str, Any]]:
-    """A row for every codec and op, one after the other."""
+    """One row per codec and op, in sequence."""
     deadline = time.monotonic() + BENCH_SECONDS
     for name in bench_names(only):
         if time.monotonic() > deadline:
-            print(f"     {name} is not measured: no time is left")
+            print(f"     {name} is not measured: out of time")
             continue
         try:
             yield from bench(name)
-        except Exception as error:  # the checks have told of it
+        except Exception as error:  # a check has reported it
             print(f"     {name} cannot be measured: {error}")
 
 

@@ -1,18 +1,18 @@
-"""How tensors are cut for a collective: rows, chunks, segments, and where each lies in its message.
+"""How tensors are cut for a collective: rows, chunks, segments, and their offsets in messages.
 
-A *row* is a contiguous piece of one tensor, the unit of a kernel's segment table. A tensor of n
-values in blocks of B is cut into as many chunks of whole blocks as the algorithm wants; the k-th
-piece goes to chunk (k + rotation) mod chunks, so that the remainders of many small tensors spread.
-Nothing else enters, above all not how DDP happens to bucket: so a tensor's result is the same in
-whatever company it travels (law 8). Where chunks are `shards`, chunk k is the shard of rank k, of
-whatever length; shards may stand at a distance from each other in memory.
+A *row* is a contiguous piece of one tensor, the unit of a kernel's table. A tensor of n values in
+blocks of B is cut into as many chunks of whole blocks as the algorithm needs. Its k-th piece goes
+to chunk (k + rotation) mod chunks, which balances the remainders of many small tensors. The cut
+depends on nothing else, in particular not on DDP's buckets, so a tensor's result does not depend on
+the tensors it is sent with (law 8). With `shards`, chunk k is the shard of rank k, of any length;
+there may be gaps between shards in memory.
 
-With `plain`, every chunk stands there a second time, uncompressed, as chunk k + chunks: an
-algorithm may then send it in either form.
+With `plain`, every chunk k appears a second time, uncompressed, as chunk k + chunks: an algorithm
+may then send either form.
 
-Segments cut each chunk's rows once more, at block boundaries, to pipeline. A tensor-scope codec's
-rows are never cut: their payload would change. Within a message rows stand in the order of their
-tensors, each at a multiple of 16 bytes, behind the header.
+Segments cut each chunk's rows again, at block boundaries, to pipeline. The rows of a tensor-scope
+codec are never cut, since that would change their payload. Within a message, rows are in the order
+of their tensors, each at a multiple of 16 bytes after the header.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from gradwire.engine.message import ALIGNMENT
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, Exact, layout
 
-SEGMENT_BYTES = 4 << 20  # large enough to hide what a kernel call and a message cost
+SEGMENT_BYTES = 4 << 20  # large enough to amortise a kernel call and a message
 _MAX_SEGMENTS = 16
 
-Kind = tuple[Codec, torch.dtype]  # of payloads
+Kind = tuple[Codec, torch.dtype]  # what a payload's layout depends on
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What all ranks know about one tensor of a collective.
+    """One tensor of a collective; the same on all ranks.
 
     Attributes:
-        name: of the parameter; it names the tensor in errors.
+        name: of the parameter, for errors.
         numel: number of values.
-        dtype: fp32, fp16 or bf16; any with the codec `Exact`.
-        codec: how its payloads are made.
-        feedback: whether a residual travels with it.
+        dtype: fp32, fp16 or bf16; any dtype with the codec `Exact`.
+        codec: encodes its payloads.
+        feedback: whether it has a residual (error feedback).
         rotation: its k-th piece belongs to chunk (k + rotation) mod chunks.
-        lengths: of shards: how many values of it each rank has; (): equally many.
-        stride: of shards: values from the beginning of one rank's to that of the next; 0: they
-            stand side by side.
+        lengths: for shards, the number of values per rank; (): equal shards.
+        stride: for shards, the number of values from the start of one shard to the start of the
+            next; 0: contiguous shards.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Spec:
     stride: int = 0
 
     def __hash__(self) -> int:
-        """Of the fields; computed once, for collectives are looked up by their specs every step."""
+        """Cached, since collectives are looked up by their specs in every step."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             what = (self.name, self.numel, self.dtype, self.codec, self.feedback)
@@ -74,15 +74,15 @@ class Spec:
         if self.lengths:
             ending += f", shards of {self.lengths}"
         if self.stride:
-            ending += f", {self.stride} values apart"
+            ending += f", stride {self.stride}"
         what = f"{self.numel} x {self.dtype}, {self.codec}{ending}"
         return f"{self.name}: {what}, rotation {self.rotation}"
 
     def shard_lengths(self, ranks: int) -> tuple[int, ...]:
-        """How many values each rank's shard has.
+        """The number of values of each rank's shard.
 
         Raises:
-            ConfigError: it cannot be cut so.
+            ConfigError: the tensor cannot be cut into these shards.
         """
         lengths = self.lengths or (self.numel // ranks,) * ranks
         if len(lengths) != ranks or sum(lengths) != self.numel or min(lengths) < 0:
@@ -93,13 +93,13 @@ class Spec:
             )
         if self.stride and self.stride < max(lengths):
             raise ConfigError(
-                f"{self.name}: shards of {lengths} overlap {self.stride} values apart: give a "
-                f"stride= of {max(lengths)} at least"
+                f"{self.name}: shards of {lengths} overlap at stride={self.stride}: give a "
+                f"stride= of at least {max(lengths)}"
             )
         return lengths
 
     def shards(self, ranks: int) -> list[tuple[int, int, int]]:
-        """(first value, number of values, place in memory) of each rank's shard.
+        """(first value, number of values, offset in memory) of each rank's shard.
 
         Raises:
             ConfigError: as `shard_lengths`.
@@ -110,7 +110,7 @@ class Spec:
         return list(zip(first, lengths, at, strict=False))
 
     def extent(self, ranks: int) -> int:
-        """How many values its memory holds, those between shards included."""
+        """The number of values that its memory spans, gaps between shards included."""
         if not self.stride:
             return self.numel
         _, length, at = self.shards(ranks)[-1]
@@ -118,8 +118,11 @@ class Spec:
 
 
 def rotation(number: int, ranks: int) -> int:
-    """Of a module's parameter with this number: remainders spread, also those of every second one
-    (biases beside weights), and no parameter's chunks depend on another's codec."""
+    """The rotation of a module's parameter with this number.
+
+    It balances remainders, also those of every second parameter (biases beside weights), and no
+    parameter's chunks depend on another's codec.
+    """
     return (number + number // ranks) % ranks
 
 
@@ -127,19 +130,18 @@ def rotation(number: int, ranks: int) -> int:
 class Partition:
     """Every row of a collective, as columns, and the payload bytes of each message.
 
-    Rows stand by chunk, within it by segment, and within that in the order of their tensors; so a
-    message's rows are a stretch of them.
+    Rows are sorted by chunk, then segment, then tensor, so the rows of a message are contiguous.
 
     Attributes:
-        kinds: (codec, dtype) of payloads, in the order in which rows first have them.
-        kind: of each row, which of these.
-        item: which tensor it is a piece of.
-        start, numel: its values in that tensor.
-        at: where they stand in its memory, in values; `start`, but for shards at a distance.
-        segment, chunk: its message.
-        offset: of its payload in the message, header not counted.
-        first: rows of message (segment, chunk) begin at first[chunk * segments + segment], and end
-            where the next message's begin.
+        kinds: (codec, dtype) of payloads, in order of first use.
+        kind: per row, the index of its kind.
+        item: per row, the index of its tensor.
+        start, numel: per row, its first value in that tensor and its number of values.
+        at: per row, its offset in the tensor's memory, in values; `start` unless shards have gaps.
+        segment, chunk: per row, its message.
+        offset: per row, of its payload in the message, in bytes, without the header.
+        first: the rows of message (segment, chunk) begin at first[chunk * segments + segment] and
+            end where the next message's begin.
         sizes: sizes[segment][chunk], in bytes.
     """
 
@@ -164,18 +166,18 @@ def partition(
     shards: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Partition:
-    """Cut the tensors of `specs`; the same on every rank.
+    """Cut the tensors of `specs`, in the same way on every rank.
 
     Args:
-        chunks: how many, of each segment.
-        segments: pipeline units; None chooses by size.
-        plain: add every chunk uncompressed.
-        shards: chunk k is the shard of rank k, and rotations are ignored.
-        segment_bytes: where `segments` is None: how much of a chunk, uncompressed, a segment has at
-            most, as far as 16 of them suffice.
+        chunks: number of chunks per segment.
+        segments: number of pipeline units; None chooses it by size.
+        plain: also add every chunk uncompressed.
+        shards: chunk k is the shard of rank k; rotations are ignored.
+        segment_bytes: if `segments` is None, the most uncompressed bytes of a chunk per segment, as
+            long as 16 segments suffice.
 
     Raises:
-        ConfigError: a tensor that cannot be cut into shards.
+        ConfigError: a tensor cannot be cut into shards.
     """
     start, numel, moved = _shards(specs, chunks) if shards else _cut(specs, chunks)
     if segments is None:
@@ -212,8 +214,8 @@ def _uncompressed(codec: Codec) -> Codec:
 
 
 def _cut(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each chunk's piece of each tensor, int64[chunks, items], in whole blocks: first value,
-    number of values, and how much further than its first value it stands in memory."""
+    """Cut tensors into whole blocks: int64[chunks, items] of each piece's first value, number of
+    values, and offset in memory minus its first value."""
     block = np.array([layout(spec.codec, spec.dtype).block for spec in specs], dtype="i8")
     numel = np.array([spec.numel for spec in specs], dtype="i8")
     rotation = np.array([spec.rotation for spec in specs], dtype="i8")
@@ -224,7 +226,7 @@ def _cut(specs: Sequence[Spec], chunks: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _shards(specs: Sequence[Spec], ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, of each rank's shard."""
+    """As `_cut`, into the shards of the ranks."""
     cut = np.array([spec.shards(ranks) for spec in specs], dtype="i8").reshape(-1, ranks, 3)
     first, length, at = cut.transpose(2, 1, 0)
     return first, length, at - first
@@ -236,7 +238,7 @@ def _pipeline(
     """Cut the pieces of each chunk into `segments` parts of about equal payload.
 
     Returns:
-        Of each row: chunk, segment, item, start, numel.
+        Per row: chunk, segment, item, start, numel.
     """
     chunk, item = numel.nonzero()
     if segments == 1:
@@ -252,7 +254,7 @@ def _pipeline(
         chunk = numel[:, i].nonzero()[0]
         at, left = start[chunk, i], numel[chunk, i]
         per_value = nbytes[chunk, i] / left
-        while len(chunk):  # a row in each chunk that has not all of its piece
+        while len(chunk):  # one row per chunk whose piece is not used up
             before, whole = done[chunk], total[chunk]
             segment = np.minimum((before * segments / whole).astype("i8"), segments - 1)
             take = left
@@ -269,12 +271,12 @@ def _pipeline(
     if not rows:
         return chunk, chunk, item, item, item
     columns = tuple(np.concatenate(column) for column in zip(*rows, strict=True))
-    order = columns[0].argsort(kind="stable")  # the pieces of a chunk stand in order
+    order = columns[0].argsort(kind="stable")  # stable: keeps the pieces of a chunk in order
     return tuple(column[order] for column in columns)
 
 
 def _nbytes(kinds: Sequence[Kind], kind: np.ndarray, numel: np.ndarray) -> np.ndarray:
-    """Bytes of the payload of each row; few sizes differ."""
+    """Payload bytes per row. There are few different sizes, so each is computed once."""
     found = np.zeros_like(numel)
     for number, (codec, dtype) in enumerate(kinds):
         of_kind = (kind == number).nonzero()[0]

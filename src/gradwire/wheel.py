@@ -1,6 +1,6 @@
-"""What a wheel carries compiled: the codecs' kernels, and the shared-memory transport.
+"""The prebuilt code of a wheel: the codecs' kernels and the shared-memory transport.
 
-Importing this needs neither torch nor numpy, since wheels are built where there is neither.
+This imports neither torch nor numpy: wheels are built without them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SHM = "shm"
 
 
 def units(chosen: Iterable[str] | None = None) -> list[build.Unit]:
-    """All of it, or what is chosen: codecs, as `variants.prebuilt` takes them, and "shm".
+    """All units, or the chosen ones: codecs, as `variants.prebuilt` takes them, and "shm".
 
     Raises `ConfigError` for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""LearnedLevels: learnt levels never lose to even ones, and win clearly at few bits."""
+"""LearnedLevels: the error is never above that of even levels, and clearly below at few bits."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_error_is_never_above(values: torch.Tensor, bits: int) -> None:
     assert error(learned, values) <= error(LearnedLevels(bits, 500), values) * (1 + 1e-6)
 
 
-def test_one_gaussian_block_gets_the_levels_of_lloyd_and_max() -> None:
-    """The best two levels of a unit Gaussian stand at +-0.798; of four at +-0.453 and +-1.510."""
+def test_a_gaussian_block_gets_the_lloyd_max_levels() -> None:
+    """The best four levels of a unit Gaussian are +-0.453 and +-1.510."""
     values = torch.randn(65_536, generator=torch.Generator().manual_seed(9))
     learned = LearnedLevels.learn(values, 2, block=65_536, steps=3000)
     low, high = float(values.min()), float(values.max())
@@ -60,7 +60,7 @@ def test_one_gaussian_block_gets_the_levels_of_lloyd_and_max() -> None:
     assert at == pytest.approx([-1.510, -0.453, 0.453, 1.510], abs=0.04)
 
 
-def test_blocks_that_cannot_be_learned_from_are_left_out() -> None:
+def test_blocks_without_a_finite_range_are_ignored() -> None:
     values = sample("gaussian", 4096)
     clean = LearnedLevels.learn(values, 3, steps=50)
     bad = torch.cat([values, torch.full((1024,), 5.0)])
@@ -72,15 +72,15 @@ def test_blocks_that_cannot_be_learned_from_are_left_out() -> None:
     assert len(LearnedLevels.learn(half, 3, steps=50).grid) == 8
 
 
-def test_learning_repeats_itself() -> None:
+def test_learning_is_deterministic() -> None:
     values = sample("gaussian")
     a, b, c = (LearnedLevels.learn(values, 3, steps=50, seed=s) for s in (1, 1, 2))
     assert a == b
     assert a != c
 
 
-def test_levels_reach_kernels_as_numbers() -> None:
-    """Codecs that differ in their levels alone share their code."""
+def test_levels_are_arguments_of_kernels() -> None:
+    """Codecs that differ only in their levels share their code."""
     values = sample("gaussian", 3000)
     levels = [(0.0, 0.3, 0.6, 1.0), (0.1, 0.3, 0.6, 0.9)]
     a, b = (LearnedLevels(2, 100, levels=x) for x in levels)
@@ -114,6 +114,6 @@ def test_levels_are_checked(options: dict[str, object], message: str) -> None:
         LearnedLevels(bits=2, **options)
 
 
-def test_a_list_of_levels_will_do() -> None:
+def test_levels_may_be_a_list() -> None:
     assert LearnedLevels(2, levels=[0, 0.5, 0.6, 1]) == LearnedLevels(2, levels=(0, 0.5, 0.6, 1))
     assert hash(LearnedLevels(2, levels=[0, 0.5, 0.6, 1])) is not None

@@ -1,4 +1,4 @@
-"""Codecs that send every value in a few bits, against their definitions in float64."""
+"""Quantisers against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_onebit_survives_the_largest_values() -> None:
     assert torch.allclose(sent(OneBit(), values), values, rtol=1e-6)
 
 
-def test_tbq_sends_plus_minus_or_nothing() -> None:
+def test_tbq_sends_plus_or_minus_the_threshold_or_zero() -> None:
     values = torch.tensor([0.5, 0.499, -0.5, -0.499, 0.0, 80.0, -80.0, math.nan, math.inf])
     expected = torch.tensor([0.5, 0.0, -0.5, 0.0, 0.0, 0.5, -0.5, math.nan, math.nan])
     assert torch.equal(sent(TBQ(0.5), values).nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
@@ -56,7 +56,7 @@ def test_tbq_sends_plus_minus_or_nothing() -> None:
 
 
 def test_tbq_rounds_an_average_to_nearest() -> None:
-    """Two of four ranks suffice; with the threshold itself all four would have to agree."""
+    """Two of four ranks suffice; with the threshold itself, all four would have to agree."""
     codec = TBQ(1.0)
     own, peer = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])
     peers = [call(codec, "encode", p).payload for p in (peer, own * 0, own * 0)]
@@ -69,7 +69,7 @@ def test_tbq_rounds_an_average_to_nearest() -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_saturating_is_exact_on_whole_numbers(bits: int, dtype: torch.dtype) -> None:
+def test_saturating_is_exact_on_integers(bits: int, dtype: torch.dtype) -> None:
     codec = Saturating(bits)
     assert codec.most == 2 ** (bits - 1) - 1
     values = torch.arange(-codec.most, codec.most + 1).to(dtype).repeat(40)
@@ -89,7 +89,7 @@ def test_saturating_rounds_to_nearest(bits: int) -> None:
     assert torch.equal(sent(Saturating(bits), values).nan_to_num(999), expected.nan_to_num(999))
 
 
-def test_saturatings_last_code_is_what_is_not_finite() -> None:
+def test_saturatings_last_code_marks_non_finite_values() -> None:
     values = torch.randn(1024, generator=torch.Generator().manual_seed(13)) * 1000
     assert int(call(Saturating(8), "encode", values).payload.max()) == 254
     for bad in (math.inf, -math.inf, math.nan):
@@ -98,7 +98,7 @@ def test_saturatings_last_code_is_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2, 4])
-def test_saturating_adds_exactly_and_saturates_what_it_writes(rank: int) -> None:
+def test_saturating_adds_exactly_and_saturates_the_result(rank: int) -> None:
     made = torch.Generator().manual_seed(12)
     data = [torch.randint(-7, 8, (1500,), generator=made).float() for _ in range(5)]
     peers = [call(Saturating(), "encode", d).payload for r, d in enumerate(data) if r != rank]
@@ -111,7 +111,7 @@ def test_saturating_adds_exactly_and_saturates_what_it_writes(rank: int) -> None
 
 
 def test_saturating_depends_on_the_order_of_sums() -> None:
-    """At one rank 7 + 7 - 7 is 7; a partial sum that travels has been cut to 7 before."""
+    """At one rank 7 + 7 - 7 is 7; a partial sum that is sent saturates at 7 before."""
     codec, seven = Saturating(), torch.full((3,), 7.0)
     peer, last = (call(codec, "encode", v).payload for v in (seven, -seven))
     at_once = call(codec, "reduce_encode", seven, peers=[peer, last]).values
@@ -132,7 +132,7 @@ def test_threelc_rounds_to_three_values(sparsity: float) -> None:
 
 
 def used_bits(codec: ThreeLC, values: torch.Tensor) -> float:
-    """Bits a value of the payload's part that is in use."""
+    """Used bits of the payload per value."""
     payload = call(codec, "encode", values).payload
     lay, n = layout(codec), len(values)
     flags = payload[lay.offsets(n)[1] : lay.offsets(n)[2]]
@@ -140,8 +140,8 @@ def used_bits(codec: ThreeLC, values: torch.Tensor) -> float:
     return 8 * sum(lay.tails(n, kept)[-1]) / n
 
 
-def test_threelc_leaves_zeros_out() -> None:
-    """1.6 bits without elision. docs/wire-format.md has more of these numbers."""
+def test_threelc_omits_blocks_of_zeros() -> None:
+    """It would take 1.6 bits otherwise. docs/wire-format.md has more of these numbers."""
     values = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     assert used_bits(ThreeLC(), values) < 1.45
     assert used_bits(ThreeLC(block=40), values) < 1.15
@@ -161,7 +161,7 @@ def lattice(bits: int, block: int, draws: int, seed: int) -> tuple[torch.Tensor,
     return values.double(), decoded.double().view(draws, block)
 
 
-def test_randomshift_rounds_to_nearest_on_one_lattice_a_block() -> None:
+def test_randomshift_rounds_to_nearest_on_one_lattice_per_block() -> None:
     values, decoded = lattice(bits=4, block=64, draws=200, seed=1)
     step = 17.0
     assert (decoded - values).abs().max() <= step / 2 + 1e-4
@@ -172,7 +172,7 @@ def test_randomshift_rounds_to_nearest_on_one_lattice_a_block() -> None:
     assert shift.std() == pytest.approx(step / 12**0.5, rel=0.15)
 
 
-def test_randomshift_holds_lemma_4() -> None:
+def test_randomshift_satisfies_lemma_4() -> None:
     """E|Q_d(x) - x|^2 <= d / d* E|Q_d*(x) - x|^2 for d* a multiple of d, value by value.
 
     The lattices of 4 and 2 bits have steps of 17 and 85, those of 8 bits steps of 1.
@@ -189,7 +189,7 @@ def test_randomshift_holds_lemma_4() -> None:
         assert left.sum() < right.sum()
 
 
-def test_randomshift_and_qsgd_spend_alike() -> None:
+def test_randomshift_payload_sizes() -> None:
     assert layout(RandomShift()).nbytes(1024) == 1024 + 8
     assert layout(RandomShift(bits=3)).nbytes(2048) == 2 * (384 + 8)
 
@@ -199,7 +199,7 @@ def test_randomshift_and_qsgd_spend_alike() -> None:
 
 @pytest.mark.parametrize("rotation", ["block", "full"])
 @pytest.mark.parametrize("block", [64, 100])
-def test_a_rotation_spreads_what_stands_out(rotation: str, block: int) -> None:
+def test_a_rotation_spreads_outliers(rotation: str, block: int) -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * 0.01
     values[::50] = 3.0
     rotated = sent(Rotated(rotation, 4, block), values) - values

@@ -1,4 +1,4 @@
-"""RandomK: places that all ranks draw alike, sums that stand where the payloads do."""
+"""RandomK: positions are the same on all ranks, and sums have the positions of the payloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sent(codec: RandomK, values: torch.Tensor, key: int, shared: int) -> torch.T
     return call(codec, "decode", values, payload=payload, key=-key % 99, shared=shared).values
 
 
-def test_one_value_of_every_block_travels_and_no_index() -> None:
+def test_one_value_per_block_is_sent_and_no_index() -> None:
     codec, values = RandomK(1 / 8, "fp32"), gradient(4000) + 1.0
     assert layout(codec).nbytes(4000) == 4000 / 8 * 4
     assert layout(RandomK(0.01)).nbytes(4000) == 40 * 2
@@ -25,22 +25,22 @@ def test_one_value_of_every_block_travels_and_no_index() -> None:
     assert torch.equal(decoded[kept], values.view(-1, 8)[kept])
 
 
-def test_places_follow_from_the_shared_key_alone() -> None:
+def test_positions_depend_on_the_shared_key_only() -> None:
     codec, values = RandomK(1 / 8, "fp32"), torch.ones(4000)
     a, b, c = (sent(codec, values, key, shared) for key, shared in ((1, 5), (2, 5), (1, 6)))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
 
-def test_places_are_uniform() -> None:
-    """Chi-squared over 10^5 blocks of 10: 9 degrees of freedom, below 33.7 but once in 10^4."""
+def test_positions_are_uniform() -> None:
+    """Chi-squared over 10^5 blocks of 10: 9 degrees of freedom, above 33.7 once in 10^4."""
     decoded = sent(RandomK(0.1, "fp32"), torch.ones(1_000_000), key=1, shared=5)
     seen = decoded.view(-1, 10).sum(0).double()
     assert ((seen - 1e4).square() / 1e4).sum() < 33.7
 
 
-def test_places_are_right_far_into_a_parameter() -> None:
-    """Where fp32 cannot tell neighbouring positions apart."""
+def test_positions_are_exact_far_into_a_parameter() -> None:
+    """Where fp32 cannot represent neighbouring positions."""
     codec, values = RandomK(1 / 10, "fp32"), torch.ones(1000)
     start = 2**31 // 10 * 10
     payload = call(codec, "encode", values, start=start).payload
@@ -64,7 +64,7 @@ def test_a_sum_is_not_scaled_again(unbiased: bool) -> None:
     assert torch.equal(decoded[0][kept], values[0][kept] * factor)
 
 
-def test_a_short_last_block_is_picked_from_in_its_share_of_cases() -> None:
+def test_a_short_last_block_is_picked_with_its_probability() -> None:
     codec = RandomK(1 / 100, "fp32")
     picked = sum(int((sent(codec, torch.ones(30), 1, s) != 0).sum()) for s in range(400))
     assert 80 <= picked <= 160  # 120 of 400 expected, standard deviation 9.2

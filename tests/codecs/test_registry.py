@@ -1,4 +1,4 @@
-"""The table of codecs, its errors, and what `gradwire codec list` shows."""
+"""The registry of codecs, its errors, and the output of `gradwire codec list`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_names_and_options_come_back(name: str) -> None:
     assert hash(codec) == hash(codecs.get(name))
 
 
-def test_a_codec_of_ones_own_has_its_class_as_name() -> None:
+def test_a_users_codec_has_its_class_name() -> None:
     @dataclass(frozen=True)
     class Mine(Codec):
         pass
@@ -117,12 +117,12 @@ def test_listing() -> None:
     assert rows["fp16"]["options"] == {}
 
 
-# a cast is concat and extract, and nothing else
+# a cast is only concat and extract
 TRIVIAL = ("identity", "fp16", "bf16")
 
 
 def test_a_codec_takes_3_to_6_operators_and_20_lines() -> None:
-    """HiPress Table 5, over encode and decode as `gradwire codec list` has them."""
+    """HiPress Table 5, for encode and decode, as in `gradwire codec list`."""
     rows = codecs.listing()
     assert statistics.median(row["lines"] for row in rows) <= 20
     for row in rows:
@@ -132,7 +132,7 @@ def test_a_codec_takes_3_to_6_operators_and_20_lines() -> None:
 
 
 def test_a_codec_has_20_lines_with_what_it_calls() -> None:
-    """The same, counting every method and property but for the checks of options."""
+    """The same for all methods and properties, except the checks of options."""
     lines = {}
     for name, (made, _) in codecs.REGISTRY.items():
         parts = [getattr(part, "fget", part) for part in vars(made).values()]

@@ -1,4 +1,4 @@
-"""Codecs that select: what they keep, how many, and that it is what the definitions say."""
+"""Codecs that select: which values they keep, and how many, against their definitions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gradwire.lang import layout
 
 MILLION = 1_000_000
 SEEDS = st.integers(0, 2**31)
-DENSITIES = (0.001, 0.1, 1.0)  # few, since each is a compilation
+DENSITIES = (0.001, 0.1, 1.0)  # few, since each is compiled
 
 
 def sent(codec: Codec, values: torch.Tensor, key: int = 7) -> torch.Tensor:
-    """What a payload of `values` decodes to."""
+    """`values` after encode and decode."""
     payload = call(codec, "encode", values, key=key).payload
     return call(codec, "decode", values, payload=payload, key=key).values
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """bool[n]: the k largest magnitudes in float64, of equal ones the first, NaN above all."""
+    """bool[n]: the k largest magnitudes in float64, of equal ones the first, NaN the largest."""
     size = values.double().abs().nan_to_num(nan=math.inf, posinf=1e300)
     order = torch.argsort(size, descending=True, stable=True)
     return torch.zeros(len(values), dtype=torch.bool).index_fill(0, order[:k], True)
@@ -51,7 +51,7 @@ def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) 
 @given(seed=SEEDS, n=st.integers(1, 3000), density=st.sampled_from(DENSITIES))
 @settings(max_examples=40, deadline=None)
 def test_topk_contracts(seed: int, n: int, density: float) -> None:
-    """error^2 <= (1 - k/n) norm^2, which the convergence of error feedback rests on."""
+    """error^2 <= (1 - k/n) norm^2, which the convergence of error feedback needs."""
     values = gradient(n, seed=seed)
     error = values.double() - sent(TopK(density, "fp32"), values).double()
     k = max(1, int(density * n))
@@ -73,7 +73,7 @@ def test_counts_are_within_a_fifth_of_k(codec: DGC | GradDrop, seed: int) -> Non
     assert abs(count - codec.density * MILLION) <= 0.2 * codec.density * MILLION
 
 
-def test_graddrop_drops_what_is_below_a_threshold() -> None:
+def test_graddrop_drops_values_below_a_threshold() -> None:
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
     decoded = sent(GradDrop(0.02, "fp32"), values)
     kept = decoded != 0
@@ -118,8 +118,8 @@ def test_mstopk_sends_the_first_of_many_equal_values() -> None:
     [TopK(), DGC(0.01), GradDrop(), MSTopK(0.1, "fp32"), HardThreshold(1e-3, 0.01)],
     ids=repr,
 )
-def test_no_value_that_is_not_finite_is_left_out(codec: Codec) -> None:
-    """Not even behind more equal values than there is room for."""
+def test_non_finite_values_are_always_sent(codec: Codec) -> None:
+    """Even after more equal values than there is room for."""
     values = torch.ones(5000)
     values[4999], values[4000] = math.nan, -math.inf
     decoded = sent(codec, values)
@@ -128,7 +128,7 @@ def test_no_value_that_is_not_finite_is_left_out(codec: Codec) -> None:
 
 @given(seed=SEEDS, threshold=st.sampled_from((1e-5, 0.01, 5.0)))
 @settings(max_examples=25, deadline=None)
-def test_hardthreshold_sends_what_reaches_it(seed: int, threshold: float) -> None:
+def test_hardthreshold_sends_values_that_reach_it(seed: int, threshold: float) -> None:
     values = gradient(2000, seed=seed)
     reached = values.abs() >= torch.tensor(threshold, dtype=torch.float32)
     room = 100
@@ -138,7 +138,7 @@ def test_hardthreshold_sends_what_reaches_it(seed: int, threshold: float) -> Non
 
 
 def adacomp(x: torch.Tensor, latest: torch.Tensor, block: int) -> tuple[torch.Tensor, float]:
-    """(sign of every value that is sent, else 0; their magnitude) in float64."""
+    """(sign of every value that is sent, else 0; the magnitude) in float64."""
     x, latest = x.double(), latest.double()
     sign, tops = torch.zeros(len(x), dtype=torch.float64), []
     for begin in range(0, len(x), block):
@@ -151,9 +151,9 @@ def adacomp(x: torch.Tensor, latest: torch.Tensor, block: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_adacomp_is_what_the_paper_says(seed: int) -> None:
+def test_adacomp_follows_the_paper(seed: int) -> None:
     block, codec = 50, AdaComp(block=50, density=1.0)
-    # eighths add up exactly, so that float64 and fp32 compare alike
+    # sums of eighths are exact, so float64 and fp32 compare equal
     values, residual = ((gradient(1210, seed=s) * 8).round() / 8 for s in (seed, seed + 100))
     values[100:200], residual[100:200] = 0.0, 0.0
     result = call(codec, "encode_ef", values, residual=residual)
@@ -161,13 +161,13 @@ def test_adacomp_is_what_the_paper_says(seed: int) -> None:
     sign, scale = adacomp(values + residual, values, block)
     assert torch.equal(torch.sign(decoded).double(), sign)
     assert not decoded[100:200].any()
-    assert int((sign != 0).sum()) >= 23  # of each other bin at least its largest
+    assert int((sign != 0).sum()) >= 23  # at least the largest of each other bin
     size = decoded.abs()[sign != 0].double()
     assert torch.allclose(size, torch.full_like(size, scale), rtol=1e-5)
 
 
 def test_adacomp_adapts_to_the_residual() -> None:
-    """The longer values have waited, the fewer of them a new gradient lifts to the top."""
+    """The larger the residual, the fewer values a new gradient lifts to the maximum."""
     codec, residual, counts = AdaComp(density=1.0), torch.zeros(51_200), []
     for step in range(12):
         values = torch.randn(51_200, generator=torch.Generator().manual_seed(step))

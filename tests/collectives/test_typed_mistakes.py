@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     ),
     "a short stride": (
         request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=2)),
-        "w: shards of (1, 3) overlap 2 values apart: give a stride= of 3 at least",
+        "w: shards of (1, 3) overlap at stride=2: give a stride= of at least 3",
     ),
     "a stride of another type": (
         request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=3.0)),  # type: ignore[arg-type]

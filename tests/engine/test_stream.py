@@ -317,7 +317,7 @@ class Later:
 def test_a_bad_payload_breaks_the_group_once_it_is_known() -> None:
     link = Nowhere()
     comm = over(link)
-    verdicts = [Later(), Later(CodecError("row 3: a payload that TopK never makes")), Later()]
+    verdicts = [Later(), Later(CodecError("row 3: malformed payload for TopK")), Later()]
     for verdict in verdicts:
         submit(comm, Symbols((), [], [verdict])).result(0)
     verdicts[1].is_known = True  # but it is behind the first

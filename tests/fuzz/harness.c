@@ -1,14 +1,14 @@
-/* Feeds mutated payloads to one codec's kernels. test_fuzz.py puts a codec's whole generated source
-   before this file, and compiles the two with AddressSanitizer and UndefinedBehaviorSanitizer.
+/* Feeds mutated payloads to one codec's kernels. test_fuzz.py puts the codec's generated source before
+   this file, and compiles both with AddressSanitizer and UndefinedBehaviorSanitizer.
 
    fuzz CORPUS MUTATIONS SEED
 
-   CORPUS, little-endian, int64 unless stated: bytes of a value, floats in the codec's table, the
-   table (float), number of cases; for each case: values, bytes of a payload, bytes of workspace for
-   (rows, threads) = (1, 1), (1, 2), (2, 1), (2, 2), number of payloads, the payloads.
+   CORPUS, little-endian, int64 unless stated: bytes per value, floats in the codec's table, the table
+   (float), number of cases; for each case: number of values, bytes per payload, bytes of workspace
+   for (rows, threads) = (1, 1), (1, 2), (2, 1), (2, 2), number of payloads, the payloads.
 
-   Every buffer is a heap block of its exact size, so one byte beyond it ends the program. A kernel
-   must return 0 or the number of a bad row, and 0 for payloads as they were made. Prints how many
+   Every buffer is a heap block of its exact size, so an access one byte beyond it ends the program. A
+   kernel must return 0 or the number of a malformed row, and 0 for valid payloads. Prints how many
    mutated payloads were decoded and how many were refused. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,8 +17,8 @@ enum { PAYLOADS = 8, PEERS = 2, ROWS = 2 };
 
 typedef struct {
   int64_t numel, nbytes, payloads;
-  uint8_t *payload[PAYLOADS]; /* as they were made */
-  Row rows[2][ROWS];          /* buffers of a call; in [1], payloads are one byte off alignment */
+  uint8_t *payload[PAYLOADS]; /* valid */
+  Row rows[2][ROWS];          /* buffers of a call; in [1], payloads are misaligned by one byte */
   void *workspace[ROWS][2];
 } Case;
 
@@ -51,7 +51,7 @@ static int64_t read_number(FILE *file) {
   return number;
 }
 
-/* One to four changes: what a bad link, a bad peer or a wrong plan might do. */
+/* One to four changes, as a bad link, a bad peer or a wrong plan might make. */
 static void mutate(uint8_t *payload, const Case *c) {
   if (c->nbytes == 0) return;
   for (int64_t left = 1 + below(4); left; left--) {
@@ -72,7 +72,7 @@ static void mutate(uint8_t *payload, const Case *c) {
   }
 }
 
-/* Values whose bits are random, but for those that would make them non-finite. */
+/* Finite values with random bits. */
 static uint8_t noise[1 << 18];
 static void fill(void *values, int64_t nbytes) {
   if (nbytes > (int64_t)sizeof noise / 2) stop("too many values");
@@ -89,8 +89,8 @@ static const struct { const char *name; Form *run; int peers; } forms[] = {
   {"reduce_encode_ef", reduce_encode_ef, 1},
 };
 
-/* All forms over one to two rows, the last of which holds the payloads under test. Returns how many
-   of the forms refused it. */
+/* Run all forms over one or two rows; the last row holds the payloads under test. Returns how many of
+   the forms refused it. */
 static int try_all(const Case *c, int64_t value_nbytes, const float *table, int mutated) {
   const int n = 1 + (below(8) == 0), threads = 1 + (below(128) == 0);
   const int off = (int)below(2);
@@ -131,7 +131,7 @@ static void read_case(FILE *file, Case *c, int64_t value_nbytes) {
   c->numel = read_number(file), c->nbytes = read_number(file);
   for (int i = 0; i < 4; i++) c->workspace[i / 2][i % 2] = block(read_number(file));
   c->payloads = read_number(file);
-  if (c->payloads < 1 || c->payloads > PAYLOADS) stop("1 to 8 payloads a case");
+  if (c->payloads < 1 || c->payloads > PAYLOADS) stop("1 to 8 payloads per case");
   for (int64_t p = 0; p < c->payloads; p++)
     read_all(file, c->payload[p] = block(c->nbytes), c->nbytes);
   for (int off = 0; off < 2; off++)
@@ -152,7 +152,7 @@ int main(int argc, char **argv) {
   read_all(file, table, numbers * 4);
   const int64_t count = read_number(file);
   Case *cases = block(count * sizeof *cases);
-  double weight[64], total = 0; /* large cases take longer, so they come less often */
+  double weight[64], total = 0; /* large cases take longer, so they are drawn less often */
   if (count < 1 || count > 64) stop("1 to 64 cases");
   for (Case *c = cases; c < cases + count; c++) {
     read_case(file, c, value_nbytes);

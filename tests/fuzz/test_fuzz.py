@@ -1,8 +1,8 @@
-"""Kernels of target c under sanitizers: no payload makes them read or write where they must not.
+"""Kernels of target c under sanitizers: no payload makes them access memory out of bounds.
 
-For every registered codec a program is made of its generated C and harness.c; it decodes genuine
-payloads, then 10^4 mutated ones, in every form that reads payloads, in buffers of exact size.
-`make test-all` makes it 10^5, and GRADWIRE_FUZZ multiplies the number, for long runs.
+For every registered codec, a program of its generated C and harness.c decodes valid payloads, then
+10^4 mutated ones, in every form that reads payloads, in buffers of exact size. `make test-all` uses
+10^5 mutations, and GRADWIRE_FUZZ multiplies the number for long runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gradwire.lang.layout import native_name
 from products import one_in
 
 HARNESS = Path(__file__).with_name("harness.c").read_text("utf-8")
-# Not all of "undefined": checks of every pointer's arithmetic take gcc minutes for one codec. And
-# one beyond it: a cast that overflows gives another number on another machine.
+# Not all of "undefined": checks of pointer arithmetic take gcc minutes per codec. And one more: a
+# cast that overflows gives different numbers on different machines.
 SANITIZERS = (
     "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,vla-bound,"
     "float-cast-overflow"
@@ -41,7 +41,7 @@ FLAGS = (
 MUTATIONS = 10_000 * int(os.environ.get("GRADWIRE_FUZZ", "1"))
 PAYLOADS = 4
 # Threads that spin at barriers would take most of the time.
-QUIETLY = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_WAIT_POLICY": "passive"}
+ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_WAIT_POLICY": "passive"}
 
 # Codecs that need other options to have several entries in payloads of few values.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -62,14 +62,14 @@ CASES: dict[str, tuple[Codec, torch.dtype]] = {
     "topk of bf16": (codecs.get("topk", density=0.05), torch.bfloat16),
     "rotated in large blocks": (codecs.get("rotated", block=16384), torch.float32),
 }
-# Codecs of matrices have no kernels: torch's BLAS does their work.
+# Codecs with matrices have no kernels: torch's BLAS does their work.
 FUSED = [name for name, (codec, _) in CASES.items() if forms.derive(codec, "fp32").fused]
-# Codecs that send how many entries follow: a wrong number is an error, not a shorter gradient.
+# Codecs that send the number of entries: a wrong number is an error.
 COUNTED = [name for name in FUSED if any(f.capacity for f in layout(*CASES[name]).fields)]
 
 
 def sizes(codec: Codec, dtype: torch.dtype) -> list[int]:
-    """A few values, a ragged block, and blocks with a ragged last one."""
+    """A few values, one ragged block, and full blocks with a ragged last one."""
     block = layout(codec, dtype).block
     return sorted({1, 37, min(block + 5, 300), 2 * block + 3 if block <= 1024 else block + 5})
 
@@ -83,7 +83,7 @@ def kernels(codec: Codec, dtype: torch.dtype) -> str:
 
 
 def corpus(codec: Codec, dtype: torch.dtype) -> bytes:
-    """What harness.c reads: genuine payloads of several sizes."""
+    """The input of harness.c: valid payloads of several sizes."""
     table = forms.derive(codec, native_name(dtype)).table
     parts = [struct.pack("<qq", dtype.itemsize, len(table)), np.array(table, "<f4").tobytes()]
     numels = sizes(codec, dtype)
@@ -103,7 +103,7 @@ def corpus(codec: Codec, dtype: torch.dtype) -> bytes:
 
 
 def fuzz(text: str, data: bytes, folder: Path, mutations: int) -> subprocess.CompletedProcess[str]:
-    """Compile a kernel's source with the harness, and run it."""
+    """Compile kernels with the harness, and run the program."""
     (folder / "fuzz.c").write_text(text + HARNESS, "utf-8")
     (folder / "corpus").write_bytes(data)
     jit.run([jit.compiler(), *FLAGS, "fuzz.c", "-o", "fuzz", "-lm"], folder)
@@ -111,10 +111,10 @@ def fuzz(text: str, data: bytes, folder: Path, mutations: int) -> subprocess.Com
 
 
 def start(folder: Path, mutations: int) -> subprocess.CompletedProcess[str]:
-    """Run the program that `fuzz` left in a folder."""
+    """Run the program that `fuzz` compiled in a folder."""
     return subprocess.run(
         [str(folder / "fuzz"), str(folder / "corpus"), str(mutations), "1"],
-        env={**os.environ, **QUIETLY}, capture_output=True, text=True,
+        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True,
         timeout=280 * max(1, mutations // 100_000), check=False,
     )  # fmt: skip
 
@@ -218,5 +218,5 @@ def test_payloads_with_impossible_counts_are_refused(name: str, target: str) -> 
     numel = 2 * layout(codec, dtype).block + 3
     payload = encode(codec, gradient(numel, dtype), target=target)
     assert decode(codec, payload, numel, dtype, target=target).isfinite().all()
-    with pytest.raises(CodecError, match=r"row 0 of decode|entries of .* values, at most"):
+    with pytest.raises(CodecError, match=r"row 0 of decode|entries of .* values, but at most"):
         decode(codec, torch.full_like(payload, 0xFF), numel, dtype, target=target)

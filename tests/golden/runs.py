@@ -1,13 +1,12 @@
-"""Golden runs: what collectives and training give, bit for bit, and what they send.
+"""Golden runs: the exact results of collectives and training, and the bytes they send.
 
-A line of runs.txt is a case: its name, a digest of each rank's results (one where all ranks have
-the same), a digest of each rank's residuals where the codec has error feedback, and each rank's
-bytes on the wire. Nothing in them depends on the machine: values come from integers and powers of
-two, and codecs define every rounding. Nor on how collectives run: threads, executors and targets
-must all give the same lines.
+A line of runs.txt is a case: its name, a digest of each rank's results (one if all ranks have the
+same), a digest of each rank's residuals if the codec has error feedback, and each rank's bytes on
+the wire. They do not depend on the machine: values are made of integers and powers of two, and
+codecs define every rounding. Nor do they depend on threads, executors or targets.
 
-`python -m golden.runs` in tests/, or `pytest tests/golden/test_runs.py --update-golden`, writes the
-file anew: only where results or bytes are meant to change.
+`python -m golden.runs` in tests/, or `pytest tests/golden/test_runs.py --update-golden`, rewrites
+the file; do so only if results or bytes are meant to change.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ranks import WORLD_SIZES, as_threads
 
 FILE = Path(__file__).parent / "runs.txt"
 
-# What stands for n ranks: the options with which an all-reduce runs.
+# Options of an all-reduce of n ranks.
 WAYS: dict[str, Callable[[int], Options]] = {
     "sra": lambda n: Options(),
     "coordinated": lambda n: Options(coordinated=True),
@@ -66,7 +65,7 @@ CODECS: dict[str, Codec] = {
 FEEDBACK = {"qsgd2", "topk", "onebit", "randomk"}
 SEGMENTS = (1, 3)
 
-# Values of each tensor of a case; of a half, of each rank's shard.
+# Number of values per tensor of a case; for reduce-scatter and all-gather, per shard.
 TENSORS = [
     (1, torch.float32),
     (17, torch.bfloat16),
@@ -103,19 +102,19 @@ CASES = [
 
 
 def sampled(cases: Sequence[Case]) -> list[Case]:
-    """A fixed tenth of all cases, and every way with every number of ranks."""
+    """A fixed tenth of all cases, and at least one per way and number of ranks."""
     first = {(case.way, case.ranks): case for case in reversed(cases) if case.segments == 1}
     tenth = (case for case in cases if zlib.crc32(case.name.encode()) % 10 == 0)
     return list(dict.fromkeys([*first.values(), *tenth]))
 
 
-# ---- values that are the same on every machine
+# ---- values, the same on every machine
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Over six orders of magnitude, with exact zeros: from integers and powers of two alone."""
+    """Values over six orders of magnitude, with exact zeros, of integers and powers of two."""
     bits = mixed(np.arange(numel, dtype=np.uint64) + np.uint64(seed << 32))
-    mantissa = (bits >> np.uint64(40)).astype(np.int64) - (1 << 23)  # 24 bits, of either sign
+    mantissa = (bits >> np.uint64(40)).astype(np.int64) - (1 << 23)  # 24 bits, signed
     exponent = (bits & np.uint64(0xFFFFF)).astype(np.int64) % 20
     kept = (bits >> np.uint64(20)) % np.uint64(16) != 0
     return torch.from_numpy(np.where(kept, np.ldexp(mantissa, -23 - exponent), 0)).to(dtype)
@@ -134,7 +133,7 @@ def mixed(bits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has at the end of a case: digests, and the bytes of each step."""
+    """The outcome of a case on one rank: digests, and the bytes of each step."""
 
     results: str
     residuals: str | None
@@ -142,9 +141,9 @@ class Found:
 
 
 def run(case: Case, comm: Communicator, **options: object) -> Found:
-    """Two steps on one rank: an average, then a sum; residuals go from the first to the second.
+    """Two steps on one rank: an average, then a sum, with the residuals of the first step.
 
-    `options` replace those of the case, where results must not depend on them.
+    `options`, which results must not depend on, override those of the case.
     """
     kind = case.way.removeprefix("half:") if case.way.startswith("half:") else "all_reduce"
     way = WAYS["sra" if kind != "all_reduce" else case.way](case.ranks)
@@ -189,8 +188,10 @@ def collective(
     step: int,
     average: bool,
 ) -> int:
-    """One fused collective, in place; the bytes that this rank sent. All of it that golden runs
-    know of how collectives are called."""
+    """Run one fused collective in place; returns the bytes that this rank sent.
+
+    The only place where golden runs depend on how collectives are called.
+    """
     items = [
         Item(
             tensor,
@@ -216,7 +217,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def line(name: str, ranks: Sequence[Found]) -> str:
-    """What the file has of a case."""
+    """The line of a case."""
     results = [rank.results for rank in ranks]
     if len(set(results)) == 1:
         results = results[:1]
@@ -229,9 +230,9 @@ def line(name: str, ranks: Sequence[Found]) -> str:
 
 
 def lines(cases: Sequence[Case], in_order: bool = False, **options: object) -> dict[str, str]:
-    """Cases of one number of ranks, as threads, on one communicator: name -> line.
+    """Run cases of one number of ranks, as threads, on one communicator: name -> line.
 
-    With `in_order` messages have no tags, and collectives run in the order of their calls.
+    With `in_order`, messages have no tags, and collectives run in the order of their calls.
     """
     (ranks,) = {case.ranks for case in cases}
     texts: dict[str, str] = {}
@@ -265,7 +266,7 @@ def _named(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def record() -> None:
-    """Run everything, and write the file."""
+    """Run everything and write the file."""
     from golden import trained
 
     found = trained.lines()

@@ -1,4 +1,4 @@
-"""Golden files: payloads, whose bytes are a promise to other versions, and the generated C.
+"""Golden files: payloads, whose bytes must not change between versions, and the generated C.
 
 A payload file starts with the case's description, so a change of layout shows which field moved.
 After an intended change run `pytest tests/golden --update-golden` and read the diff.
@@ -57,7 +57,7 @@ def compare(path: Path, text: str, update: bool) -> None:
 
 
 def describe(codec: Codec, payload: torch.Tensor) -> str:
-    """A part of a field a paragraph, its bytes in hexadecimal, 32 a line."""
+    """One paragraph per part of a field, with its bytes in hexadecimal, 32 per line."""
     lay = layout(codec)
     offsets = lay.offsets(NUMEL)
     size = f"at most {len(payload)}" if lay.variable else str(len(payload))
@@ -95,14 +95,14 @@ def entries(lay: Layout, payload: torch.Tensor) -> int:
 
 
 @pytest.fixture
-def flags_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels as users get them; those that other tests have made may be compiled otherwise."""
+def default_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels with default flags; other tests may have made them with others."""
     monkeypatch.delenv("GRADWIRE_KERNEL_FLAGS", raising=False)
-    module = sys.modules["gradwire.lang.kernels"]  # the package has a function of that name
+    module = sys.modules["gradwire.lang.kernels"]  # the package also has a function of this name
     monkeypatch.setattr(module, "_made", module.Kernels)  # type: ignore[attr-defined]
 
 
-# That of MSTopK takes as long to compile as ten others.
+# MSTopK takes as long to compile as ten other codecs.
 @pytest.mark.parametrize(
     ("name", "target"),
     [
@@ -111,7 +111,7 @@ def flags_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
         for target in ("eager", "c")
     ],
 )
-def test_payload(name: str, target: str, flags_of_use: None, pytestconfig: pytest.Config) -> None:
+def test_payload(name: str, target: str, default_flags: None, pytestconfig: pytest.Config) -> None:
     codec = CASES[name]
     payload = call(codec, "encode", gradient(NUMEL), target=target, key=2**63 + 5).payload
     update = pytestconfig.getoption("--update-golden") and target == "eager"
@@ -134,5 +134,5 @@ def test_ir(pytestconfig: pytest.Config) -> None:
 
 
 def test_every_codec_has_a_golden_payload() -> None:
-    # what LowRank sends depends on the BLAS that torch was built with
+    # LowRank's payload depends on the BLAS of torch
     assert set(codecs.REGISTRY) - {"lowrank"} <= set(CASES)

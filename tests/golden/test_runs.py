@@ -1,4 +1,4 @@
-"""Everything that runs gives the bits, and sends the bytes, that runs.txt has (see runs.py)."""
+"""All runs give the results and send the bytes stored in runs.txt (see runs.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranks import WORLD_SIZES
 
 @pytest.fixture
 def cases(pytestconfig: pytest.Config, ranks: int) -> list[Case]:
-    """Those of this run: all where the whole product is asked for, else a sample."""
+    """The cases of this run: all with --exhaustive, else a sample."""
     chosen = CASES if pytestconfig.getoption("--exhaustive") else runs.sampled(CASES)
     return [case for case in chosen if case.ranks == ranks]
 
@@ -39,13 +39,13 @@ def test_collectives(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("ranks", one_in(3, WORLD_SIZES))
 def test_collectives_in_order(cases: list[Case]) -> None:
-    """Over links that know the order of messages and nothing else: the same lines."""
+    """Over links that only preserve the order of messages: the same lines."""
     compare(runs.lines(cases, in_order=True))
 
 
 @pytest.mark.parametrize("options", [{"target": "eager"}, {"threads": 3}, {"batched": False}],
                          ids=lambda options: next(iter(options)))  # fmt: skip
-def test_what_results_do_not_depend_on(options: dict[str, object]) -> None:
+def test_results_do_not_depend_on_execution_options(options: dict[str, object]) -> None:
     some = [case for case in CASES if case.ranks == 2 and case.segments == 1]
     compare(runs.lines([case for case in some if case.way in ("sra", "ring")], **options))
 
@@ -53,7 +53,7 @@ def test_what_results_do_not_depend_on(options: dict[str, object]) -> None:
 @EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_training() -> None:
-    from golden import trained  # it imports FSDP
+    from golden import trained  # imports FSDP
 
     compare(trained.lines())
 

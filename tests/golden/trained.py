@@ -1,7 +1,7 @@
 """Golden runs of training: two processes, three steps, through `gw.attach` and the backend.
 
-The model is made of products of single values, so that its gradients, too, are the same bits on
-every machine.
+The model consists of products of single values, so its gradients have the same bits on every
+machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SHAPES = {
     "long": (2, 11_111),
 }
 HALF = {"brief": (64, 40)}
-LEARNING_RATE = 0.125  # a power of two: the update is rounded once, however it is computed
+LEARNING_RATE = 0.125  # a power of two, so that every update is rounded once
 
 
 class Products(nn.Module):
-    """A loss whose gradient of a parameter p is p * x, x the step's input."""
+    """A loss whose gradient for a parameter p is p * x, where x is the input of the step."""
 
     def __init__(self, half: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def attached(rank: int) -> dict[str, Found]:
-    """What each way of attaching leaves on this rank."""
+    """The results of each way of attaching on this rank."""
     found = {}
     for feedback in (False, True):
         for coalesce in (0, None):
@@ -88,7 +88,7 @@ def sharded() -> nn.Module:
 
 
 def backend(rank: int) -> dict[str, Found]:
-    """What the drop-in backend leaves: of modules that it finds, of one registered, of blobs."""
+    """The results of the drop-in backend: for modules it finds, a registered one, flat buffers."""
     group: Any = dist.group.WORLD
     found = {}
 
@@ -109,7 +109,7 @@ def backend(rank: int) -> dict[str, Found]:
 
 
 def lines() -> dict[str, str]:
-    """Name -> line, of all of them."""
+    """name -> line, for all runs."""
     old = os.environ.get("GRADWIRE_MIN_BYTES")
     os.environ["GRADWIRE_MIN_BYTES"] = "1000"
     try:

@@ -195,5 +195,7 @@ def test_a_link_drops_and_comes_back() -> None:
 def test_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
-    with pytest.raises(ConfigError, match="no-such-compiler is no program; install a C compiler"):
+    with pytest.raises(
+        ConfigError, match="no-such-compiler is not a program; install a C compiler"
+    ):
         program.delay_line()

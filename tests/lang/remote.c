@@ -1,8 +1,8 @@
-/* Runs kernels on another machine's CPU, or an emulated one. test_neon.py puts a codec's whole
-   generated source before this file, and writes what standard input holds, in int64 unless stated:
-   form, values, bytes of a value, bytes of a payload, bytes of workspace, ranks, rank, payloads of
-   peers, floats in the codec's table, start, key, shared key; then values, residual, payload, the
-   peers' payloads, the table. Standard output gets payload, values and residual. Until the input ends. */
+/* Runs kernels on another machine's CPU, or an emulated one. test_neon.py puts a codec's generated
+   source before this file. Standard input holds cases, in int64 unless stated: form, number of
+   values, bytes per value, bytes per payload, bytes of workspace, ranks, rank, number of peer
+   payloads, floats in the codec's table, start, key, shared key; then values, residual, payload, the
+   peer payloads, the table. For each case, payload, values and residual go to standard output. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-"""Where the payloads of a sum stand."""
+"""The distances between the payloads of a sum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradwire.lang.call import Call
 @pytest.mark.parametrize(
     ("distances", "stride"), [(None, 0), ([], 0), ([0], 0), ([0, 48, 96], 48), ([0, -16, -32], -16)]
 )
-def test_equal_distances_are_a_stride(distances: list[int] | None, stride: int) -> None:
+def test_equal_distances_have_a_stride(distances: list[int] | None, stride: int) -> None:
     given = None if distances is None else np.array(distances, dtype="i8")
     assert Call(distances=given).stride == stride
 
 
 @pytest.mark.parametrize("distances", [[0, 48, 95], [0, 48, 48], [0, 0, 1]])
-def test_unequal_distances_are_no_stride(distances: list[int]) -> None:
-    with pytest.raises(ConfigError, match="equal distances"):
+def test_unequal_distances_have_no_stride(distances: list[int]) -> None:
+    with pytest.raises(ConfigError, match="equally spaced"):
         _ = Call(distances=np.array(distances, dtype="i8")).stride

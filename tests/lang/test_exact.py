@@ -1,4 +1,4 @@
-"""Exact: all forms against torch's own operations, in every dtype, at every place of the caller."""
+"""Exact: all forms against torch's operations, in every dtype, at every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _fresh = count(1)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of integers and complex numbers any bits; of floats also NaN, infinities, both zeros."""
+    """Random bits for integers and complex numbers; floats include NaN, infinities, both zeros."""
     made = torch.Generator().manual_seed(next(_fresh))
     if dtype == torch.bool:
         return torch.randint(0, 2, (numel,), generator=made).bool()
@@ -58,7 +58,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
-    """Bit for bit, but that any NaN is as good as another; `zeros`: and +0 is not -0."""
+    """Bitwise equal, except that all NaNs are equal; `zeros`: +0 differs from -0."""
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     if a.is_complex():
@@ -69,13 +69,13 @@ def same(a: torch.Tensor, b: torch.Tensor, zeros: bool = True) -> bool:
 
 
 class Memory:
-    """Rows of a call, with what they point to: values anywhere, payloads as messages have them."""
+    """The rows of a call and their memory: values minimally aligned, payloads as in messages."""
 
     def __init__(self, dtype: torch.dtype, sizes: Sequence[int], payloads: int) -> None:
         self.dtype, self.sizes = dtype, sizes
         itemsize = dtype.itemsize
         room = [align(n * itemsize) + ALIGNMENT for n in sizes]
-        # a value's alignment, and no more
+        # aligned to the itemsize only
         self.at = [sum(room[:i]) + itemsize for i in range(len(sizes))]
         self.payload_at = [sum(room[:i]) for i in range(len(sizes))]
         self.values = torch.full((sum(room) + itemsize,), SENTINEL, dtype=torch.uint8)
@@ -112,7 +112,7 @@ class Memory:
         return memory[: self.sizes[i] * self.dtype.itemsize].clone().view(self.dtype)
 
     def untouched(self, memory: torch.Tensor, begins: Sequence[int]) -> bool:
-        """Whether nothing was written beside the rows."""
+        """Whether nothing was written outside the rows."""
         beside = torch.ones(len(memory), dtype=torch.bool)
         for begin, n in zip(begins, self.sizes, strict=True):
             beside[begin : begin + n * self.dtype.itemsize] = False
@@ -149,8 +149,8 @@ def test_copies_change_no_bit(dtype: torch.dtype, target: str) -> None:
 
 
 @pytest.mark.parametrize(("pair", "form", "ranks"), every_pair(PAIRS, REDUCING, RANKS), ids=str)
-def test_reductions_are_torchs(pair: tuple[str, torch.dtype], form: str, ranks: int) -> None:
-    """In the order of ranks, with the caller's values at each place, and at none."""
+def test_reductions_equal_torchs(pair: tuple[str, torch.dtype], form: str, ranks: int) -> None:
+    """In rank order, with the caller at every rank, and without own values."""
     op, dtype = pair
     alone = form == "decode_add"
     scales = dtype.is_floating_point or dtype.is_complex
@@ -189,7 +189,7 @@ def test_decode_multiplies(dtype: torch.dtype) -> None:
     assert same(memory.got_values(0), values * 0.3)
 
 
-def test_an_integer_is_never_multiplied() -> None:
+def test_integers_take_no_factor() -> None:
     memory = Memory(torch.int32, [5], 0)
     with pytest.raises(AssertionError, match="int32"):
         kernels(Exact(), torch.int32).run("decode", memory.rows, factor=0.5)
@@ -206,8 +206,8 @@ def test_integers_wrap() -> None:
 
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_value_does_not_depend_on_its_place(dtype: torch.dtype, op: str) -> None:
-    """Law 1 needs one zero and one NaN; torch gives others in vectors than in what is left."""
+def test_a_result_does_not_depend_on_its_position(dtype: torch.dtype, op: str) -> None:
+    """Law 1 needs one zero and one NaN; torch's vector and scalar code give different ones."""
     nans = torch.tensor([torch.nan, -torch.nan], dtype=dtype)
     pairs = [(0.0, -0.0), (-0.0, 0.0), (nans[0], 1.0), (1.0, nans[1]), (nans[1], nans[0])]
     for own, peer in pairs:
@@ -221,8 +221,8 @@ def test_a_value_does_not_depend_on_its_place(dtype: torch.dtype, op: str) -> No
         assert not memory.got_values(0).signbit().any()
 
 
-def test_the_result_may_stand_where_a_payload_stood() -> None:
-    """A collective receives results into the memory of contributions."""
+def test_the_result_may_overwrite_a_payload() -> None:
+    """A collective stores results in the memory of contributions."""
     memory = Memory(torch.int64, [1025], 2)
     data = [numbers(1025, torch.int64) for _ in range(3)]
     memory.put_values(0, data[0])

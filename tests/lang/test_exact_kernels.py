@@ -1,4 +1,4 @@
-"""Exact: its layout, what it refuses, and what surrounds it."""
+"""Exact: its layout, its errors, and its use by kernels, partitions and the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_layout_is_the_values(dtype: torch.dtype) -> None:
     assert lay.workspace_nbytes(np.array(SIZES), threads=3) == 0
 
 
-def test_the_languages_names_are_known() -> None:
+def test_dtypes_by_their_names_in_the_language() -> None:
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         assert layout(Exact(), name) == layout(Exact(), dtype)
         assert fingerprint(Exact(), name) == fingerprint(Exact(), dtype)
@@ -46,14 +46,14 @@ def test_the_languages_names_are_known() -> None:
         ("", torch.qint8, "qint8 values mean nothing"),
     ],
 )
-def test_what_is_not_defined_is_refused(op: str, dtype: torch.dtype, message: str) -> None:
+def test_undefined_operations_are_refused(op: str, dtype: torch.dtype, message: str) -> None:
     for refusing in (layout, kernels, fingerprint):
         with pytest.raises(ConfigError, match=message):
             refusing(Exact(op), dtype)
 
 
 @pytest.mark.parametrize("op", ["avg", "SUM", None, 3])
-def test_an_operation_is_known(op: str) -> None:
+def test_an_unknown_op_is_refused(op: str) -> None:
     with pytest.raises(ConfigError, match=r"op=.* must be 'sum', 'min', 'max' or ''"):
         Exact(op)
 
@@ -73,14 +73,14 @@ def test_copies_are_not_reduced(form: str) -> None:
         kernels(Exact(""), torch.int32, forms=[form])
 
 
-def test_target_triton_wants_a_gpu() -> None:
+def test_target_triton_needs_a_gpu() -> None:
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match="target 'triton'"):
         kernels(Exact(), torch.int32, "triton")
 
 
-def test_no_compiler_is_needed_or_missed() -> None:
+def test_no_compiler_is_needed() -> None:
     script = (
         "import warnings, torch; warnings.simplefilter('error');"
         "from gradwire.lang import Exact, kernels;"
@@ -94,7 +94,7 @@ def test_no_compiler_is_needed_or_missed() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_target_triton_interpreted_is_the_cpu() -> None:
+def test_target_triton_interpreted_runs_on_the_cpu() -> None:
     script = (
         "import torch; from gradwire.lang import Exact, decode, encode;"
         "values = torch.arange(-500, 500);"
@@ -138,7 +138,7 @@ def test_a_partition_has_its_bytes(chunks: int) -> None:
 
 
 def test_it_is_its_own_plain_form() -> None:
-    """A chunk that is added up as it is needs the same operation."""
+    """An uncompressed chunk needs the same operation."""
     spec = Spec("p", 5000, torch.int32, Exact("max"))
     cut = partition([spec], 2, plain=True)
     assert cut.kinds == ((Exact("max"), torch.int32),)
@@ -146,7 +146,7 @@ def test_it_is_its_own_plain_form() -> None:
     assert int(cut.numel[cut.chunk >= 2].sum()) == 5000
 
 
-def test_it_is_no_users_codec() -> None:
+def test_it_is_not_a_public_codec() -> None:
     for name in ("exact", "Exact"):
         with pytest.raises(ConfigError, match="unknown codec"):
             codecs.get(name)

@@ -1,4 +1,4 @@
-"""What the derived forms compute, written out in torch on the interpreter's encode and decode."""
+"""The derived forms, against torch on the interpreter's encode and decode."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def encoded(codec: Codec, values: torch.Tensor, seed: int = 7) -> torch.Tensor:
 
 
 def encoded_sum(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """The payload of a sum: as of values, but for codecs that say otherwise."""
+    """The payload of a sum, with the codec's own encode_sum if it has one."""
     if type(codec).encode_sum is Codec.encode_sum:
         return encoded(codec, x)
-    return call(codec, "reduce_encode", x, target="eager").payload  # a sum of one
+    return call(codec, "reduce_encode", x, target="eager").payload  # a sum of one value
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -87,7 +87,7 @@ class TestForms:
 
 
 @pytest.mark.parametrize(("codec", "dtype"), one_in(3, product(CODECS, DTYPES[1:])), ids=str)
-def test_sums_of_halves_are_made_in_fp32(codec: Codec, dtype: torch.dtype) -> None:
+def test_sums_of_16_bit_values_are_computed_in_fp32(codec: Codec, dtype: torch.dtype) -> None:
     own = gradient(N, dtype)
     peer = call(codec, "encode", gradient(N, dtype, 1), target="eager").payload
     result = call(codec, "reduce_encode", own, peers=[peer], factor=1.0)

@@ -1,4 +1,4 @@
-"""The compile cache: private, atomic, raced; and what happens without a compiler."""
+"""The compile cache: private, atomic, safe under races; and the fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_more_flags_make_another_library_of_the_same_kernel(
         else:
             library.ready(["encode"])
             assert len(list(tmp_path.glob("*.so"))) == number + 1
-    assert jit.load(SOURCE).answer() == 42  # what is no kernel is compiled as ever
+    assert jit.load(SOURCE).answer() == 42  # GRADWIRE_KERNEL_FLAGS is only for kernels
 
 
 @pytest.mark.skipif(not isa.supported(), reason="no level of this CPU is known")
@@ -106,7 +106,7 @@ def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         jit.cache_folder()
 
 
-def test_a_broken_source_says_what_the_compiler_said(
+def test_the_error_of_a_broken_source_has_the_compilers_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
@@ -115,7 +115,7 @@ def test_a_broken_source_says_what_the_compiler_said(
     assert not list(tmp_path.glob("*.so"))
 
 
-def test_a_lock_that_is_never_freed_blocks_nobody(
+def test_a_lock_that_is_never_released_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jit, "LOCK_SECONDS", 0.1)
@@ -142,7 +142,7 @@ def test_a_missing_compiler_falls_back_with_one_warning() -> None:
 
 
 @EXHAUSTIVE
-def test_a_missing_compiler_is_an_error_where_c_is_asked_for() -> None:
+def test_a_missing_compiler_is_an_error_for_target_c() -> None:
     done = python(
         """
         try:
@@ -176,7 +176,7 @@ exec gcc "$@"
 """
 
 
-def test_forms_are_compiled_when_they_are_wanted(tmp_path: Path) -> None:
+def test_forms_are_compiled_on_first_use(tmp_path: Path) -> None:
     done = python(
         f"""
         from pathlib import Path

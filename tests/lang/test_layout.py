@@ -47,7 +47,7 @@ def test_block_and_splittable() -> None:
 def test_workspace() -> None:
     numels = np.array([0, 1, 1024, 5000])
     assert layout(QSGD()).workspace_nbytes(numels) == 0
-    # a float a block and one more a row, for each of minimum and maximum
+    # one float per block and one more per row, for each of minimum and maximum
     assert layout(TernGrad()).workspace_nbytes(numels) == 4 * 2 * ((0 + 1 + 1 + 5) + 4)
 
 
@@ -84,7 +84,7 @@ def test_packing_is_as_defined(bits: int, m: int) -> None:
     packed = semantics.pack(codes, f"uint{bits}")
     assert packed.shape == (3, element_nbytes(f"uint{bits}", m))
     assert torch.equal(semantics.unpack(packed, f"uint{bits}", m), codes)
-    # the definition, a value at a time
+    # the definition, value by value
     expected, begin = torch.zeros_like(packed), 0
     for width, at in planes(bits):
         length = -(-m * width // 8)

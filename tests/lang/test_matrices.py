@@ -1,4 +1,4 @@
-"""Matrices: shapes are known while tracing, so a wrong one is an error at the codec's line."""
+"""Matrices: shapes are checked while tracing, so a wrong one is an error at the codec's line."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def low_rank(self: Any, g: Any) -> Any:
 
 
 def at_8(g: Any, change: Callable[..., Any]) -> Any:
-    """A payload with what `change` makes of a matrix of 8 columns and its factors."""
+    """A payload with the result of `change` on a matrix of 8 columns and its factors."""
     m = matrix(g, 8)
     return concat(x=change(m, *decomp(m, 2)))
 
 
 Method = Callable[..., Any]
-# name -> (encode, decode, what the message says)
+# name -> (encode, decode, part of the message)
 CASES: dict[str, tuple[Method, Method | None, str]] = {
     "columns": (lambda self, g: sent(*factors(g, 2, 0)), None, "columns=0 must be 1 or more"),
     "no whole columns": (lambda self, g: sent(*factors(g, 2, 8.0)), None, "columns=8.0"),  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Method, Method | None, str]] = {
     "high rank": (
         lambda self, g: sent(*decomp(matrix(g, 8), 9)),
         None,
-        "rank=9 of 8 columns; it can be 1 to 8",
+        "rank=9 for 8 columns: it must be 1 to 8",
     ),
     "decomposed elements": (lambda self, g: sent(*decomp(g, 2)), None, "takes matrix(x, columns)"),
     "a decomposed number": (
@@ -156,40 +156,40 @@ CASES: dict[str, tuple[Method, Method | None, str]] = {
     "two shapes": (
         low_rank,
         lambda self, p, q: elements(matmul(p + q, q)),
-        "matrices of ceil(n / 8) x 2 and 8 x 2 do not go element by element",
+        "matrices of ceil(n / 8) x 2 and 8 x 2 cannot be combined elementwise",
     ),
     "two shapes that a row may have": (
         lambda self, g: at_8(g, lambda m, p, q: m - matrix(g, 16)),
         None,
-        "of ceil(n / 8) x 8 and ceil(n / 16) x 16 do not",
+        "of ceil(n / 8) x 8 and ceil(n / 16) x 16 cannot",
     ),
     "two shapes and a choice": (
         low_rank,
         lambda self, p, q: elements(matmul(where(isfinite(q), p, 0.0), q)),
-        "do not go element by element",
+        "cannot be combined elementwise",
     ),
     "reduced": (lambda self, g: at_8(g, lambda m, p, q: reduce(max, m)), None, "use elements("),
     "counted": (lambda self, g: at_8(g, lambda m, p, q: count(m)), None, "use elements("),
     "blocks": (
         lambda self, g: at_8(g, lambda m, p, q: m.blocks(8)),
         None,
-        "only elements can be seen in blocks",
+        "only elements can be divided into blocks",
     ),
-    "stored": (lambda self, g: at_8(g, lambda m, p, q: m), None, "the factors of decomp"),
+    "stored": (lambda self, g: at_8(g, lambda m, p, q: m), None, "a factor of decomp"),
     "stored after a change": (
         lambda self, g: at_8(g, lambda m, p, q: bf16(p * 2.0)),
         None,
-        "field x: of matrices, the factors of decomp can be stored, as floats",
+        "field x: a stored matrix must be a factor of decomp, as floats",
     ),
     "stored as codes": (
         lambda self, g: at_8(g, lambda m, p, q: uint(4, p)),
         None,
-        "field x: of matrices, the factors of decomp can be stored, as floats",
+        "field x: a stored matrix must be a factor of decomp, as floats",
     ),
     "a stored product": (
         lambda self, g: at_8(g, lambda m, p, q: fp32(matmul(p, q))),
         None,
-        "the factors of decomp",
+        "a factor of decomp",
     ),
     "a decoded matrix": (low_rank, lambda self, p, q: matmul(p, q), "return elements, not a matri"),
 }
@@ -210,7 +210,7 @@ def test_errors_point_to_the_source(name: str) -> None:
 
 @dataclass(frozen=True)
 class Residual(Codec):
-    """What a stretched product leaves: every operator on matrices, in encode and in decode."""
+    """Low rank and the signs of the rest: every operator on matrices, in encode and in decode."""
 
     columns: int = 8
     rank: int = 2
@@ -229,7 +229,7 @@ class Residual(Codec):
 
 @dataclass(frozen=True)
 class Whole(Codec):
-    """A factor that is as wide as the matrix has the row's values."""
+    """A factor as wide as the matrix has the shape of the row."""
 
     def encode(self, g: Any) -> Any:
         p, q = decomp(matrix(g, 2), 2)
@@ -243,9 +243,7 @@ CODECS: list[Codec] = [LowRank(2, 50), LowRank(1, 1), Residual(), Residual(5, 5)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_matrices_have_the_shapes_that_tracing_said(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrices_have_their_traced_shapes(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, seen = eager._Row.evaluate, set()
 
     def checked(self: Any, n: ir.Node, frame: Any) -> torch.Tensor:
@@ -265,8 +263,8 @@ def test_matrices_have_the_shapes_that_tracing_said(
     assert seen >= {"matrix", "decompose", "product", "field"}
 
 
-def test_a_matrix_of_a_payload_is_known_by_its_shape() -> None:
-    """Two codecs whose fields have the same names are not mixed up."""
+def test_matrices_of_two_codecs_are_distinguished_by_shape() -> None:
+    """The fields of both codecs have the same names."""
     for columns in (8, 4, 8):
         codec, values = Residual(columns), torch.arange(64.0)
         decoded = call(

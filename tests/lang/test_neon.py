@@ -1,7 +1,7 @@
-"""ARM's NEON gives the bytes of x86: kernels cross-compiled as for a wheel, run by an emulator.
+"""ARM's NEON gives the same bytes as x86: kernels cross-compiled as for a wheel, in an emulator.
 
 Needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross,
-qemu-user); without them the tests are skipped. On an ARM machine test_prebuilt.py says more.
+qemu-user); without them the tests are skipped. On an ARM machine, test_prebuilt.py tests more.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def test_neon_gives_the_same_bytes(name: str, dtype: torch.dtype, tmp_path: Path
 
 
 def read(answer: torch.Tensor, like: Result) -> tuple[Result, torch.Tensor]:
-    """One result from the front of a program's output, and the rest of it."""
+    """The first result of a program's output, and the rest of the output."""
     tensors = []
     for tensor in (like.payload, like.values, like.residual):
         nbytes = tensor.numel() * tensor.itemsize
-        # a copy, since a part of the output need not be aligned
+        # a copy, since the output may be unaligned
         tensors.append(answer[:nbytes].clone().view(tensor.dtype))
         answer = answer[nbytes:]
     payload, values, residual = tensors

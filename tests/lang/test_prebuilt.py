@@ -1,4 +1,4 @@
-"""Kernels built ahead of time: found by their source, chosen by CPU, the same on every level."""
+"""Prebuilt kernels: found by source, chosen by CPU, with the same results on every level."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BEST = [isa.supported()[-1]]  # of the levels
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """A folder with a library for every level of this CPU; or few codecs for the highest alone."""
+    """A folder with a library per level of this CPU, or with few codecs for the highest only."""
     folder = tmp_path_factory.mktemp("libraries")
     exhaustive = pytestconfig.getoption("exhaustive")
     levels, labels = (isa.supported(), LABELS) if exhaustive else (BEST, FEW)
@@ -51,7 +51,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels made anew for each test, since they depend on the environment here."""
+    """Make kernels for each test, since they depend on the environment here."""
     module = sys.modules["gradwire.lang.kernels"]
     monkeypatch.setattr(module, "_made", module.Kernels)  # type: ignore[attr-defined]
     prebuilt._loaded.cache_clear()
@@ -75,7 +75,7 @@ def installed(libraries: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None) 
     [pytest.param(v, marks=[] if v in BEST else [EXHAUSTIVE]) for v in isa.supported()],
     ids=lambda level: level.name,
 )
-def test_every_level_gives_the_bytes_that_the_interpreter_gives(
+def test_every_level_equals_the_interpreter(
     level: isa.Level, label: str, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_ISA", level.name)
@@ -100,15 +100,15 @@ def test_every_level_gives_the_bytes_that_the_interpreter_gives(
                 assert torch.equal(a.payload, b.payload), (form, numel)
                 assert same(a.values, b.values), (form, numel)
                 assert same(a.residual, b.residual), (form, numel)
-                # x87's registers are MMX's: a kernel that leaves these in use spoils LAPACK.
+                # A kernel that uses MMX registers without emms breaks x87, which LAPACK uses.
                 assert np.longdouble(1) + np.longdouble(1) == 2, (form, numel)
 
 
-def test_the_highest_level_that_is_there_is_taken(
+def test_the_highest_available_level_is_used(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lowest, highest = (f"kernels-{isa.supported()[at].name}.so" for at in (0, -1))
-    library = (installed / highest).read_bytes()  # which level it was built for is not told
+    library = (installed / highest).read_bytes()  # its level is only in the file name
     (tmp_path / lowest).write_bytes(library)
     monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path))
     assert prebuilt.loaded()[1] == str(tmp_path / lowest)
@@ -146,28 +146,30 @@ def test_a_series_runs_without_a_compiler(installed: Path) -> None:
     assert torch.equal(payload.view(torch.float32), values)
 
 
-def test_what_was_not_built_is_compiled(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_prebuilt_are_compiled(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GRADWIRE_CC")
     assert not native.Library(codecs.get("fp16"), torch.float32).prebuilt
     assert not native.Library(codecs.get("identity"), torch.float16).prebuilt
 
 
-def test_a_broken_library_is_passed_over_and_named(
+def test_a_broken_library_is_skipped_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cache: None
 ) -> None:
     for level in isa.supported():
         (tmp_path / f"kernels-{level.name}.so").write_text("not a library")
     monkeypatch.setenv("GRADWIRE_KERNELS", str(tmp_path))
-    library, said = prebuilt.loaded()
+    library, reason = prebuilt.loaded()
     assert library is None
-    assert "cannot be loaded" in said
-    assert str(tmp_path) in said
+    assert "cannot be loaded" in reason
+    assert str(tmp_path) in reason
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     with pytest.raises(jit.CompileError, match="cannot be loaded"):
         native.Library(codecs.get("identity"), torch.float32).ready(["encode"])
 
 
-def test_no_openmp_runtime_besides_torchs_is_brought_in(libraries: Path) -> None:
+def test_torchs_openmp_runtime_is_the_only_one(libraries: Path) -> None:
     code = """
         import torch
         from gradwire import codecs, lang
@@ -235,7 +237,7 @@ def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
-def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     broken = build.Unit("broken fp32", c.prelude() + "unknown_type answer;\n")
     with pytest.raises(jit.CompileError, match="unknown_type"):
         list(build.build([broken], isa.supported()[:1], tmp_path))
@@ -248,16 +250,14 @@ def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_nothing(tmp_path:
         ("x86_64", set(), 0),
         ("x86_64", isa.LEVELS[0].features, 1),
         ("x86_64", isa.LEVELS[0].features | isa.LEVELS[1].features, 2),
-        ("x86_64", isa.LEVELS[0].features | isa.LEVELS[2].features, 1),  # a gap ends the ladder
+        ("x86_64", isa.LEVELS[0].features | isa.LEVELS[2].features, 1),  # without the second level
         ("x86_64", isa.LEVELS[0].features | isa.LEVELS[1].features | {"avx512f"}, 2),
         ("x86_64", set.union(*(set(level.features) for level in isa.LEVELS[:3])), 3),
         ("aarch64", {"fp", "asimd", "sve"}, 1),
         ("riscv64", {"fp", "asimd"}, 0),
     ],
 )
-def test_levels_follow_from_the_cpus_features(
-    machine: str, features: set[str], levels: int
-) -> None:
+def test_levels_depend_on_the_cpus_features(machine: str, features: set[str], levels: int) -> None:
     found = isa.within(machine, frozenset(features))
     assert len(found) == levels
     assert all(level.machine == machine for level in found)
@@ -266,7 +266,7 @@ def test_levels_follow_from_the_cpus_features(
 def test_a_level_above_the_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "supported", lambda: isa.LEVELS[:2])
     monkeypatch.setenv("GRADWIRE_ISA", "x86-64-v4")
-    with pytest.raises(ConfigError, match=r"x86-64-v4: this CPU .* runs x86-64-v2, x86-64-v3"):
+    with pytest.raises(ConfigError, match=r"x86-64-v4: this CPU supports x86-64-v2, x86-64-v3"):
         prebuilt.loaded()
     monkeypatch.setenv("GRADWIRE_ISA", "sse9")
     with pytest.raises(ConfigError, match="unknown instruction set 'sse9': use one of x86-64-v2"):
@@ -275,7 +275,7 @@ def test_a_level_above_the_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert isa.allowed() == isa.LEVELS[:1]
 
 
-def test_a_wheel_carries_every_codec() -> None:
+def test_a_wheel_contains_every_codec() -> None:
     labels = [label for label, _ in variants.prebuilt()]
     assert {*codecs.REGISTRY} <= {*labels}
     assert len(set(labels)) == len(labels)
@@ -293,7 +293,7 @@ def test_a_wheel_carries_every_codec() -> None:
         ("qsgd:color=red", "no option 'color'"),
     ],
 )
-def test_a_label_that_names_no_codec_is_an_error(label: str, problem: str) -> None:
+def test_a_bad_label_is_an_error(label: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         variants.prebuilt([label])
 

@@ -1,4 +1,4 @@
-"""Programs that no shipped codec has: every operator, several stages and sweeps, odd fields."""
+"""Programs beyond the shipped codecs: every operator, several stages and sweeps, odd fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from products import in_turn
 
 @dataclass(frozen=True)
 class Stages(Codec):
-    """Two block reductions on top of one another, with elements kept between the loops."""
+    """Two nested block reductions, with elements kept between the loops."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(48)
@@ -58,7 +58,7 @@ class Stages(Codec):
 
 @dataclass(frozen=True)
 class Sweeps(Codec):
-    """A tensor reduction of block norms, and one of elements on top of it: three sweeps."""
+    """A tensor reduction of block norms, then one of elements that depend on it: three sweeps."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(33)
@@ -79,7 +79,7 @@ class Sweeps(Codec):
 
 @dataclass(frozen=True)
 class Odd(Codec):
-    """Fields of every dtype and scope, every comparison, a random number a block, indices."""
+    """Fields of every dtype and scope, every comparison, one random number per block, indices."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(17)
@@ -102,7 +102,7 @@ class Odd(Codec):
 
 @dataclass(frozen=True)
 class SharedNoise(Codec):
-    """Random numbers in decode: both sides draw the same."""
+    """Random numbers in decode: both sides draw the same numbers."""
 
     def encode(self, g: Any) -> Any:
         return concat(value=fp16(g + random(shared="noise")))
@@ -114,7 +114,7 @@ class SharedNoise(Codec):
 
 @dataclass(frozen=True)
 class Looked(Codec):
-    """Tables shorter than codes reach, one that two loops read, and choices that are no table."""
+    """Tables shorter than their codes, one read by two loops, and `where`s that are no table."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(70)
@@ -134,7 +134,7 @@ class Looked(Codec):
 CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked()]
 
 
-# each pair is a compilation: every codec in fp32, the one with a native field in all dtypes
+# each pair is compiled: every codec in fp32, and the one with a native field in all dtypes
 PAIRS = [*((c, torch.float32) for c in CODECS), *((Odd(), dtype) for dtype in DTYPES[1:])]
 
 
@@ -182,33 +182,33 @@ def test_costly_elements_are_kept_between_loops_and_cheap_ones_are_not() -> None
     assert "keep" not in [k.kind for k in first.sinks]
 
 
-def test_what_an_earlier_sweep_left_of_blocks_is_recalled() -> None:
-    """3LC's flags follow from the largest of every block, so their sweep reads no values."""
+def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
+    """3LC's flags depend only on the maximum of every block, so their sweep reads no values."""
     programs = forms.derive(ThreeLC(), "fp32").programs
     for form in ("encode", "encode_ef", "reduce_encode"):
         _, flags, codes = passes.lower(programs[form])
         assert not flags.loops
         assert {type(s) for s in flags.steps} == {Recall, Scalars, Put}
         assert [s.index for s in codes.steps if isinstance(s, Recall)] == [0]
-    # sums are added up in place
+    # sums are computed in place, so block results are overwritten
     sweeps = passes.lower(forms.derive(AdaComp(), "fp32").programs["encode"])
     assert not any(isinstance(s, Recall) for sweep in sweeps for s in sweep.steps)
 
 
-def test_choices_that_are_a_table_are_looked_up() -> None:
+def test_wheres_that_are_a_table_become_a_lookup() -> None:
     programs = forms.derive(Looked(), "fp32").programs
     (sweep,) = passes.lower(programs["decode"])
     steps = [s for s in sweep.steps if isinstance(s, LookUp)]
-    # as many numbers as codes; one choice is out of order, and one is between two numbers only
+    # one number per code; the other `where`s are out of order or have two numbers only
     assert sorted(len(s.numbers) for s in steps) == [8, 32]
     (sweep,) = passes.lower(programs["encode"])
     kinds = [type(s) for s in sweep.steps]
-    assert kinds.index(Loop) < kinds.index(LookUp), "a loop must have made the codes"
+    assert kinds.index(Loop) < kinds.index(LookUp), "a loop computes the codes first"
     first = next(s for s in sweep.steps if isinstance(s, Loop))
     assert [s.node.dtype for s in first.sinks if s.kind == "keep"] == ["uint3"]
 
 
-def test_what_is_chosen_among_constants_has_a_known_range() -> None:
+def test_a_where_of_constants_has_a_known_range() -> None:
     fields = dict(forms.derive(Looked(), "fp32").programs["encode"].fields)
     assert passes.known_range(fields["sign"].args[0]) == (0.0, 1.0)
     assert passes.known_range(fields["code"].args[0]) is None
@@ -224,7 +224,7 @@ def test_every_draw_has_its_own_stream() -> None:
     assert stream.shared
 
 
-def test_a_block_drawn_shift_is_one_number_a_block() -> None:
+def test_random_of_block_scope_is_one_number_per_block() -> None:
     payload = call(Odd(), "encode", torch.zeros(170)).payload
     lay = layout(Odd())
     at = [f.name for f in lay.fields].index("shift")
@@ -246,6 +246,6 @@ def test_the_tables_are_complete() -> None:
 
     assert set(semantics.ALU) == set(c_nodes.ALU) == set(ir.ALU)
     handled = {op for op in ir.OPS if hasattr(eager._Row, f"_{op}")}
-    assert handled == set(ir.OPS) - {"scatter"}  # stores and patches say what scatter means
+    assert handled == set(ir.OPS) - {"scatter"}  # scatter becomes stores and patches
     written = {"const", "param", "fold", "rotate", "select", "scatter", *ir.UNFUSED}
     assert set(c_nodes.NODES) == set(ir.OPS) - written

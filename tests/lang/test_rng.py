@@ -1,4 +1,4 @@
-"""The random numbers are uniform, uncorrelated, and the same wherever they are made."""
+"""The random numbers are uniform and uncorrelated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw(key: int, stream: int = 0, n: int = N) -> torch.Tensor:
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """In standard errors; both uniform in [0, 1)."""
+    """The correlation in standard errors; both are uniform in [0, 1)."""
     return float(((a - 0.5) * (b - 0.5)).mean() * 12 * len(a) ** 0.5)
 
 
@@ -70,7 +70,7 @@ def test_parameter_keys_depend_on_everything() -> None:
     }
     assert len(keys) == 18
     assert all(0 <= key < 2**64 for key in keys)
-    # a promise to checkpoints: the same key in every version
+    # checkpoints need the same key in every version
     assert rng.parameter_key(0, "weight", 0) == 16975060134623626974
 
 

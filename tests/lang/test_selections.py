@@ -1,4 +1,4 @@
-"""Selections, samples, rotations, kept codes and tables: small codecs that use each in odd ways."""
+"""Selections, samples, rotations, kept codes and tables, in small unusual codecs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LEVELS = (-1.0, -0.3, 0.0, 0.2, 0.9)
 
 @dataclass(frozen=True)
 class Rotated(Codec):
-    """Two transforms within a fold, and a block that is no power of two."""
+    """A transform in a fold, and a block size that is not a power of two."""
 
     block: int = 100
 
@@ -67,7 +67,7 @@ class Rotated(Codec):
 
 @dataclass(frozen=True)
 class Kept(Codec):
-    """Trits that most blocks lack."""
+    """Trits that most blocks omit."""
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(32)
@@ -82,7 +82,7 @@ class Kept(Codec):
 
 @dataclass(frozen=True)
 class Sampled(Codec):
-    """A threshold from a sample: of memory in encode, of a running sum in reduce_encode."""
+    """A threshold from a sample: of values in encode, of a sum in reduce_encode."""
 
     def encode(self, g: Value) -> Payload:
         size = abs(g)
@@ -96,7 +96,7 @@ class Sampled(Codec):
 
 @dataclass(frozen=True)
 class Mixed(Codec):
-    """Entries as codes on a scale of their block, and a block that is no power of two."""
+    """Entries as codes scaled per block, and a block size that is not a power of two."""
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(300)
@@ -111,7 +111,7 @@ class Mixed(Codec):
 
 @dataclass(frozen=True)
 class Tabled(Codec):
-    """Levels that kernels are called with."""
+    """Levels that are passed to kernels."""
 
     levels: tuple[float, ...] = LEVELS
 
@@ -150,7 +150,7 @@ class Whole(Codec):
 CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled(), Whole()]
 
 
-# dtype, values, threads; the largest are divided among threads row by row, see emit/c_rows.py
+# dtype, values, threads; threads share the largest rows, see emit/c_rows.py
 SINGLE = [(torch.float32, 1, 1), (torch.float32, 1025, 2), (torch.float32, 70000, 3)]
 HALF = [(torch.bfloat16, 5000, 3), (torch.float16, 70000, 2)]
 
@@ -180,10 +180,10 @@ def test_c_equals_eager(codec: Codec, row: tuple[torch.dtype, int, int]) -> None
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
-def test_topk_is_what_a_sort_says(density: float) -> None:
+def test_topk_equals_a_sort(density: float) -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
     values = torch.randn(100_000, generator=generator)
-    values[values == 0] = 0.5  # which happens; what is not 0 below counts as selected
+    values[values == 0] = 0.5  # below, values that are not 0 count as selected
     values[::7] = values[3]  # ties
     k = max(1, int(density * values.numel()))
     order = torch.argsort(values.abs(), descending=True, stable=True)[:k]
@@ -196,13 +196,13 @@ def test_topk_is_what_a_sort_says(density: float) -> None:
 
 
 @pytest.mark.parametrize("values", [torch.arange(90_000.0), -torch.arange(90_000.0).flip(0)])
-def test_topk_of_sorted_values_drops_and_drops(values: torch.Tensor) -> None:
+def test_topk_of_sorted_values(values: torch.Tensor) -> None:
     got = call(TopK(0.01, "fp32"), "encode", values).payload
     kept = decode(TopK(0.01, "fp32"), got, values.numel()).nonzero().flatten()
     assert torch.equal(kept, values.abs().argsort(stable=True)[-900:].sort().values)
 
 
-def test_many_small_rows_select_each_its_own() -> None:
+def test_many_small_rows_are_selected_independently() -> None:
     made = kernels(TopK(0.1), torch.float32, "c")
     rows = [gradient(n, seed=n) for n in (1, 9, 10, 999, 0, 3000)]
     alone = [call(TopK(0.1), "encode", row).payload for row in rows]
@@ -218,11 +218,11 @@ def test_many_small_rows_select_each_its_own() -> None:
 
 
 @pytest.mark.parametrize("target", ["c", "eager"])
-def test_a_payload_that_no_encode_makes_is_refused(target: str) -> None:
+def test_a_malformed_payload_is_refused(target: str) -> None:
     codec, n = TopK(0.01), 5000
     lay = layout(codec)
     good = call(codec, "encode", gradient(n)).payload
-    for at, byte in ((0, 255), (lay.offsets(n)[1], 255)):  # too many entries; not in order
+    for at, byte in ((0, 255), (lay.offsets(n)[1], 255)):  # too many entries; not ascending
         bad = good.clone()
         bad[at] = byte
         bad[at + 1] = byte
@@ -230,7 +230,7 @@ def test_a_payload_that_no_encode_makes_is_refused(target: str) -> None:
             decode(codec, bad, n, target=target)
 
 
-def test_new_levels_compile_nothing() -> None:
+def test_new_levels_need_no_compilation() -> None:
     other = Tabled((-0.9, -0.2, 0.1, 0.3, 1.0))
     assert source(other) == source(Tabled())
     values = gradient(1000)
@@ -240,7 +240,7 @@ def test_new_levels_compile_nothing() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_kernels_allocate_nothing_and_keep_to_their_workspace(codec: Codec) -> None:
+def test_kernels_allocate_nothing_and_stay_in_their_workspace(codec: Codec) -> None:
     text = source(codec)
     assert not {"malloc", "calloc", "realloc", "alloca"} & set(re.findall(r"\w+", text))
     made = kernels(codec, torch.float32, "c")

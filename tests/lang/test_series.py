@@ -1,4 +1,4 @@
-"""Series: calls of several codecs as one leave the bits that separate calls leave."""
+"""Series: calls of several codecs run as one give the same bits as separate calls."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FACTOR = 1 / 3
 
 @dataclass
 class Memory:
-    """Of rows of several codecs: first those of one codec, then those of the next.
+    """The memory of rows of several codecs, codec by codec.
 
     Attributes:
-        arena: own payloads; behind each `distance` those of a peer.
+        arena: own payloads, then at multiples of `distance` those of the peers.
     """
 
     made: list[Kernels]
@@ -87,7 +87,7 @@ class Memory:
 
 
 def memory(codecs: list[Codec], target: str = "c") -> Memory:
-    """With payloads of these codecs, in turn of each dtype, and of two peers."""
+    """Memory with payloads of these codecs, with alternating dtypes, and of two peers."""
     made = [kernels(codec, DTYPES[k % 2], target) for k, codec in enumerate(codecs)]
     values = [gradient(n, k.dtype, seed=n) for k in made for n in SIZES]
     sizes = [k.layout.nbytes(n) for k in made for n in SIZES]
@@ -105,7 +105,7 @@ def memory(codecs: list[Codec], target: str = "c") -> Memory:
 
 
 def separately(given: Memory, form: str) -> Memory:
-    """What calls of one codec each leave behind."""
+    """The memory after one call per codec."""
     left = given.copy()
     rows = left.table
     for call in left.calls(form):
@@ -117,7 +117,7 @@ def separately(given: Memory, form: str) -> Memory:
 
 
 def together(given: Memory, form: str, threads: int = 1, **how: bool) -> tuple[Memory, int]:
-    """What a series leaves behind, and the number of calls."""
+    """The memory after a series, and the number of calls."""
     left = given.copy()
     rows = left.table
     listed = left.calls(form)
@@ -127,7 +127,7 @@ def together(given: Memory, form: str, threads: int = 1, **how: bool) -> tuple[M
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_call_leaves_the_bits_of_separate_calls(form: str) -> None:
+def test_one_call_equals_separate_calls(form: str) -> None:
     given = memory(MIX)
     expected = separately(given, form)
     assert not expected.same(given)
@@ -141,12 +141,12 @@ def test_one_call_leaves_the_bits_of_separate_calls(form: str) -> None:
 
 
 def on_eager(given: Memory, places: tuple[int, ...]) -> None:
-    """Interpret the codecs at these places."""
+    """Interpret the codecs at these indices."""
     for place in places:
         given.made[place] = kernels(given.made[place].codec, given.made[place].dtype, "eager")
 
 
-def test_stretches_run_alone_and_a_series_is_bound_again() -> None:
+def test_ranges_of_calls_and_several_tables() -> None:
     given = memory(MIX[:6])
     expected = separately(given, "decode_sum")
     on_eager(given, (1, 4))
@@ -161,7 +161,7 @@ def test_stretches_run_alone_and_a_series_is_bound_again() -> None:
     assert all(m.same(expected) for m in left)
 
 
-def test_other_targets_are_called_one_by_one() -> None:
+def test_other_targets_need_one_call_each() -> None:
     given = memory(MIX[:4])
     expected = separately(given, "reduce_encode_ef")
     on_eager(given, (1, 3))
@@ -170,7 +170,7 @@ def test_other_targets_are_called_one_by_one() -> None:
     assert found.same(expected)
 
 
-def test_what_target_c_interprets_is_called_alone() -> None:
+def test_interpreted_codecs_need_one_call_each() -> None:
     given = memory([QSGD(), LowRank(rank=2, columns=50), Identity(), Cast("fp16")])
     found, calls = together(given, "decode")
     assert calls == 2
@@ -179,7 +179,7 @@ def test_what_target_c_interprets_is_called_alone() -> None:
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 @pytest.mark.parametrize("how", [{}, {"together": False}], ids=["together", "apart"])
-def test_a_bad_payload_is_named_and_ends_the_series(place: int, how: dict[str, bool]) -> None:
+def test_a_malformed_payload_is_named_and_ends_the_series(place: int, how: dict[str, bool]) -> None:
     codecs: list[Codec] = [QSGD(bits=bits) for bits in (2, 3, 5, 8)]
     codecs.insert(place, TopK(density=0.05))
     given = memory(codecs)
@@ -187,7 +187,7 @@ def test_a_bad_payload_is_named_and_ends_the_series(place: int, how: dict[str, b
     start = int(given.table["payload"][bad]) - given.arena.data_ptr()
     given.arena[start : start + 4] = 0xFF  # counts beyond the capacity
     expected = separately_until(given, place)
-    with pytest.raises(CodecError, match=r"^row 1 of decode: a payload that TopK\(.* never makes$"):
+    with pytest.raises(CodecError, match=r"^row 1 of decode: malformed payload for TopK\(.*\)$"):
         together_in_place(given, how)
     behind = (place + 1) * len(SIZES)
     assert all(map(torch.equal, given.values[: bad - 1], expected.values[: bad - 1]))
@@ -195,7 +195,7 @@ def test_a_bad_payload_is_named_and_ends_the_series(place: int, how: dict[str, b
 
 
 def separately_until(given: Memory, place: int) -> Memory:
-    """After a decode of the codecs before that one."""
+    """The memory after decoding with the codecs before that one."""
     left = given.copy()
     rows = left.table
     for call in left.calls("decode")[:place]:
@@ -209,12 +209,12 @@ def together_in_place(given: Memory, how: dict[str, bool]) -> None:
     series.bind(rows, torch.empty(series.workspace_nbytes, dtype=torch.uint8)).run(0, len(listed))
 
 
-def test_forms_are_compiled_when_a_series_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_are_compiled_when_a_series_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.zeros(1, ROW)
     rows["numel"] = 5
     values, payload = torch.arange(5.0), torch.zeros(20, dtype=torch.uint8)
     rows["values"], rows["payload"] = values.data_ptr(), payload.data_ptr()
-    made = Kernels(Identity(), torch.float32, "c")  # nothing is ready
+    made = Kernels(Identity(), torch.float32, "c")  # nothing is compiled
     series = Series([KernelCall(made, "encode", 0, 1)], rows["numel"])
     assert series.bind(rows, torch.empty(0, dtype=torch.uint8)).run(0, 1) == 1
     assert torch.equal(payload.view(torch.float32), values)
@@ -223,5 +223,5 @@ def test_forms_are_compiled_when_a_series_wants_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
     made = Kernels(Identity(), torch.float32, "c")
-    with pytest.raises(ConfigError, match="no-such-compiler is no program"):
+    with pytest.raises(ConfigError, match="no-such-compiler is not a program"):
         Series([KernelCall(made, "encode", 0, 1)], rows["numel"])

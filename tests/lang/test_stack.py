@@ -1,4 +1,4 @@
-"""Kernels run in threads with small stacks: large blocks lie in the workspace."""
+"""Kernels run in threads with small stacks: large blocks are in the workspace."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from gradwire.lang.ops import (
 )
 from products import EXHAUSTIVE, one_in
 
-STACK = 256 << 10  # what docs/kernels.md promises to stay below, in bytes
-MOST = 65536  # values of a block
+STACK = 256 << 10  # bytes; the bound in docs/kernels.md
+MOST = 65536  # the most values of a block
 
 
 @dataclass(frozen=True)
 class Many(Codec):
-    """Eight fields of codes, and as many elements that are kept from one loop to the next."""
+    """Eight fields of codes, and elements that are kept from loop to loop."""
 
     block: int = MOST
 
@@ -86,7 +86,7 @@ SMALL: list[Codec] = [OneBit(block=None), DGC(), AdaComp()]
 
 
 def agree(codec: Codec, threads: int) -> None:
-    """Every form of target c leaves what the interpreter leaves."""
+    """Every form of target c equals the interpreter."""
     numel = 2 * layout(codec).block + 100
     values, residual = gradient(numel), gradient(numel, seed=3)
     peer = call(codec, "encode", gradient(numel, seed=1), target="eager").payload
@@ -105,7 +105,7 @@ def agree(codec: Codec, threads: int) -> None:
 
 
 def in_a_small_stack(body: Callable[[], None]) -> None:
-    """Run it in a thread that has STACK bytes."""
+    """Run `body` in a thread with STACK bytes of stack."""
     errors: list[BaseException] = []
 
     def caught() -> None:
@@ -126,9 +126,9 @@ def in_a_small_stack(body: Callable[[], None]) -> None:
 
 
 def run(codecs: list[Codec]) -> None:
-    """What a process of its own does: OpenMP reads OMP_STACKSIZE when it is loaded."""
+    """Run in a separate process, since OpenMP reads OMP_STACKSIZE when it is loaded."""
     for codec in codecs:
-        kernels(codec, forms=FORMS)  # compiled where the stack is large
+        kernels(codec, forms=FORMS)  # compile with a large stack
 
         def calls(codec: Codec = codec) -> None:
             for form in FORMS:
@@ -162,11 +162,11 @@ def test_small_stacks_of_callers_and_of_openmp() -> None:
     assert done.stdout == "done\n", (done.returncode, done.stderr)
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="asks gcc")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize("codec", one_in(len(CODECS), [*CODECS, *SMALL]), ids=repr)
 def test_frames_are_small(codec: Codec, tmp_path: Path) -> None:
-    """By what the compiler says: a sweep and the copy that it calls, twice the largest frame."""
-    largest_forms = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the others do a part of these
+    """By gcc's -fstack-usage: a sweep and the copy that it calls take twice the largest frame."""
+    largest_forms = ("encode_ef", "decode_sum", "reduce_encode_ef")  # the others are parts of these
     text = c.prelude() + native.source(codec, "fp32", largest_forms)
     (tmp_path / "a.c").write_text(text, "utf-8")
     flags = [flag for flag in jit.FLAGS if flag != "-shared"]
@@ -196,7 +196,7 @@ def test_blocks_beyond_the_largest_are_refused() -> None:
 
 @dataclass(frozen=True)
 class Gathers(Codec):
-    """So many numbers of every entry."""
+    """Gathers `number` values per entry."""
 
     number: int
 
@@ -209,7 +209,7 @@ class Gathers(Codec):
         return scatter(v0, chosen)
 
 
-def test_what_is_gathered_of_an_entry_has_room() -> None:
+def test_the_number_of_gathered_values_is_limited() -> None:
     agree(Gathers(14), 2)
-    with pytest.raises(LanguageError, match="encode may take 14 numbers of every entry, not 15"):
+    with pytest.raises(LanguageError, match="encode can gather 14 numbers per entry, not 15"):
         layout(Gathers(15))

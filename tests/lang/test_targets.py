@@ -1,4 +1,4 @@
-"""Law 6 for the language: the C target gives what the interpreter gives, in every form."""
+"""Law 6 for the language: target c equals the interpreter in every form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NON_FINITE = [float("inf"), float("-inf"), float("nan")]
 
 
 def run(codec: Codec, form: str, values: torch.Tensor, target: str, threads: int = 1) -> Result:
-    """A form with payloads, peers and residuals that do not depend on the target."""
+    """Run a form with payloads, peers and residuals that do not depend on the target."""
     n = values.numel()
     payload = call(codec, "encode", gradient(n, values.dtype, 1), target="eager", key=1).payload
     peers = []
@@ -42,7 +42,7 @@ def assert_same(a: Result, b: Result, form: str) -> None:
     assert same(a.residual, b.residual), form
 
 
-CASES = in_turn(CODECS, list(product(DTYPES, FORMS)), always=1)  # each is a compilation
+CASES = in_turn(CODECS, list(product(DTYPES, FORMS)), always=1)  # each is compiled
 
 
 @pytest.mark.parametrize(("codec", "kernel"), CASES, ids=str)
@@ -159,7 +159,7 @@ def test_identity_is_exact_in_every_dtype() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", [Identity(), QSGD(), QSGD(bits=3, block=77)], ids=str)
 def test_large_decodes_bypass_the_cache_to_any_address(codec: Codec, dtype: torch.dtype) -> None:
-    """As many values as make a call large, in rows that begin and end within lines of the cache."""
+    """Enough values for a large call, in rows that begin and end within cache lines."""
     numels = [200_000, 1, 70_007]
     payloads = [call(codec, "encode", gradient(n, dtype, seed=n)).payload for n in numels]
     wanted = [

@@ -1,7 +1,7 @@
 """Law 6 for target triton, interpreted on the CPU: the same bytes as the interpreter in torch.
 
-Kernels run in a process of their own (triton_checks.py). Tiles are as large as on a GPU: a row of
-a few thousand values has a tile of full blocks, one that is not full, and its ragged last block.
+Kernels run in a separate process (triton_checks.py). Tiles are as large as on a GPU: a row of a few
+thousand values has a full tile, one that is not full, and its ragged last block.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed here"
     ),
-    pytest.mark.xdist_group("triton"),  # one process for all
+    pytest.mark.xdist_group("triton"),  # all tests share one process
 ]
 
 
-ALIKE = (GradDrop, HardThreshold)  # made of the same kernels as DGC and TopK
+ALIKE = (GradDrop, HardThreshold)  # use the same kernels as DGC and TopK
 
-# the forms that have of everything; the others, of parts of it
+# forms that together have every part of the others
 MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
 REST = tuple(form for form in FORMS if form not in MOST)
 MOST_AND_REST = [MOST, pytest.param(REST, marks=EXHAUSTIVE)]
@@ -49,7 +49,7 @@ MOST_AND_REST = [MOST, pytest.param(REST, marks=EXHAUSTIVE)]
 
 @dataclass(frozen=True)
 class ManyBlocks(Codec):
-    """Reductions over more blocks than one pass takes."""
+    """Reductions over more blocks than one pass reduces."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(2)
@@ -63,14 +63,14 @@ class ManyBlocks(Codec):
 
 @pytest.fixture(scope="module")
 def interpreting() -> Iterator[ProcessPoolExecutor]:
-    """A process where Triton interprets."""
+    """A process where Triton interprets kernels."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, triton_checks.begin) as pool:
         yield pool
 
 
 def sizes(codec: Codec) -> list[int]:
-    """Two tiles and a ragged block; none; one; a block."""
+    """Two tiles and a ragged block; no values; one value; one block."""
     block = layout(codec).block
     return [4096 + block + 3, 0, 1, block]
 
@@ -114,7 +114,7 @@ def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) ->
 
 @pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
 @pytest.mark.parametrize("codec", one_in(6, [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]), ids=repr)
-def test_programs_that_no_codec_has(
+def test_programs_beyond_the_codecs(
     interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
 ) -> None:
     few = (5000, 1) if layout(codec).staged else (5000, 1, 70, 0)
@@ -124,7 +124,7 @@ def test_programs_that_no_codec_has(
     assert asked.result() == ""
 
 
-def test_every_rule_is_there() -> None:
+def test_the_rules_are_complete() -> None:
     assert set(triton.ALU) == set(ir.ALU)
     casts = {("code" if d in ir.CODES else d, r) for d, r in (("uint4", "zero"), ("trit", "zero"))}
     assert casts <= set(triton.CASTS)
@@ -148,7 +148,7 @@ def test_the_source_can_be_shown() -> None:
 
 @EXHAUSTIVE
 def test_rows_are_divided_into_tiles() -> None:
-    lay = layout(QSGD())  # blocks of 128, 32 of them a tile
+    lay = layout(QSGD())  # blocks of 128 values, 32 per tile
     rows = np.zeros(4, ROW)
     rows["numel"] = [4096 * 2, 0, 4096 + 130, 1]
     divided = tiles.divide(rows, lay)

@@ -1,4 +1,4 @@
-"""Triton's kernels compile for GPUs that are not here, to instructions that give the same bits."""
+"""Triton's kernels compile for absent GPUs, to instructions that give the same bits."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # their kernels, others have
+ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # use others' kernels
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
-# all forms of one codec; of the others one that encodes what it reads, and one that encodes a sum,
+# all forms of one codec; for the others one form that encodes values, and one that encodes a sum,
 # which takes many times as long to compile
 NVIDIA = [(QSGD(), form, "sm_90") for form in FORMS]
 NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OWN]
@@ -78,7 +78,7 @@ def test_nvidia(codec: Codec, form: str, target: str) -> None:
         assert ".ftz" not in ptx, "subnormals would become zero"
         assert "fma.rn.f32" not in ptx, "a product would not be rounded"
         assert not re.search(r"\b(div|sqrt|rcp)\.(full|approx)", ptx)
-        # what is not marked .rn the assembler may contract, unless it is told not to
+        # the assembler may contract instructions without .rn unless fusion is disabled
         assert gpu.options(layout(codec), 32)["enable_fp_fusion"] is False
         assert len(kernel.asm["cubin"]) > 0
 
@@ -88,12 +88,12 @@ def test_amd(codec: Codec, form: str) -> None:
     for kernel in compiled(codec, form, "gfx942"):
         text = kernel.asm["amdgcn"]
         assert "denorm_mode_32 3" in text, "subnormals would become zero"
-        if "v_div_" not in text and "v_sqrt_" not in text:  # these are made of such instructions
+        if "v_div_" not in text and "v_sqrt_" not in text:  # division and square root use them
             assert not re.search(r"\bv_(pk_)?(fma|fmac|mad|mac)_f32", text)
 
 
-def test_only_what_is_aligned_is_stored_by_vectors() -> None:
-    """Triton marks pointers, and a mark that reached the other branch would be a fault there."""
+def test_only_aligned_memory_is_stored_as_vectors() -> None:
+    """An alignment hint that leaked into the unaligned branch would cause faults there."""
     (kernel,) = compiled(Identity(), "encode", "sm_90")
     ptx = kernel.asm["ptx"]
     for width in ("v4.b32", "b32", "b16", "b8"):
@@ -108,7 +108,7 @@ BETWEEN = ("histogram", "pick", "tally", "scan", "survey")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_launched_between_sweeps(target: str) -> None:
+def test_kernels_between_sweeps(target: str) -> None:
     from gradwire.lang.emit import triton_reductions, triton_selection
 
     kernels = [triton_reductions.complete, *(getattr(triton_selection, name) for name in BETWEEN)]

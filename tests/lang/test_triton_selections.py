@@ -1,6 +1,6 @@
-"""Target triton where a codec selects: ties, payloads that no encode makes, launches, workspace.
+"""Target triton with selections: ties, malformed payloads, launches, workspace.
 
-As in test_triton.py, kernels are interpreted in a process of their own.
+As in test_triton.py, kernels are interpreted in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Trits(Codec):
-    """Entries five to a byte, more than a run of them, with numbers behind."""
+    """Entries packed five per byte, in several runs, followed by numbers."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(200)
@@ -48,7 +48,9 @@ class Trits(Codec):
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("codec", [TopK(0.02, "fp32"), TopK(1.0)], ids=repr)
-def test_of_equal_keys_the_first_are_taken(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+def test_of_equal_keys_the_first_are_selected(
+    interpreting: ProcessPoolExecutor, codec: Codec
+) -> None:
     few, many = [1.0, -1.0, 0.5] * 300, [2.0] * 9000  # ties in several tiles
     given = (few, many, [0.0] * 700)
     asked = interpreting.submit(
@@ -65,18 +67,18 @@ def test_trits_of_entries(interpreting: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.parametrize("form", one_in(3, ["decode_sum", "decode_add", "decode"]))
-def test_payloads_that_no_encode_makes(interpreting: ProcessPoolExecutor, form: str) -> None:
+def test_malformed_payloads(interpreting: ProcessPoolExecutor, form: str) -> None:
     codec, numel = TopK(0.05), 2000
-    counts, places = layout(codec).offsets(numel)[:2]
+    counts, positions = layout(codec).offsets(numel)[:2]
     chance = random.Random(torch.seed())
     edits = [
         {},
-        {counts: 255, counts + 1: 255},  # more than there can be
-        {counts: 0, counts + 2: 0},  # fewer than there are places of: tails begin elsewhere
-        {places: 255},  # out of order
-        dict.fromkeys(range(places, places + 100), 255),
-        *({chance.randrange(places): chance.randrange(256)} for _ in range(2)),
-        *({places + chance.randrange(100): chance.randrange(256)} for _ in range(3)),
+        {counts: 255, counts + 1: 255},  # too many entries
+        {counts: 0, counts + 2: 0},  # fewer entries than positions: later parts begin elsewhere
+        {positions: 255},  # out of order
+        dict.fromkeys(range(positions, positions + 100), 255),
+        *({chance.randrange(positions): chance.randrange(256)} for _ in range(2)),
+        *({positions + chance.randrange(100): chance.randrange(256)} for _ in range(3)),
     ]
     asked = interpreting.submit(triton_checks.verdicts, codec, numel, form, edits).result()
     assert set(asked) <= {"refused", "decoded"}, (asked, edits)
@@ -84,28 +86,28 @@ def test_payloads_that_no_encode_makes(interpreting: ProcessPoolExecutor, form: 
     assert asked[1] == asked[4] == "refused"
 
 
-def test_a_bad_payload_is_told_to_who_decoded_it(interpreting: ProcessPoolExecutor) -> None:
+def test_a_malformed_payload_is_reported_to_its_caller(interpreting: ProcessPoolExecutor) -> None:
     codec, numel = TopK(0.05), 700
     counts = layout(codec).offsets(numel)[0]
     bad = {counts: 255, counts + 1: 255}
     assert interpreting.submit(triton_checks.marked, codec, numel, bad).result() == []
 
 
-def test_where_no_payload_can_be_bad_there_is_no_mark(interpreting: ProcessPoolExecutor) -> None:
+def test_there_is_no_mark_if_no_payload_can_be_malformed(interpreting: ProcessPoolExecutor) -> None:
     for target in ("c", "eager"):
         assert kernels(TopK(0.05), torch.float32, target).mark() is None
     asked = interpreting.submit(triton_checks.has_mark, [QSGD(), TopK(0.05), ThreeLC()])
     assert asked.result() == [False, True, True]
 
 
-def test_flags_are_any_byte(interpreting: ProcessPoolExecutor) -> None:
+def test_a_flag_may_be_any_byte(interpreting: ProcessPoolExecutor) -> None:
     flags = layout(Kept()).offsets(500)[1]
     edits = [{flags: 255, flags + 1: 7}, dict.fromkeys(range(flags, flags + 16), 1)]
     asked = interpreting.submit(triton_checks.verdicts, Kept(), 500, "decode_sum", edits)
     assert asked.result() == ["decoded", "decoded"]
 
 
-# what every form takes: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
+# launches per form: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
 LAUNCHES = {
     QSGD(): [1, 1, 1, 1, 1, 1, 1],
     TernGrad(): [4, 4, 1, 1, 1, 4, 4],  # two reductions
@@ -115,7 +117,7 @@ LAUNCHES = {
     DGC(): [22, 22, 2, 2, 2, 23, 23],
     MSTopK(): [34, 34, 2, 2, 2, 14, 14],
 }
-LONG = (TopK(), AdaComp(), DGC(), MSTopK())  # an interpreted launch takes long
+LONG = (TopK(), AdaComp(), DGC(), MSTopK())  # interpreted launches are slow
 
 
 @pytest.mark.parametrize(
@@ -131,11 +133,11 @@ def test_launches_do_not_depend_on_the_number_of_rows(
 
 
 @pytest.mark.parametrize("codec", one_in(4, [TopK(0.3), DGC(), ThreeLC(), Trits()]), ids=repr)
-def test_kernels_keep_to_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
+def test_kernels_stay_in_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
     assert interpreting.submit(triton_checks.strays, codec, [0, 700]).result() == []
 
 
-def test_columns_have_the_same_numbers_everywhere() -> None:
+def test_columns_have_the_same_indices_everywhere() -> None:
     from gradwire.lang.emit import triton_prelude
 
     names = {"SIZES" if n == "size0" else n.upper(): at for n, at in tiles.COLUMN.items()}
@@ -146,8 +148,8 @@ def test_columns_have_the_same_numbers_everywhere() -> None:
 
 
 @EXHAUSTIVE
-def test_the_table_says_what_the_layout_says() -> None:
-    """Places in a payload, for all rows at once."""
+def test_the_table_agrees_with_the_layout() -> None:
+    """Offsets in a payload and capacities, for all rows at once."""
     from gradwire.lang.rows import ROW
 
     rows = np.zeros(5, ROW)

@@ -1,4 +1,4 @@
-"""An ill-formed codec gives a LanguageError that names the line of its own file."""
+"""An ill-formed codec gives a LanguageError that names the line in its own file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def largest(g: Any) -> Any:
     return topk(g, share(0.1))
 
 
-# name -> (encode, decode, what the message says)
+# name -> (encode, decode, part of the message)
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "no concat": (lambda self, g: g, None, "must return concat"),
     "no fields": (lambda self, g: concat(), None, "needs a field"),
@@ -68,12 +68,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "two blocks": (lambda self, g: one(g.blocks(8) + g.blocks(16)), None, "blocks of 8"),
     "huge block": (lambda self, g: g.blocks(10**6), None, "1 to 65536"),
     "odd reduction": (lambda self, g: concat(code=reduce(len, g)), None, "min, max or sum"),
-    "reduced twice": (lambda self, g: one(reduce(max, reduce(max, g))), None, "nothing to reduce"),
+    "reduced twice": (lambda self, g: one(reduce(max, reduce(max, g))), None, "not one value"),
     "a number": (lambda self, g: concat(code=where(g, 1, 0)), None, "must be a condition"),
     "a condition": (lambda self, g: concat(code=(g > 0.0) + 1), None, "must be a number"),
-    "a loop": (lambda self, g: one(sum(x for x in g)), None, "no loop"),
-    "an item": (lambda self, g: one(g[0]), None, "no single"),
-    "its length": (lambda self, g: one(g / len(g)), None, "how many"),
+    "a loop": (lambda self, g: one(sum(x for x in g)), None, "cannot be iterated"),
+    "an item": (lambda self, g: one(g[0]), None, "cannot be indexed"),
+    "its length": (lambda self, g: one(g / len(g)), None, "number of values"),
     "math": (lambda self, g: one(math.sqrt(g)), None, "gradwire.lang.ops"),
     "a range": (lambda self, g: one(g + len(range(g))), None, "gradwire.lang.ops"),
     "torch": (lambda self, g: one(torch.abs(g)), None, "torch's abs"),
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "one value": (
         lambda self, g: concat(code=reduce(max, g)),
         lambda self, code: code,
-        "one value an element",
+        "one value per element",
     ),
     "decoder reduces": (
         lambda self, g: one(g),
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "scatter in encode": (
         lambda self, g: one(g - scatter(gather(g, largest(g)), largest(g))),
         None,
-        "belongs into decode",
+        "belongs in decode",
     ),
     "scatter before the end": (
         lambda self, g: concat(chosen=largest(g)),
@@ -125,11 +125,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "elements and entries": (lambda self, g: one(g + gather(g, largest(g))), None, "do not mix"),
     "no size": (lambda self, g: concat(c=topk(g, 5)), None, "size is share"),
     "no rank": (lambda self, g: one(g - sort(g)[share(0.1, 0)]), None, "at least 1"),
-    "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "under two names"),
+    "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "has two names"),
     "a matrix": (
         lambda self, g: concat(code=fp32(ops.matrix(g, 8))),
         None,
-        "factors of decomp",
+        "factor of decomp",
     ),
     "no flag": (lambda self, g: concat(code=ops.keep(uint(2, g), g)), None, "uint(1) of blocks"),
     "fraction": (lambda self, g: concat(c=topk(g, share(2.0))), None, "0 to 1"),
@@ -145,7 +145,7 @@ def test_errors_point_to_the_source(name: str) -> None:
     path, line = caught.value.location.rsplit(":", 1)
     assert path == __file__
     assert str(caught.value).startswith(caught.value.location)
-    # the line lies within the case's own lambdas
+    # the line is one of the case's own lambdas
     begin = next(
         i for i in range(1, 400) if linecache.getline(path, i).lstrip().startswith(f'"{name}":')
     )
@@ -185,7 +185,7 @@ def test_encode_sum_must_agree_with_encode() -> None:
         layout(Blocks())
 
 
-def test_a_table_serves_all_traces() -> None:
+def test_all_traces_share_one_table() -> None:
     @dataclass(frozen=True)
     class Once(Codec):
         def encode(self, g: Any) -> Any:
@@ -220,7 +220,7 @@ def test_equal_nodes_of_another_codec_are_not_blamed() -> None:
     assert caught.value.location.startswith(__file__)
 
 
-def test_a_condition_of_a_block_serves_entries() -> None:
+def test_a_condition_of_a_block_applies_to_its_entries() -> None:
     @dataclass(frozen=True)
     class Signed(Codec):
         def encode(self, g: Any) -> Any:
@@ -246,7 +246,7 @@ def test_a_condition_of_a_block_serves_entries() -> None:
     ],
     ids=["name", "class", "number"],
 )
-def test_a_name_or_a_class_is_no_codec(codec: Any, remedy: str) -> None:
+def test_a_name_or_a_class_is_not_a_codec(codec: Any, remedy: str) -> None:
     payload = torch.zeros(4, dtype=torch.uint8)
     for call in (
         lambda: encode(codec, torch.ones(4)),

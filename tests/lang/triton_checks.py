@@ -1,8 +1,8 @@
-"""What the tests of target triton do in a process of their own, where Triton interprets kernels.
+"""Checks of target triton, which run in a separate process where Triton interprets kernels.
 
-TRITON_INTERPRET must be set before Triton is imported, and then Triton compiles nothing in that
-process; so neither the variable nor the module may reach other tests. A launch that is interpreted
-takes long, however little it does, so these calls have many rows.
+TRITON_INTERPRET must be set before Triton is imported, and Triton then compiles nothing in that
+process, so it must not be set for other tests. An interpreted launch is slow even if it does
+little, so these calls have many rows.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from gradwire.errors import CodecError
 from gradwire.lang import ROW, Layout, kernels, layout
 from gradwire.lang.forms import FORMS
 
-GAP = 3  # bytes and values between rows: no row begins at a round address
+GAP = 3  # bytes and values between rows, so rows are not aligned
 PEERS = 2
 
 
 def begin() -> None:
-    """Make this process one in which Triton interprets."""
+    """Make Triton interpret kernels in this process."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
-    # the interpreter's arithmetic is numpy's, which warns of what is meant to give infinity or NaN
+    # the interpreter uses numpy, which warns about intended infinities and NaN
     np.seterr(all="ignore")
     patch_once()
 
 
 def patch_once() -> None:
-    """Let Triton patch its language for interpretation once, not in every call of every function.
+    """Patch Triton's language for interpretation once, instead of in every call of a function.
 
-    Each time takes two milliseconds, half of what these tests take; nothing else depends on it.
+    Patching takes 2 ms per call, half of the time of these tests.
     """
     from triton.runtime import interpreter
 
@@ -48,15 +48,15 @@ def patch_once() -> None:
 
 
 class Patched:
-    """What patching returned, and undoes nothing."""
+    """The result of patching; does not undo it."""
 
     def restore(self) -> None:
-        """The language stays as it is."""
+        """Keep the language patched."""
 
 
 @dataclass
 class Memory:
-    """The memory of a call's rows, with gaps that must stay as they are."""
+    """The memory of a call's rows, with gaps that must not change."""
 
     values: torch.Tensor
     residual: torch.Tensor
@@ -69,7 +69,7 @@ class Memory:
         self, codec: Codec, form: str, target: str, ranks: int = 1, rank: int = 0,
         device: str = "cpu",
     ) -> Memory:  # fmt: skip
-        """A form on a copy of this memory on a device; what it leaves is returned."""
+        """Run a form on a copy of this memory on a device; returns the copy."""
         left, error = self.attempt(codec, form, target, ranks, rank, device)
         if error is not None:
             raise error
@@ -78,7 +78,7 @@ class Memory:
     def attempt(
         self, codec: Codec, form: str, target: str, ranks: int, rank: int, device: str
     ) -> tuple[Memory, CodecError | None]:
-        """What `run` leaves, and the error that it raises."""
+        """The memory after `run`, and the error that it raises."""
         copy = Memory(
             *(t.to(device, copy=True) for t in self.tensors), self.rows.copy(), self.stride
         )
@@ -107,7 +107,7 @@ class Memory:
 
 
 def moved(old: torch.Tensor, new: torch.Tensor) -> np.uint64:
-    """What to add to addresses, modulo 2^64."""
+    """The difference of addresses, modulo 2^64."""
     return np.uint64((new.data_ptr() - old.data_ptr()) % 2**64)
 
 
@@ -139,7 +139,7 @@ def memory(lay: Layout, values: list[torch.Tensor]) -> Memory:
 
 
 def with_payloads(codec: Codec, made: Memory) -> Memory:
-    """The same memory, with genuine payloads in it."""
+    """The same memory, with valid payloads in it."""
     values, rows = made.values.clone(), made.rows.copy()
     rows["values"] += moved(made.values, values)
     eager = kernels(codec, values.dtype, "eager")
@@ -160,10 +160,9 @@ def differences(
     device: str = "cpu",
     reference: str = "eager",
 ) -> str:
-    """Where target triton on a device and another target do not agree on every bit: empty if
-    nowhere.
+    """The results in which target triton on a device and another target differ; empty if none.
 
-    A row for each of `sizes`, and one for each of `given`, its values.
+    Rows: one per size in `sizes`, and one per list of values in `given`.
     """
     values = [gradient(n, dtype, seed=n) for n in sizes]
     values += [torch.tensor(numbers, dtype=torch.float32).to(dtype) for numbers in given]
@@ -182,20 +181,20 @@ def differences(
 def verdicts(
     codec: Codec, numel: int, form: str, edits: Sequence[dict[int, int]], device: str = "cpu"
 ) -> list[str]:
-    """For every edit of a genuine payload ({place: byte}): "refused" or "decoded", where both
-    targets say so; else what is wrong."""
+    """For every edit ({offset: byte}) of a valid payload: "refused" or "decoded" if both targets
+    agree, else what is wrong."""
     lay = layout(codec)
     made = with_payloads(codec, memory(lay, [gradient(numel, seed=1)]))
     at = int(made.rows["payload"][0]) - made.payload.data_ptr()
-    genuine = made.payload.clone()
-    return [_verdict(codec, form, made, at, genuine, edit, device) for edit in edits]
+    valid = made.payload.clone()
+    return [_verdict(codec, form, made, at, valid, edit, device) for edit in edits]
 
 
 def _verdict(
-    codec: Codec, form: str, made: Memory, at: int, genuine: torch.Tensor, edit: dict[int, int],
+    codec: Codec, form: str, made: Memory, at: int, valid: torch.Tensor, edit: dict[int, int],
     device: str,
 ) -> str:  # fmt: skip
-    made.payload.copy_(genuine)
+    made.payload.copy_(valid)
     for place, byte in edit.items():
         made.payload[at + place] = byte
         made.sources[place] = byte  # the first peer's
@@ -209,7 +208,7 @@ def _verdict(
         return f"eager {said[0]}, triton {said[1]}"
     if said[0] == "decoded" and left[1].unequal(left[0]):
         return "decoded to something else"
-    # whatever a payload says, only the row's values may change
+    # only the row's values may change, whatever the payload contains
     numel = int(made.rows["numel"][0])
     left[1].values[:numel] = made.values[:numel]
     stray = left[1].unequal(made)
@@ -217,9 +216,9 @@ def _verdict(
 
 
 def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -> list[str]:
-    """Where a bad payload is told to others than those who decoded it, or not to them.
+    """Cases where a malformed payload is not reported to its caller, or is reported to another.
 
-    Callers a and b have marks of their own for the same kernels, and a third has none.
+    Callers a and b have their own marks for the same kernels; a third has none.
     """
     made, wrong = kernels(codec, torch.float32, "triton"), []
     memory_of_all = with_payloads(codec, memory(layout(codec), [gradient(numel, seed=1)]))
@@ -236,41 +235,41 @@ def marked(codec: Codec, numel: int, bad: dict[int, int], device: str = "cpu") -
     bad_rows = rows.copy()
     bad_rows["payload"] += moved(good[2], payload)
 
-    def told(who: str, body: Callable[[], object], expected: bool) -> None:
+    def check(who: str, body: Callable[[], object], expected: bool) -> None:
         try:
             body()
             found = False
         except CodecError as error:
-            found = str(error).startswith("row 0: a payload that ")
+            found = str(error).startswith("row 0: malformed payload")
         if found != expected:
-            wrong.append(f"{who}: {'told' if found else 'not told'}")
+            wrong.append(f"{who}: {'error' if found else 'no error'}")
 
     a, b = made.mark(), made.mark()
     assert a is not None
     assert b is not None
     for form in ("decode", "decode_add"):
-        told("a's bad call by itself", lambda f=form: made.run(f, bad_rows, mark=a), False)
-        told("b's good call", lambda f=form: made.run(f, rows, mark=b), False)
-        told("b", b.check, False)
-        told("a call without a mark", lambda f=form: made.run(f, rows), False)
-        told("a bad call without a mark", lambda f=form: made.run(f, bad_rows), True)
-        told("b, after another's", b.check, False)
-        told("a's good call, after its bad one", lambda f=form: made.run(f, rows, mark=a), False)
+        check("a's bad call by itself", lambda f=form: made.run(f, bad_rows, mark=a), False)
+        check("b's good call", lambda f=form: made.run(f, rows, mark=b), False)
+        check("b", b.check, False)
+        check("a call without a mark", lambda f=form: made.run(f, rows), False)
+        check("a bad call without a mark", lambda f=form: made.run(f, bad_rows), True)
+        check("b, after another's", b.check, False)
+        check("a's good call, after its bad one", lambda f=form: made.run(f, rows, mark=a), False)
         verdict = a.verdict()
-        told("a, at this place", verdict.check, True)
-        told("a, once more", a.check, False)
-    told("an encoding", lambda: made.run("encode", rows), False)
-    told("a, after an encoding", a.check, False)
+        check("a, at this place", verdict.check, True)
+        check("a, once more", a.check, False)
+    check("an encoding", lambda: made.run("encode", rows), False)
+    check("a, after an encoding", a.check, False)
     return wrong
 
 
 def has_mark(codecs: Sequence[Codec]) -> list[bool]:
-    """Whether payloads of these can be bad."""
+    """Whether the payloads of these codecs can be malformed."""
     return [kernels(codec, torch.float32, "triton").mark() is not None for codec in codecs]
 
 
 def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[str, int]:
-    """Launches of every form over rows of these sizes."""
+    """The number of launches per form over rows of these sizes."""
     from gradwire.lang import gpu
 
     made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
@@ -293,7 +292,7 @@ def launches(codec: Codec, sizes: Sequence[int], device: str = "cpu") -> dict[st
 
 
 def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
-    """Forms that write beyond the workspace that they asked for."""
+    """Forms that write beyond their workspace."""
     made = with_payloads(codec, memory(layout(codec), [gradient(n, seed=n) for n in sizes]))
     k, wrong = kernels(codec, torch.float32, "triton"), []
     for form in FORMS:

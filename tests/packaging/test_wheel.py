@@ -166,7 +166,9 @@ def test_training_needs_no_compiler(python: Path, levels: list[str], tmp_path: P
 def test_without_a_compiler_a_wheel_has_no_kernels_and_says_so(tmp_path: Path) -> None:
     made, said = build(tmp_path, "--no-isolation", GRADWIRE_CC="no-such-compiler")
     assert made.name.endswith("-py3-none-any.whl")
-    assert "no prebuilt kernels in this wheel: GRADWIRE_CC=no-such-compiler is no program" in said
+    assert (
+        "no prebuilt kernels in this wheel: GRADWIRE_CC=no-such-compiler is not a program" in said
+    )
     with zipfile.ZipFile(made) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
 

@@ -180,7 +180,7 @@ def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
     # where a codec selects, adding touches what was selected, and nothing else
     touched = 2 * FLOAT * layout.capacity(numel) if selects else 2 * values
     # a number that follows from the whole row is needed before the first value can be encoded
-    readings = passes.readings(forms.derive(codec, "fp32").programs[op])
+    readings = passes.value_reads(forms.derive(codec, "fp32").programs[op])
     return {
         "encode": readings * values + payload,
         "encode_ef": readings * 2 * values + values + payload,

@@ -1,4 +1,4 @@
-"""The codecs, one a file, and the table of their names."""
+"""The codecs, one per file, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang.codec import Codec, check_codec, source_lines
 from gradwire.lang.forms import derive
 
-# name -> (class, options that the name settles)
+# name -> (class, options fixed by the name)
 REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "identity": (Identity, {}),
     "fp16": (Cast, {"dtype": "fp16"}),
@@ -84,7 +84,7 @@ __all__ = [
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:
-    """The codec that a name and options stand for; a Codec is returned as it is.
+    """Make a codec from its name and options; a Codec is returned unchanged.
 
     Args:
         codec: a name, alone or with options ("qsgd:bits=4", see `codecs.text`), or a Codec.
@@ -120,7 +120,7 @@ def get(codec: str | Codec, **options: Any) -> Codec:
 
 
 def name_of(codec: Codec) -> str:
-    """The registered name of a codec, else its class's name."""
+    """The registered name of a codec, or its class name if it is not registered."""
     for name, (made, settled) in REGISTRY.items():
         if type(codec) is made and all(getattr(codec, k) == v for k, v in settled.items()):
             return name
@@ -128,14 +128,14 @@ def name_of(codec: Codec) -> str:
 
 
 def options(codec: Codec) -> dict[str, Any]:
-    """A codec's options and their values, without those that its name settles."""
+    """A codec's options and their values, without those fixed by its name."""
     name = name_of(codec)
     settled = REGISTRY[name][1] if name in REGISTRY else {}
     return {k: getattr(codec, k) for k in _fields(type(codec)) if k not in settled}
 
 
 def listing() -> list[dict[str, Any]]:
-    """A row for every codec: codec, operators (names), lines (of code), options (defaults)."""
+    """One row per codec: codec, operators (names), lines (of code), options (defaults)."""
     rows = []
     for name in REGISTRY:
         codec = get(name)

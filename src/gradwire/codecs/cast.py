@@ -1,4 +1,4 @@
-"""Cast: every value rounded to 16 bits, what torch's fp16 and bf16 hooks do."""
+"""Cast: every value rounded to 16 bits, as torch's fp16 and bf16 hooks do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.lang.ops import bf16, concat, fp16
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Values as fp16 or bf16, to nearest even. Saturates: infinite only where the input was.
+    """Values as fp16 or bf16, rounded to nearest even. Saturates: only infinities become infinite.
 
     Options:
         dtype: "fp16" or "bf16".

@@ -1,4 +1,4 @@
-"""What codecs check their options with, so that all of them complain alike."""
+"""Checks of codec options, with uniform error messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from gradwire.errors import ConfigError
 from gradwire.lang.codec import Codec
 
-MAX_BLOCK = 65536  # of g.blocks(n)
+MAX_BLOCK = 65536  # the largest n of g.blocks(n)
 
 
-def whole(codec: Codec, option: str, least: int, most: int, given: str = "") -> None:
-    """The option is an integer from `least` to `most`; `ConfigError` if not.
+def integer(codec: Codec, option: str, least: int, most: int, given: str = "") -> None:
+    """Raise `ConfigError` unless the option is an integer from `least` to `most`.
 
-    `given`: the other option that narrows the range, if one does.
+    `given` names another option that narrows the range, if there is one.
     """
     value = getattr(codec, option)
     if type(value) is not int or not least <= value <= most:
@@ -32,7 +32,7 @@ def number(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """The option is a number within the bounds that are given; `ConfigError` if not."""
+    """Raise `ConfigError` unless the option is a number within the given bounds."""
     value = getattr(codec, option)
     bounds = [
         (words, bound, holds)
@@ -51,7 +51,7 @@ def number(
 
 
 def one_of(codec: Codec, option: str, allowed: Iterable[object]) -> None:
-    """The option is one of these; `ConfigError` if not."""
+    """Raise `ConfigError` unless the option is one of the allowed values."""
     value, allowed = getattr(codec, option), tuple(allowed)
     if not any(type(value) is type(one) and value == one for one in allowed):
         *others, last = map(repr, allowed)

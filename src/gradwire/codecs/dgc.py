@@ -1,5 +1,4 @@
-"""DGC's selection: the largest values, found among those above a sampled threshold (HIPRESS; Lin
-et al. 2018)."""
+"""DGC: the largest of the values above a sampled threshold (HIPRESS; Lin et al. 2018)."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from gradwire.codecs.topk import STORED
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import abs, concat, gather, scatter, share, sort, topk
 
-SAMPLED = 100  # one value of so many: 1 %
-MARGIN = 2.0  # candidates, for each value that is wanted
-LEAST = 20  # sampled values above the threshold
+EVERY = 100  # the sample is 1 % of the values
+MARGIN = 2.0  # candidates per value that is kept
+MIN_ABOVE = 20  # sampled values above the threshold
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,14 @@ class DGC(Codec):
     """About k = max(1, floor(density * n)) values of the largest magnitude; needs error feedback.
 
     Options:
-        density: share of the values that is kept, above 0 and at most 1.
+        density: the fraction of the values that is kept, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
-    A sample of 1 % gives a threshold that twice as many as wanted should reach (the paper is silent
-    on the margin: with 1.5 one of 60 tensors of 10^6 values falls short by a fifth, with 2 one of
-    4000). Of those that reach it, the k largest are sent exactly; if fewer do, all of them. NaN and
-    infinities always reach it. Momentum correction, clipping and warm-up are the aggregator's.
+    A 1 % sample gives a threshold that 2 k values should reach. The paper does not give this
+    margin: with 1.5, one in 60 tensors of 10^6 values falls short by a fifth; with 2, one in 4000.
+    Of the values that reach the threshold, the k largest are sent; if fewer do, all of them are.
+    NaN and infinities always reach it. Momentum correction, clipping and warm-up belong to the
+    aggregator.
     """
 
     density: float = 0.001
@@ -38,7 +38,7 @@ class DGC(Codec):
 
     def encode(self, g: Value) -> Payload:
         size = abs(g)
-        threshold = sort(size, every=SAMPLED)[share(min(1.0, MARGIN * self.density), LEAST)]
+        threshold = sort(size, every=EVERY)[share(min(1.0, MARGIN * self.density), MIN_ABOVE)]
         chosen = topk(size, share(self.density), among=~(size < threshold))
         return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
 

@@ -13,16 +13,16 @@ from gradwire.lang.ops import abs, concat, gather, scatter, share, topk
 
 @dataclass(frozen=True)
 class HardThreshold(Codec):
-    """The values of a magnitude of `threshold` or more; needs error feedback.
+    """The values whose magnitude is `threshold` or more; needs error feedback.
 
     Options:
-        threshold: absolute, 1e-37 to 1e38. The default is THESIS Table 4.4's for an image model.
-        density: share of the values that a payload has room for, above 0 and at most 1.
+        threshold: absolute, 1e-37 to 1e38. The default is from THESIS Table 4.4, an image model.
+        density: the fraction of the values that a payload has room for, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
     If more values reach the threshold than there is room for, the largest are sent, and error
-    feedback keeps the others. NaN and infinities are the largest, so they travel. A threshold says
-    nothing about values, so formulas count with as many as there is room for.
+    feedback keeps the others. NaN and infinities count as the largest, so they are sent. The number
+    of values sent cannot be predicted from the threshold, so cost formulas assume a full payload.
     """
 
     threshold: float = 4.72e-3

@@ -1,4 +1,4 @@
-"""Identity: the values as they are. The baseline, and the road that dense parameters take."""
+"""Identity: uncompressed values. The baseline, and the codec of uncompressed parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.lang.ops import concat, native
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """Values in their own dtype, bit for bit but for NaN, of which one kind is sent."""
+    """Values in their own dtype, bit for bit, except that every NaN becomes the canonical NaN."""
 
     def encode(self, g: Value) -> Payload:
         return concat(value=native(g))

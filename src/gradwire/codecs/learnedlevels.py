@@ -1,4 +1,4 @@
-"""LearnedLevels: levels that a layer's own values have moved (THESIS 5.6.2, C.3)."""
+"""LearnedLevels: quantisation levels learned from a layer's own values (THESIS 5.6.2, C.3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import concat, fp32, inverse, lookup, map, random, reduce, table, uint, where
 
-if TYPE_CHECKING:  # codecs are compiled where there is no torch
+if TYPE_CHECKING:  # codecs are also compiled where torch is not installed
     import torch
 
 
@@ -20,15 +20,15 @@ class LearnedLevels(Codec):
     """2^bits levels between the minimum and the maximum of every block.
 
     Options:
-        bits: of a code, 2 to 6; the thesis saw no gain beyond.
+        bits: of a code, 2 to 6; the thesis found no gain beyond 6.
         block: values that share a minimum and a maximum, 1 to 65536.
         rounding: "nearest", or "stochastic", which is unbiased.
-        levels: 2^bits ascending numbers from 0 (the minimum) to 1 (the maximum), for "stochastic"
-            with both ends among them; None: evenly spaced. `learn` finds them.
+        levels: 2^bits ascending numbers from 0 (the minimum) to 1 (the maximum), 0 and 1
+            included for "stochastic"; None: evenly spaced. `learn` finds them.
 
-    Kernels get the levels as arguments, so that new levels compile nothing. All ranks must have the
-    same: learn on one rank and broadcast. Constants are exact; a non-finite value makes its block
-    non-finite.
+    Kernels receive the levels as arguments, so new levels need no compilation. All ranks must have
+    the same levels: learn on one rank and broadcast. Constant blocks decode exactly; a non-finite
+    value makes its block non-finite.
     """
 
     bits: int = 4
@@ -37,8 +37,8 @@ class LearnedLevels(Codec):
     levels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        checks.whole(self, "bits", 2, 6)
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.integer(self, "bits", 2, 6)
+        checks.integer(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ("nearest", "stochastic"))
         if self.levels is not None:
             if isinstance(self.levels, list | tuple):
@@ -49,14 +49,14 @@ class LearnedLevels(Codec):
         x = g.blocks(self.block)
         low = fp32(reduce(min, x))
         half = fp32(reduce(max, x) * 0.5 - low * 0.5)
-        # how far above a level the reach of the next begins: half way, or anywhere
+        # where, between two levels, a value rounds up: half way, or at a random point
         way = 0.5 if self.rounding == "nearest" else 1.0 - random()
         bounds = [a + (b - a) * way for a, b in pairwise(table(self.grid))]
         unit = map(lambda v: (v * 0.5 - low * 0.5) * inverse(half), x)
         code: Value | int
         if self.rounding == "nearest":
             code = _reached(bounds, unit)
-        else:  # every value has bounds of its own, which cost more than their comparison
+        else:  # every value has its own bounds, and computing them costs more than comparing
             code = sum(where(unit >= bound, 1.0, 0.0) for bound in bounds)
         return concat(low=low, half=half, code=uint(self.bits, code))
 
@@ -66,7 +66,7 @@ class LearnedLevels(Codec):
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """The levels, also where none were given."""
+        """The levels; evenly spaced ones if none were given."""
         top = 2**self.bits - 1
         return tuple(k / top for k in range(top + 1)) if self.levels is None else self.levels
 
@@ -81,12 +81,12 @@ class LearnedLevels(Codec):
         steps: int = 2000,
         seed: int = 0,
     ) -> LearnedLevels:
-        """The codec with the levels that suit a tensor; its error is never above even levels'.
+        """The codec with levels learned from a tensor; even levels never have a smaller error.
 
         Args:
-            tensor: of any shape, dtype and device. Worth its time above 10^5 values.
-            steps, seed: see `learning.learn`. 2000 steps take about half a second, and levels
-                change slowly from one training step to the next: learn rarely.
+            tensor: of any shape, dtype and device. Learning pays above 10^5 values.
+            steps, seed: see `learning.learn`. 2000 steps take about half a second. The best levels
+                change slowly during training, so learn rarely.
         """
         from gradwire.codecs import learning
 
@@ -104,13 +104,13 @@ class LearnedLevels(Codec):
             )
         if self.rounding == "stochastic" and (self.grid[0], self.grid[-1]) != (0.0, 1.0):
             raise ConfigError(
-                f"LearnedLevels: levels={self.levels!r} must begin with 0 and end with 1, "
-                "since rounding is stochastic"
+                f"LearnedLevels: levels={self.levels!r} must begin with 0 and end with 1 "
+                "when rounding is stochastic"
             )
 
 
 def _reached(bounds: list[Value], unit: Value) -> Value:
-    """How many of 2^n - 1 ascending bounds are not above: by halves, n comparisons."""
+    """How many of 2^n - 1 ascending bounds are at most `unit`: binary search, n comparisons."""
     half = len(bounds) // 2
     above = unit >= bounds[half]
     code = where(above, half + 1, 0)

@@ -1,9 +1,9 @@
-"""Levels moved by gradient descent to where a tensor's values are (THESIS 5.6.2, C.3).
+"""Quantisation levels fitted to a tensor's values by gradient descent (THESIS 5.6.2, C.3).
 
 Vocabulary
     unit    a value between the minimum (0) and the maximum (1) of its block
-    weight  of a block, the square of its range: what an error of its units counts
-    cell    the units that go to one level; with stochastic rounding, those between two levels
+    weight  the squared range of a block: how much the errors of its units count
+    cell    the units that round to one level; with stochastic rounding, those between two levels
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 RATE = 0.01
 BATCH = 1024
-DRAWN = 16  # batches at a time: few enough that torch starts no threads
+BATCHES_PER_DRAW = 16  # few enough that torch starts no threads
 
 Tensor = torch.Tensor
 
@@ -25,12 +25,13 @@ def learn(
     steps: int,
     seed: int,
 ) -> tuple[float, ...]:
-    """The levels after `steps` of gradient descent, or those given where these are no worse.
+    """The levels after `steps` of gradient descent, or the given ones if those are no worse.
 
-    A step draws 1024 units, in proportion to their weight, and moves every level by 0.01 of its
-    gradient, which is averaged over the units of its cells: else rarely used levels would hardly
-    move. Blocks with values that are not finite are left out. The error is that of rounding to
-    nearest, squared; or the variance of stochastic rounding, whose outer levels stay.
+    A step draws 1024 units, in proportion to their weight, and moves every level by 0.01 times its
+    gradient. The gradient is averaged over the units of the level's cells; otherwise rarely used
+    levels would hardly move. Blocks with non-finite values are ignored. The error is the squared
+    error of rounding to nearest, or the variance of stochastic rounding, whose outer levels are
+    fixed.
     """
     units = _Units(tensor, block)
     if units.empty:
@@ -39,9 +40,9 @@ def learn(
     moved = given.clone()
     generator = torch.Generator().manual_seed(seed)
     gradient = _stochastic_gradient if stochastic else _nearest_gradient
-    for first in range(0, steps, DRAWN):
-        # sorted, a batch is cut into cells by as many searches as there are bounds
-        drawn = units.draw(generator, min(DRAWN, steps - first)).sort(1).values
+    for first in range(0, steps, BATCHES_PER_DRAW):
+        # a sorted batch is divided into cells by one binary search per bound
+        drawn = units.draw(generator, min(BATCHES_PER_DRAW, steps - first)).sort(1).values
         sums = torch.nn.functional.pad(drawn.cumsum(1), (1, 0))
         for batch, prefix in zip(drawn, sums, strict=True):
             moved -= RATE * gradient(moved, batch, prefix)
@@ -54,15 +55,15 @@ class _Units:
     """A tensor's values, normalised.
 
     Attributes:
-        numel: how many.
-        unit: fp32[blocks, block], the last row filled up.
-        weight: fp64[blocks], relative to the greatest; 0 where a block is not finite.
+        numel: number of values.
+        unit: fp32[blocks, block], the last row padded.
+        weight: fp64[blocks], relative to the largest; 0 for a block with non-finite values.
     """
 
     def __init__(self, tensor: Tensor, block: int) -> None:
         flat = tensor.detach().reshape(-1).to("cpu", torch.float32)
         self.numel = flat.numel()
-        # filled up with its last value, the last block's range stays what it is
+        # padding with the last value keeps the range of the last block
         x = torch.cat([flat, flat[-1:].expand(-self.numel % block)]).view(-1, block)
         low = x.amin(1, keepdim=True)
         half = x.amax(1, keepdim=True) / 2 - low / 2
@@ -77,7 +78,7 @@ class _Units:
         return not bool((self.weight > 0.0).any())
 
     def draw(self, generator: torch.Generator, batches: int) -> Tensor:
-        """fp64[batches, BATCH]: units, drawn in proportion to their weight."""
+        """fp64[batches, BATCH]: units drawn in proportion to their weight."""
         blocks, block = self.unit.shape
         at, within = torch.rand(2, batches, BATCH, generator=generator, dtype=torch.float64)
         reach = self.weight.cumsum(0)
@@ -86,7 +87,7 @@ class _Units:
         return self.unit[row, (within * held).long()].double()
 
     def error(self, levels: Tensor, stochastic: bool) -> float:
-        """The weighted sum of the errors of all values."""
+        """The weighted sum of the errors of all units."""
         levels = levels.float()
         bounds = levels[1:-1] if stochastic else (levels[1:] + levels[:-1]) / 2
         cell = torch.bucketize(self.unit, bounds.contiguous(), right=True)
@@ -105,13 +106,13 @@ def _cells(batch: Tensor, prefix: Tensor, bounds: Tensor) -> tuple[Tensor, Tenso
 
 
 def _nearest_gradient(levels: Tensor, batch: Tensor, prefix: Tensor) -> Tensor:
-    """Of (unit - level)^2, the mean over each level's cell."""
+    """The gradient of the mean of (unit - level)^2 over each level's cell."""
     total, count = _cells(batch, prefix, (levels[1:] + levels[:-1]) / 2)
     return torch.where(count > 0, 2 * (levels - total / count), 0.0)
 
 
 def _stochastic_gradient(levels: Tensor, batch: Tensor, prefix: Tensor) -> Tensor:
-    """Of (unit - below)(above - unit), the mean over the two cells that meet in a level."""
+    """The gradient of the mean of (unit - below)(above - unit) over a level's two cells."""
     total, count = _cells(batch, prefix, levels[1:-1])
     above_low, below_high = total - levels[:-1] * count, levels[1:] * count - total
     both = count[:-1] + count[1:]

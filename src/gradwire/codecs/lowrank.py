@@ -13,17 +13,17 @@ STORED = {"bf16": bf16, "fp32": fp32}
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """P Q^T of `rank` columns in place of the gradient as a matrix; needs error feedback.
+    """P and Q with P Q^T close to the gradient as a matrix; needs error feedback.
 
     Options:
         rank: columns of P and Q, 1 to 256, and at most `columns`.
-        columns: of the matrix that a row's values are laid out in, 1 to 65536.
+        columns: of the matrix that a row's values are reshaped to, 1 to 65536.
         values: how P and Q are sent, "bf16" or "fp32".
 
-    P is an orthonormal basis of the gradient times a random matrix, Q the gradient transposed times
-    P. Both operators call torch's BLAS, so no target fuses them, and their bits depend on it. A
-    non-finite value makes the whole row non-finite. The aggregator PowerSGD does better, since it
-    sums factors instead of products and starts from the last step's.
+    P is an orthonormal basis of the gradient times a random matrix; Q is the transposed gradient
+    times P. Both operators call torch's BLAS, so no target fuses them, and their bits depend on it.
+    A non-finite value makes the whole row non-finite. The aggregator PowerSGD is more accurate: it
+    sums factors instead of products and starts from the previous step's factors.
     """
 
     rank: int = 4
@@ -31,9 +31,9 @@ class LowRank(Codec):
     values: str = "bf16"
 
     def __post_init__(self) -> None:
-        checks.whole(self, "rank", 1, 256)
-        checks.whole(self, "columns", 1, 65536)
-        checks.whole(self, "rank", 1, min(256, self.columns), given="columns")
+        checks.integer(self, "rank", 1, 256)
+        checks.integer(self, "columns", 1, 65536)
+        checks.integer(self, "rank", 1, min(256, self.columns), given="columns")
         checks.one_of(self, "values", STORED)
 
     def encode(self, g: Value) -> Payload:

@@ -1,4 +1,4 @@
-"""MSTopK: the largest values, by a threshold that counting finds (ARTOPK 2-C3; Shi et al. 2021)."""
+"""MSTopK: the largest values, by a threshold found by counting (ARTOPK 2-C3; Shi et al. 2021)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from gradwire.lang.ops import (
 )
 
 ROUNDS = 13  # passes over the gradient
-PARTS = 4  # into which each cuts the interval that holds the threshold
-EXCESS = 1.01  # entries that a payload has room for, of each that is wanted
+PARTS = 4  # each pass cuts the interval that holds the threshold into this many parts
+EXCESS = 1.01  # entries that a payload has room for, per value that is kept
 INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
 class MSTopK(Codec):
-    """k = density * n to 1.01 k values of the largest magnitude; needs error feedback.
+    """The k = density * n to 1.01 k values of the largest magnitude; needs error feedback.
 
     Options:
-        density: share of the values that is kept, above 0 and at most 1.
+        density: the fraction of the values that is kept, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
-    The paper halves the interval from 0 to the largest magnitude 25 times, a pass over memory each.
-    Here thirteen passes count for three thresholds at once and quarter it, 26 bits in all. Where
-    more values than 1.01 k share the threshold, the first are sent; where a value is not finite,
-    only such values are, so that none is left out. At a rank that reduces, every pass would decode
-    all payloads again, so there the 1.01 k largest are selected exactly.
+    The paper halves the interval from 0 to the largest magnitude 25 times, with one pass over
+    memory each. Here each of 13 passes counts against three thresholds and quarters the interval:
+    26 bits in all. If more than 1.01 k values reach the threshold, the first are sent. If there are
+    non-finite values, only they are sent, so none is left out. At a reducing rank every pass would
+    decode all payloads again, so the 1.01 k largest are selected exactly there.
     """
 
     density: float = 0.01

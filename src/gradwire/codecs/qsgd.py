@@ -34,10 +34,10 @@ class QSGD(Codec):
         rounding: "stochastic" or "nearest".
         metadata: dtype of the grid's numbers, "bf16" (rounded outward) or "fp32".
 
-    A block with a non-finite value decodes to non-finite values; zeros decode to zeros, constants
-    exactly as far as `metadata` can hold them. The grid is sent as its lowest point and *half* its
-    step, and differences are taken of halves, so that a range of up to twice the largest float
-    does not overflow.
+    A block with a non-finite value decodes to non-finite values. Zeros decode to zeros, and
+    constant blocks to the precision of `metadata`. The payload holds the grid's lowest point and
+    *half* its step, and differences are computed from halved values, so that a range of up to twice
+    the largest float does not overflow.
     """
 
     bits: int = 4
@@ -49,8 +49,8 @@ class QSGD(Codec):
     def __post_init__(self) -> None:
         least = 1 if self.scale == "minmax" else 2
         checks.one_of(self, "scale", ("minmax", "max", "l2"))
-        checks.whole(self, "bits", least, 8, given="scale")
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.integer(self, "bits", least, 8, given="scale")
+        checks.integer(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ("stochastic", "nearest"))
         checks.one_of(self, "metadata", ("bf16", "fp32"))
 

@@ -1,4 +1,4 @@
-"""RandomK: one value of every few, its place drawn by all ranks alike (THESIS 2.2.3)."""
+"""RandomK: one random value per block, at the same position on all ranks (THESIS 2.2.3)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gradwire.lang.ops import concat, floor, index, map, random, reduce, where
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Of every 1 / density consecutive values one, which is all that is sent.
+    """One of every 1 / density consecutive values; nothing else is sent.
 
     Options:
-        density: share of the values that is kept, at least 1/65536 and at most 1; 1 / density is
-            rounded to a whole number of values.
+        density: the fraction of the values that is kept, at least 1/65536 and at most 1; 1 /
+            density is rounded to a whole number of values.
         values: how they are sent, "fp16" or "fp32".
-        unbiased: scale what is sent by 1 / density, so that the decoded values are right on
-            average: in the algorithm all_gather, and in reduce-scatter and all-gather of shards.
-            It takes no error feedback; without it the codec needs that.
+        unbiased: scale the sent values by 1 / density, so that the decoded values are unbiased:
+            with the algorithm all_gather, and in reduce-scatter and all-gather of shards. Use it
+            without error feedback; the codec needs error feedback otherwise.
 
-    Places come from a seed that all ranks share, so they are never sent, and sums of payloads stand
-    at the same places as the payloads. A sum is not scaled again. The last block may be shorter;
-    then a place beyond its end sends nothing. A non-finite value makes its block non-finite, also
-    where it is not picked.
+    Positions come from a seed that all ranks share, so they are never sent, and a sum of payloads
+    has the positions of the payloads. A sum is not scaled again. If the last block is shorter and
+    the position is beyond its end, 0 is sent. A non-finite value makes its block non-finite, even
+    if it is not the one picked.
     """
 
     density: float = 0.01
@@ -44,25 +44,25 @@ class RandomK(Codec):
         return self.picked(g, 1.0)
 
     def decode(self, value: Value) -> Value:
-        # a difference is 0, or NaN where the value is not finite
-        return map(lambda here: where(here, value, value - value), self.here())
+        # value - value is 0, or NaN if the value is not finite
+        return map(lambda hit: where(hit, value, value - value), self.is_picked())
 
     def picked(self, g: Value, factor: float) -> Payload:
-        """The payload: the block's picked value times the factor."""
+        """The payload: each block's picked value times the factor."""
         x = g.blocks(self.block)
-        value = reduce(sum, map(lambda v, here: where(here, v, v - v), x, self.here()))
+        value = reduce(sum, map(lambda v, hit: where(hit, v, v - v), x, self.is_picked()))
         return concat(value=STORED[self.values](value * factor))
 
-    def here(self) -> Value:
-        """Whether an element is the one that is picked in its block."""
+    def is_picked(self) -> Value:
+        """Whether an element is the one picked in its block."""
         return index("block") == floor(random("block", shared="pick") * self.block)
 
     @property
     def scale(self) -> float:
-        """What a gradient's picked values are multiplied by."""
+        """The factor applied to a gradient's picked values."""
         return float(self.block) if self.unbiased else 1.0
 
     @property
     def block(self) -> int:
-        """Values of which one is picked."""
+        """Values per block, one of which is picked."""
         return round(1.0 / self.density)

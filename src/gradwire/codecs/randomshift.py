@@ -1,4 +1,4 @@
-"""RandomShift: rounding to nearest on a lattice that is shifted at random (THESIS 5.5, Def. 1)."""
+"""RandomShift: rounding to nearest on a randomly shifted lattice (THESIS 5.5, Def. 1)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from gradwire.lang.ops import concat, fp32, inverse, map, random, reduce, uint
 
 @dataclass(frozen=True)
 class RandomShift(Codec):
-    """Uniform quantisation in blocks with one random number a block; unbiased over it.
+    """Uniform quantisation in blocks with one random number per block; unbiased over that number.
 
     Options:
         bits: of a code, 1 to 8.
         block: values that share a lattice, 1 to 65536.
 
-    The lattice has 2^bits points, a step d apart, from the block's minimum to its maximum; all are
-    shifted by r ~ U[-d/2, d/2], and each value goes to the nearest. No value is further than d/2
-    from the shifted lattice's ends, so r costs no code, and being part of the offset it costs no
-    byte. Errors within a block depend on one another, in exchange for the bound of Lemma 4 that
-    THESIS uses for quantised weights. As in QSGD the step is sent halved. A non-finite value makes
-    its block non-finite.
+    The lattice has 2^bits points at distance d, from the block's minimum to its maximum. All points
+    are shifted by r ~ U[-d/2, d/2], and each value is rounded to the nearest. No value is further
+    than d/2 from the shifted lattice, so r needs no extra code; it is added to the offset, so it
+    needs no extra byte. Errors within a block are correlated, in exchange for the bound of Lemma 4,
+    which THESIS uses for quantised weights. As in QSGD, half the step is sent. A non-finite value
+    makes its block non-finite.
     """
 
     bits: int = 8
     block: int = 1024
 
     def __post_init__(self) -> None:
-        checks.whole(self, "bits", 1, 8)
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.integer(self, "bits", 1, 8)
+        checks.integer(self, "block", 1, checks.MAX_BLOCK)
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(self.block)

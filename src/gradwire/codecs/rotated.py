@@ -15,13 +15,14 @@ class Rotated(Codec):
     """QSGD's min-max grid on rotated values; decode rotates back. Unbiased when stochastic.
 
     Options:
-        rotation: "block": every block by itself; "full": the whole tensor, which no target fuses.
-        bits, block, rounding, metadata: as QSGD's.
+        rotation: "block", each block on its own, or "full", the whole tensor, which no target
+            fuses.
+        bits, block, rounding, metadata: as in QSGD.
 
-    A rotation spreads a few large values over all, which narrows the range that the grid must
-    cover. Its signs come from a seed that all ranks share. Blocks that are no power of two are cut
-    into powers of two, each rotated by itself. A non-finite value makes its block non-finite, and
-    with "full" all values that were rotated with it. Values above 1e38 / block may overflow.
+    A rotation spreads a few large values over all values, which narrows the range that the grid
+    covers. Its signs come from a seed that all ranks share. A block whose size is not a power of
+    two is cut into powers of two, each rotated on its own. A non-finite value makes its block
+    non-finite, and with "full" all values rotated with it. Values above 1e38 / block may overflow.
     """
 
     rotation: str = "block"
@@ -32,8 +33,8 @@ class Rotated(Codec):
 
     def __post_init__(self) -> None:
         checks.one_of(self, "rotation", ("block", "full"))
-        checks.whole(self, "bits", 1, 8)
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.integer(self, "bits", 1, 8)
+        checks.integer(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ("stochastic", "nearest"))
         checks.one_of(self, "metadata", ("bf16", "fp32"))
 
@@ -46,5 +47,5 @@ class Rotated(Codec):
 
     @property
     def grid(self) -> QSGD:
-        """What encodes rotated values."""
+        """The codec of the rotated values."""
         return QSGD(self.bits, self.block, "minmax", self.rounding, self.metadata)

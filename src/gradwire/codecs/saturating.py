@@ -1,4 +1,4 @@
-"""Saturating: sums of whole numbers in a few bits (THC's all-reduce; UTIL 3.2)."""
+"""Saturating: sums of integers in a few bits (THC's all-reduce; UTIL 3.2)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from gradwire.codecs import checks
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import clamp, concat, isfinite, map, uint, where
 
-_WHOLE = 1.5 * 2**23  # from here to 2^24 floats are whole numbers: adding it rounds, ties to even
+# Floats from here to 2^24 are integers, so adding this number rounds to nearest, ties to even.
+_ROUNDING = 1.5 * 2**23
 
 
 @dataclass(frozen=True)
 class Saturating(Codec):
-    """Whole numbers of `bits` bits, with their sign; what lies outside saturates.
+    """Signed integers of `bits` bits; values outside their range saturate.
 
     Options:
-        bits: of a code, 2 to 8: the largest number is 2^(bits - 1) - 1, and the smallest minus it.
+        bits: of a code, 2 to 8: the range is -(2^(bits - 1) - 1) to 2^(bits - 1) - 1.
 
-    For values that are whole numbers already: any others are rounded to the nearest, ties to even,
-    without regard to their size. A merge adds exactly, since fp32 holds whole numbers to 2^24, and
-    saturates what it writes. So a sum that saturates depends on the order of additions, which is
-    the algorithm's: where one rank adds all payloads (sra) it saturates once, where partial sums
-    travel (ring) at every hop. The last code stands for a value that is not finite, and decodes to
-    NaN.
+    Values should be integers already; others are rounded to nearest, ties to even, and not scaled.
+    A merge adds exactly, since fp32 holds integers up to 2^24, and saturates its result. A sum that
+    saturates therefore depends on the algorithm's order of additions: it saturates once if one rank
+    adds all payloads (sra), and at every hop if partial sums are sent (ring). The last code marks a
+    non-finite value and decodes to NaN.
     """
 
     bits: int = 4
 
     def __post_init__(self) -> None:
-        checks.whole(self, "bits", 2, 8)
+        checks.integer(self, "bits", 2, 8)
 
     def encode(self, g: Value) -> Payload:
         def code(v: Value) -> Value:
-            whole = clamp(v, -self.most, self.most) + _WHOLE - _WHOLE
+            whole = clamp(v, -self.most, self.most) + _ROUNDING - _ROUNDING
             return where(isfinite(v), whole + self.most, 2 * self.most + 1)
 
         return concat(code=uint(self.bits, map(code, g)))

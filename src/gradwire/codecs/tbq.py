@@ -1,4 +1,4 @@
-"""TBQ: plus, minus or nothing of one threshold (HIPRESS; Strom 2015)."""
+"""TBQ: one threshold, sent with a sign or as 0 (HIPRESS; Strom 2015)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gradwire.lang.ops import concat, isfinite, map, uint, where
 
 @dataclass(frozen=True)
 class TBQ(Codec):
-    """Two bits a value: +threshold or -threshold where the value reaches it, else 0.
+    """Two bits per value: +threshold or -threshold if the value reaches it, else 0.
 
     Options:
-        threshold: absolute, 1e-37 to 1e38: the size of all that is ever sent.
+        threshold: absolute, 1e-37 to 1e38: the magnitude of every value sent.
 
-    Needs error feedback, which sends what is smaller once it has added up. An average of payloads
-    is a fraction of the threshold, which only unanimous ranks would reach, so at the rank that
-    reduces half of it suffices: that is rounding to nearest. The fourth code stands for a value
-    that is not finite and decodes to NaN.
+    Needs error feedback, which sends smaller values once they have accumulated. An average of
+    payloads reaches the threshold only if all ranks agree, so the reducing rank compares with half
+    the threshold, which is rounding to nearest. The fourth code marks a non-finite value and
+    decodes to NaN.
     """
 
     threshold: float = 1e-3
@@ -38,7 +38,7 @@ class TBQ(Codec):
         return map(lambda c: where(c > 2.0, nan, (c - 1.0) * self.threshold), code)
 
     def coded(self, g: Value, reach: float) -> Payload:
-        """The payload: code 0 is minus, 1 nothing, 2 plus, 3 not finite."""
+        """The payload: code 0 is -threshold, 1 is 0, 2 is +threshold, 3 is non-finite."""
 
         def code(v: Value) -> Value:
             return where(isfinite(v), where(v >= reach, 2, where(v <= -reach, 0, 1)), 3)

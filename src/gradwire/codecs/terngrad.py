@@ -30,7 +30,7 @@ class TernGrad(Codec):
         bits: of a code, 1 to 8; the ternary form takes 2.
 
     Reductions run over the whole row, so a row must not be cut. One non-finite value makes the
-    whole row decode to non-finite values. The grid's step is sent halved, as in QSGD.
+    whole row non-finite. As in QSGD, half the grid's step is sent.
     """
 
     form: str = "minmax"
@@ -39,7 +39,7 @@ class TernGrad(Codec):
     def __post_init__(self) -> None:
         checks.one_of(self, "form", ("minmax", "ternary"))
         least, most = (1, 8) if self.form == "minmax" else (2, 2)
-        checks.whole(self, "bits", least, most, given="form")
+        checks.integer(self, "bits", least, most, given="form")
 
     def encode(self, g: Value) -> Payload:
         if self.form == "ternary":

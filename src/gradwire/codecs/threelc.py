@@ -1,4 +1,4 @@
-"""3LC: three values, five to a byte, and zeros left out (HIPRESS 4.4; Lim et al. 2019)."""
+"""3LC: ternary values, five per byte, without blocks of zeros (HIPRESS 4.4; Lim et al. 2019)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ThreeLC(Codec):
 
     Options:
         sparsity: multiplier s, 1 to below 2: the larger, the more values become 0.
-        block: values that are left out together if all are 0.
+        block: values that are omitted together if all are 0.
 
-    A value becomes 0 below s/2 of the largest magnitude. Five ternary digits make a byte (quartic
-    encoding, 1.6 bits a value). Where the paper encodes runs of bytes that stand for zeros, here a
-    block of zeros costs its flag only, a byte: that needs no scan over what came before. The
-    default block is a compromise: half of it saves a quarter of the bytes of Gaussian values with
-    s = 1 and takes twice the time; docs/wire-format.md has the measurements. One non-finite value
-    makes the whole row decode to non-finite values.
+    A value below s/2 times the largest magnitude becomes 0. Five ternary digits make a byte
+    (quartic encoding, 1.6 bits per value). The paper run-length encodes zero bytes; here a block of
+    zeros costs only its flag, one byte, which needs no scan over earlier values. The default block
+    is a compromise: half of it saves a quarter of the bytes of Gaussian values with s = 1 and takes
+    twice the time; docs/wire-format.md has the measurements. One non-finite value makes the whole
+    row non-finite.
     """
 
     sparsity: float = 1.0
@@ -32,7 +32,7 @@ class ThreeLC(Codec):
 
     def __post_init__(self) -> None:
         checks.number(self, "sparsity", least=1, below=2)
-        checks.whole(self, "block", 1, checks.MAX_BLOCK)
+        checks.integer(self, "block", 1, checks.MAX_BLOCK)
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(self.block)
@@ -47,8 +47,8 @@ class ThreeLC(Codec):
         return map(lambda c: scale * where(c > 1.0, -1.0, c), code)
 
     def expected_entries(self, numel: int) -> float:
-        """Of Gaussian values, whose residuals are 0: later more blocks are kept."""
-        # the largest of so many magnitudes is below `top` as often as not
+        """For Gaussian values without residuals; later, more blocks are kept."""
+        # `top` is the median of the largest of `numel` magnitudes
         top = -NormalDist().inv_cdf(math.log(2.0) / (2 * numel + 2))
         reaches = math.erfc(self.sparsity / 2 * top / math.sqrt(2.0))
         return numel * (1.0 - (1.0 - reaches) ** self.block)

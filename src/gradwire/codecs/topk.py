@@ -1,4 +1,4 @@
-"""TopK: the largest values by magnitude, and where they are (THESIS 2.2.3)."""
+"""TopK: the values of the largest magnitude and their positions (THESIS 2.2.3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class TopK(Codec):
     """Exactly k = max(1, floor(density * n)) values of the largest magnitude; needs error feedback.
 
     Options:
-        density: share of the values that is kept, above 0 and at most 1.
+        density: the fraction of the values that is kept, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
-    Of equal magnitudes the first are kept. NaN and infinities are the largest, so they travel.
+    Of equal magnitudes the first are kept. NaN and infinities count as the largest, so they are
+    sent.
     """
 
     density: float = 0.01

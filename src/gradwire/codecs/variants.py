@@ -1,6 +1,6 @@
-"""Which codecs a wheel carries compiled: every registered one as it is, and common options.
+"""The codecs that a wheel contains prebuilt: every registered one, and common options of some.
 
-Any other combination of options is compiled on first use, where there is a compiler.
+Other combinations of options are compiled on first use, which needs a compiler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from gradwire import codecs
 from gradwire.codecs import Codec
 
-# name -> options of further rows, besides the codec as it is
+# name -> further sets of options, besides the defaults
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [
         *({"bits": bits} for bits in (1, 2, 3, 5, 6, 7, 8)),
@@ -24,11 +24,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 
 def prebuilt(chosen: Iterable[str] | None = None) -> list[tuple[str, Codec]]:
-    """(label, codec) of all that a wheel carries, or of what is chosen.
+    """(label, codec) of everything that a wheel contains, or of the chosen codecs.
 
-    A label is NAME or NAME:OPTION=VALUE:..., as `gradwire codec show` takes it. Choosing a NAME
-    chooses all of its rows in `VARIANTS`; a label with options stands for that one codec, whether
-    it has a row or not. Raises `ConfigError` for an unknown name or option.
+    A label is NAME or NAME:OPTION=VALUE:..., as `gradwire codec show` takes it. A NAME also chooses
+    its entries in `VARIANTS`; a label with options chooses that one codec, listed there or not.
+    Raises `ConfigError` for an unknown name or option.
     """
     labels: list[str] = []
     for one in codecs.REGISTRY if chosen is None else chosen:

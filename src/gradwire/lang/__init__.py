@@ -1,7 +1,7 @@
 """The codec language: codecs are traced, lowered to sweeps over memory, and run on a target.
 
-Read in this order: ops (what a codec's file uses), ir, trace, forms (what is derived), passes,
-emit/c. eager and semantics define the meaning of everything.
+Read in this order: ops (what a codec's file imports), ir, trace, forms (the derived kernels),
+passes, emit/c. eager and semantics define the meaning of every operation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ try:
     from gradwire.lang.rows import ROW
     from gradwire.lang.series import KernelCall, Series
 except ModuleNotFoundError as missing:
-    # Wheels are built where there is no torch: codecs compile there, and nothing runs. (No lazy
-    # attributes: `kernels` is a function and a module, and the last import would decide which.)
+    # Wheels are built without torch: codecs compile there, but do not run. Attributes are not lazy,
+    # because `kernels` is a function and a module, and the last import would decide which.
     if missing.name not in ("torch", "numpy"):
         raise
 

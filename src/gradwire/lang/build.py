@@ -1,13 +1,12 @@
-"""Builds the libraries of prebuilt kernels: one a level of instruction sets (see prebuilt.py).
+"""Builds the libraries of prebuilt kernels: one per instruction set level (see prebuilt.py).
 
-Every codec, with its options and a dtype, is a translation unit of its own, compiled with what jit
-compiles with but for the level's flags; all units of a level are linked together. So is what runs
-several kernels in one call (emit/series.c), so who has prebuilt kernels needs no compiler for it.
-Names of files and symbols follow from the sources, so the same sources, compiler and flags give the
-same bytes.
+Every codec with its options and a dtype is one translation unit, compiled with jit's flags and
+those of the level; all units of a level are linked into one library. The library also contains the
+runner of kernel series (emit/series.c), so prebuilt kernels need no compiler for it. File and
+symbol names follow from the sources, so the same sources, compiler and flags give the same bytes.
 
-Only gcc will do: its OpenMP calls are few and known to every runtime that torch may bring, so the
-libraries can leave open which one serves them.
+The compiler must be gcc: it emits few OpenMP calls, and every runtime that torch may load provides
+them, so the libraries need not name a runtime.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from gradwire.lang.emit import c
 from gradwire.lang.native import RUNNER, source
 
 DTYPES = ("fp32", "fp16", "bf16")
-MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # what gcc defines where
+MACHINES = {"__x86_64__": "x86_64", "__aarch64__": "aarch64"}  # macro that gcc defines -> machine
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What to build: its line in the library's listing, its whole C source, its functions."""
+    """A translation unit: its label in the library's listing, its C source, its functions."""
 
     label: str
     text: str
@@ -45,15 +44,15 @@ class Unit:
 
     @property
     def renamed(self) -> str:
-        """The source with its functions named as in a library of many units."""
+        """The source with its functions renamed, so that units can share a library."""
         names = [f"#define {name} {prebuilt.symbol(self.digest, name)}" for name in self.names]
         return "\n".join([*names, self.text])
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
-    """A unit for every codec, given with its label, and dtype; those of one source are one.
+    """One unit per (label, codec) and dtype; units of the same source are merged.
 
-    Codecs of matrices have none: they are interpreted, since torch's BLAS does their work.
+    Codecs with matrices have none: they are interpreted, since torch's BLAS does their work.
     """
     found: dict[str, Unit] = {}
     for label, codec in codecs:
@@ -66,14 +65,14 @@ def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -
 
 
 def levels(names: Iterable[str] | None = None) -> tuple[isa.Level, ...]:
-    """The named levels, or all that the compiler can build for.
+    """The named levels, or all levels that the compiler can build for.
 
-    Raises `ConfigError` for a level of another machine, `jit.CompileError` without a gcc.
+    Raises `ConfigError` for a level of another machine, `jit.CompileError` without gcc.
     """
     compiler = jit.compiler()
     macros = jit.run([compiler, "-dM", "-E", "-x", "c", os.devnull]).split()
     if "__GNUC__" not in macros or "__clang__" in macros:
-        raise jit.CompileError(f"prebuilt kernels need gcc, and {compiler} is another compiler")
+        raise jit.CompileError(f"prebuilt kernels need gcc, but {compiler} is another compiler")
     machine = next((MACHINES[m] for m in macros if m in MACHINES), "another machine")
     known = tuple(level for level in isa.LEVELS if level.machine == machine)
     if names is None:
@@ -91,10 +90,10 @@ def levels(names: Iterable[str] | None = None) -> tuple[isa.Level, ...]:
 def build(
     wanted: Sequence[Unit], levels: Sequence[isa.Level], folder: Path, jobs: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Make a library a level in `folder`, lowest level first, and yield a row for each.
+    """Build one library per level in `folder`, lowest level first, and yield a row for each.
 
-    Rows: isa, kernels, seconds, bytes, file. A library appears by a rename. `jobs` compilers run
-    at once: as many as there are cores, unless given. Raises `jit.CompileError`.
+    Rows: isa, kernels, seconds, bytes, file. Libraries are renamed into place. `jobs` compilers run
+    at once, by default one per core. Raises `jit.CompileError`.
     """
     compiler = jit.compiler()
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def build(
             for future in pending:
                 future.result()
             built = folder / prebuilt.file_name(level.name)
-            # no -fopenmp: the runtime's few functions stay open until the library is loaded
+            # no -fopenmp: the OpenMP symbols stay undefined until the library is loaded
             objects = [f"{stem}.o" for stem in stems]
             jit.run([compiler, "-shared", "-s", *objects, "-o", built.name, "-lm"], scratch)
             os.replace(scratch / built.name, built)

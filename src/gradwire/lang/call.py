@@ -1,4 +1,4 @@
-"""The arguments of a kernel call besides its table of rows."""
+"""The arguments of a kernel call, apart from its table of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import ConfigError
 
-if TYPE_CHECKING:  # sources are generated where there is neither
+if TYPE_CHECKING:  # sources are also generated without numpy and torch
     import numpy as np
     import torch
 
@@ -17,13 +17,13 @@ class Call:
     """Attributes:
     ranks: contributions to a sum, the caller's own included.
     rank: position of the caller's values in the sum; -1 if all contributions are payloads.
-    distances: int64[payloads] or more, the same for all rows: bytes from the payload at a row's
-        `source` to each of those that are summed, so the first is 0; None if none are.
-    factor: what decode multiplies by; what sums are multiplied by.
-    threads: among which blocks are divided (target c); no result depends on it.
+    distances: int64[payloads] or more, the same for all rows: offsets in bytes from a row's
+        `source` to each payload that is summed, so the first is 0; None if no payload is summed.
+    factor: multiplier of decoded values and of sums.
+    threads: number of threads that share the blocks (target c); results do not depend on it.
     workspace: uint8[kernels.workspace_nbytes(...)], or None for codecs that need none.
-    failed: int32[1] on a GPU: where kernels leave word of a payload that they cannot decode; see
-        `gpu.Mark`. None: the call itself says so, and waits where it must.
+    failed: int32[1] on a GPU, set by kernels that meet a malformed payload; see `gpu.Mark`. None:
+        the call itself raises the error, and waits for the device if it must.
     """
 
     ranks: int = 1
@@ -36,17 +36,17 @@ class Call:
 
     @property
     def stride(self) -> int:
-        """The distance between payloads that stand at equal ones, for a target that needs it.
+        """The distance between equally spaced payloads, for a target that needs one.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: the payloads are not equally spaced.
         """
         if self.distances is None or len(self.distances) < 2:
             return 0
         stride = int(self.distances[1])
         if any(at != k * stride for k, at in enumerate(self.distances.tolist())):
             raise ConfigError(
-                f"payloads at distances {self.distances.tolist()}: this target sums payloads that "
-                "stand at equal distances alone"
+                f"payloads at distances {self.distances.tolist()}: this target only sums equally "
+                "spaced payloads"
             )
         return stride

@@ -1,4 +1,4 @@
-"""The contract that a codec fulfils: two methods, run once each on symbols."""
+"""The interface of a codec: two methods, each traced once on symbols."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Codec:
     """Base of every codec: a frozen dataclass whose fields are its options.
 
     `encode` takes the elements as a symbol and returns `concat(...)`; `decode` takes the fields of
-    that payload by name and returns the elements. Both are traced, so they run before any number
-    exists, use the operators of `gradwire.lang.ops`, and may branch on the codec's own options.
-    Where `encode` has a second parameter, `latest`, that is the new gradient alone, while the first
-    has what error feedback added to it.
-    Options are checked in `__post_init__`, which raises `ConfigError`. A class that is
-    not decorated so raises it when its first codec is made.
+    that payload by name and returns the elements. Both are traced: they run before any number
+    exists, use the operators of `gradwire.lang.ops`, and may branch on the codec's own options. If
+    `encode` has a second parameter, `latest`, it is the new gradient without the residual.
+
+    Options are checked in `__post_init__`, which raises `ConfigError`. A subclass that is not a
+    frozen dataclass raises it when it is first instantiated.
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        # Kernels are looked up by a codec, and ranks compare its text: both come of its options.
+        # Kernels are cached by codec, and ranks compare its text: both must depend on options only.
         made = vars(cls).get("__dataclass_params__")
         own = "__init__" in vars(cls) or bool(inspect.get_annotations(cls))
         by_options = cls.__hash__ not in (None, object.__hash__)
@@ -43,17 +43,17 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__} defines no encode")
 
     def encode_sum(self, g: Value) -> Payload:
-        """The payload of a sum of decoded payloads, at the rank that reduces them.
+        """The payload of a sum of decoded payloads, at the reducing rank.
 
-        As `encode` unless a codec says otherwise: one that scales what it picks must do so once.
+        The same as `encode` by default. A codec that scales its values overrides it to scale once.
         """
         return self.encode(g)
 
     def expected_entries(self, numel: int) -> float | None:
-        """How many of `numel` values are selected, or stand in kept blocks, on average.
+        """The average number of `numel` values that are selected, or that are in kept blocks.
 
-        None: as many as there is room for. Formulas and the simulator count bytes with it where
-        that number depends on data; what is sent does not depend on it.
+        None: as many as there is room for. Cost formulas and the simulator use it for codecs whose
+        payload size depends on the data; the payload itself does not depend on it.
         """
         return None
 
@@ -63,9 +63,9 @@ class Codec:
 
 
 def check_codec(codec: object, otherwise: str = "") -> None:
-    """Raises ConfigError unless `codec` is one: neither its name nor its class.
+    """Raise `ConfigError` unless `codec` is a codec object, rather than a name or a class.
 
-    `otherwise`: what else could be given.
+    `otherwise` describes what else the caller accepts, for the message.
     """
     if not isinstance(codec, Codec):
         remedy = "a codec object"

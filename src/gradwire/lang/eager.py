@@ -1,12 +1,12 @@
-"""The interpreter in plain torch: what it computes is what every other target must compute.
+"""The interpreter in plain torch: it defines what every other target must compute.
 
-semantics.py defines the operations, eager_memory.py what lies where in memory, this file how a row
-is evaluated with them.
+semantics.py defines the operations, eager_memory.py the memory accesses, this file the evaluation
+of a row.
 
-It takes one row at a time and evaluates nodes on parts of it: runs of equal blocks as
-[blocks, block] tensors, with the ragged last block a part of its own. Element scope is
-[blocks, block], block scope [blocks, 1], tensor and constant scope 0-dimensional; all on the CPU.
-Selections, entries and matrices are of the whole row: int64[entries], [entries], [rows, columns].
+Nodes are evaluated on parts of one row: runs of equal blocks as [blocks, block] tensors; a ragged
+last block is its own part. Element scope is [blocks, block], block scope [blocks, 1], tensor and
+constant scope 0-dimensional; all on the CPU. Selections, entries and matrices span the whole row:
+int64[entries], [entries], [rows, columns].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import RUN, Layout, layout, native_name
 from gradwire.lang.semantics import ALU, REDUCE, TORCH
 
-PART = 1 << 20  # values evaluated at once: bounds memory, keeps temporaries in cache
+PART = 1 << 20  # values evaluated at once: bounds memory and keeps temporaries in cache
 
 Tensor = torch.Tensor
 
@@ -51,7 +51,7 @@ _ROW_SCOPES = (Scope.CONSTANT, Scope.TENSOR, Scope.SELECTION, Scope.MATRIX)
 
 @dataclass
 class _Frame:
-    """Where nodes are evaluated: a part, the payload that `source` fields come from, results."""
+    """An evaluation: its part, the number of the peer whose fields it reads, and its results."""
 
     part: RowPart
     source: int | None = None
@@ -73,7 +73,7 @@ class _Row(RowMemory):
         self.row_memo: dict[tuple[int | None, Node], Tensor] = {}
 
     def run(self) -> None:
-        # everything is read before anything is written: stores overwrite what loads read
+        # all reads come before all writes, since stores overwrite what loads read
         first = _Frame(self.parts()[0])
         patches = [
             (t, self.evaluate(s, first), self.evaluate(n, first))
@@ -111,11 +111,11 @@ class _Row(RowMemory):
         return [*parts, RowPart(full, 1, rest)] if rest else parts
 
     def everywhere(self, n: Node, source: int | None = None) -> Tensor:
-        """An element or a number of its block, for every element of the row: [numel]."""
+        """A node of element or block scope, for every element of the row: [numel]."""
         return torch.cat([_flat(self.evaluate(n, _Frame(p, source)), p) for p in self.parts()])
 
     def put_tails(self) -> None:
-        """All that has a length which depends on data, and zeros up to the greatest length."""
+        """Write all fields whose length depends on data, and zeros up to the greatest length."""
         payload = self.payload(None)
         payload[self.offsets[-1] :] = 0
         frame = _Frame(self.parts()[0])
@@ -177,7 +177,7 @@ class _Row(RowMemory):
                 return semantics.unpack(memory, n.dtype, frame.part.m)
             result = memory.to(torch.int64)
         else:
-            # a copy, since a payload's fields need not be aligned
+            # a copy, since the fields of a payload need not be aligned
             result = memory.clone().view(TORCH[n.dtype])
         if n.scope is Scope.MATRIX:
             assert n.attr.shape is not None

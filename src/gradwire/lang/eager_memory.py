@@ -1,7 +1,7 @@
 """A row's values and payload, as the interpreter reads and writes them.
 
-layout.py says where in a payload everything lies; this file is how the bytes become numbers, and
-where those of a payload that no encode makes are refused.
+layout.py defines the offsets in a payload; this file converts between bytes and numbers, and
+rejects malformed payloads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RowMemory:
         return at, self.layout.fields[at]
 
     def field_bytes(self, name: str, part: RowPart, payload: Tensor) -> Tensor:
-        """The bytes of a field that belong to a part: uint8[blocks, bytes a block]."""
+        """The bytes of a field that belong to a part: uint8[blocks, bytes per block]."""
         at, f = self.field(name)
         begin, end = self.offsets[at : at + 2]
         if f.scope in (Scope.TENSOR, Scope.MATRIX):
@@ -87,12 +87,12 @@ class RowMemory:
 
     def put_tail(self, name: str, data: Tensor, entries: int | None) -> None:
         if entries is not None:
-            self.entries = entries  # the selection stands before what belongs to it
+            self.entries = entries  # the selection comes before its entries
         begin, nbytes = self.layout.tails(self.numel, self.entries)[self.field(name)[0]]
         self.payload(None)[begin : begin + nbytes] = data
 
     def received_selection(self, name: str, payload: Tensor) -> Tensor:
-        """int64[entries]: the elements that a payload selects. `CodecError` for nonsense."""
+        """int64[entries]: the elements that a payload selects. `CodecError` if it is malformed."""
         at, f = self.field(name)
         assert f.capacity is not None
         known = payload[self.offsets[at] : self.offsets[at + 1]]
@@ -100,8 +100,8 @@ class RowMemory:
         entries = int(counts.sum())
         if entries > f.capacity.of(self.numel):
             raise CodecError(
-                f"{name}: {entries} entries of {self.numel} values, at most "
-                f"{f.capacity.of(self.numel)} can be"
+                f"{name}: {entries} entries of {self.numel} values, but at most "
+                f"{f.capacity.of(self.numel)} are possible"
             )
         dtype = self.layout.position
         positions = self.received_tail(name, payload, entries, dtype, RUN)
@@ -113,7 +113,7 @@ class RowMemory:
             or bool((positions >= self.layout.block).any())
             or (entries and int(chosen[-1]) >= self.numel)
         ):
-            raise CodecError(f"{name}: positions that are not in order, or beyond the end")
+            raise CodecError(f"{name}: positions are not ascending, or beyond the end")
         return chosen
 
     def received_tail(
@@ -135,7 +135,7 @@ class RowMemory:
 
 
 def in_runs(values: Tensor, dtype: str, run: int = RUN) -> Tensor:
-    """Values as they lie in a payload: uint8, in runs."""
+    """Values as stored in a payload: uint8, in runs."""
     if dtype in TORCH:
         return values.contiguous().view(torch.uint8)
     full = values.numel() // run * run

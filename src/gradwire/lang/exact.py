@@ -1,9 +1,9 @@
-"""Values of any dtype as they are: no codec is traced, and what is reduced, torch reduces.
+"""Uncompressed values of any dtype: nothing is traced, and torch does the reductions.
 
-Codecs in the language know fp32, fp16 and bf16, and sum. A collective of integers, of float64 or of
-complex numbers, a minimum, and a copy of any tensor have `Exact` in a codec's place, so that they
-are cut, laid out and moved as all others. It is no user's codec: `codecs.REGISTRY` has no name for
-it. exact_forms.py runs it.
+Codecs in the language only sum, and only fp32, fp16 and bf16 values. Collectives of integers,
+float64 or complex numbers, minima, maxima, and copies of any tensor use `Exact` instead of a codec,
+so they are cut, laid out and sent like all others. It is internal: it has no name in
+`codecs.REGISTRY`. exact_forms.py runs it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gradwire.errors import ConfigError
 from gradwire.lang import ir
 from gradwire.lang.codec import Codec
 
-if TYPE_CHECKING:  # sources are generated where there is none
+if TYPE_CHECKING:  # sources are also generated without torch
     import torch
 
-# the language's names of dtypes, by which `layout` also takes them
+# the language's dtype names -> torch's
 _TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -31,15 +31,15 @@ REDUCED = {
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """The bits of the values, one after the other; their sum, minimum or maximum over ranks.
+    """The bits of the values; their sum, minimum or maximum over the ranks.
 
     Options:
-        op: "sum", "min" or "max", or "" for what is only copied, which may have any dtype.
+        op: "sum", "min" or "max", or "" for copies, which may have any dtype.
 
-    Sums of integers wrap. A sum of fp16 or bf16 values is rounded at every addition, as torch's;
-    `Identity` rounds it once. Minima and maxima are NaN where a value is. A reduction gives one
-    kind of NaN, and a minimum or maximum +0 for either zero: which of them torch gives depends on
-    the CPU, and ranks must agree. A copy changes no bit.
+    Sums of integers wrap. Sums of fp16 and bf16 are rounded at every addition, as in torch;
+    `Identity` rounds once. Minima and maxima propagate NaN. A reduction returns the canonical NaN,
+    and a minimum or maximum returns +0 for either zero: torch's choice depends on the CPU, and
+    ranks must agree. A copy changes no bit.
     """
 
     op: str = "sum"
@@ -49,15 +49,15 @@ class Exact(Codec):
             raise ConfigError(f"Exact: op={self.op!r} must be 'sum', 'min', 'max' or ''")
 
     def itemsize(self, dtype: torch.dtype | str) -> int:
-        """Bytes of a value of `dtype`: torch's, or the language's name of one.
+        """Bytes per value of `dtype`, given as a torch.dtype or by its name in the language.
 
         Raises:
-            ConfigError: `op` is not defined for it, or it is one of quantised tensors.
+            ConfigError: `op` is not defined for it, or it is a dtype of quantised tensors.
         """
         name = torch_name(dtype)
         if self.op and name not in REDUCED[self.op]:
             raise ConfigError(
-                f"Exact: op={self.op!r} is not defined for {name} values; it is for "
+                f"Exact: op={self.op!r} is not defined for {name} values, only for "
                 f"{', '.join(REDUCED[self.op])}"
             )
         if isinstance(dtype, str):
@@ -68,7 +68,7 @@ class Exact(Codec):
 
 
 def torch_name(dtype: torch.dtype | str) -> str:
-    """torch's name of a dtype, for the language's name too. `ConfigError` for any other string."""
+    """torch's name of a dtype or of a name in the language. `ConfigError` for any other string."""
     if not isinstance(dtype, str):
         return str(dtype).removeprefix("torch.")
     if dtype not in _TORCH_NAMES:

@@ -1,15 +1,15 @@
-"""The forms of `Exact`, a row at a time, by torch's own operations.
+"""The forms of `Exact`, row by row, with torch's own operations.
 
 | form | does |
 | --- | --- |
 | encode | payload = values |
 | decode | values = payload * factor |
 | decode_add | values = op(values, payload) |
-| decode_sum | values = op over the ranks, in their order, * factor |
+| decode_sum | values = factor * op over the ranks, in rank order |
 | reduce_encode | the same, and payload = values |
 
-A factor other than 1 is for floats and complex numbers. Threads are torch's: a call's `threads` is
-not looked at. Forms with error feedback are refused: nothing is lost that a residual could keep.
+Only floats and complex numbers take a factor other than 1. torch chooses the threads; a call's
+`threads` is ignored. Forms with error feedback raise `ConfigError`: there is no error to feed back.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-PIECE = 1 << 18  # its sum stays in the cache, and eight threads share it
+PIECE = 1 << 18  # values: small enough for the cache, large enough for eight threads
 _COPIES = ("encode", "decode")
 _REDUCING = ("decode_add", "decode_sum", "reduce_encode")
 
 
 class ExactForms:
-    """The backend of `Exact` on all targets. `ConfigError` where target triton cannot be.
+    """The backend of `Exact` on all targets. `ConfigError` if target triton is not available.
 
     Attributes:
-        device: where the memory of rows lies; of several GPUs, the current one.
-        piece: values that are reduced at a time.
+        device: of the rows' memory; with several GPUs, the current one.
+        piece: values reduced at a time.
     """
 
     def __init__(self, codec: Exact, dtype: torch.dtype, target: str) -> None:
@@ -50,20 +50,18 @@ class ExactForms:
         self.device = torch.device("cpu")
         self.piece = PIECE
         if target == "triton":
-            from gradwire.lang import gpu  # triton is imported where it is asked for
+            from gradwire.lang import gpu  # imports triton
 
             self.device = gpu.device()
-            self.piece = 2**63 - 1  # a launch costs more than memory that is not in the cache
+            self.piece = 2**63 - 1  # on a GPU a launch costs more than a cache miss
 
     def ready(self, forms: Sequence[str]) -> None:
-        """Nothing is compiled. Raises `ConfigError` for a form that there is not."""
+        """Raise `ConfigError` for a form that does not exist. Nothing is compiled."""
         for form in forms:
             if form.endswith("_ef"):
-                raise ConfigError(f"{self.codec} loses nothing: use it without error feedback")
+                raise ConfigError(f"{self.codec} is lossless: use it without error feedback")
             if form not in _COPIES and not self.codec.op:
-                raise ConfigError(
-                    f"{self.codec} is only copied, and {form!r} reduces: give it an op"
-                )
+                raise ConfigError(f"{self.codec} only copies, but {form!r} reduces: give it an op")
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`."""
@@ -94,7 +92,7 @@ class ExactForms:
         self._reduce(self._contributions(row, call), call.factor, written)
 
     def _contributions(self, row: np.void, call: Call) -> list[Tensor]:
-        """The payloads of a row, and its own values, in the order of ranks."""
+        """The payloads of a row and its own values, in rank order."""
         found = []
         if call.distances is not None:
             peers = call.distances[: call.ranks - (call.rank >= 0)]
@@ -104,7 +102,7 @@ class ExactForms:
         return found
 
     def _reduce(self, parts: list[Tensor], factor: float, written: list[Tensor]) -> None:
-        """Reduce `parts`, and write it where they may stand themselves."""
+        """Reduce `parts` into each tensor of `written`, which may alias them."""
         for pieces in zip(*(x.split(self.piece) for x in (*parts, *written)), strict=True):
             reduced = self._reduced(pieces[: len(parts)], factor)
             for at in pieces[len(parts) :]:
@@ -117,8 +115,8 @@ class ExactForms:
         if factor != 1:
             reduced.mul_(factor)
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            # Vectors and single values differ in what they make of -0 and +0, and of NaN; which of
-            # the two torch uses for a value depends on its place, the CPU and the threads.
+            # torch's vector and scalar code differ in signs of zero and in NaN bits, and which one
+            # handles a value depends on its position, the CPU and the threads.
             if self.codec.op != "sum":
                 reduced.add_(0.0)
             reduced.nan_to_num_(torch.nan, torch.inf, -torch.inf)
@@ -136,7 +134,7 @@ class ExactForms:
 
 
 class _OnGPU:
-    """uint8[nbytes] on a GPU's memory that the caller owns. No GPU has run this yet."""
+    """uint8[nbytes] in GPU memory that the caller owns. Not yet run on a GPU."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

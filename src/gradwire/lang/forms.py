@@ -1,4 +1,4 @@
-"""The kernel forms, derived from a codec's two traces by composing them: no codec writes them.
+"""The kernel forms, derived by composing the traces of a codec's encode and decode.
 
 | form | reads | writes |
 | --- | --- | --- |
@@ -10,13 +10,13 @@
 | reduce_encode | values, peers' payloads | payload of x = sum * factor; values = decoded |
 | reduce_encode_ef | the same, residual | also residual = (x - decoded) / factor |
 
-`sum` runs over the ranks in their order: own values (plus residual, in the _ef form) and what the
-peers' payloads decode to; with rank -1, over payloads alone. `decoded` is `decode` traced on what
-`encode` *stored*, after its casts, so it is bit for bit what a receiver gets. A residual that would
-not be finite keeps its old value: a bad step never enters it.
+`sum` adds, in rank order, the own values (plus the residual, in the _ef form) and the decoded
+payloads of the peers; with rank -1, payloads only. `decoded` is `decode` traced on what `encode`
+*stored*, after its casts, so it is bit for bit what a receiver gets. A residual that would become
+non-finite keeps its old value, so a bad step never enters it.
 
-Where a codec selects elements, a form's stores say what all the others hold, and its patches what
-the selected ones hold; so a form that adds leaves all others alone.
+If a codec selects elements, a form's patches write the selected elements and its stores the others;
+a form that adds has no stores.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FORMS = (
     "encode", "encode_ef", "decode", "decode_add", "decode_sum",
     "reduce_encode", "reduce_encode_ef",
 )  # fmt: skip
-PACKING_BLOCK = 1024  # of codecs that do not call g.blocks(n)
-ENTRIES = 8  # of a selection, expected in a block where the codec leaves its size open
+DEFAULT_BLOCK = 1024  # the block of codecs that do not call g.blocks(n)
+ENTRIES_PER_BLOCK = 8  # expected, when the block size is chosen for a codec with a selection
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Field:
     """One field of a payload.
 
     Attributes:
-        name, dtype, scope: as `concat` got them.
+        name, dtype, scope: as given to `concat`.
         capacity: of a selection.
-        flag: name of the field that says which blocks a field of kept codes has.
+        flag: for kept codes, the name of the field that flags the kept blocks.
         shape: of a matrix.
     """
 
@@ -59,7 +59,7 @@ class Field:
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of one number of tensor or block scope."""
+        """Bytes per number of tensor or block scope."""
         return (ir.BITS.get(self.dtype, 8) + 7) // 8
 
 
@@ -71,8 +71,8 @@ class Forms:
         programs: form -> program.
         fields: in the order of `concat`.
         block: values per block.
-        operators: names of the language's operators the codec uses.
-        table: the numbers that kernels are called with.
+        operators: names of the language's operators that the codec uses.
+        table: the numbers of `ops.table`, passed to the kernels.
     """
 
     programs: dict[str, ir.Function]
@@ -83,7 +83,7 @@ class Forms:
 
     @property
     def fused(self) -> bool:
-        """Whether all forms can be compiled; else they are interpreted on every target."""
+        """Whether all forms can be compiled. If not, every target interprets them."""
         return all(program.fused for program in self.programs.values())
 
 
@@ -101,21 +101,21 @@ def derive(codec: Codec, native: str) -> Forms:
 
 
 class _Tracer:
-    """Runs the codec's methods on given nodes; every run numbers its random streams alike."""
+    """Traces the codec's methods on given nodes; every trace numbers its random streams alike."""
 
     def __init__(self, codec: Codec, native: str) -> None:
         self.codec = codec
         self.native = native
-        self.block = PACKING_BLOCK
+        self.block = DEFAULT_BLOCK
         self.streams = 0
         self.operators: list[str] = []
         self.table: tuple[float, ...] = ()
         self.fields: tuple[Field, ...] = ()
 
     def encode(self, x: Node, latest: Node, again: bool = False) -> tuple[tuple[str, Node], ...]:
-        """The stored fields of `x`; `again` where x is a sum of decoded payloads."""
+        """The stored fields of `x`; `again`: x is a sum of decoded payloads."""
         with tracing(Trace(self.native)) as trace:
-            # the base's encode_sum is encode, which may take a second parameter
+            # Codec.encode_sum calls encode without `latest`, so call encode itself
             own = type(self.codec).encode_sum is not Codec.encode_sum
             encode = self.codec.encode_sum if again and own else self.codec.encode
             given = (Value(x), Value(latest)) if verify.takes_latest(encode) else (Value(x),)
@@ -146,12 +146,12 @@ class _Tracer:
         return as_number(elements.node)
 
     def take_table(self, table: tuple[float, ...]) -> None:
-        """All traces of a codec share one table; some may not use it."""
+        """Record the table: all traces of a codec share one, but some may not use it."""
         verify.table(self.codec, table, self.table)
         self.table = self.table or table
 
     def received(self, source: bool) -> Node:
-        """What a payload decodes to; `source`: the payload that a fold visits."""
+        """The decoded elements of the own payload or, with `source`, of a fold's peer."""
         nodes: dict[str, Node] = {}
         for f in self.fields:
             selection = next((n for n in nodes.values() if n.dtype == "selection"), None)
@@ -210,7 +210,7 @@ class _Composer:
         fields: tuple[tuple[str, Node], ...],
         written: dict[str, tuple[Node | None, tuple[Node, Node] | None]] | None = None,
     ) -> ir.Function:
-        """`written`: target -> (what elements hold, (what selected elements hold, selection))."""
+        """`written`: target -> (store or None, (patch, selection) or None)."""
         written = written or {}
         stores = tuple((t, n) for t, (n, _) in written.items() if n is not None)
         patches = tuple((t, *patch) for t, (_, patch) in written.items() if patch is not None)
@@ -247,7 +247,7 @@ class _Composer:
         stored: tuple[tuple[str, Node], ...],
         change: Callable[[Node], Node] = lambda v: v,
     ) -> dict[str, tuple[Node | None, tuple[Node, Node] | None]]:
-        """residual = change(x - decoded), where that is finite."""
+        """residual = change(x - decoded) where that is finite."""
         decoded = self.tracer.decode(stored)
 
         def kept(error: Node, residual: Node) -> Node:
@@ -284,8 +284,8 @@ def _field(name: str, n: Node, stored: dict[str, Node]) -> Field:
 
 
 def _block(fields: tuple[Field, ...]) -> int:
-    """Of a codec that leaves it open: a selection's positions cost least at a few a block."""
+    """The block of a codec that sets none: positions cost least with a few entries per block."""
     fraction = next((f.capacity.fraction for f in fields if f.capacity is not None), None)
     if fraction is None:
-        return PACKING_BLOCK
-    return int(2 ** min(max(round(math.log2(ENTRIES / max(fraction, 1e-6))), 8), 14))
+        return DEFAULT_BLOCK
+    return int(2 ** min(max(round(math.log2(ENTRIES_PER_BLOCK / max(fraction, 1e-6))), 8), 14))

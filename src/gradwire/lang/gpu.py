@@ -1,11 +1,11 @@
-"""Target triton: a codec's forms compiled by Triton and launched on the current stream.
+"""Target triton: a codec's forms, compiled by Triton and launched on the current stream.
 
-One launch covers all rows of a call, whatever their sizes: the table of rows goes to the device
-together with how many tiles come before each row, and every program finds its own row there.
-Nothing waits for the device: the copy of the table is queued like the kernels behind it, and both
-allocators keep the memory until the stream has passed.
+One launch covers all rows of a call, whatever their sizes: the table on the device contains, per
+row, the number of tiles before it, and every program searches it for its own row. Nothing waits for
+the device: the copy of the table is queued before the kernels, and both allocators keep the memory
+until the stream has used it.
 
-With TRITON_INTERPRET=1 Triton interprets the kernels, slowly, and addresses are the host's.
+With TRITON_INTERPRET=1, Triton interprets the kernels slowly, and addresses are host addresses.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from gradwire.lang.emit import triton, triton_rows
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.tiles import COLUMN, Tiles
 
-THREADS = 1024  # of a program at most
-VALUES_A_THREAD = 16
-REDUCED = 1024  # partial results that one pass makes into one
-REDUCED_COLUMNS = 8  # reduced side by side
-WARPS = 8  # of a program between sweeps
-CHUNK = 4096  # counts of blocks that one step of a scan adds up
-BYTES = (24, 16, 8, 0)  # of a key, the highest first: by how much they are shifted
+THREADS = 1024  # per program, at most
+VALUES_PER_THREAD = 16
+REDUCED = 1024  # partial results that one pass reduces to one
+REDUCED_COLUMNS = 8  # results per program of a pass
+WARPS = 8  # per program of the kernels between sweeps
+CHUNK = 4096  # block counts that one step of a scan adds
+SHIFTS = (24, 16, 8, 0)  # of the bytes of a key, highest first
 
 
 def missing() -> str | None:
-    """Why there is no target triton here, or None."""
+    """Why target triton is not available here, or None if it is."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not interpreting() and not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def interpreting() -> bool:
 
 
 def device() -> torch.device:
-    """Where target triton's kernels run. Raises `ConfigError` where it cannot be."""
+    """Where target triton's kernels run. Raises `ConfigError` if it is not available."""
     reason = missing()
     if reason is not None:
         raise ConfigError(f"target 'triton': {reason}; use target 'c' or 'eager' on the CPU")
@@ -65,21 +65,21 @@ def device() -> torch.device:
 def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
     """The generated Triton source of the codec's kernels, without the prelude.
 
-    `ConfigError` for a codec with operations that it has no rules for.
+    Raises `ConfigError` for a codec with operations that the target does not support.
     """
     native = native_name(dtype)
     programs = forms.derive(codec, native).programs.values()
     lacking = triton.lacking(programs)
     if lacking:
         raise ConfigError(
-            f"target 'triton' has no {', '.join(lacking)} yet, which {codec!r} uses: use target 'c'"
+            f"target 'triton' does not support {', '.join(lacking)} of {codec!r}: use target 'c'"
         )
     return triton.emit(programs, layout(codec, native), native)
 
 
 @functools.cache
 def load(text: str) -> ModuleType:
-    """The module of a generated source, as a file in the private cache: Triton reads it there."""
+    """The module of a generated source, saved in the private cache, where Triton reads it."""
     name = f"gradwire_{jit.digest(text)}"
     path = jit.cache_folder() / f"{name}.py"
     if not path.exists():
@@ -96,10 +96,10 @@ def load(text: str) -> ModuleType:
 
 
 class Device:
-    """A codec's compiled forms. Raises `ConfigError` where target triton cannot be.
+    """A codec's compiled forms. Raises `ConfigError` if target triton is not available.
 
     Attributes:
-        device: where the memory of rows lies; of several GPUs, the current one.
+        device: of the rows' memory; with several GPUs, the current one.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
@@ -112,7 +112,7 @@ class Device:
         self.statistics = triton_rows.statistics(derived.programs.values())
         table = derived.table or (0.0,)
         self.numbers = functools.cache(lambda device: torch.tensor(table, device=device))
-        # given to kernels that read no payload, which never write there
+        # passed to kernels that read no payload; they never write to it
         self.unread = functools.cache(
             lambda device: torch.zeros(1, dtype=torch.int32, device=device)
         )
@@ -124,8 +124,8 @@ class Device:
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
         """The backend's one method; see `kernels.Backend`.
 
-        A payload that no encode makes shows in the call's mark. A call that has none, and reads
-        payloads that can be bad, has one of its own, and waits for the device.
+        A malformed payload sets the call's `failed`. A call without it makes its own mark if its
+        payloads can be malformed, and waits for the device.
         """
         divided = tiles.divide(rows, self.layout, call.ranks, self.statistics)
         if not divided.number:
@@ -141,7 +141,7 @@ class Device:
             own.check()
 
     def mark(self, device: torch.device | None = None) -> Mark | None:
-        """A mark of the caller's own on a device; None where no payload can be bad."""
+        """A new mark on a device; None if no payload can be malformed."""
         return Mark(self.codec, device or self.current()) if self.layout.variable else None
 
     def current(self) -> torch.device:
@@ -151,45 +151,45 @@ class Device:
         return torch.device("cuda", torch.cuda.current_device())
 
     def upload(self, table: np.ndarray) -> torch.Tensor:
-        """The table on the device, queued on the current stream."""
+        """Copy the table to the device, queued on the current stream."""
         if self.device.type == "cpu":
             return torch.from_numpy(table)
-        # the pinned memory's allocator waits for the copy before it gives the memory out again
+        # the allocator of pinned memory reuses it only after the copy
         staged = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
         staged.numpy()[:] = table
         return staged.to(self.device, non_blocking=True)
 
 
 class Mark:
-    """Where kernels leave word of payloads that no encode makes, for one caller and no other.
+    """A device flag that kernels set when they meet a malformed payload; one per caller.
 
-    What such a payload decodes to is not said, but nothing is written out of its bounds.
+    The decoded values of a malformed payload are undefined, but nothing is written out of bounds.
 
     Attributes:
-        failed: int32[1] on the device: the number of a bad row, counted from 1, or 0.
+        failed: int32[1] on the device: the number of a malformed row, counted from 1, or 0.
     """
 
     def __init__(self, codec: Codec, device: torch.device) -> None:
         self.codec = codec
-        # a copy that is waited for: kernels of any stream may write there from now on
+        # a synchronous copy, since kernels of any stream may write to it from now on
         self.failed = torch.zeros(1, dtype=torch.int32).to(device)
 
     def check(self) -> None:
-        """Wait for the current stream, and raise `CodecError` if a payload was bad since the last
-        time."""
+        """Wait for the current stream; raise `CodecError` if a payload was malformed since the last
+        check."""
         self.verdict().check()
 
     def verdict(self) -> Verdict:
-        """What `check` would say at this place of the current stream, for those who do not wait."""
+        """The result of `check` at this point of the current stream, without waiting."""
         return Verdict(self.codec, self.failed)
 
 
 class Verdict:
-    """Whether the payloads were good that the current stream has decoded up to here.
+    """Whether the payloads that the current stream has decoded so far were well formed.
 
     Args:
         codec: of the payloads.
-        failed: of a `Mark`. It is kept until the device has come to it.
+        failed: of a `Mark`; kept alive until the device has copied it.
     """
 
     def __init__(self, codec: Codec, failed: torch.Tensor) -> None:
@@ -200,21 +200,21 @@ class Verdict:
         self._copied = torch.cuda.current_stream().record_event() if failed.is_cuda else None
 
     def known(self) -> bool:
-        """Whether the device has come to it; asking does not wait."""
+        """Whether the result has arrived from the device; does not wait."""
         return self._copied is None or self._copied.query()
 
     def check(self) -> None:
-        """Wait for the device, and raise `CodecError` if a payload was bad."""
+        """Wait for the device; raise `CodecError` if a payload was malformed."""
         if self._copied is not None:
             self._copied.synchronize()
         number = int(self._found.item())
         if number:
             self._failed.zero_()
-            raise CodecError(f"row {number - 1}: a payload that {self._codec!r} never makes")
+            raise CodecError(f"row {number - 1}: malformed payload for {self._codec!r}")
 
 
 class Launches:
-    """The steps of one call, queued on the current stream; emit/triton.py says what they are."""
+    """The steps of one call, queued on the current stream; emit/triton.py lists them."""
 
     def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
@@ -230,15 +230,15 @@ class Launches:
         self.tile = {"BLOCK": self.layout.block, "GROUP": triton_rows.group(self.layout)}
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Every launch of target triton."""
+        """Launch a kernel; every launch of target triton goes through here."""
         kernel[grid](*arguments, **options)
 
     def common(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """A launch of a kernel that all codecs share."""
+        """Launch a kernel that all codecs share."""
         self.launch(kernel, grid, *arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
 
     def sweep(self, kernel: Any) -> None:
-        """A launch over all tiles."""
+        """Launch a sweep over all tiles."""
         call = self.call
         self.launch(
             kernel, (self.divided.number,), *self.rows, call.ranks, call.rank, call.stride,
@@ -247,7 +247,7 @@ class Launches:
         )  # fmt: skip
 
     def complete(self, index: int, number: int, kind: str) -> None:
-        """Reduce what a sweep left for every block to so many numbers a row, from `index`."""
+        """Reduce a sweep's partial results to `number` results per row, from `index` on."""
         from gradwire.lang.emit import triton_reductions
 
         columns, done = triton_rows.power2(self.divided.blocks), 0
@@ -262,7 +262,7 @@ class Launches:
             done += 1
 
     def survey(self, peers: bool) -> None:
-        """Count, in received payloads, what comes before every block."""
+        """Count the entries or kept blocks before every block of received payloads."""
         from gradwire.lang.emit import triton_selection
 
         payloads = self.call.ranks - (self.call.rank >= 0) if peers else 1
@@ -275,11 +275,11 @@ class Launches:
             )  # fmt: skip
 
     def sample(self, index: int, every: int, column: int) -> None:
-        """The order statistic of the sample that a sweep left."""
+        """Compute the order statistic of the sample that a sweep stored."""
         self.cut(COLUMN[f"size{column}"], every, index)
 
     def select(self, ranked: bool) -> None:
-        """Threshold, ties and entries before every block, of the keys that a sweep left."""
+        """Compute the threshold, ties and entries before every block from a sweep's keys."""
         from gradwire.lang.emit import triton_selection
 
         if ranked:
@@ -294,11 +294,11 @@ class Launches:
         )  # fmt: skip
 
     def cut(self, column: int, every: int = 1, index: int = -1) -> None:
-        """The k-th largest key, k in a column of the table; reduction number `index` of a row."""
+        """Find the k-th largest key, with k in a column of the table, as reduction `index`."""
         from gradwire.lang.emit import triton_selection
 
         size = triton_rows.group(self.layout) * triton_rows.power2(self.layout.block)
-        for shift in BYTES:
+        for shift in SHIFTS:
             self.common(
                 triton_selection.histogram, (self.divided.number,), *self.rows, self.words, shift,
                 **self.tile, SIZE=size, EVERY=every,
@@ -311,7 +311,7 @@ class Launches:
 
 
 def options(layout: Layout, warp: int) -> dict[str, Any]:
-    """What a sweep is compiled with: no contraction, since targets must agree on every bit."""
+    """Compile options of a sweep. No contraction, since targets must agree on every bit."""
     values = triton_rows.group(layout) * triton_rows.power2(layout.block)
-    warps = max(4, min(THREADS, values // VALUES_A_THREAD) // warp)
+    warps = max(4, min(THREADS, values // VALUES_PER_THREAD) // warp)
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

@@ -1,34 +1,34 @@
-"""The whole intermediate representation: one kind of node, nineteen operations, one program.
+"""The intermediate representation: one kind of node, nineteen operations, one kind of program.
 
 Vocabulary
     node       a pure computation; identical nodes are one object, so `is` means "same value"
     scope      how many values a node stands for: one per call, per row, per block, per selected
                element, per element; or a matrix made of the row
-    selection  some elements of a row, in the order of their positions; an entry is one of them
+    selection  some elements of a row, in the order of their positions; each is an entry
     program    what a kernel form writes: nodes stored to values, to the residual, to the payload
 
 | op | args | attr | meaning |
 | --- | --- | --- | --- |
 | const | - | float | the number itself |
 | load | - | "values", "residual" | the element in memory |
-| param | - | "factor", or int | an argument of the call; a number of the codec's table |
-| field | - or selection or flag | FieldRef | a payload field, or one of a peer's payload |
+| param | - | "factor", or int | the factor of the call, or a number of the codec's table |
+| field | - or selection or flag | FieldRef | a field of the own or a peer's payload |
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
-| reduce | 1 | "min", "max", "sum", "count"; Rank | elements to BLOCK, blocks to TENSOR |
+| reduce | 1 | "min", "max", "sum", "count"; Rank | ELEMENT to BLOCK scope, BLOCK to TENSOR |
 | random | - | Stream | uniform in [0, 1), from (key, index, stream) |
-| index | - | - or "block" | position of the element in its parameter, modulo 2^32; in its block |
+| index | - | - or "block" | position in the parameter, modulo 2^32, or in the block |
 | rotate | 1 | Rotation | randomised Hadamard transform of each block |
-| select | condition; or key; or both | Size | elements where it holds; of the largest keys |
+| select | condition, key, or key and condition | Size | where it holds; those of largest keys |
 | keep | codes, flag | - | codes, stored only for blocks whose flag is set |
-| gather | x, selection | - | x of every selected element |
+| gather | x, selection | - | x of each selected element |
 | scatter | x, selection | - | x where an element is selected, else 0 |
-| fold | own, decoded | - | sum in rank order, `decoded` evaluated for every peer's payload |
-| fold | own, x, selection | - | the same, where peers' payloads are selections |
+| fold | own, decoded | - | sum in rank order; `decoded` is evaluated per peer payload |
+| fold | own, x, selection | - | the same, if peer payloads hold selections |
 | matrix | 1 | Shape | the row as a matrix, padded with zeros |
 | decompose | 1 | Factor | one of the two factors of a low-rank approximation |
 | product | a, b | - | a times b transposed |
-| flatten | 1 | - | the elements of a matrix that was made of the row |
+| flatten | 1 | - | the elements of a matrix with the shape of the row |
 
 All arithmetic is fp32 without contraction. docs/wire-format.md and lang/eager.py define the rest.
 """
@@ -52,8 +52,8 @@ class Scope(IntEnum):
     MATRIX = 5
 
 
-# dtype name -> bits in memory. `bool` lives in registers only; `uint32` is what index() yields;
-# a `selection` is stored as counts and positions (layout.py); five `trit`s make a byte.
+# dtype name -> bits in memory. `bool` exists in registers only; index() gives `uint32`; a
+# `selection` is stored as counts and positions (layout.py); five `trit`s make a byte.
 BITS = {
     "fp32": 32,
     "fp16": 16,
@@ -95,12 +95,12 @@ OPS = (
     "const", "load", "param", "field", "alu", "cast", "reduce", "random", "index", "rotate",
     "select", "keep", "gather", "scatter", "fold", "matrix", "decompose", "product", "flatten",
 )  # fmt: skip
-UNFUSED = ("matrix", "decompose", "product", "flatten")  # these call torch, on any target
+UNFUSED = ("matrix", "decompose", "product", "flatten")  # these call torch on every target
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One pure computation. Build it with `node`, never directly: equality is identity."""
+    """One pure computation. Make it with `node` only: equality is identity."""
 
     op: str
     args: tuple[Node, ...]
@@ -112,8 +112,8 @@ class Node:
 
 @dataclass(frozen=True)
 class FieldRef:
-    """attr of a field node: the field's name; source: of the payload that a fold visits; shape: of
-    a matrix."""
+    """attr of a field node: its name; source: it belongs to the peer payload of a fold; shape: of a
+    matrix."""
 
     name: str
     source: bool = False
@@ -126,7 +126,7 @@ class FieldRef:
 
 @dataclass(frozen=True)
 class Stream:
-    """attr of a random node: a number of its own; shared: drawn alike by all ranks."""
+    """attr of a random node: its unique number; shared: all ranks draw the same numbers."""
 
     number: int
     shared: bool = False
@@ -147,7 +147,7 @@ class Size:
 class Rank:
     """attr of a reduce node: the size-th largest of a sample, one of every `every` elements.
 
-    Element w * every + floor(uniform(stream, w) * every) stands for window w.
+    Window w is represented by element w * every + floor(uniform(stream, w) * every).
     """
 
     every: int
@@ -159,9 +159,9 @@ class Rank:
 class Rotation:
     """attr of a rotate node.
 
-    Every block is cut into powers of two, the largest first; each part, its signs flipped by the
-    stream, goes through a normalised Hadamard transform. The inverse transforms, then flips.
-    full: the whole row is one block; not fused then.
+    Every block is cut into powers of two, the largest first. For each part, random signs from the
+    stream are applied, then a normalised Hadamard transform. The inverse transforms, then applies
+    the signs. full: the whole row is one block; this is not fused.
     """
 
     stream: Stream
@@ -171,7 +171,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Quotient:
-    """An extent that is known when a row comes: ceil(n / columns) of n values, but at least one."""
+    """An extent that depends on the number n of values of a row: max(1, ceil(n / divisor))."""
 
     divisor: int
 
@@ -195,7 +195,7 @@ class Shape:
     __repr__ = __str__
 
     def of(self, n: int) -> tuple[int, int]:
-        """The rows and columns where the row holds n values."""
+        """The numbers of rows and columns, for a row of n values."""
         rows, columns = (e if isinstance(e, int) else e.of(n) for e in (self.rows, self.columns))
         return rows, columns
 
@@ -221,14 +221,14 @@ def node(
     scope: Scope | None = None,
     location: str = "",
 ) -> Node:
-    """The one node of this description; the first maker's location is kept.
+    """The unique node of this description; it keeps the location of its first use.
 
     `scope` defaults to the widest scope of the operands.
     """
     args = tuple(args)
     if scope is None:
         scope = max((arg.scope for arg in args), default=Scope.CONSTANT)
-    # repr, because 0.0 == -0.0 and 1 == 1.0 would else share a node
+    # repr, because 0.0 == -0.0 and 1 == 1.0 must not share a node
     key = (op, args, repr(attr), dtype, scope)
     found = _interned.get(key)
     if found is None:
@@ -238,7 +238,7 @@ def node(
 
 
 def alu(function: str, *args: Node, location: str = "") -> Node:
-    """An alu node, its dtype taken from the table."""
+    """An alu node, with its dtype from the table."""
     return node("alu", args, function, dtype=ALU[function][2], location=location)
 
 
@@ -252,11 +252,11 @@ class Function:
     """What one kernel form computes for a row.
 
     Attributes:
-        form: its name, as in `passes.FORMS`.
-        stores: (target, node) with target "values" or "residual"; written after all is read.
+        form: its name, as in `forms.FORMS`.
+        stores: (target, node) with target "values" or "residual"; written after all reads.
         fields: (name, node) of the payload in wire order; empty for forms that only decode.
         block: values per block.
-        patches: (target, node, selection): what selected elements hold instead of their stores.
+        patches: (target, node, selection): overwrite the selected elements after the stores.
     """
 
     form: str
@@ -272,7 +272,7 @@ class Function:
 
     @property
     def fused(self) -> bool:
-        """Whether it can be compiled into sweeps; else it is interpreted on every target."""
+        """Whether it can be compiled into sweeps. If not, every target interprets it."""
         return not any(
             n.op in UNFUSED or (isinstance(n.attr, Rotation) and n.attr.full)
             for n in walk(self.roots)
@@ -280,7 +280,7 @@ class Function:
 
 
 def walk(roots: Iterable[Node]) -> Iterator[Node]:
-    """Every node below `roots`, once each, operands first."""
+    """Every node reachable from `roots`, once, operands first."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(tuple(roots))]
     while stack:
@@ -294,7 +294,7 @@ def walk(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def show(program: Function) -> str:
-    """The program as text, a line a node."""
+    """The program as text, one line per node."""
     names = {n: f"%{i}" for i, n in enumerate(walk(program.roots))}
     lines = [f"{program.form}: block {program.block}"]
     for n, name in names.items():

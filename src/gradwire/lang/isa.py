@@ -1,11 +1,11 @@
-"""Levels of instruction sets that kernels are built for, and which of them this CPU runs.
+"""The instruction set levels that kernels are built for, and which of them this CPU supports.
 
 Vocabulary
     level  a set of instructions under its psABI name, such as x86-64-v3 (AVX2); every level of a
            machine includes the ones before it
 
-All levels give the same bytes: none contracts arithmetic, and the order of sums is the codec's.
-GRADWIRE_ISA names a level at or below the CPU's, for tests and for comparing speed.
+All levels give the same bytes: none contracts arithmetic, and the codec defines the order of sums.
+GRADWIRE_ISA selects a level up to the CPU's, for tests and for comparing speed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Level:
     """One level.
 
     Attributes:
-        name: psABI's, in file names and in GRADWIRE_ISA.
-        machine: what platform.machine() calls the family.
-        flags: of the compiler (gcc and clang).
-        features: as /proc/cpuinfo spells them; those of the levels before it are implied.
+        name: its psABI name, used in file names and in GRADWIRE_ISA.
+        machine: the architecture, as platform.machine() names it.
+        flags: for the compiler (gcc and clang).
+        features: added to the level before it, as spelled in /proc/cpuinfo.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Level:
     features: frozenset[str]
 
 
-# gcc prefers vectors of 256 bits on most CPUs that have 512: for sweeps over L1 the wide ones win
+# gcc prefers 256-bit vectors on most CPUs that have 512; in sweeps over L1 the wide ones are faster
 WIDE = "-mprefer-vector-width=512"
-# gcc 12 moves halves of SSE registers through MMX ones and never cleans up: from then on x87, which
-# LAPACK and long double use, computes NaN in that thread.
+# gcc 12 moves halves of SSE registers through MMX registers without emms: after that, x87 code in
+# the same thread (LAPACK, long double) computes NaN.
 NO_MMX = "-mno-mmx"
 
 LEVELS = (
@@ -60,12 +60,12 @@ LEVELS = (
 
 
 def native() -> tuple[str, ...]:
-    """What a compiler is told for this machine's own CPU."""
+    """Compiler flags for this machine's CPU."""
     return ("-march=native", *((NO_MMX, WIDE) if machine() == "x86_64" else ()))
 
 
 def machine() -> str:
-    """This machine's family, as `Level.machine` spells it."""
+    """This machine's architecture, as `Level.machine` names it."""
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
@@ -79,7 +79,7 @@ def level(name: str) -> Level:
 
 
 def within(machine: str, features: frozenset[str]) -> tuple[Level, ...]:
-    """The levels, lowest first, of a CPU of this family with these features."""
+    """The levels, lowest first, that a CPU of this architecture with these features supports."""
     found: list[Level] = []
     for one in LEVELS:
         if one.machine == machine:
@@ -91,24 +91,24 @@ def within(machine: str, features: frozenset[str]) -> tuple[Level, ...]:
 
 @lru_cache(maxsize=1)
 def supported() -> tuple[Level, ...]:
-    """The levels that this CPU runs, lowest first; none where that cannot be found out."""
+    """The levels that this CPU supports, lowest first; none if its features are unknown."""
     return within(machine(), _features())
 
 
 def forced() -> Level | None:
-    """The level that GRADWIRE_ISA names, or None. `ConfigError` if this CPU does not run it."""
+    """The level that GRADWIRE_ISA names, or None. `ConfigError` if the CPU does not support it."""
     name = os.environ.get("GRADWIRE_ISA")
     if not name:
         return None
     wanted = level(name)
     if wanted not in supported():
         has = ", ".join(one.name for one in supported()) or "none of them"
-        raise ConfigError(f"GRADWIRE_ISA={name}: this CPU does not run it, it runs {has}")
+        raise ConfigError(f"GRADWIRE_ISA={name}: this CPU supports {has}")
     return wanted
 
 
 def allowed() -> tuple[Level, ...]:
-    """The levels to look for kernels of, lowest first: the CPU's, up to GRADWIRE_ISA."""
+    """The levels whose kernels may be used, lowest first: the CPU's, up to GRADWIRE_ISA."""
     most = forced()
     levels = supported()
     return levels if most is None else levels[: levels.index(most) + 1]
@@ -121,6 +121,6 @@ def _features() -> frozenset[str]:
         return frozenset()
     for line in lines:
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):  # x86, ARM; every core has a line, all alike
+        if name.strip() in ("flags", "Features"):  # x86, ARM; the same for every core
             return frozenset(value.split())
     return frozenset()

@@ -1,11 +1,12 @@
 """The C toolchain and the private cache of compiled kernels.
 
-A library is compiled on first use, into a folder that only its user can write, under a name made
-of the source, the flags, the compiler's version and the CPU. It appears by an atomic rename; ranks
-that want it at the same time queue on a lock file, so it is compiled once. GRADWIRE_CC names a
-compiler, GRADWIRE_CACHE a folder, GRADWIRE_KERNEL_FLAGS more flags for codecs' kernels, and
-GRADWIRE_ISA less than the CPU has (see isa.py): all are for debugging. Kernels that were built
-ahead of time are found by prebuilt.py before any of this.
+A library is compiled on first use into a folder that only its user can write to. Its name is a
+digest of the source, the flags, the compiler's version and the CPU. It is renamed into place
+atomically; ranks that need it at the same time wait on a lock file, so it is compiled once.
+
+For debugging, GRADWIRE_CC sets the compiler, GRADWIRE_CACHE the folder, GRADWIRE_KERNEL_FLAGS more
+flags for the codecs' kernels, and GRADWIRE_ISA a lower instruction set level (see isa.py).
+prebuilt.py looks for prebuilt kernels first.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from pathlib import Path
 
 from gradwire.lang import isa
 
-# What every kernel is compiled with, here and ahead of time. No contraction and no -ffast-math:
-# targets must agree on every bit. No partial redundancy elimination, no threading of jumps: gcc 12
-# uses them to branch on a clamp's or a choice's constants, and then the loop stays scalar.
+# Flags of every kernel, also of prebuilt ones. No contraction and no -ffast-math: targets must
+# agree on every bit. No partial redundancy elimination and no jump threading: gcc 12 uses them to
+# branch on the constants of a clamp or a `where`, and then does not vectorise the loop.
 FLAGS = (
     "-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
     "-fno-tree-pre", "-fno-thread-jumps", "-fopenmp", "-fPIC", "-w",
 )  # fmt: skip
-LOCK_SECONDS = 60.0  # a compilation takes one or two; after this, compile without waiting
+LOCK_SECONDS = 60.0  # a compilation takes one or two seconds; after this, compile without the lock
 
 
 class CompileError(Exception):
-    """There is no working compiler; the message says what was tried and what it said."""
+    """There is no working compiler; the message contains what was tried and its output."""
 
 
 def compiler() -> str:
@@ -48,17 +49,19 @@ def compiler() -> str:
         if path is not None:
             return path
     raise CompileError(
-        f"GRADWIRE_CC={wanted} is no program" if wanted else "no C compiler (gcc, cc, clang) found"
+        f"GRADWIRE_CC={wanted} is not a program"
+        if wanted
+        else "no C compiler found: gcc, cc, clang"
     )
 
 
 def kernel_flags() -> tuple[str, ...]:
-    """What GRADWIRE_KERNEL_FLAGS says: none, unless somebody debugs."""
+    """The flags in GRADWIRE_KERNEL_FLAGS, for debugging."""
     return tuple(os.environ.get("GRADWIRE_KERNEL_FLAGS", "").split())
 
 
 def load(source: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library compiled from `source`, with `more` flags, from the cache where it is there."""
+    """The library compiled from `source` with `more` flags, from the cache if it is there."""
     level = isa.forced()
     instructions = isa.native() if level is None else level.flags
     return _load(source, compiler(), (*FLAGS, *instructions, *more), str(cache_folder()))
@@ -87,7 +90,7 @@ def _compile(source: str, path: str, flags: tuple[str, ...], library: Path) -> N
 
 
 def run(command: list[str], folder: Path | None = None) -> str:
-    """What a compiler's run in `folder` prints. Raises `CompileError` with what it said."""
+    """Run a compiler in `folder`; returns its output. Raises `CompileError` with its messages."""
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
@@ -95,39 +98,39 @@ def run(command: list[str], folder: Path | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"{command[0]} failed: {error}") from error
     if done.returncode != 0:
-        said = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
-        raise CompileError(f"{command[0]} failed: {said}")
+        output = "; ".join(done.stderr.strip().splitlines()[:3]) or f"exit {done.returncode}"
+        raise CompileError(f"{command[0]} failed: {output}")
     return done.stdout
 
 
 def cache_folder() -> Path:
-    """The user's private folder of kernels, made if needed. Raises `CompileError`."""
+    """The user's private folder for kernels, created if needed. Raises `CompileError`."""
     named = os.environ.get("GRADWIRE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
-    said = []
+    rejected = []
     for folder in [Path(named)] if named else [Path(home) / "gradwire", fallback]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
         except OSError as error:
-            said.append(f"{folder}: {error.strerror}")
+            rejected.append(f"{folder}: {error.strerror}")
             continue
-        # code is loaded from here: nobody else may be able to put it there
+        # code is loaded from this folder, so no other user may write to it
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            said.append(f"{folder}: others can write to it")
+            rejected.append(f"{folder}: others can write to it")
         elif not os.access(folder, os.W_OK):
-            said.append(f"{folder}: read-only")
+            rejected.append(f"{folder}: read-only")
         else:
             return folder
-    raise CompileError(f"no private folder for compiled kernels ({'; '.join(said)})")
+    raise CompileError(f"no private folder for compiled kernels ({'; '.join(rejected)})")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the file's lock, or go on after LOCK_SECONDS: the rename keeps a double compile safe.
+    """Hold the file's lock, or go on without it after LOCK_SECONDS: compiling twice is safe.
 
-    The kernel drops the lock of a process that dies, so a killed rank blocks nobody.
+    The operating system releases the lock of a process that dies.
     """
     with path.open("w") as file:
         give_up = time.monotonic() + LOCK_SECONDS
@@ -144,13 +147,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 @cache
 def version(path: str) -> str:
-    """What the compiler says that it is. Raises `CompileError`."""
+    """The compiler's version text. Raises `CompileError`."""
     return run([path, "--version"])
 
 
 @lru_cache(maxsize=1)
 def _cpu() -> str:
-    """What -march=native depends on: the model and its features."""
+    """The CPU model and features, which -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -160,5 +163,5 @@ def _cpu() -> str:
 
 
 def digest(*parts: str) -> str:
-    """A name for what was made of these texts, 32 hexadecimal digits."""
+    """32 hexadecimal digits that identify these texts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

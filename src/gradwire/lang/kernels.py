@@ -1,8 +1,8 @@
-"""Kernels: a codec made executable for one dtype of values on one target.
+"""Kernels: a codec compiled for one dtype of values and one target.
 
-One call covers a table of rows, so all parameters of a chunk that have one codec cost one call;
-series.py makes one call of those of several codecs. Calls release the GIL on target c, take no
-locks, and may run at the same time on different rows.
+One call covers a table of rows, so all parameters of a chunk with the same codec need one call;
+series.py combines the calls of several codecs. Calls release the GIL on target c, take no locks,
+and may run concurrently on different rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """What runs a codec's forms on one target."""
+    """Runs a codec's forms on one target."""
 
     def run(self, form: str, rows: np.ndarray, call: Call) -> None:
-        """Run one form on every row. `CodecError` for a payload that cannot be decoded."""
+        """Run one form on every row. Raises `CodecError` for a malformed payload."""
 
 
 def _gpu(codec: Codec, dtype: torch.dtype) -> Backend:
-    from gradwire.lang import gpu  # triton is imported where it is asked for, and nowhere before
+    from gradwire.lang import gpu  # imports triton
 
     return gpu.Device(codec, dtype)
 
@@ -55,11 +55,12 @@ class Kernels:
     """All forms of a codec. Made by `kernels`.
 
     Attributes:
-        target: a key of `BACKENDS`. Codecs with matrices are interpreted on all: their time is
-            spent in torch's BLAS. Of `Exact`, torch runs the forms on all: c and eager are the CPU.
+        target: a key of `BACKENDS`. Codecs with matrices are interpreted on every target, since
+            torch's BLAS does their work. torch runs the forms of `Exact`: on the CPU for c and
+            eager.
         layout: of the payloads.
-        device: where the memory that rows point to lies.
-        library: the backend, if they are machine code.
+        device: of the memory that rows point to.
+        library: the backend, if it is machine code.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, target: str) -> None:
@@ -87,16 +88,16 @@ class Kernels:
 
         Args:
             rows: C-contiguous numpy table of dtype `ROW`: addresses of memory that must outlive
-                the call; which of them a form reads and writes is written in lang/forms.py.
+                the call. lang/forms.py lists which of them a form reads and writes.
             workspace: uint8[self.workspace_nbytes(rows["numel"], threads, ranks)], or None to
                 allocate it.
             ranks, rank, distances, factor, threads: as in `Call`.
-            mark: what `self.mark` gave the caller: there a GPU leaves word of a payload that cannot
-                be decoded, so that the call need not wait for it.
+            mark: from `self.mark`. A GPU sets it when it meets a malformed payload, so the call
+                need not wait for the GPU.
 
         Raises:
-            CodecError: a payload that cannot be decoded; with a mark, the mark says so.
-            ConfigError: an unknown form, or one that had to be compiled first and could not be.
+            CodecError: a malformed payload; with a mark, the mark raises it.
+            ConfigError: the form is unknown, or could not be compiled.
         """
         check_form(form)
         assert rows.dtype == ROW, rows.dtype
@@ -119,7 +120,7 @@ class Kernels:
             self._backend.run(form, rows, call)
 
     def ready(self, forms: Sequence[str]) -> None:
-        """Compile what is missing of these forms, on target c. Raises `jit.CompileError`."""
+        """Compile those of these forms that target c lacks. Raises `jit.CompileError`."""
         ready = getattr(self._backend, "ready", None)
         if ready is not None:
             ready(forms)
@@ -132,9 +133,10 @@ class Kernels:
         return self.layout.workspace_nbytes(numels, threads)
 
     def mark(self, device: torch.device | None = None) -> gpu.Mark | None:
-        """Where a GPU leaves word of payloads that `run` could not decode: the caller's own memory.
+        """A flag of the caller's own that a GPU sets when `run` meets a malformed payload.
 
-        None where `run` says so at once, or no payload can be bad. Without `device` on the current.
+        None if `run` raises the error itself, or if no payload can be malformed. `device` defaults
+        to the current one.
         """
         mark = getattr(self._backend, "mark", None)
         return None if mark is None else mark(device)
@@ -146,17 +148,17 @@ def kernels(
     target: str = "auto",
     forms: Sequence[str] = ("encode",),
 ) -> Kernels:
-    """The codec's kernels, made once a process.
+    """The codec's kernels, made once per process.
 
     Args:
-        dtype: of the values: float32, float16 or bfloat16; any that its `op` has for `Exact`.
-        target: "c", "eager", "triton" (on a GPU), or "auto": c, or with one warning that says
-            why, eager.
-        forms: compiled now, side by side, where target c has them neither prebuilt nor in the
-            cache; others when they are first run.
+        dtype: of the values: float32, float16 or bfloat16; for `Exact`, any that its `op` supports.
+        target: "c", "eager", "triton" (on a GPU), or "auto": c, or eager with one warning that
+            says why c is not available.
+        forms: compiled now, in parallel, if target c has them neither prebuilt nor in the cache;
+            others are compiled when they are first run.
 
     Raises:
-        ConfigError: unknown target, dtype or form, an ill-formed codec, target "c" without a
+        ConfigError: an unknown target, dtype or form, an ill-formed codec, target "c" without a
             compiler, or target "triton" without Triton or a GPU.
     """
     if target not in TARGETS:
@@ -187,7 +189,7 @@ def _backend(codec: Codec, dtype: torch.dtype, target: str) -> Backend:
 
 @lru_cache(maxsize=512)
 def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | None:
-    """Why there is no c target here, or None."""
+    """Why target c is not available here, or None if it is."""
     try:
         _made(codec, dtype, "c").ready(forms)
     except jit.CompileError as error:
@@ -196,19 +198,19 @@ def _missing(codec: Codec, dtype: torch.dtype, forms: tuple[str, ...]) -> str | 
 
 
 def check_form(form: str) -> None:
-    """Raise ConfigError for what is none."""
+    """Raise `ConfigError` for an unknown form."""
     if form not in FORMS:
         raise ConfigError(f"unknown form {form!r}: use one of {', '.join(FORMS)}")
 
 
 @contextlib.contextmanager
 def compiler_needed() -> Iterator[None]:
-    """Within it a `jit.CompileError` becomes a `ConfigError`."""
+    """A context that turns `jit.CompileError` into `ConfigError`."""
     try:
         yield
     except jit.CompileError as error:
         raise ConfigError(
-            f"target 'c': {error}; use target 'eager', or mend the compiler"
+            f"target 'c': {error}; use target 'eager', or install a C compiler"
         ) from error
 
 
@@ -224,7 +226,8 @@ def _announce(reason: str) -> None:
 def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto") -> torch.Tensor:
     """The payload of a tensor of any shape, as uint8[nbytes] on its device.
 
-    Target auto is triton for tensors on a GPU. `ConfigError` if the target is not for the device.
+    Target "auto" is triton for tensors on a GPU. Raises `ConfigError` if the target does not run on
+    the device.
     """
     values = tensor.detach().contiguous()
     k = _for_device(codec, values.dtype, values.device, target, "encode")
@@ -241,8 +244,8 @@ def decode(
     key: int = 0,
     target: str = "auto",
 ) -> torch.Tensor:
-    """The values of a payload, as dtype[numel] on its device. `CodecError` if its size cannot be
-    right."""
+    """The values of a payload, as dtype[numel] on its device. Raises `CodecError` if its size is
+    wrong."""
     k = _for_device(codec, dtype, payload.device, target, "decode")
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
@@ -258,7 +261,7 @@ def decode(
 def _for_device(
     codec: Codec, dtype: torch.dtype, device: torch.device, target: str, form: str
 ) -> Kernels:
-    """The kernels that can work on a tensor of this device. `ConfigError` if there are none."""
+    """The kernels for tensors on this device. Raises `ConfigError` if there are none."""
     if target == "auto" and device.type == "cuda":
         target = "triton"
     k = kernels(codec, dtype, target, [form])

@@ -1,22 +1,22 @@
 """The wire layout of a payload.
 
-A payload holds the codec's fields one after the other, each padded to a byte, little-endian:
+A payload holds the codec's fields in order, each padded to a byte, little-endian:
     tensor scope   one number
-    block scope    one number a block, in order of blocks; uint1 to uint8 take a byte each
-    element scope  block after block; fp32, fp16, bf16 and raw numbers as they are, codes in planes
+    block scope    one number per block; uint1 to uint8 take one byte each
+    element scope  block after block; fp32, fp16, bf16 and raw numbers unpacked, codes in planes
     matrix scope   row after row
-    a selection    how many of a block are selected, two bytes a block
+    a selection    the number of selected elements per block, two bytes each
 
-Then what has a length that depends on data, in the same order, each part beginning where the one
-before it ends, so that a payload in use is a prefix of its greatest size:
-    a selection      the entries' positions in their blocks, as codes of just enough bits
-    selection scope  a value an entry; positions and codes in runs of 128 entries
-    kept codes       as of element scope, for the blocks whose flag is set
+The parts whose length depends on data follow, in the same order and without gaps, so the used part
+of a payload is a prefix of its greatest size:
+    a selection      the entries' positions in their blocks, as codes of the fewest bits
+    selection scope  one value per entry; positions and codes in runs of 128 entries
+    kept codes       as in element scope, for the blocks whose flag is set
 
-Planes: a code of `bits` bits is cut from its lowest bit up into planes of 8, 4, 2 and 1 bits. In a
-plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values j, j + L,
-j + 2L, ... from its lowest bits up; a trit does so with the base 3, and five in a byte. A row
-without values has an empty payload. docs/wire-format.md says the same for readers of the format.
+Planes: a code of `bits` bits is cut, from its lowest bit up, into planes of 8, 4, 2 and 1 bits. In
+a plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values j, j + L, j
++ 2L, ... from its lowest bits up. Trits do so in base 3, five per byte. A row without values has an
+empty payload. docs/wire-format.md describes the format for users.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from gradwire.lang.exact import Exact
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 
-if TYPE_CHECKING:  # sources are generated where there is neither
+if TYPE_CHECKING:  # sources are also generated without numpy and torch
     import numpy as np
     import torch
 
 N = TypeVar("N", int, "np.ndarray")
 
-# by the names that torch prints; the language's own names stand for themselves
+# torch's printed name -> the language's name
 NATIVE = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
 def native_name(dtype: torch.dtype | str) -> str:
-    """The language's name of a dtype of values, torch's or that name; `ConfigError` if none."""
+    """The language's name of a torch.dtype or of that name. `ConfigError` for other dtypes."""
     name = NATIVE.get(str(dtype), str(dtype))
     if name not in NATIVE.values():
         raise ConfigError(f"values of {dtype} cannot be encoded: use one of {', '.join(NATIVE)}")
     return name
 
 
-RUN = 128  # entries of a selection that are packed together
-COUNT_NBYTES = 2  # of how many elements of a block are selected
-RAW = "raw"  # and a number of bits: what the language has no arithmetic for
+RUN = 128  # entries that are packed together
+COUNT_NBYTES = 2  # per block, of the number of selected elements
+RAW = "raw"  # prefix of a number of bits: a dtype without arithmetic in the language
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
-    """(width, position of its lowest bit in the code) of every plane, in wire order."""
+    """(width, position in the code of its lowest bit) of every plane, in wire order."""
     cut, at = [], 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -87,14 +87,14 @@ class Layout:
     """How a codec's payload lies in memory.
 
     Attributes:
-        fields: as `concat` got them.
+        fields: as given to `concat`.
         block: values per block.
-        partials: floats a block needs in the workspace (tensor reductions), 0 for most codecs.
-        samples: one of how many values is sorted (the least of all), 0 where none is.
-        staged: numbers that a staged entry needs in the workspace, 0 without a selection.
-        data_dependent: whether payloads of as many values can differ in length: not where a
-            selection always has as many entries as it has room for.
-        expects: as of `Codec.expected_entries`.
+        partials: floats per block in the workspace (for tensor reductions), 0 for most codecs.
+        samples: one of this many values is sampled for sorting (the least of all), 0 without sort.
+        staged: numbers per staged entry in the workspace, 0 without a selection.
+        data_dependent: whether the length of a payload depends on data; it does not if a selection
+            is always full.
+        expected_entries: `Codec.expected_entries`.
     """
 
     fields: tuple[Field, ...]
@@ -103,19 +103,17 @@ class Layout:
     samples: int
     staged: int
     data_dependent: bool
-    expects: Callable[[int], float | None] = field(
-        compare=False
-    )  # bytes lie alike whatever it says
+    expected_entries: Callable[[int], float | None] = field(compare=False)  # not part of the layout
 
     @property
     def splittable(self) -> bool:
-        """Whether a row may be cut at any block boundary without changing what is encoded."""
+        """Whether cutting a row at a block boundary leaves the encoded blocks unchanged."""
         local = all(f.scope in (Scope.BLOCK, Scope.ELEMENT) for f in self.fields)
         return local and self.partials == 0 and not self.variable
 
     @property
     def variable(self) -> bool:
-        """Whether a payload has counts, and parts whose length follows from them."""
+        """Whether a payload has counts or flags, and parts whose length follows from them."""
         return any(f.capacity is not None or f.flag is not None for f in self.fields)
 
     @property
@@ -124,11 +122,11 @@ class Layout:
         return f"uint{max(1, (self.block - 1).bit_length())}"
 
     def blocks(self, numel: int) -> int:
-        """Blocks of a row, the last one possibly shorter."""
+        """The number of blocks of a row; the last may be shorter."""
         return -(-numel // self.block)
 
     def offsets(self, numel: int) -> list[int]:
-        """Byte offset of every field's part of known length, then the end of these."""
+        """The byte offset of every field's part of known length, then the end of these parts."""
         offsets = [0]
         for f in self.fields:
             offsets.append(offsets[-1] + (self._known_nbytes(f, numel) if numel else 0))
@@ -149,12 +147,12 @@ class Layout:
         return run_nbytes(f.dtype, numel, self.block)
 
     def capacity(self, numel: int) -> int:
-        """Entries at most: of the selection, or values of blocks whose codes may be kept."""
+        """The most entries: of the selection, or values of blocks whose codes may be kept."""
         sizes = [f.capacity.of(numel) for f in self.fields if f.capacity is not None]
         return sizes[0] if sizes else numel
 
     def tails(self, numel: int, entries: int) -> list[tuple[int, int]]:
-        """(first byte, number of bytes) of every field's part of a length that depends on data.
+        """(first byte, number of bytes) of every field's part whose length depends on data.
 
         `entries`: selected elements, or values of kept blocks.
         """
@@ -173,15 +171,15 @@ class Layout:
         return run_nbytes(f.dtype, entries) if f.scope is Scope.SELECTION else 0
 
     def nbytes(self, numel: int) -> int:
-        """Size of the payload of `numel` values: exact, or the greatest that it can have."""
+        """Size of the payload of `numel` values; the greatest, if it depends on data."""
         if not self.variable:
             return self.offsets(numel)[-1]
         return sum(self.tails(numel, self.capacity(numel))[-1])
 
     def used_nbytes(self, known: N, entries: N) -> N:
-        """How much of a payload is in use, in bytes: of one row, or, as int64 arrays, of many.
+        """The used bytes of a payload: of one row, or of many rows as int64 arrays.
 
-        `known`: bytes of its parts of known length; `entries`: as of `tails`.
+        `known`: bytes of its parts of known length; `entries`: as in `tails`.
         """
         used = known
         for f in self.fields:
@@ -189,8 +187,8 @@ class Layout:
         return used
 
     def expected_nbytes(self, numel: int) -> int:
-        """How much of a payload of `numel` values is in use on average, as its codec expects."""
-        expected = self.expects(numel) if self.data_dependent else None
+        """The average number of used bytes of a payload of `numel` values."""
+        expected = self.expected_entries(numel) if self.data_dependent else None
         if expected is None:
             return self.nbytes(numel)
         entries = min(max(round(expected), 0), self.capacity(numel))
@@ -199,7 +197,7 @@ class Layout:
     def workspace_nbytes(self, numels: np.ndarray, threads: int = 1) -> int:
         """Bytes of scratch memory that a call over rows of these sizes needs.
 
-        Partial results and samples of all rows; for every thread what the largest row stages.
+        It holds partial results and samples of all rows, and the staged entries of each thread.
         """
         sizes = [int(n) for n in numels]
         floats = sum(self.blocks(n) + 1 for n in sizes) * self.partials
@@ -210,7 +208,7 @@ class Layout:
         return 4 * floats
 
     def staging(self, numel: int) -> int:
-        """Entries that a thread stages before it must drop those it can."""
+        """Entries that a thread stages before it must drop those below the threshold."""
         return 2 * self.capacity(numel) + self.block + RUN
 
 
@@ -233,17 +231,17 @@ def _layout(codec: Codec, native: str) -> Layout:
         partials=max(len(passes.tensor_reductions(p)) for p in programs),
         samples=min((n.attr.every for n in nodes if isinstance(n.attr, ir.Rank)), default=0),
         staged=max(passes.staged_numbers(p) for p in programs),
-        data_dependent=any(n.op == "keep" or _may_lack(n) for n in nodes),
-        expects=codec.expected_entries,
+        data_dependent=any(n.op == "keep" or _may_be_partial(n) for n in nodes),
+        expected_entries=codec.expected_entries,
     )
 
 
 @lru_cache(maxsize=64)
 def _exact(itemsize: int) -> Layout:
     value = Field("value", f"{RAW}{8 * itemsize}", Scope.ELEMENT)
-    return Layout((value,), forms.PACKING_BLOCK, 0, 0, 0, False, lambda numel: None)
+    return Layout((value,), forms.DEFAULT_BLOCK, 0, 0, 0, False, lambda numel: None)
 
 
-def _may_lack(n: ir.Node) -> bool:
-    """Whether it selects under a condition, so perhaps fewer elements than there is room for."""
+def _may_be_partial(n: ir.Node) -> bool:
+    """Whether a node is a conditional selection, which may not fill its capacity."""
     return n.op == "select" and any(arg.dtype == "bool" for arg in n.args)

@@ -1,6 +1,6 @@
-"""Operators on matrices that are made of a row; shapes.py checks what fits what.
+"""Operators on matrices that are made of a row; shapes.py checks their shapes.
 
-A codec's file imports them from ops.py. They call the BLAS of torch, and are not fused.
+Codecs import them from ops.py. They call torch's BLAS and are not fused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gradwire.lang.trace import Value, active, as_number, lift, numbers_of_eleme
 
 
 def matrix(value: Value, columns: int) -> Value:
-    """The elements as a matrix of `columns` columns, its last row filled up with zeros."""
+    """The elements as a matrix of `columns` columns; its last row is padded with zeros."""
     location = here()
     if type(columns) is not int or columns < 1:
         raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
@@ -22,7 +22,7 @@ def matrix(value: Value, columns: int) -> Value:
 def decomp(value: Value, rank: int) -> tuple[Value, Value]:
     """P and Q of `rank` columns with P Q^T close to a matrix: one step of subspace iteration.
 
-    Of matrix(x, columns), P is ceil(n / columns) x rank and Q columns x rank, of a row of n values.
+    For matrix(x, columns) of n values, P is ceil(n / columns) x rank and Q is columns x rank.
     """
     location = here()
     active().uses("decomp")
@@ -41,7 +41,7 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
 
 
 def matmul(a: Value, b: Value) -> Value:
-    """A times B transposed, both matrices, and of as many columns: r x k and c x k give r x c."""
+    """A times B transposed: matrices r x k and c x k give r x c."""
     location = here()
     active().uses("matmul")
     left, right = (as_number(shapes.matrix(lift(v).node, "matmul", location)) for v in (a, b))
@@ -50,7 +50,7 @@ def matmul(a: Value, b: Value) -> Value:
 
 
 def elements(value: Value) -> Value:
-    """The elements of a matrix that is shaped as matrix(x, columns) was."""
+    """The elements of a matrix that has the shape of matrix(x, columns)."""
     location = here()
     node = as_number(shapes.matrix(lift(value).node, "elements", location))
     shapes.flat(node, location)

@@ -1,4 +1,4 @@
-"""Target c: a codec's forms as machine code in a shared library, called through ctypes."""
+"""Target c: a codec's forms in a shared library, called through ctypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.lang.emit import c, c_stack
 from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import layout, native_name
 
-if TYPE_CHECKING:  # sources are generated where there is neither
+if TYPE_CHECKING:  # sources are also generated without numpy and torch
     import numpy as np
     import torch
 
@@ -31,7 +31,7 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str]
     """The C source of the codec's kernels, without the prelude that all kernels share.
 
     Args:
-        names: of the forms wanted.
+        names: of the forms to generate.
     """
     native = native_name(dtype)
     programs = forms.derive(codec, native).programs
@@ -39,9 +39,9 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str]
 
 
 def runner() -> Callable[[int, int], int]:
-    """What runs so many calls of a table of entries; emit/series.c says what it returns.
+    """The function run_series(entries, count); emit/series.c describes its return value.
 
-    Every library of prebuilt kernels has it. Raises `jit.CompileError` without one, as for kernels.
+    Libraries of prebuilt kernels contain it; otherwise it is compiled. Raises `jit.CompileError`.
     """
     functions, _ = prebuilt.functions(c.series(), [RUNNER])
     function = functions[RUNNER]
@@ -50,17 +50,17 @@ def runner() -> Callable[[int, int], int]:
     return function
 
 
-def undecodable(row: int, form: str, codec: Codec) -> CodecError:
-    """What to raise for a row of a call."""
-    return CodecError(f"row {row} of {form}: a payload that {codec!r} never makes")
+def malformed(row: int, form: str, codec: Codec) -> CodecError:
+    """The error for a malformed payload in a row of a call."""
+    return CodecError(f"row {row} of {form}: malformed payload for {codec!r}")
 
 
 class Library:
-    """A codec's forms as machine code: prebuilt, else compiled here, each when it is wanted.
+    """A codec's forms as machine code: prebuilt, or each compiled on first use.
 
     Attributes:
         prebuilt: whether they came with the wheel.
-        table: address of the codec's numbers.
+        table: address of the codec's table of numbers.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
@@ -72,14 +72,14 @@ class Library:
         numbers = forms.derive(codec, native_name(dtype)).table
         self._numbers = (ctypes.c_float * max(1, len(numbers)))(*numbers)
         self.table = ctypes.addressof(self._numbers)
-        found, self._said = prebuilt.find(text, FORMS)
+        found, self._why_compiled = prebuilt.find(text, FORMS)
         self.prebuilt = found is not None
         self._functions: prebuilt.Functions = {}
         for form, function in (found or {}).items():
             self._functions[form] = _typed(function)
 
     def ready(self, names: Sequence[str]) -> None:
-        """Compile what is missing of these forms, side by side. Raises `jit.CompileError`."""
+        """Compile those of these forms that are missing, in parallel. Raises `jit.CompileError`."""
         missing = [name for name in dict.fromkeys(names) if name not in self._functions]
         if not missing:
             return
@@ -88,11 +88,11 @@ class Library:
 
     def _compiled(self, form: str) -> ctypes._NamedFuncPointer:
         text = c.prelude() + source(self._codec, self._dtype, [form])
-        found = prebuilt.compiled(text, [form], self._said, jit.kernel_flags())
+        found = prebuilt.compiled(text, [form], self._why_compiled, jit.kernel_flags())
         return _typed(found[form])
 
     def address(self, form: str) -> int:
-        """Of the form's function, compiled now if it was not. Raises `jit.CompileError`."""
+        """The address of the form's function, compiled if needed. Raises `jit.CompileError`."""
         self.ready([form])
         address = ctypes.cast(self._functions[form], ctypes.c_void_p).value
         assert address is not None
@@ -113,7 +113,7 @@ class Library:
             call.threads, workspace, self.table,
         )  # fmt: skip
         if failed:
-            raise undecodable(failed - 1, form, self._codec)
+            raise malformed(failed - 1, form, self._codec)
 
 
 def _typed(function: ctypes._NamedFuncPointer) -> ctypes._NamedFuncPointer:

@@ -1,26 +1,27 @@
-"""The operators of the codec language: what a codec's file imports.
+"""The operators of the codec language, which codecs import.
 
 | operator | gives |
 | --- | --- |
 | map(f, x, ...) | f of every element |
-| reduce(min, x), reduce(max, x), reduce(sum, x) | one value a block, or one for the whole tensor |
-| count(x), count(condition) | how many values a block or the tensor holds, or where it holds |
-| random(), index() | uniform in [0, 1) for every element; its position |
+| reduce(min, x), reduce(max, x), reduce(sum, x) | one value per block or per tensor |
+| count(x), count(condition) | the number of values of a block or tensor, or of those that satisfy
+it |
+| random(), index() | for every element, uniform in [0, 1); its position |
 | filter(condition, capacity) | a selection: the elements where the condition holds |
 | topk(key, k, among=condition) | a selection: the elements of the k largest keys |
-| gather(x, selection), scatter(x, selection) | from elements to entries, and back |
+| gather(x, selection), scatter(x, selection) | elements to entries, and back |
 | sort(x, every=n)[k] | the k-th largest of all values, or of a sample |
 | rotate(x) | randomised Hadamard transform of every block (or of the whole tensor) |
 | decomp(m, rank), matmul(a, b) | low-rank factors of matrix(x, columns), and their product |
 | concat(name=value, ...) | the payload: its fields in wire order |
-| uint(bits, v), trit(v), int32(v) | v as it will be stored, as whole numbers |
-| bf16(v), fp16(v), fp32(v), native(v) | v as it will be stored |
+| uint(bits, v), trit(v), int32(v) | v converted to an integer that can be stored |
+| bf16(v), fp16(v), fp32(v), native(v) | v converted to a float that can be stored |
 | keep(codes, flag) | codes that are stored only for blocks whose flag is set |
-| table(numbers), lookup(table, code) | numbers that may change without compiling again |
+| table(numbers), lookup(table, code) | numbers that can change without recompiling |
 | where, clamp, floor, sqrt, inverse, isfinite, abs, share | arithmetic on symbols; a size |
 
-`decode` receives the fields by name, which is the operator that CompLL calls extract.
-`map`, `filter`, `reduce` and `abs` shadow Python's on purpose: in a codec's file they mean these.
+`decode` receives the fields by name; CompLL calls this operator extract. `map`, `filter`, `reduce`
+and `abs` shadow Python's functions on purpose.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def map(function: Callable[..., Any], *values: Value) -> Value:
 def reduce(function: object, value: Value) -> Value:
     """The minimum, maximum or sum (pass Python's `min`, `max` or `sum`).
 
-    Over `g.blocks(n)` it gives one value a block, else one for the tensor. min and max propagate
-    NaN and never give -0; sum adds in the fixed order that docs/wire-format.md states.
+    Over `g.blocks(n)` it gives one value per block, else one for the tensor. min and max propagate
+    NaN and never give -0; sum adds in the fixed order defined in docs/wire-format.md.
     """
     location = here()
     name = _REDUCTIONS.get(function)
@@ -116,15 +117,15 @@ def _reduce(kind: str, node: ir.Node, blocked: bool, location: str) -> Value:
         if blocked:
             return Value(node, blocked=True)
     if node.scope is not ir.Scope.BLOCK:
-        raise LanguageError(location, "reduce: there is one value only, nothing to reduce")
-    # a tensor's reduction runs over its blocks' reductions, so it splits over threads exactly
+        raise LanguageError(location, "reduce: takes elements or values of blocks, not one value")
+    # a tensor is reduced block by block, so the result does not depend on the number of threads
     kind = "sum" if kind == "count" else kind
     return Value(ir.node("reduce", (node,), kind, scope=ir.Scope.TENSOR, location=location))
 
 
 def count(value: Value) -> Value:
-    """How many values a block (the last may be shorter) or the tensor holds; of a condition, how
-    many times it holds."""
+    """The number of values in a block (the last may be shorter) or the tensor; for a condition, the
+    number of values that satisfy it."""
     location = here()
     active().uses("reduce")
     shapes.none(value.node, "count", location)
@@ -135,10 +136,10 @@ def count(value: Value) -> Value:
 
 
 def random(scope: str = "element", shared: str | None = None) -> Value:
-    """Uniform in [0, 1) in steps of 2^-24: one an element, or one a block (`scope="block"`).
+    """Uniform in [0, 1) in steps of 2^-24: one per element, or per block with `scope="block"`.
 
-    Every call draws anew. With `shared=NAME` all ranks draw the same numbers, in encode as in
-    decode, and whatever is encoded: the contributions to a sum and the sum.
+    Every call draws new numbers. With `shared=NAME`, all ranks draw the same numbers, in encode and
+    in decode, for the contributions to a sum and for the sum.
     """
     trace = active()
     if scope not in _SCOPES:
@@ -151,9 +152,9 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
 
 
 def index(of: str = "parameter") -> Value:
-    """The element's position in its parameter, modulo 2^32, or (`of="block"`) in its block.
+    """The element's position in its parameter, modulo 2^32, or in its block with `of="block"`.
 
-    Arithmetic is fp32, so beyond 2^24 only the latter is exact.
+    Arithmetic is fp32, so positions beyond 2^24 are not exact.
     """
     if of not in ("parameter", "block"):
         raise LanguageError(here(), f"index: of is 'parameter' or 'block', not {of!r}")
@@ -165,7 +166,7 @@ def index(of: str = "parameter") -> Value:
 
 
 def concat(**fields: Value) -> Payload:
-    """The payload: fields in wire order. A field that is a plain number is stored as fp32."""
+    """The payload: fields in wire order. A field without a stored dtype is stored as fp32."""
     location = here()
     active().uses("concat")
     if not fields:
@@ -186,9 +187,9 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
     location = here()
     value = lift(value)
     if value.node.dtype == "bool":
-        raise LanguageError(location, f"{dtype}: a condition is no number: use where(c, 1, 0)")
+        raise LanguageError(location, f"{dtype}: a condition is not a number: use where(c, 1, 0)")
     if value.node.dtype == "selection":
-        raise LanguageError(location, f"{dtype}: a selection is no number: gather(x, selection)")
+        raise LanguageError(location, f"{dtype}: a selection is not a number: gather(x, selection)")
     scope = max(value.node.scope, ir.Scope.TENSOR)
     node = as_number(value.node)
     cast = ir.node("cast", (node,), rounding, dtype=dtype, scope=scope, location=location)
@@ -205,12 +206,12 @@ def uint(bits: int, value: object) -> Value:
 
 
 def int32(value: object) -> Value:
-    """A whole number of 32 bits: rounded toward zero, clamped; NaN gives 0."""
+    """A 32-bit integer: rounded toward zero, clamped; NaN gives 0."""
     return _cast(value, "int32", "zero")
 
 
 def trit(value: object) -> Value:
-    """An integer of 0, 1 or 2, five in a byte: rounded toward zero, clamped; NaN gives 0."""
+    """0, 1 or 2, stored five per byte: rounded toward zero, clamped; NaN gives 0."""
     return _cast(value, "trit", "zero")
 
 
@@ -222,17 +223,17 @@ def bf16(value: object, toward: str = "nearest") -> Value:
 
 
 def fp16(value: object) -> Value:
-    """IEEE half precision, to nearest even; finite values saturate at 65504."""
+    """IEEE half precision, rounded to nearest even; finite values saturate at 65504."""
     return _cast(value, "fp16", "nearest")
 
 
 def fp32(value: object) -> Value:
-    """Single precision, as it is."""
+    """Single precision, unchanged."""
     return _cast(value, "fp32", "stored")
 
 
 def native(value: object) -> Value:
-    """The dtype of the values that the kernel was made for: fp32, fp16 or bf16."""
+    """The dtype of the kernel's values: fp32, fp16 or bf16."""
     return {"fp32": fp32, "fp16": fp16, "bf16": bf16}[active().native](value)
 
 
@@ -247,7 +248,7 @@ def clamp(value: object, low: object, high: object) -> Value:
 
 
 def floor(value: object) -> Value:
-    """The largest integer not above."""
+    """The largest integer that is not larger."""
     return apply("floor", value)
 
 
@@ -267,7 +268,7 @@ def isfinite(value: object) -> Value:
 
 
 def inverse(value: object) -> Value:
-    """1 / value where that is finite, else 0: a step of 0 then gives code 0, not NaN."""
+    """1 / value where that is finite, else 0, so that a step of 0 gives code 0, not NaN."""
     quotient = apply("div", 1.0, value)
     return where(isfinite(quotient), quotient, 0.0)
 
@@ -276,11 +277,11 @@ def inverse(value: object) -> Value:
 
 
 def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
-    """Randomised Hadamard transform; its signs are drawn alike by all ranks.
+    """Randomised Hadamard transform; all ranks draw the same signs.
 
     Args:
-        inverse: undo it.
-        full: over the whole tensor rather than every block. That is not fused: see docs.
+        inverse: apply the inverse.
+        full: over the whole tensor instead of each block; this is not fused.
     """
     location = here()
     active().uses("rotate")
@@ -296,9 +297,9 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
 
 
 def table(numbers: Sequence[float]) -> list[Value]:
-    """The codec's table: numbers that are passed to kernels, so that changing them costs nothing.
+    """The codec's table: numbers passed to kernels as arguments, so new ones need no compilation.
 
-    A codec has one table; encode and decode may both ask for it.
+    A codec has one table; encode and decode may both use it.
     """
     trace, location = active(), here()
     numbers = tuple(float(x) for x in numbers)
@@ -309,7 +310,7 @@ def table(numbers: Sequence[float]) -> list[Value]:
 
 
 def lookup(numbers: Sequence[Value], code: Value) -> Value:
-    """The number that each code stands for; codes beyond the table give its last number."""
+    """The table entry of each code; codes beyond the table give its last entry."""
     active().uses("map")
     return _lookup(list(numbers), 0, code)
 

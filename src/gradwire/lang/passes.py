@@ -1,15 +1,16 @@
-"""Lowering: from a program to sweeps over memory, made of steps over one block.
+"""Lowering: a program becomes sweeps over memory, made of steps over one block.
 
 Vocabulary
-    stage  how many block reductions stand below a node: loop s computes elements of stage s
+    stage  the number of block reductions that a node depends on in sequence: loop s computes the
+           elements of stage s
     (sweep, step, sink, entry: see gradwire.lang.sweeps)
 
 The passes, in the order of `lower`:
-    1. tensor_reductions   number the whole-tensor reductions: their place in the workspace
-    2. cut_sweeps          give every sweep its sinks: partial results, at last the stores
-    3. stages              place every node in a stage
+    1. tensor_reductions   number the whole-tensor reductions: their index in the workspace
+    2. cut_sweeps          assign sinks to sweeps: partial results, then the stores
+    3. stages              assign a stage to every node
     4. fill_loops          compute each element where it is first needed; keep the costly ones
-    5. order_steps         scalars, unpacking, folds and loops in an order that respects all this
+    5. order_steps         order scalars, unpacking, folds and loops by stage
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from gradwire.lang.sweeps import (
     operands,
 )
 
-MOST_LOOKED_UP = 64  # numbers of a table that is kept in registers, or nearly
-RECOMPUTE = 2  # an element this cheap is computed again rather than kept in an array
+MAX_LOOKUP = 64  # numbers of a table that stays in registers, or nearly
+RECOMPUTE = 2  # an element of this cost or less is recomputed instead of kept in an array
 _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
 
 
@@ -49,27 +50,27 @@ def lower(program: ir.Function) -> tuple[Sweep, ...]:
     entries = entry_steps(program)
     cut = cut_sweeps(program, reductions)
     sweeps = []
-    left: dict[Node, int] = {}  # a block's share of a tensor reduction, which an earlier sweep took
+    stored: dict[Node, int] = {}  # block results of earlier sweeps -> their tensor reduction
     for number, (sinks, partials) in enumerate(cut):
         ranks = [p for p in partials if isinstance(p.node.attr, ir.Rank)]
         plain = [p for p in partials if p not in ranks]
         sampled = [Sink("sample", p.node) for p in ranks if not is_local(p.node.args[0])]
         sweeps.append(
             Sweep(
-                order_steps(sinks + sampled, plain, left),
+                order_steps(sinks + sampled, plain, stored),
                 tuple((p.index, str(p.node.attr)) for p in plain),
                 tuple((p.index, p.node) for p in ranks),
                 entries if number == len(cut) - 1 else (),
                 clears=any(s.kind == "flag" for s in sinks),
             )
         )
-        # sums are added up where the shares lie
-        left |= {p.node.args[0]: p.index for p in plain if p.node.attr in ("min", "max")}
+        # not sums: completing them overwrites the block results
+        stored |= {p.node.args[0]: p.index for p in plain if p.node.attr in ("min", "max")}
     return tuple(sweeps)
 
 
 def entry_steps(program: ir.Function) -> tuple[Step, ...]:
-    """What is done with every entry of the selection that a program makes."""
+    """The steps for every entry of the selection that a program makes."""
     if not any(n.op == "select" for _, n in program.fields):
         return ()
     sinks = [
@@ -82,34 +83,34 @@ def entry_steps(program: ir.Function) -> tuple[Step, ...]:
 
 
 def is_local(element: Node) -> bool:
-    """Whether an element can be computed without the others of its block or a payload."""
+    """Whether an element does not depend on other elements of its block or on a payload."""
     local = ("const", "param", "load", "alu", "cast", "index")
     needed = _needed([element])
     return all((n.op in local or n.scope <= Scope.TENSOR) and not looked_up(n) for n in needed)
 
 
 def rank_nodes(reduction: Node) -> tuple[Scalars, tuple[Node, ...]]:
-    """Numbers of the row, and elements, that are computed for every value of a sample."""
+    """The scalars of the row, and the elements, to compute for every value of a sample."""
     needed = _needed([reduction.args[0]])
     elements = tuple(n for n in needed if n.scope is Scope.ELEMENT and n.op != "const")
     return _row_scalars([reduction.args[0]]), elements
 
 
 def _row_scalars(roots: Iterable[Node]) -> Scalars:
-    """Numbers of the row that are read below these nodes."""
+    """The scalars of the row that these nodes depend on."""
     needed = _needed(roots)
     return Scalars(tuple(n for n in needed if n.scope <= Scope.TENSOR and _is_computed(n)))
 
 
 def _entry_nodes(sinks: list[Sink]) -> tuple[Node, ...]:
-    """What is computed for an entry: nodes of its scope, and elements that are gathered by it."""
+    """The nodes computed per entry: those of selection scope, and gathered elements."""
     nodes: list[Node] = []
 
     def visit(n: Node) -> None:
         if n in nodes or n.scope not in (Scope.SELECTION, Scope.ELEMENT) or n.op == "const":
             return
         if n.op == "gather":
-            if n.args[1].op != "select":  # what this program selects has been staged
+            if n.args[1].op != "select":  # the program's own selection has been staged
                 visit(n.args[0])
         elif n.op != "field":
             for a in n.args:
@@ -126,33 +127,33 @@ def tensor_reductions(program: ir.Function) -> tuple[Node, ...]:
     return tuple(n for n in ir.walk(program.roots) if n.op == "reduce" and n.scope is Scope.TENSOR)
 
 
-def readings(program: ir.Function) -> int:
-    """How often values must be read: once more where the whole row decides what becomes of one."""
+def value_reads(program: ir.Function) -> int:
+    """How often values must be read: twice if the program reduces the whole tensor, else once."""
     return 1 + any(not isinstance(n.attr, ir.Rank) for n in tensor_reductions(program))
 
 
 def staged_numbers(program: ir.Function) -> int:
-    """Numbers that an entry takes in the workspace: its index, its key, what is gathered."""
+    """Numbers per entry in the workspace: its index, its key, and the gathered nodes."""
     nodes = list(ir.walk(program.roots))
     selects = any(n.op == "select" for n in nodes)
     return 2 + len(gathered(program)) if selects else 0
 
 
 def is_ranked(program: ir.Function) -> bool:
-    """Whether what a program selects are the largest of something."""
+    """Whether a program selects by the size of a key, not only by a condition."""
     selections = [n for _, n in program.fields if n.op == "select"]
     return any(a.dtype != "bool" for n in selections for a in n.args)
 
 
 def gathered(program: ir.Function) -> tuple[Node, ...]:
-    """What is gathered at the selection that a program makes, in order."""
+    """The nodes that gather at the program's own selection, in order."""
     return tuple(n for n in ir.walk(program.roots) if n.op == "gather" and n.args[1].op == "select")
 
 
 def cut_sweeps(
     program: ir.Function, reductions: tuple[Node, ...]
 ) -> list[tuple[list[Sink], list[Partial]]]:
-    """What each sweep must produce: a sweep for every depth of tensor reductions, then the last."""
+    """The outputs of each sweep: one sweep per depth of tensor reductions, then the last."""
     depth: dict[Node, int] = {}
     for n in ir.walk(program.roots):
         depth[n] = max((depth[a] for a in n.args), default=0) + (n in reductions)
@@ -162,7 +163,7 @@ def cut_sweeps(
         for level in range(1, last + 1)
     ]
     fields = dict(program.fields)
-    # kept codes lie where the flags of all blocks before say, so flags come a sweep earlier
+    # offsets of kept codes depend on the flags of all earlier blocks: flags need an earlier sweep
     flags = {n.args[1] for n in fields.values() if n.op == "keep"}
     early = [Sink("flag", n, name) for name, n in fields.items() if n in flags]
     if early:
@@ -180,7 +181,7 @@ def cut_sweeps(
 
 
 def stages(nodes: Iterable[Node], ready: Container[Node] = ()) -> dict[Node, int]:
-    """The stage of every node, given operands first; tensor reductions are ready from the start."""
+    """The stage of every node; operands come first, and tensor reductions have stage 0."""
     stage: dict[Node, int] = {}
     for n in nodes:
         if n in ready or (n.op == "reduce" and n.scope is Scope.TENSOR):
@@ -189,7 +190,7 @@ def stages(nodes: Iterable[Node], ready: Container[Node] = ()) -> dict[Node, int
             stage[n] = stage[n.args[0]] + 1
         elif n.op == "select":
             stage[n] = max(stage[a] for a in n.args) + 1
-        elif found := looked_up(n):  # codes that a loop makes are looked up after it
+        elif found := looked_up(n):  # codes that a loop computes are looked up after it
             stage[n] = stage[found.code] + (not is_packed(found.code))
         else:
             stage[n] = max((stage[a] for a in n.args), default=0)
@@ -197,27 +198,27 @@ def stages(nodes: Iterable[Node], ready: Container[Node] = ()) -> dict[Node, int
 
 
 def order_steps(
-    sinks: list[Sink], partials: list[Partial], left: Mapping[Node, int] | None = None
+    sinks: list[Sink], partials: list[Partial], stored: Mapping[Node, int] | None = None
 ) -> tuple[Step, ...]:
-    """A block's steps: for every stage its scalars, unpacking, transforms, folds, its loop.
+    """The steps of a block: for every stage its scalars, unpacking, transforms, folds and loop.
 
-    `left`: numbers of blocks that earlier sweeps left, and of which tensor reduction.
+    `stored`: block results of earlier sweeps -> the index of their tensor reduction.
     """
-    left = left or {}
+    stored = stored or {}
     visits = [s for s in sinks if s.selection is not None]
     staged = [s for s in sinks if s.kind == "stage"]
     roots = [n for s in sinks for n in (*s.reads, s.node) if s.kind != "sample" or n is not s.node]
-    needed = _needed(roots + [p.node.args[0] for p in partials], left)
-    stage = stages(needed, left)
+    needed = _needed(roots + [p.node.args[0] for p in partials], stored)
+    stage = stages(needed, stored)
     for n in needed:
-        if n.op == "select":  # staging waits for all that is gathered
+        if n.op == "select":  # staging comes after all gathered nodes
             stage[n] = max(stage[a] for a in (*n.args, *(s.element for s in staged))) + 1
     last = max((stage[n] for n in needed), default=0)
 
-    # a store overwrites what loads read, so it waits for the last loop
+    # stores overwrite what loads read, so they are in the last loop
     at: dict[int, list[Sink]] = {s: [] for s in range(last + 1)}
     for n in needed:
-        if n.op == "reduce" and n.scope is Scope.BLOCK and n not in left:
+        if n.op == "reduce" and n.scope is Scope.BLOCK and n not in stored:
             at[stage[n] - 1].append(Sink("reduce", n))
         elif n.op == "rotate":
             at[stage[n] - 1].append(Sink("rotate", n))
@@ -247,8 +248,8 @@ def order_steps(
         wanted.append(at[s])
     loops = fill_loops(wanted)
 
-    steps: list[Step] = [Recall(left[n], n) for n in needed if n in left]
-    done: set[Node] = set(left)
+    steps: list[Step] = [Recall(stored[n], n) for n in needed if n in stored]
+    done: set[Node] = set(stored)
     for (s, special), loop in zip(order, loops, strict=True):
         ready = [n for n in needed if stage[n] <= s and n not in done]
         done.update(ready)
@@ -278,37 +279,37 @@ def order_steps(
 
 
 def _fold_body(fold: Node) -> tuple[Step, ...]:
-    """What is done with the payload of one peer."""
+    """The steps for the payload of one peer."""
     selection = fold.args[2] if len(fold.args) > 2 else None
     return order_steps([Sink("accumulate", fold.args[1], fold=fold, selection=selection)], [])
 
 
 def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
-    """The loops that serve these sinks, each element computed where it is first needed."""
+    """The loops for these sinks; each element is computed in the first loop that needs it."""
     computed: list[list[Node]] = []
-    home: dict[Node, int] = {}
+    loop_of: dict[Node, int] = {}
     for number, sinks in enumerate(wanted):
         nodes: list[Node] = []
-        for n in _needed_here(sinks, home):
+        for n in _needed_in_loop(sinks, loop_of):
             nodes.append(n)
-            if all(sink.kind != "stage" for sink in sinks):  # it does not run for every element
-                home.setdefault(n, number)
+            if all(sink.kind != "stage" for sink in sinks):  # staging skips elements
+                loop_of.setdefault(n, number)
         for n in operands(nodes, sinks):
-            if n in home and n not in nodes and Sink("keep", n) not in wanted[home[n]]:
-                wanted[home[n]].append(Sink("keep", n))
+            if n in loop_of and n not in nodes and Sink("keep", n) not in wanted[loop_of[n]]:
+                wanted[loop_of[n]].append(Sink("keep", n))
         computed.append(nodes)
     return [Loop(tuple(nodes), tuple(sinks)) for nodes, sinks in zip(computed, wanted, strict=True)]
 
 
-def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
-    """The elements to compute in a loop: below its sinks, but for what lies in an array."""
+def _needed_in_loop(sinks: list[Sink], loop_of: dict[Node, int]) -> list[Node]:
+    """The elements to compute in a loop: those its sinks depend on, unless they are in arrays."""
     nodes: list[Node] = []
     seen: set[Node] = set()
 
     def visit(n: Node) -> None:
         if n.scope is not Scope.ELEMENT or n.op == "const" or n in seen or in_array(n):
             return
-        if n in home and cost(n) > RECOMPUTE:
+        if n in loop_of and cost(n) > RECOMPUTE:
             return
         seen.add(n)
         for a in n.args:
@@ -322,40 +323,40 @@ def _needed_here(sinks: list[Sink], home: dict[Node, int]) -> list[Node]:
 
 
 def in_array(n: Node) -> bool:
-    """Whether the element lies in an array before any loop asks for it."""
+    """Whether a step other than a loop stores the element in an array."""
     return n.op in ("fold", "rotate") or is_packed(n) or looked_up(n) is not None
 
 
 def is_packed(n: Node) -> bool:
-    """Whether it is a field of codes that lie in planes."""
+    """Whether it is a field of codes, packed in planes."""
     return n.op == "field" and n.scope is Scope.ELEMENT and n.dtype in ir.CODES
 
 
 @lru_cache(maxsize=4096)
 def looked_up(n: Node) -> LookUp | None:
-    """The lookup that choices among numbers of the call, by comparing a code, amount to."""
-    if n.scope is not Scope.ELEMENT or not _is_below(n):
+    """The table lookup equivalent to `where`s that compare a code with constants, or None."""
+    if n.scope is not Scope.ELEMENT or not _is_where_below(n):
         return None
     compared = n.args[0].args[0]
     if compared.op != "cast" or not compared.args[0].dtype.startswith("uint"):
         return None
     code, numbers = compared.args[0], _numbers(n, compared, 0)
     size = 2 ** ir.BITS[code.dtype]
-    if not 3 <= len(numbers) <= size <= MOST_LOOKED_UP:
+    if not 3 <= len(numbers) <= size <= MAX_LOOKUP:
         return None
     return LookUp(n, code, numbers + numbers[-1:] * (size - len(numbers)))
 
 
-def _is_below(n: Node) -> bool:
-    """Whether it chooses by whether an element is below a constant."""
+def _is_where_below(n: Node) -> bool:
+    """Whether it is where(x < constant, a, b)."""
     return n.attr == "where" and n.args[0].attr == "lt" and n.args[0].args[1].op == "const"
 
 
 def _numbers(n: Node, compared: Node, first: int) -> tuple[Node, ...]:
-    """What is chosen for `compared` = first, first + 1, ...; nothing if it is no such choice."""
+    """The results for `compared` = first, first + 1, ...; () if `n` is not such a lookup."""
     if n.op in ("const", "param"):
         return (n,)
-    if not _is_below(n) or n.args[0].args[0] is not compared:
+    if not _is_where_below(n) or n.args[0].args[0] is not compared:
         return ()
     below = _numbers(n.args[1], compared, first)
     middle = first + len(below)
@@ -364,7 +365,7 @@ def _numbers(n: Node, compared: Node, first: int) -> tuple[Node, ...]:
 
 
 def cost(n: Node) -> int:
-    """Rough cost of computing an element from memory and scalars again."""
+    """The approximate cost of recomputing an element from memory and scalars."""
     if n.scope is not Scope.ELEMENT or in_array(n):
         return 0
     own = _COST.get(str(n.attr), _COST.get(n.op, 0))
@@ -372,7 +373,7 @@ def cost(n: Node) -> int:
 
 
 def known_range(n: Node) -> tuple[float, float] | None:
-    """The least and the greatest of the constants that choices and sums of them may give."""
+    """The range of an expression of constants, `where` and `add`; None for any other."""
     if n.op == "const" and isinstance(n.attr, float) and math.isfinite(n.attr):
         return n.attr, n.attr
     if n.op != "alu" or n.attr not in ("where", "add"):
@@ -386,12 +387,12 @@ def known_range(n: Node) -> tuple[float, float] | None:
 
 
 def _is_computed(n: Node) -> bool:
-    """Constants and arguments of the call are written where they are used."""
+    """Whether it is a computed value: constants and arguments of the call are inlined."""
     return n.op not in ("const", "param")
 
 
 def _needed(roots: Iterable[Node], ready: Container[Node] = ()) -> list[Node]:
-    """Every node a sweep computes, operands first; tensor reductions and fold bodies are closed."""
+    """Every node a sweep computes, operands first; stops at tensor reductions and fold bodies."""
     order: list[Node] = []
     seen: set[Node] = set()
 

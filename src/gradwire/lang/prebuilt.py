@@ -1,13 +1,12 @@
-"""Kernels that were built ahead of time and came with the wheel: how a running process finds them.
+"""Finds prebuilt kernels: those compiled ahead of time and shipped in the wheel.
 
-A library holds every prebuilt kernel for one level of instruction sets (see isa.py). The name of
-a kernel's entry points contains the digest of the C source that it was compiled from and of the
-flags, so asking for `symbol(digest, name)` is the whole lookup: a library that was built from
-another version's code has no such symbol, and the kernel is compiled on first use as if there were
-no library. GRADWIRE_KERNELS names another folder of libraries; it is for tests.
+A library contains every prebuilt kernel for one instruction set level (see isa.py). The symbol
+names of a kernel contain a digest of its C source and flags, so the lookup is only `symbol(digest,
+name)`: a library built from another version's code has no such symbol, and the kernel is compiled
+on first use. GRADWIRE_KERNELS sets another folder of libraries, for tests.
 
-The libraries do not say which OpenMP runtime they need: they take the one that torch has brought
-into the process, so that there is one only, and none needs to be installed.
+The libraries are not linked against an OpenMP runtime. They use the one that torch has loaded, so a
+process has only one, and none needs to be installed.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from gradwire.lang import isa, jit
 if TYPE_CHECKING:
     Functions = dict[str, ctypes._NamedFuncPointer]
 
-MANIFEST = "gradwire_kernels"  # symbol: text, a line a kernel
-RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them know the calls that gcc emits
+MANIFEST = "gradwire_kernels"  # symbol of a text with one line per kernel
+RUNTIMES = ("libgomp", "libiomp", "libomp")  # all of them provide the functions that gcc calls
 
 
 def folder() -> Path:
-    """Where libraries lie: beside this file, or where GRADWIRE_KERNELS says."""
+    """The folder of the libraries: next to this file, or GRADWIRE_KERNELS."""
     return Path(os.environ.get("GRADWIRE_KERNELS") or Path(__file__).parent / "libraries")
 
 
@@ -38,7 +37,7 @@ def file_name(level: str) -> str:
 
 
 def digest(text: str) -> str:
-    """What tells a kernel's whole C source, prelude included, from every other."""
+    """Identifies a kernel's C source, prelude included, and the compiler flags."""
     return jit.digest(text, " ".join(jit.FLAGS))
 
 
@@ -47,45 +46,46 @@ def symbol(digest: str, name: str) -> str:
 
 
 def functions(text: str, names: Sequence[str]) -> tuple[Functions, bool]:
-    """The named functions of a C source, and whether they came prebuilt; else compiled here.
+    """The named functions of a C source, and whether they are prebuilt; else compiles them.
 
-    Raises `jit.CompileError` if they did not and cannot be, `ConfigError` for a GRADWIRE_ISA that
-    this CPU does not run.
+    Raises `jit.CompileError` if they cannot be compiled, `ConfigError` for a GRADWIRE_ISA that this
+    CPU does not support.
     """
-    found, said = find(text, names)
-    return (compiled(text, names, said), False) if found is None else (found, True)
+    found, reason = find(text, names)
+    return (compiled(text, names, reason), False) if found is None else (found, True)
 
 
 def find(text: str, names: Sequence[str]) -> tuple[Functions | None, str]:
-    """The named functions of a C source if they came prebuilt, or None, and why not.
+    """The named functions of a C source if they are prebuilt, and the library's file; or None, and
+    the reason.
 
-    Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not run.
+    Raises `ConfigError` for a GRADWIRE_ISA that this CPU does not support.
     """
-    library, said = loaded()
+    library, file_or_reason = loaded()
     if library is None:
-        return None, said
+        return None, file_or_reason
     name = digest(text)
     try:
-        return {one: library[symbol(name, one)] for one in names}, said
+        return {one: library[symbol(name, one)] for one in names}, file_or_reason
     except AttributeError:
         return None, "this codec, options and dtype are not among them"
 
 
-def compiled(text: str, names: Sequence[str], said: str, more: tuple[str, ...] = ()) -> Functions:
-    """The named functions of a C source, compiled here with `more` flags; `said` is why there are
-    no others.
+def compiled(text: str, names: Sequence[str], reason: str, more: tuple[str, ...] = ()) -> Functions:
+    """The named functions of a C source, compiled with `more` flags; `reason` says why no prebuilt
+    ones are used.
 
     Raises `jit.CompileError`.
     """
     try:
         library = jit.load(text, more)
     except jit.CompileError as error:
-        raise jit.CompileError(f"{error}; prebuilt kernels: {said}") from error
+        raise jit.CompileError(f"{error}; prebuilt kernels: {reason}") from error
     return {one: library[one] for one in names}
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str]:
-    """The library for this CPU, and its file; or None, and why there is none."""
+    """The library for this CPU and its file; or None and the reason."""
     return _loaded(str(folder()), isa.allowed())
 
 
@@ -114,7 +114,7 @@ def listing() -> list[str]:
 
 
 def _share_openmp() -> None:
-    """Let libraries see the OpenMP runtime of this process, or else the system's.
+    """Make the OpenMP runtime of this process, or else the system's, visible to the libraries.
 
     Raises `OSError` if there is neither.
     """

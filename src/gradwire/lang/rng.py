@@ -1,14 +1,14 @@
 """Counter-based random numbers: a hash of (key, index, stream), the same on every target.
 
 Vocabulary
-    parameter key  64 bits from (user seed, parameter name, rank); made once. Shared keys are made
-                   with rank -1: all ranks have them
-    step key       64 bits from (parameter key, step, phase); what a kernel's row carries
-    stream         which `random()` call of a codec; each has two 32-bit words from the step key
+    parameter key  64 bits from (user seed, parameter name, rank), computed once. Shared keys use
+                   rank -1, so they are the same on all ranks
+    step key       64 bits from (parameter key, step, phase), stored in a kernel's row
+    stream         identifies a `random()` call of a codec; has two 32-bit words from the step key
 
-A value costs three 32-bit multiplications, five shifts and exclusive-ors, and two additions. It has
-no state, so neither threads, nor targets, nor the way a parameter is cut can change it.
-Everything wraps modulo 2^32 or 2^64; torch computes it in int64, masked.
+A value costs three 32-bit multiplications, five shifts and exclusive-ors, and two additions. There
+is no state, so results do not depend on threads, targets or how a parameter is cut. All arithmetic
+wraps modulo 2^32 or 2^64; torch computes it in masked int64.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 
 MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: increments of it never repeat a mix64 input
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples never repeat modulo 2^64
 
 
 _MIX_SHIFTS = (30, 27, 31)
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-# The same as numpy's numbers, which take a while to make.
+# As numpy scalars, made once.
 _GOLDEN = np.uint64(GOLDEN)
 _SHIFTS = [np.uint64(n) for n in _MIX_SHIFTS]
 _FACTORS = [np.uint64(n) for n in _MIX_FACTORS]
 
 
 def mix64(x: int) -> int:
-    """A bijection of 64-bit integers in which every input bit moves every output bit."""
+    """A bijection of 64-bit integers in which every input bit affects every output bit."""
     x &= MASK64
     x = ((x ^ (x >> _MIX_SHIFTS[0])) * _MIX_FACTORS[0]) & MASK64
     x = ((x ^ (x >> _MIX_SHIFTS[1])) * _MIX_FACTORS[1]) & MASK64
@@ -48,7 +48,7 @@ def parameter_key(seed: int, name: str, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Keys:
-    """A parameter's keys on a rank: for what the rank draws alone, and what all draw alike."""
+    """A parameter's keys on a rank: for its own random numbers, and for those all ranks share."""
 
     own: int
     shared: int
@@ -60,7 +60,7 @@ def parameter_keys(seed: int, name: str, rank: int) -> Keys:
 
 
 def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int | np.ndarray) -> np.ndarray:
-    """A step's keys of many parameters: uint64[..., n] from uint64[..., n].
+    """The step keys of many parameters: uint64[..., n] from uint64[..., n].
 
     `step` is one number or int64[n]; `phase` separates uses within a step (the first encoding, the
     encoding after the reduction), one number or an array that broadcasts with the keys.
@@ -82,13 +82,13 @@ def _mix_in_place(x: np.ndarray) -> None:
 
 
 def stream_words(key: int, stream: int) -> tuple[int, int]:
-    """The two 32-bit words that a stream adds to its indices."""
+    """The two 32-bit words of a stream."""
     word = mix64(key + (stream + 1) * GOLDEN)
     return word & MASK32, word >> 32
 
 
 def uniform(key: int, stream: int, index: torch.Tensor) -> torch.Tensor:
-    """fp32 in [0, 1), in steps of 2^-24, of every index (int64, any shape)."""
+    """fp32 in [0, 1), in steps of 2^-24, for every index (int64, any shape)."""
     low, high = stream_words(key, stream)
     x = ((index + low) * 0x9E3779B1) & MASK32
     x = x ^ (x >> 16)

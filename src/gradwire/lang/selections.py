@@ -1,6 +1,6 @@
-"""Operators on selections: some elements of a row, and what is sent or done for them alone.
+"""Operators on selections: some elements of a row, and computations on these elements only.
 
-A codec's file imports them from ops.py.
+Codecs import them from ops.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def share(fraction: float, least: int = 1) -> ir.Size:
     known = isinstance(fraction, (int, float)) and type(least) is int
     if not known or not 0.0 <= fraction <= 1.0 or least < 0:
         raise LanguageError(
-            here(), f"share({fraction!r}, {least!r}): a fraction of 0 to 1, and a whole number"
+            here(), f"share({fraction!r}, {least!r}): takes a fraction of 0 to 1 and an integer"
         )
     return ir.Size(float(fraction), least)
 
@@ -27,7 +27,7 @@ def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
 
     Args:
         k: `share(density)`.
-        among: only elements where this condition holds.
+        among: select only elements that satisfy this condition.
     """
     location = here()
     active().uses("topk")
@@ -36,7 +36,7 @@ def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
 
 
 def filter(condition: Value, capacity: ir.Size) -> Value:
-    """The elements where `condition` holds: the first `capacity` of them."""
+    """The first `capacity` elements that satisfy `condition`."""
     location = here()
     active().uses("filter")
     return _select(_conditions(condition, location), capacity, location)
@@ -70,7 +70,7 @@ def _selection(value: Value, operator: str, location: str) -> ir.Node:
 
 
 def gather(value: Value, selection: Value) -> Value:
-    """`value` of every selected element: its entries."""
+    """The entries: `value` of every selected element."""
     location = here()
     active().uses("gather")
     chosen = _selection(selection, "gather", location)
@@ -82,7 +82,7 @@ def gather(value: Value, selection: Value) -> Value:
 
 
 def scatter(value: Value, selection: Value) -> Value:
-    """Elements: `value` where an element is selected, else 0. It ends a decode."""
+    """Elements: `value` where an element is selected, else 0. Must be the last step of decode."""
     location = here()
     active().uses("scatter")
     chosen = _selection(selection, "scatter", location)
@@ -93,9 +93,9 @@ def scatter(value: Value, selection: Value) -> Value:
 
 
 def keep(codes: Value, flag: Value) -> Value:
-    """Codes that are stored only for blocks where `flag`, itself a uint(1) field, is set.
+    """Codes that are stored only for blocks whose `flag`, a uint(1) field, is set.
 
-    The others decode as code 0.
+    The other blocks decode as code 0.
     """
     location = here()
     active().uses("filter")
@@ -110,7 +110,7 @@ def keep(codes: Value, flag: Value) -> Value:
 
 @dataclass(frozen=True)
 class Sorted:
-    """What `sort` returns: pick from it with [size]."""
+    """The result of `sort`; sorted[size] is one of its values."""
 
     node: ir.Node
     every: int
@@ -128,11 +128,11 @@ class Sorted:
 
 
 def sort(value: Value, every: int = 1) -> Sorted:
-    """All values of the tensor in descending order; only what is picked from them is computed.
+    """All values of the tensor in descending order; only the values read by [size] are computed.
 
     Args:
-        every: sort a sample instead, one value of every `every`, its place drawn at random. Sizes
-            are shares of the sample then.
+        every: sort a sample: one random value of every `every` consecutive values. Sizes are then
+            fractions of the sample.
     """
     location = here()
     active().uses("sort")

@@ -1,7 +1,8 @@
-"""The meaning of every operation, in torch: casts, arithmetic, reductions, planes.
+"""The definition of every operation in torch: casts, arithmetic, reductions, planes.
 
-Elements of blocks are [blocks, m], numbers of blocks [blocks, 1]. A target is right when it gives
-the same bits; NaN is only ever stored as one pattern, so that its sign and payload are no bits.
+Elements of blocks are [blocks, m], numbers of blocks [blocks, 1]. A target is correct if it gives
+the same bits. Stored NaNs are canonical, so the sign and payload of intermediate NaNs do not
+matter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
-    """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; writes one kind of NaN."""
+    """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; stores the canonical NaN."""
     if dtype == "fp32" and rounding != "stored":
         return x.to(torch.float32)
     if dtype in ir.TOP:
@@ -39,13 +40,13 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
     largest = LARGEST[dtype]
     x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
     if rounding != "nearest":
-        # toward zero drops the low bits; outward is one more in magnitude where any was set
+        # dropping the low bits rounds toward zero; rounding outward adds one if any was set
         bits = x.view(torch.int32)
         outward = (x < 0) if rounding == "down" else (x > 0)
         dropped = (bits & 0xFFFF) != 0
         bits = (bits & -0x10000) + (outward & dropped & torch.isfinite(x)).to(torch.int32) * 0x10000
         x = torch.where(torch.isnan(x), x, bits.view(torch.float32))
-    # the pattern is set by hand: torch's own conversions differ in it
+    # set the canonical NaN: torch's conversions give different bits
     narrow = x.to(TORCH[dtype])
     narrow.view(torch.int16).masked_fill_(torch.isnan(x), NAN[dtype])
     return narrow
@@ -69,7 +70,7 @@ ALU: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "abs": torch.abs,
     "floor": torch.floor,
-    # in fp64, since torch.sqrt of fp32 may be off by an ulp; rounding twice is harmless here
+    # in fp64, since torch.sqrt of fp32 may be off by 1 ulp; here, rounding twice is exact
     "sqrt": lambda x: x.double().sqrt().float(),
     "isfinite": torch.isfinite,
     "lt": torch.lt,
@@ -84,10 +85,10 @@ ALU: dict[str, Callable[..., Tensor]] = {
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """[blocks, m] -> [blocks, 1]: the upper half is added to the lower until one is left.
+    """[blocks, m] -> [blocks, 1]: adds the upper half to the lower half until one value is left.
 
-    The m values are followed by +0 up to a power of two. More of them would change nothing, since
-    the last addition of +0 turns -0 into +0.
+    The m values are padded with +0 to a power of two. More padding would not change the result,
+    since the last addition of +0 turns -0 into +0.
     """
     blocks, m = x.shape
     total = torch.zeros(blocks, 1 << (m - 1).bit_length())
@@ -98,7 +99,7 @@ def tree_sum(x: Tensor) -> Tensor:
     return total + 0.0
 
 
-# amin and amax propagate NaN; adding +0 turns -0 into +0, so order cannot be seen
+# amin and amax propagate NaN; adding +0 turns -0 into +0, so the result does not depend on order
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda x: x.amin(1, keepdim=True) + 0.0,
     "max": lambda x: x.amax(1, keepdim=True) + 0.0,

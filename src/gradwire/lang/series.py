@@ -1,8 +1,8 @@
-"""Series: kernel calls of several codecs and forms, of which those on target c are one call.
+"""Series: kernel calls of several codecs and forms; those on target c become one call from Python.
 
-A series is prepared once, for tables that differ in addresses and keys alone, and bound to the
-table of each use. Then its calls are run by their numbers: a stretch of them costs Python one call
-on target c, whatever the codecs, and one for each call that runs on another target.
+A series is prepared once for tables that differ only in addresses and keys, and bound to a table
+for each use. A range of its calls then costs one call from Python for all kernel calls on target c,
+whatever their codecs, and one per kernel call on other targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.lang.rows import ROW
 if TYPE_CHECKING:
     from gradwire.lang import gpu
 
-# One kernel call; emit/series.c describes the same 64 bytes.
+# One kernel call; emit/series.c declares the same 64 bytes.
 ENTRY = np.dtype(
     [
         ("form", "<u8"),  # address of the function
@@ -44,10 +44,10 @@ class KernelCall:
     """One kernel call of a series.
 
     Attributes:
-        kernels, form: what it runs.
+        kernels, form: the kernel.
         first, last: its rows of the table, [first, last).
         ranks, rank, mark: as in `Kernels.run`.
-        scaled: whether it multiplies by the series' factor; else by 1.
+        scaled: whether its factor is that of the series; else it is 1.
     """
 
     kernels: Kernels
@@ -67,20 +67,20 @@ class Series:
         calls: in the order of their numbers.
         numels: int64, of each row of the table.
         threads: as in `Call`.
-        together: False runs each with a call of its own from Python, on target c too.
+        together: False makes one call from Python per kernel call, on target c too.
 
     Raises:
-        ConfigError: an unknown form, or what had to be compiled could not be.
+        ConfigError: a form is unknown, or could not be compiled.
 
     Attributes:
-        rows: of the table.
-        workspace_nbytes: what the call that needs most of it needs; they share it.
-        native, others: numbers of the calls on target c, and of those on other targets.
-        before: of each call, how many of `native` stand before it; and of all.
-        entries: of `native`, dtype ENTRY, but for what a table adds to them.
-        scaled: of `native`, whether they multiply by the factor.
-        payloads: of each call, how many it sums.
-        runner: runs entries, or None where there are none.
+        rows: number of rows of the table.
+        workspace_nbytes: the most that a call needs; the calls share the workspace.
+        native, others: indices of the calls on target c, and of those on other targets.
+        before: before[i] is the number of `native` calls among the first i calls.
+        entries: ENTRY per `native` call, without the parts that depend on the table.
+        scaled: per `native` call, `KernelCall.scaled`.
+        payloads: per call, the number of payloads that it sums.
+        runner: runs entries; None if there are none.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class Series:
         """The series on a table, which may still change in place.
 
         Args:
-            rows: C-contiguous, of dtype `ROW`, with the numels that the series was prepared for;
-                it, and the memory that it leads to, must outlive all calls.
+            rows: C-contiguous, of dtype `ROW`, with the numels that the series was prepared for.
+                It must outlive all calls, and so must the memory that it points to.
             workspace: uint8[workspace_nbytes] or more.
-            factor: what calls that are scaled multiply by.
+            factor: of the scaled calls.
         """
         return Bound(self, rows, workspace, factor)
 
 
 class Bound:
-    """A series on one table. Its calls share the workspace: they run one after the other."""
+    """A series on one table. Its calls share the workspace, so they must not run concurrently."""
 
     def __init__(
         self, series: Series, rows: np.ndarray, workspace: torch.Tensor, factor: float
@@ -161,14 +161,14 @@ class Bound:
         """Run the calls [first, last), those on target c before the others.
 
         Args:
-            distances: as in `Call`; the same for all of these.
+            distances: as in `Call`; the same for all these calls.
 
         Returns:
-            How many calls Python made.
+            The number of calls made from Python.
 
         Raises:
-            CodecError: a payload that cannot be decoded: it names form and row, counted from the
-                call's first. No call behind that one is made. With a mark, the mark says so.
+            CodecError: a malformed payload; the message names the form and the row, counted from
+                the call's first. Later calls are not made. With a mark, the mark raises it.
         """
         series = self._series
         payloads = max(series.payloads[first:last], default=0)
@@ -195,7 +195,7 @@ class Bound:
         failed = series.runner(self._at + first * ENTRY.itemsize, count)
         if failed:
             call = series.calls[series.native[first + (failed >> 32)]]
-            raise native.undecodable((failed & 0xFFFFFFFF) - 1, call.form, call.kernels.codec)
+            raise native.malformed((failed & 0xFFFFFFFF) - 1, call.form, call.kernels.codec)
 
     def _run_alone(self, call: KernelCall, distances: np.ndarray | None) -> None:
         call.kernels.run(

@@ -1,15 +1,15 @@
-"""Shapes of matrices, checked while tracing: rows and columns are numbers, or follow from how many
-values the row will have.
+"""Shapes of matrices, checked while tracing: extents are numbers, or depend on the number n of
+values of the row.
 
 | node | shape |
 | --- | --- |
 | matrix | ceil(n / columns) x columns |
-| decompose | of a matrix r x c: P is r x rank, Q is c x rank |
-| product | of a, r x k, and b, c x k: r x c |
-| field | that of what is stored |
-| others | that of their operands, which must agree: they go element by element |
+| decompose | for a matrix r x c: P is r x rank, Q is c x rank |
+| product | for a of r x k and b of c x k: r x c |
+| field | the shape of the stored node |
+| others | the shape of their operands, which must be equal: they are elementwise |
 
-Extents are compared as they are written: ceil(n / 8) is no number, though some rows may have it.
+Extents are compared symbolically: ceil(n / 8) never equals a number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shape_of(n: Node) -> Shape:
 
 
 def matrix(n: Node, operator: str, location: str) -> Node:
-    """The node, which must be a matrix of numbers."""
+    """The node, if it is a matrix of numbers; else a `LanguageError`."""
     if n.scope is not Scope.MATRIX:
         found = "a condition" if n.dtype == "bool" else f"of {n.scope.name.lower()} scope"
         raise LanguageError(location, f"{operator}: takes a matrix; this is {found}")
@@ -54,7 +54,7 @@ def matrix(n: Node, operator: str, location: str) -> Node:
 
 
 def none(n: Node, operator: str, location: str) -> None:
-    """The node is no matrix: an operator of the row's elements takes none."""
+    """Raise `LanguageError` if the node is a matrix."""
     if n.scope is Scope.MATRIX:
         raise LanguageError(
             location, f"{operator}: takes elements, not a matrix: use elements(matrix)"
@@ -62,36 +62,36 @@ def none(n: Node, operator: str, location: str) -> None:
 
 
 def alike(nodes: Iterable[Node], location: str) -> None:
-    """Matrices of one operation element by element have one shape."""
+    """Raise `LanguageError` unless all matrices of an elementwise operation have one shape."""
     shapes = list(dict.fromkeys(shape_of(n) for n in nodes if n.scope is Scope.MATRIX))
     if len(shapes) > 1:
         raise LanguageError(
-            location, f"matrices of {shapes[0]} and {shapes[1]} do not go element by element"
+            location, f"matrices of {shapes[0]} and {shapes[1]} cannot be combined elementwise"
         )
 
 
 def product(a: Node, b: Node, location: str) -> None:
-    """A times B transposed needs as many columns of the one as of the other."""
+    """Raise `LanguageError` unless A and B have the same number of columns."""
     left, right = shape_of(a), shape_of(b)
     if left.columns != right.columns:
         raise LanguageError(
             location,
-            f"matmul: multiplies by the second matrix transposed, so both must have as many "
-            f"columns; these are {left} and {right}",
+            f"matmul: multiplies by the second matrix transposed, so both need the same number "
+            f"of columns; these are {left} and {right}",
         )
 
 
 def factors(n: Node, rank: int, location: str) -> None:
-    """A matrix has at most as many independent columns as columns."""
+    """Raise `LanguageError` if the rank exceeds the number of columns."""
     columns = shape_of(n).columns
     if isinstance(columns, int) and rank > columns:
         raise LanguageError(
-            location, f"decomp: rank={rank} of {columns} columns; it can be 1 to {columns}"
+            location, f"decomp: rank={rank} for {columns} columns: it must be 1 to {columns}"
         )
 
 
 def flat(n: Node, location: str) -> None:
-    """The elements of the row are those of a matrix that is shaped as the row was."""
+    """Raise `LanguageError` unless the matrix has a shape that `matrix` gives the row."""
     found = shape_of(n)
     if not isinstance(found.columns, int) or found != of_row(found.columns):
         raise LanguageError(

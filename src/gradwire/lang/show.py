@@ -1,4 +1,4 @@
-"""What the compiler makes of a codec, stage by stage, as text."""
+"""The compiler's output for a codec, stage by stage, as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
         fused = forms.derive(codec, native_name(dtype)).fused
         return source(codec, dtype) if fused else UNFUSED.format("/* no C", "*/")
     if stage == "triton":
-        from gradwire.lang import gpu  # needs torch, and sources are also shown where there is none
+        from gradwire.lang import gpu  # needs torch; the other stages do not
 
         fused = forms.derive(codec, native_name(dtype)).fused
         return gpu.source(codec, dtype) if fused else UNFUSED.format("# no Triton", "").rstrip()
@@ -37,9 +37,9 @@ def show(codec: Codec, stage: str, dtype: torch.dtype | str = "fp32") -> str:
 
 
 def fingerprint(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
-    """16 hexadecimal digits of what the codec does to values of `dtype`: ranks compare them."""
+    """16 hexadecimal digits that identify a codec's computation on `dtype`; ranks compare them."""
     if isinstance(codec, Exact):
-        codec.itemsize(dtype)  # for the errors of what it does not take
+        codec.itemsize(dtype)  # raises for unsupported dtypes
         return _digest(f"{codec} of {torch_name(dtype)}")
     table = forms.derive(codec, native_name(dtype)).table
     return _digest(f"{show(codec, 'ir', dtype)}\n{table}")

@@ -1,4 +1,4 @@
-"""Where in a codec's own file something was written, and the error that says so."""
+"""Source locations in a codec's file, and the error that reports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LanguageError(ConfigError):
     """A codec is not well formed.
 
     Attributes:
-        location: "file:line" of the codec's source that is to blame.
+        location: "file:line" of the error in the codec's source.
     """
 
     def __init__(self, location: str, problem: str) -> None:
@@ -23,7 +23,7 @@ class LanguageError(ConfigError):
 
 
 def here() -> str:
-    """ "file:line" of the nearest caller outside the language itself, and outside torch."""
+    """ "file:line" of the nearest caller outside the language and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_LANG)

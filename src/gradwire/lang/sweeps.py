@@ -1,12 +1,12 @@
-"""What a program is lowered to: sweeps over memory, made of steps over one block.
+"""The lowered form of a program: sweeps over memory, made of steps over one block.
 
 Vocabulary
-    sweep  one pass over memory; a whole-tensor reduction ends one and the next uses its result
-    step   what a sweep does to a block while it lies in L1: loops, scalars, packing
-    sink   what a loop does with an element besides computing it
+    sweep  one pass over memory; a whole-tensor reduction ends a sweep, and the next uses its result
+    step   an operation of a sweep on a block that is in L1: loops, scalars, packing
+    sink   what a loop does with a computed element
     entry  an element of a selection: staged by a sweep, then stored; or visited in a payload
 
-`passes.lower` makes them, emitters turn them into source.
+`passes.lower` makes them; emitters turn them into source.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ class Sink:
     node: Node
     name: str = ""
     fold: Node | None = None
-    selection: Node | None = None  # received, whose entries it is served for
+    selection: Node | None = None  # the received selection whose entries it handles
 
     @property
     def reads(self) -> tuple[Node, ...]:
-        """What it needs of an element."""
+        """The nodes that it reads."""
         return self.node.args if self.kind == "key" else (self.element,)
 
     @property
     def element(self) -> Node:
-        """The one node that it reads."""
+        """The element that it reads."""
         indirect = self.kind in ("reduce", "rotate", "stage", "sample")
         return self.node.args[0] if indirect else self.node
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Over the block's elements: compute `nodes` in order, then serve the sinks."""
+    """Over the block's elements: compute `nodes` in order, then execute the sinks."""
 
     nodes: tuple[Node, ...]
     sinks: tuple[Sink, ...]
 
     @property
     def operands(self) -> list[Node]:
-        """What its nodes and sinks read."""
+        """The nodes that its nodes and sinks read."""
         return operands(self.nodes, self.sinks)
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """Numbers of the block, the row or the call, in order."""
+    """Compute numbers of the block, the row or the call, in order."""
 
     nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Read what an earlier sweep left of the blocks for tensor reduction number `index`."""
+    """Read the block results that an earlier sweep stored for tensor reduction `index`."""
 
     index: int
     node: Node
@@ -74,24 +74,24 @@ class Recall:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Bring a field of uint codes from its planes into an array."""
+    """Unpack a field of codes from its planes into an array."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class Rotate:
-    """Transform the array that a loop has filled for this node."""
+    """Apply the Hadamard transform to the array that a loop has filled for this node."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class LookUp:
-    """Fill an array with the numbers that codes, which lie in another, stand for.
+    """Fill an array with the numbers for the codes of another array.
 
-    code: a field of codes that was unpacked, or codes that a loop has kept.
-    numbers: of the call, as many as there are codes.
+    code: unpacked codes of a field, or codes that a loop has kept.
+    numbers: arguments or constants, one per code.
     """
 
     node: Node
@@ -101,7 +101,7 @@ class LookUp:
 
 @dataclass(frozen=True)
 class Stage:
-    """Over the elements that may be selected: what the sinks of kind "stage" gather."""
+    """Over the elements that may be selected: stage what the sinks of kind "stage" gather."""
 
     node: Node
     loop: Loop
@@ -134,7 +134,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Partial:
-    """Leave the block's share of tensor reduction number `index` in the workspace."""
+    """Store the block's partial result of tensor reduction `index` in the workspace."""
 
     index: int
     node: Node
@@ -145,15 +145,15 @@ Step = Loop | Scalars | Recall | Unpack | LookUp | Rotate | Stage | Visit | Fold
 
 @dataclass(frozen=True)
 class Sweep:
-    """Steps for every block, then what needs all of them.
+    """Steps for every block, then operations on the whole row.
 
     Attributes:
         steps: for every block.
         completes: (index, kind) of the tensor reductions that are complete after it.
-        ranks: (index, node) of order statistics of a sample, complete after it. Those of elements
-            that can be computed one at a time, from memory alone, need no steps.
-        entries: after a selection is staged: numbers of the row, and the loop over its entries.
-        clears: the flags of kept codes are known after it: their memory is zeroed.
+        ranks: (index, node) of the order statistics that are complete after it. They need no steps
+            if their elements can be computed one by one from memory.
+        entries: scalars of the row and the loop over entries, after a selection is staged.
+        clears: whether to zero the memory of kept codes after it, when their flags are known.
     """
 
     steps: tuple[Step, ...]
@@ -164,17 +164,17 @@ class Sweep:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """Those over a block's elements; of a fold, that over the own ones."""
+        """The loops over the block's elements; for a fold, the one over the own elements."""
         steps = (s.own if isinstance(s, Fold) else s for s in self.steps)
         return tuple(s for s in steps if isinstance(s, Loop))
 
     @property
     def fills(self) -> bool:
-        """Whether numbers of a block, or of a peer's in a fold, come to lie in an array."""
+        """Whether a step, or a step of a fold's body, fills an array."""
         peers = (inner for s in self.steps if isinstance(s, Fold) for inner in s.body)
         return any(isinstance(s, Rotate | LookUp) for s in (*self.steps, *peers))
 
 
 def operands(nodes: Iterable[Node], sinks: Iterable[Sink]) -> list[Node]:
-    """What nodes and sinks read."""
+    """The nodes that these nodes and sinks read."""
     return [a for n in nodes for a in n.args] + [n for sink in sinks for n in sink.reads]

@@ -1,17 +1,17 @@
-"""How the rows of a call on a GPU are divided among programs, and where their workspace lies.
+"""How the rows of a GPU call are divided among programs, and the layout of their workspace.
 
-A row's part of the workspace, in words of four bytes:
+A row's part of the workspace, in 4-byte words:
 
 | part | words | holds |
 | --- | --- | --- |
-| partials | (blocks + 1) * reductions | blocks' shares of reductions over the row; results |
-| state | 264 | where a selection's radix passes are: emit/triton_selection.py |
-| before | (1 + ranks) * (blocks + 1) | entries before a block; in the own payload, in peers' |
-| tied | blocks | elements of the cut key before a block |
+| partials | (blocks + 1) * reductions | partial results per block, then the results of the row |
+| state | 264 | state of a selection's radix passes: emit/triton_selection.py |
+| before | (1 + ranks) * (blocks + 1) | entries before a block, in the own and in peers' payloads |
+| tied | blocks | elements before a block whose key equals the threshold |
 | keys | numel | of elements, or of a sample |
-| staged | capacity * columns | of entries: their places, and codes to be packed |
+| staged | capacity * columns | per entry, its position and codes to be packed |
 
-Codecs of payloads of a known length have the first only, and need no keys where nothing is ranked.
+Codecs whose payloads have a fixed length only need the first, and keys and state if they sample.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes
 from gradwire.lang.rows import ROW
 
-# Columns of a table of rows, int64: those of ROW, then these. triton_prelude.py numbers them alike.
-ADDED = (
+# Columns of the int64 table of rows: those of ROW, then these. triton_prelude.py has the same
+# indices.
+EXTRA = (
     "tiles", "partials", "number", "capacity", "counted", "tail",
     "state", "before", "tied", "keys", "staged",
     *(f"size{i}" for i in range(triton_rows.STATISTICS)),
 )  # fmt: skip
-GIVEN = ROW.itemsize // 8
-COLUMN = {name: GIVEN + i for i, name in enumerate(ADDED)}
+ROW_COLUMNS = ROW.itemsize // 8
+COLUMN = {name: ROW_COLUMNS + i for i, name in enumerate(EXTRA)}
 STATE = 8 + 256
 
 
@@ -46,9 +47,9 @@ class Tiles:
 
     Attributes:
         table: int64[rows, columns], for the device.
-        number: of tiles of all rows.
-        blocks: of the longest row.
-        words: of the workspace, for all rows.
+        number: number of tiles of all rows.
+        blocks: number of blocks of the longest row.
+        words: number of words of the workspace, for all rows.
     """
 
     table: np.ndarray
@@ -63,13 +64,13 @@ def divide(
     ranks: int = 1,
     statistics: Sequence[tuple[int, ir.Size]] = (),
 ) -> Tiles:
-    """Tiles of full blocks and, for a ragged last block, one of its own.
+    """Divide rows into tiles of full blocks; a ragged last block is its own tile.
 
-    `statistics`: (one of how many values is sampled, which is asked for), of order statistics.
+    `statistics`: (sampling interval, size) of the order statistics.
     """
     numels = rows["numel"]
-    table = np.zeros((rows.size, GIVEN + len(ADDED)), np.int64)
-    table[:, :GIVEN] = rows.view(np.int64).reshape(rows.size, GIVEN)
+    table = np.zeros((rows.size, ROW_COLUMNS + len(EXTRA)), np.int64)
+    table[:, :ROW_COLUMNS] = rows.view(np.int64).reshape(rows.size, ROW_COLUMNS)
     full, rest = np.divmod(numels, layout.block)
     group = triton_rows.group(layout)
     tiles = np.cumsum((full + group - 1) // group + (rest > 0))
@@ -97,12 +98,12 @@ def divide(
 
 
 def workspace_nbytes(layout: Layout, numels: np.ndarray, ranks: int = 1) -> int:
-    """Bytes of scratch memory that a call over rows of these sizes needs, with so many ranks."""
+    """Bytes of scratch memory that a call over rows of these sizes and `ranks` ranks needs."""
     return 4 * int(np.sum(list(_parts(layout, np.asarray(numels, np.int64), ranks).values())))
 
 
 def _parts(layout: Layout, numels: np.ndarray, ranks: int) -> dict[str, np.ndarray]:
-    """Words of every part of the workspace, for every row, in their order."""
+    """Words per row of every part of the workspace, in order."""
     blocks, none = -(-numels // layout.block), np.zeros_like(numels)
     selects = layout.staged > 0
     columns = sum(f.dtype in (*ir.CODES, "selection") for f in _of_entries(layout))
@@ -127,13 +128,13 @@ def _capacity(layout: Layout, numels: np.ndarray) -> np.ndarray:
 
 
 def _of(size: ir.Size, n: np.ndarray) -> np.ndarray:
-    """`Size.of`, of every row."""
+    """`Size.of` for every row."""
     share: np.ndarray = (size.fraction * n).astype(np.int64)
     return np.asarray(np.minimum(n, np.maximum(size.least, share)))
 
 
 def _known_nbytes(f: Field, layout: Layout, numels: np.ndarray) -> np.ndarray:
-    """Bytes of a field's part of known length, of every row."""
+    """Bytes per row of a field's part of known length."""
     blocks = -(-numels // layout.block)
     if f.capacity is not None:
         return blocks * COUNT_NBYTES

@@ -1,11 +1,11 @@
-"""Tracing: a codec's `encode` and `decode` run once, on symbols, and leave IR behind.
+"""Tracing: a codec's `encode` and `decode` run once on symbols, which records IR.
 
 Vocabulary
-    Value   a symbol: a node plus whether it came through `g.blocks(n)`
-    Trace   what one run of a codec recorded: its block, its random streams, its operators
+    Value   a symbol: a node, and whether it came from `g.blocks(n)`
+    Trace   the record of one run of a codec: its block, its random streams, its operators
 
-Python's `if` works on the codec's own fields and is settled while tracing; a symbol has no truth
-value, so data-dependent choices are written `where(condition, a, b)`.
+Python's `if` works on the codec's own fields and is evaluated while tracing. A symbol has no truth
+value, so data-dependent choices are written as `where(condition, a, b)`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Trace:
 
     Attributes:
         native: dtype of the values, one of "fp32", "fp16", "bf16".
-        block: what `g.blocks(n)` set, or None.
+        block: set by `g.blocks(n)`, or None.
         streams: number of `random()` calls so far; each has a stream of its own.
         operators: names of the language's operators used, in order of first use.
-        table: the numbers that `table()` was given, or empty.
+        table: the numbers given to `table()`, or empty.
     """
 
     native: str
@@ -52,7 +52,7 @@ _active: ContextVar[Trace | None] = ContextVar("gradwire_trace", default=None)
 
 @contextmanager
 def tracing(trace: Trace) -> Iterator[Trace]:
-    """Make `trace` the one that operators record into."""
+    """Make `trace` the active trace, which operators record into."""
     token = _active.set(trace)
     try:
         yield trace
@@ -61,7 +61,7 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 def active() -> Trace:
-    """The trace being recorded; a `LanguageError` outside encode and decode."""
+    """The active trace; a `LanguageError` outside encode and decode."""
     trace = _active.get()
     if trace is None:
         raise LanguageError(here(), "codec operators work only inside a codec's encode or decode")
@@ -83,12 +83,12 @@ class Value:
         self.blocked = blocked
 
     def blocks(self, n: int) -> Value:
-        """The same elements, seen in blocks of `n`: reductions over them give a value a block."""
+        """The same elements in blocks of `n`: reductions over them give one value per block."""
         trace = active()
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_BLOCK:
             raise LanguageError(here(), f"blocks({n!r}): a block holds 1 to {MAX_BLOCK} values")
         if self.node.scope is not ir.Scope.ELEMENT:
-            raise LanguageError(here(), "blocks(): only elements can be seen in blocks")
+            raise LanguageError(here(), "blocks(): only elements can be divided into blocks")
         if trace.block not in (None, n):
             raise LanguageError(here(), f"blocks({n}): this codec uses blocks of {trace.block}")
         trace.block = n
@@ -98,23 +98,23 @@ class Value:
         raise LanguageError(here(), "a symbol has no truth value while tracing: use where()")
 
     def __iter__(self) -> Iterator[Value]:
-        raise LanguageError(here(), "no loop over a symbol: operators act on all of its elements")
+        raise LanguageError(here(), "a symbol cannot be iterated: operators act on all elements")
 
     def __getitem__(self, item: object) -> Value:
-        raise LanguageError(here(), "no single elements of a symbol: use topk(), filter(), sort()")
+        raise LanguageError(here(), "a symbol cannot be indexed: use topk(), filter() or sort()")
 
     def __len__(self) -> int:
-        raise LanguageError(here(), "how many values there are is not known while tracing: count()")
+        raise LanguageError(here(), "the number of values is not known while tracing: use count()")
 
     def __float__(self) -> float:
-        raise LanguageError(here(), f"a symbol is no number while tracing: {_OPERATORS}")
+        raise LanguageError(here(), f"a symbol is not a number while tracing: {_OPERATORS}")
 
     __int__ = __index__ = __complex__ = __float__
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> Value:
         name = getattr(function, "__name__", str(function))
-        raise LanguageError(here(), f"torch's {name} knows no symbols: {_OPERATORS}")
+        raise LanguageError(here(), f"torch's {name} does not take symbols: {_OPERATORS}")
 
     def __add__(self, other: object) -> Value:
         return apply("add", self, other)
@@ -176,7 +176,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Payload:
-    """What `concat` returns and `encode` must return: the fields, in wire order."""
+    """The result of `concat`, which `encode` must return: the fields in wire order."""
 
     fields: tuple[tuple[str, Value], ...]
 
@@ -191,7 +191,7 @@ def lift(operand: object) -> Value:
 
 
 def apply(function: str, *operands: object) -> Value:
-    """An alu operation on symbols and numbers, with operand kinds checked here, at the source."""
+    """An alu operation on symbols and numbers; checks the kinds of the operands."""
     location = here()
     values = [lift(operand) for operand in operands]
     _, kind, _ = ir.ALU[function]
@@ -209,7 +209,7 @@ def apply(function: str, *operands: object) -> Value:
 
 
 def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
-    """Operands of one operation, numbers of blocks lifted to entries where the others are."""
+    """Operands of one operation; values of blocks are gathered if other operands are entries."""
     scopes = {n.scope for n in nodes}
     if ir.Scope.MATRIX in scopes and scopes & {
         ir.Scope.BLOCK, ir.Scope.SELECTION, ir.Scope.ELEMENT,
@@ -228,7 +228,7 @@ def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
 
 
 def _of_entries(n: ir.Node, selection: ir.Node, location: str) -> ir.Node:
-    """A number or condition of a block, for every entry of the block."""
+    """A number or condition of a block, for each of its entries."""
     if n.dtype == "bool":
         number = ir.alu("where", n, ir.const(1.0), ir.const(0.0), location=location)
         return ir.alu("ne", _of_entries(number, selection, location), ir.const(0.0))
@@ -236,7 +236,7 @@ def _of_entries(n: ir.Node, selection: ir.Node, location: str) -> ir.Node:
 
 
 def selection_of(n: ir.Node) -> ir.Node:
-    """The selection whose entries a node of selection scope stands for."""
+    """The selection that a node of selection scope belongs to."""
     if n.dtype == "selection":
         return n
     if n.op == "gather":
@@ -245,14 +245,14 @@ def selection_of(n: ir.Node) -> ir.Node:
 
 
 def as_number(node: ir.Node) -> ir.Node:
-    """The node itself, or its exact fp32 value where it is stored more narrowly."""
+    """The node itself, or its exact fp32 value if it has a narrower dtype."""
     if node.dtype in ("fp32", "bool"):
         return node
     return ir.node("cast", (node,), "nearest", dtype="fp32", location=node.location)
 
 
 def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
-    """The node of numbers of elements, as fp32; anything else is a `LanguageError`."""
+    """The node as fp32, if it is numbers of elements; else a `LanguageError`."""
     node = as_number(lift(value).node)
     if node.scope is not ir.Scope.ELEMENT or node.dtype == "bool":
         found = "conditions" if node.dtype == "bool" else f"{node.scope.name.lower()} scope"
@@ -261,8 +261,8 @@ def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
 
 
 def stream(shared: str | None = None) -> ir.Stream:
-    """The next stream of random numbers, or the one of this name that all ranks share."""
-    if shared is not None:  # numbers that do not depend on the order of calls
+    """The next stream of random numbers, or the stream of this name that all ranks share."""
+    if shared is not None:  # so its number must not depend on the order of calls
         return ir.Stream(2**16 + zlib.crc32(shared.encode()) % 2**16, shared=True)
     trace = active()
     trace.streams += 1

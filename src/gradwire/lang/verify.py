@@ -1,7 +1,7 @@
-"""What a well-formed codec must be; each error names the line of the codec that breaks it.
+"""The rules for a well-formed codec; each error names the line of the codec that breaks one.
 
-Kinds of operands and block sizes are checked where the operators are (trace.py, ops.py), since the
-line is at hand there. Here stands what can be said only of a whole method.
+trace.py and ops.py check operand kinds and block sizes, since they know the current line. This file
+has the checks that need a whole method.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gradwire.lang.trace import MAX_SELECTION_BLOCK, Payload, Value, selection_o
 if TYPE_CHECKING:
     from gradwire.lang.forms import Field
 
-MOST_GATHERED = 16  # of Run in emit/selection.h
+MAX_GATHERED = 16  # of Run in emit/selection.h
 
 
 def takes_latest(encode: Callable[..., Any]) -> bool:
-    """Whether `encode` wants the new gradient beside what error feedback made of it."""
+    """Whether `encode` takes the new gradient besides the sum with the residual."""
     return len(inspect.signature(encode).parameters) > 1
 
 
 def payload(codec: Codec, result: object) -> None:
-    """`encode` returned concat(...) of storable values, named as `decode` takes them."""
+    """Check that `encode` returned concat(...) of storable values with the names of `decode`."""
     at = _definition(codec, "encode")
     if not isinstance(result, Payload):
         raise LanguageError(at, f"encode must return concat(...), not {type(result).__name__}")
@@ -47,14 +47,14 @@ def payload(codec: Codec, result: object) -> None:
             problem = f"field {name}: a {n.dtype} cannot be stored"
             raise LanguageError(_at(codec, "encode", n), problem)
         if n.scope is Scope.MATRIX and not _is_factor(n):
-            problem = f"field {name}: of matrices, the factors of decomp can be stored, as floats"
+            problem = f"field {name}: a stored matrix must be a factor of decomp, as floats"
             raise LanguageError(_at(codec, "encode", n), problem)
     nodes = [value.node for _, value in result.fields]
     if len(set(nodes)) < len(nodes):
-        raise LanguageError(at, "concat: one value stands under two names: store it once")
+        raise LanguageError(at, "concat: one value has two names: store it once")
     for n in ir.walk(nodes):
         if n.op == "scatter":
-            raise LanguageError(_at(codec, "encode", n), "scatter belongs into decode")
+            raise LanguageError(_at(codec, "encode", n), "scatter belongs in decode")
     _tails(codec, result, at)
 
 
@@ -64,15 +64,15 @@ def _is_factor(n: ir.Node) -> bool:
 
 
 def _tails(codec: Codec, result: Payload, at: str) -> None:
-    """Fields whose length depends on data stand after what says how long they are."""
+    """Check that fields whose length depends on data come after the field that determines it."""
     nodes = [value.node for _, value in result.fields]
     selections = [n for n in nodes if n.op == "select"]
     kept = [n for n in nodes if n.op == "keep"]
     if len(selections) + len(kept) > 1:
-        raise LanguageError(at, "a payload holds one selection, or one field of kept codes")
+        raise LanguageError(at, "a payload can hold only one selection or one field of kept codes")
     sorts = {n for n in ir.walk(nodes) if isinstance(n.attr, ir.Rank)}
     if len(sorts) > 1:
-        raise LanguageError(at, "a codec picks one value from one sort")
+        raise LanguageError(at, "a codec can use one value of one sort")
     for number, n in enumerate(nodes):
         if n.op == "keep" and n.args[1] not in nodes[:number]:
             problem = "keep: its flag must be a field before it"
@@ -88,7 +88,7 @@ def same(
     found: tuple[tuple[Field, ...], int],
     before: tuple[tuple[Field, ...], int],
 ) -> None:
-    """Every trace of encode and encode_sum stores the same fields, in the same blocks."""
+    """Check that every trace of encode and encode_sum stores the same fields and blocks."""
     if found != before:
         raise LanguageError(
             _definition(codec, "encode_sum"),
@@ -97,13 +97,13 @@ def same(
 
 
 def table(codec: Codec, found: tuple[float, ...], before: tuple[float, ...]) -> None:
-    """A codec has one table."""
+    """Check that a codec has one table."""
     if found and before and found != before:
         raise LanguageError(_definition(codec, "encode"), "a codec has one table of numbers")
 
 
 def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
-    """A block's count of selected elements fits its two bytes."""
+    """Check that a block's count of selected elements fits in two bytes."""
     if size > MAX_SELECTION_BLOCK and any(f.capacity is not None for f in fields):
         raise LanguageError(
             _definition(codec, "encode"),
@@ -112,16 +112,16 @@ def block(codec: Codec, size: int, fields: tuple[Field, ...]) -> None:
 
 
 def gathered(codec: Codec, number: int) -> None:
-    """Kernels have room for as many numbers of an entry; error feedback needs two of them."""
-    if number > MOST_GATHERED:
+    """Check the number of values gathered per entry; error feedback needs two of them."""
+    if number > MAX_GATHERED:
         raise LanguageError(
             _definition(codec, "encode"),
-            f"gather: encode may take {MOST_GATHERED - 2} numbers of every entry, not {number - 2}",
+            f"gather: encode can gather {MAX_GATHERED - 2} numbers per entry, not {number - 2}",
         )
 
 
 def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
-    """`decode` returned one number an element, made from the payload's fields alone."""
+    """Check that `decode` returned one number per element, computed from the fields only."""
     at = _definition(codec, "decode")
     if not isinstance(result, Value):
         raise LanguageError(at, f"decode must return elements, not {type(result).__name__}")
@@ -130,7 +130,7 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
     if result.node.scope is Scope.MATRIX:
         raise LanguageError(at, "decode must return elements, not a matrix: use elements(matrix)")
     if result.node.scope is not Scope.ELEMENT:
-        raise LanguageError(at, "decode must return one value an element")
+        raise LanguageError(at, "decode must return one value per element")
     below = set(ir.walk(allowed))
     if result.node.op == "scatter" and result.node.args[1] not in allowed:
         raise LanguageError(at, "decode must scatter to the selection that the payload holds")
@@ -150,21 +150,21 @@ def _misplaced(n: ir.Node, root: ir.Node) -> str | None:
     if n.op == "scatter" and n is not root:
         return "scatter must come last in decode: compute before it"
     if n.op == "load":
-        return "decode sees the payload only, not the gradient"
-    if n.op == "reduce":  # it would need sweeps of its own in every derived form
+        return "decode can use the payload only, not the gradient"
+    if n.op == "reduce":  # it would need more sweeps in every derived form
         return "decode cannot reduce: send the result as a field"
     if n.op == "random" and isinstance(n.attr, ir.Stream) and not n.attr.shared:
-        return "in decode every rank would draw other numbers: random(shared=NAME)"
+        return "in decode every rank would draw different numbers: use random(shared=NAME)"
     if n.op == "gather" and n.args[0].scope is Scope.ELEMENT:
         computed = ("alu", "cast", "const", "param", "index", "random")
         below = (a for a in ir.walk([n.args[0]]) if a.scope is Scope.ELEMENT)
         if any(a.op not in computed for a in below):
-            return "decode can gather what follows from positions: send the rest as entries"
+            return "decode can gather only what depends on positions: send the rest as entries"
     return None
 
 
 def _at(codec: Codec, method: str, n: ir.Node) -> str:
-    """The line of the codec that made a node; equal nodes of another codec may have come first."""
+    """The line of the codec that made a node, unless an equal node of another codec came first."""
     definition = _definition(codec, method)
     file = definition.rpartition(":")[0]
     return n.location if n.location.rpartition(":")[0] == file else definition

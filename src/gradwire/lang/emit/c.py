@@ -1,7 +1,7 @@
 """Plain C from lowered programs: the functions of a codec's forms, in order.
 
-c_nodes.py has a rule for every operation, c_blocks.py and c_entries.py one for every step and
-sink, c_rows.py what surrounds them; c_stack.py says where large arrays lie.
+c_nodes.py has a rule per operation, c_blocks.py and c_entries.py one per step and sink, c_rows.py
+the code around them; c_stack.py places large arrays.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gradwire.lang.sweeps import Loop, Sweep
 
 @lru_cache(maxsize=1)
 def prelude() -> str:
-    """The text that every generated file begins with."""
+    """The text at the beginning of every generated file."""
     return _text("prelude.h")
 
 
 @lru_cache(maxsize=1)
 def series() -> str:
-    """The source of what runs several forms in one call."""
+    """The source of the function that runs several forms in one call."""
     return _text("series.c")
 
 
@@ -36,7 +36,7 @@ def _text(name: str) -> str:
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
-    """The C source of all forms of a codec, without the prelude; a function of its arguments."""
+    """The C source of all forms of a codec, without the prelude; depends on its arguments only."""
     programs = tuple(programs)
     drawn = streams(programs)
     parts = [_text("selection.h")] if layout.variable or layout.samples else []
@@ -91,7 +91,7 @@ def _sweep(
 
 
 def _visited(program: ir.Function, sweep: Sweep) -> tuple[bool, bool]:
-    """Whether a sweep reads entries or kept blocks of its own payload, and of its peers'."""
+    """Whether a sweep reads entries or kept blocks of the own payload, and of peer payloads."""
     own = sources = False
     for n in ir.walk(program.roots):
         if n.op == "field" and (n.dtype == "selection" or n.args):

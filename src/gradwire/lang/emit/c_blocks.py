@@ -1,8 +1,9 @@
-"""C over blocks: a rule for every step of a sweep, and for every sink of its loops.
+"""C over blocks: a rule per step of a sweep, and per sink of its loops.
 
-For every sweep of a form there is a function over a group of blocks (`FORM_groupN`). Steps over
-elements run block by block; scalars of the group's blocks are computed in one vectorised loop
-between them, since a block's chain of divisions and roundings would else outlast its elements.
+Every sweep of a form has a function over a group of blocks (`FORM_groupN`). Steps over elements run
+block by block. The scalars of all blocks of the group are computed in one vectorised loop between
+these steps: computed per block, the chain of divisions and roundings takes longer than the
+elements.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from gradwire.lang.sweeps import (
     Unpack,
 )
 
-MOST_FRESH = 4096  # values of a block that takes the way by L1
+MAX_STREAMED_BLOCK = 4096  # values of a block that is decoded into L1, then streamed to memory
 
 
 class Blocks(Writer):
-    """The function over a group of blocks for one sweep."""
+    """Emits the function over a group of blocks for one sweep."""
 
     STEPS: ClassVar[dict[type, Callable[..., None]]]
     SINKS: ClassVar[dict[str, tuple[Callable[..., None], ...]]]
@@ -54,10 +55,10 @@ class Blocks(Writer):
         return "\n".join([*self.lines, ""])
 
     def plan_prefetch(self, sweep: Sweep) -> None:
-        """A sweep of several loops reads memory in the first only: let the last ask ahead.
+        """Prefetch in the last loop if the CPU does not detect a sequential stream of loads.
 
-        Where blocks are taken one by one, loops follow so closely that the CPU sees a stream. One
-        that skips blocks whose codes are not kept looks like none, even with a single loop.
+        It does not if a sweep has several loops, of which only the first loads, unless it takes one
+        block at a time. Nor does it if a loop skips the blocks whose codes are not kept.
         """
         loops = sweep.loops
         skips = any(sink.node.op == "keep" for loop in loops for sink in loop.sinks)
@@ -67,7 +68,7 @@ class Blocks(Writer):
             self.prefetched = tuple(sorted(loads))
 
     def over_blocks(self, reads: Iterable[Node], vector: bool = False) -> None:
-        """Open the loop over the group's blocks, and bring in the scalars that it reads."""
+        """Open the loop over the group's blocks, with the scalars that it reads as locals."""
         if vector:
             self.lines.append("#pragma omp simd")
         self.open("for (int g = 0; g < count; g++)")
@@ -113,20 +114,20 @@ class Blocks(Writer):
         self.close()
 
     def loop_body(self, loop: Loop) -> None:
-        """One block's elements."""
+        """The loop over the elements of one block."""
         self.loop = loop
         self.arrays(loop)
         touches = any(n.op == "load" for n in loop.nodes) or loop is self.prefetching
-        fresh = self.program.form == "decode" and self.layout.block <= MOST_FRESH
+        fresh = self.program.form == "decode" and self.layout.block <= MAX_STREAMED_BLOCK
         fresh = fresh and any(s.kind == "store" for s in loop.sinks)
         if fresh:
-            self.fresh_memory()
+            self.streamed_memory()
         elif touches or any(s.kind == "store" for s in loop.sinks):
             self.memory(" + b * BLOCK")
         if loop is self.prefetching:
             for target in self.prefetched:
                 self.put(f"prefetch({target} + GROUP * BLOCK, m * sizeof *{target});")
-        flag = self.asking(loop)
+        flag = self.guard(loop)
         if flag is not None:
             self.open(f"if ({self.name(flag)})")
         for sink in loop.sinks:
@@ -139,7 +140,7 @@ class Blocks(Writer):
         clauses += "".join(f" reduction(+ : count{self.number[n]})" for n in counts)
         for x in extremes:
             self.put(f"int32_t low{x} = INT32_MAX, high{x} = INT32_MIN;")
-        drawn = self.drawn(loop)
+        drawn = self.streams_of(loop)
         for stream in drawn:
             self.put(f"uint32_t {stream}_weyl = (first + {stream}.low) * WEYL;")
             clauses += f" linear({stream}_weyl : WEYL)"
@@ -166,19 +167,19 @@ class Blocks(Writer):
             self.put("if (call->large) past_cache(to, fresh, m * sizeof *to);")
         self.loop = None
 
-    def asking(self, loop: Loop) -> Node | None:
-        """The flag without which a loop has nothing to do: it serves kept codes alone."""
+    def guard(self, loop: Loop) -> Node | None:
+        """The flag that guards a loop whose only sink stores kept codes."""
         stored = [s.node for s in loop.sinks if s.kind == "field" and s.node.op == "keep"]
         return stored[0].args[1] if len(stored) == len(loop.sinks) == 1 else None
 
     def arrays(self, loop: Loop) -> None:
-        """The elements that earlier steps have left in arrays."""
+        """Pointers to the elements that earlier steps stored in arrays."""
         for n in dict.fromkeys(loop.operands):
             if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.nodes:
                 self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
 
-    def drawn(self, loop: Loop) -> list[str]:
-        """The streams that a loop steps through: of random elements, and of signs that it flips."""
+    def streams_of(self, loop: Loop) -> list[str]:
+        """The random streams that a loop uses: for random elements and for signs of rotations."""
         found = [n.attr for n in loop.nodes if isinstance(n.attr, ir.Stream)]
         for nodes, inverse in (([s.node for s in loop.sinks], False), (loop.operands, True)):
             turned = [n.attr for n in nodes if isinstance(n.attr, ir.Rotation)]
@@ -186,14 +187,14 @@ class Blocks(Writer):
         return [stream_name(s) for s in dict.fromkeys(found)]
 
     def extremes(self, loop: Loop) -> dict[int, Node]:
-        """What minima and maxima are taken of: the two share their work, by number of operand."""
+        """Operands of min and max by number; a min and a max of one operand share work."""
         operands = [
             s.element for s in loop.sinks if s.kind == "reduce" and s.node.attr in ("min", "max")
         ]
         return {self.number[x]: x for x in operands}
 
     def declare(self, sink: Sink) -> None:
-        """Storage that outlives a loop over blocks."""
+        """Declare storage that outlives a loop over blocks."""
         n = sink.node
         if sink.kind == "keep":
             self.put(f"{cell(n)} a{self.number[n]}_[GROUP][BLOCK] __attribute__((aligned(64)));")
@@ -229,7 +230,7 @@ class Blocks(Writer):
             self.close()
 
     def open_kept(self, n: Node) -> None:
-        """Codes that a block may lack: where they are, the cursor knows."""
+        """Open the branch that reads a block's kept codes at the cursor."""
         i = self.number[n]
         base, cursor = self.received(n)
         size = element_nbytes(n.dtype, self.layout.block)
@@ -239,7 +240,7 @@ class Blocks(Writer):
         self.put(f"    + cursor{i}->next++ * {size};")
 
     def received(self, n: Node) -> tuple[str, str]:
-        """The payload that a field belongs to, and the cursor in it."""
+        """The payload that a field belongs to, and its cursor."""
         assert isinstance(n.attr, ir.FieldRef)
         if n.attr.source:
             return "source", "&place->cursors[k - own_before + 1]"
@@ -307,7 +308,7 @@ class Blocks(Writer):
     # sinks: before a block's loop, in its body, after it -----------------------------------------
 
     def nothing(self, sink: Sink) -> None:
-        """For a sink that has nothing to do at this point."""
+        """No code for a sink at this point."""
 
     def before_reduce(self, sink: Sink) -> None:
         if sink.node.attr == "sum":

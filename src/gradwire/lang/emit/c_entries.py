@@ -1,5 +1,5 @@
-"""C over the entries of a selection: staged while values are swept, stored when all are known,
-visited when a payload is decoded. And the tables of rules for every step and sink."""
+"""C over the entries of a selection, which a sweep stages, then stores, and which decoding visits.
+Also the tables of rules per step and sink."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from gradwire.lang.sweeps import (
 
 
 class GroupRows(Blocks):
-    """Blocks, and what belongs to selections."""
+    """Adds the steps and sinks of selections."""
 
     # steps ---------------------------------------------------------------------------------------
 
     def stage(self, step: Stage) -> None:
-        """Set aside the elements of this group that may be selected, with what is gathered."""
+        """Stage the elements of this group that may be selected, with the gathered values."""
         key = f"k{self.number[step.node]}"
         self.over_blocks(step.loop.operands)
-        self.sparsely(step.loop)
+        self.enter_sparse(step.loop)
         self.arrays(step.loop)
         self.memory(" + b * BLOCK")
         self.put("Staging *staging = place->staging;")
@@ -56,14 +56,14 @@ class GroupRows(Blocks):
         ranked = int(passes.is_ranked(self.program))
         self.put(f"trim(staging, {2 + len(self.gathered)}, {ranked});")
         self.close()
-        self.densely()
+        self.leave_sparse()
 
     def visit(self, step: Visit) -> None:
-        """Do something with every entry of this block in a payload."""
+        """Process every entry of this block in a payload."""
         base, cursor = self.received(step.selection)
         if not self.folding:
             self.over_blocks(step.loop.operands)
-        self.sparsely(step.loop)
+        self.enter_sparse(step.loop)
         self.memory(" + b * BLOCK")
         self.put(f"Cursor *cursor = {cursor};")
         self.put(f"const int64_t count = count_at(cursor, {self.address(step.selection)}, b);")
@@ -89,18 +89,18 @@ class GroupRows(Blocks):
         self.put("cursor->next += count;")
         if not self.folding:
             self.close()
-        self.densely()
+        self.leave_sparse()
 
-    def sparsely(self, loop: Loop) -> None:
+    def enter_sparse(self, loop: Loop) -> None:
         self.loop, self.sparse = loop, True
 
-    def densely(self) -> None:
+    def leave_sparse(self) -> None:
         self.loop, self.sparse = None, False
 
     # entries -------------------------------------------------------------------------------------
 
     def emit_run(self, steps: tuple[Step, ...]) -> str:
-        """The function that stores a run of at most RUN entries, of which `done` came before."""
+        """The function that stores a run of at most RUN entries, after `done` earlier entries."""
         scalars, loop = steps
         assert isinstance(scalars, Scalars)
         assert isinstance(loop, Loop)
@@ -112,7 +112,7 @@ class GroupRows(Blocks):
         self.memory("")
         for n in scalars.nodes:
             self.define(n)
-        self.sparsely(loop)
+        self.enter_sparse(loop)
         self.positions()
         fields = [s for s in loop.sinks if s.kind == "field"]
         for sink in fields:
@@ -141,12 +141,12 @@ class GroupRows(Blocks):
             if sink.node.dtype in ir.CODES:
                 at = self.field(sink.name)
                 self.pack(f"out{at}", f"c{at}", sink.node.dtype)
-        self.densely()
+        self.leave_sparse()
         self.close()
         return "\n".join([*self.lines, ""])
 
     def positions(self) -> None:
-        """Pack where in their blocks the entries are, in bytes low and high."""
+        """Pack the positions of the entries in their blocks, from low and high bytes."""
         bits = ir.BITS[self.layout.position]
         at = next(i for i, f in enumerate(self.layout.fields) if f.capacity is not None)
         size = run_nbytes(self.layout.position, RUN)
@@ -184,7 +184,7 @@ class GroupRows(Blocks):
         self.put(f"sample{self.number[sink.node]}[i] = key_of({self.name(sink.element)});")
 
     def after_sample(self, sink: Sink) -> None:
-        """Of the windows that touch this block, keep those whose chosen element is in it."""
+        """Store the samples of the windows whose chosen element is in this block."""
         rank = sink.node.attr
         assert isinstance(rank, ir.Rank)
         self.put("const int64_t from = b * BLOCK, windows_end = from + m;")
@@ -195,14 +195,14 @@ class GroupRows(Blocks):
         self.close()
 
     def window(self, rank: ir.Rank) -> None:
-        """The element `at` that stands for window `w`."""
+        """Compute `at`, the element that represents window `w`."""
         name = f"place->streams[{self.streams.index(rank.stream)}]"
         self.put(f"const float u = uniform({name}, ((uint32_t)w + {name}.low) * WEYL);")
         self.put(f"int64_t at = w * {rank.every} + (int64_t)(u * {rank.every}.0f);")
         self.put("at = at < place->row->numel ? at : place->row->numel - 1;")
 
     def fill_sample(self, reduction: Node, rank: ir.Rank) -> None:
-        """Compute the sample's elements one by one, without a sweep."""
+        """Compute the elements of the sample one by one, without a sweep."""
         scalars, nodes = passes.rank_nodes(reduction)
         self.arguments()
         self.memory("")
@@ -212,16 +212,16 @@ class GroupRows(Blocks):
         self.window(rank)
         self.put("const int64_t i = at;")
         self.put("const uint32_t first = (uint32_t)place->row->start;")
-        self.sparsely(Loop(nodes, ()))
+        self.enter_sparse(Loop(nodes, ()))
         for n in nodes:
             self.define(n)
         self.put(f"place->samples[w] = key_of({self.name(reduction.args[0])});")
-        self.densely()
+        self.leave_sparse()
         self.close()
 
 
 def rank_function(group: GroupRows, index: int, reduction: Node) -> str:
-    """The function that finds the one value asked for in the sorted sample of every row."""
+    """The function that computes an order statistic of every row's sample."""
     rank, form = reduction.attr, group.program.form
     assert isinstance(rank, ir.Rank)
     group.open(f"static void {form}_rank{index}(const Call *call, int thread, int threads)")

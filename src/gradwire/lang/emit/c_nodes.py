@@ -1,8 +1,8 @@
-"""C expressions: a rule for every operation of the IR, and the text they are written into.
+"""C expressions: a rule per operation of the IR, and the writer of a function's text.
 
-Names in the generated code: nI is node I; aI its elements in an array, sI its blocks' numbers,
-cI codes to be packed, kI keys of a selection; a trailing underscore marks the storage of the whole
-group.
+Names in the generated code: nI is the value of node I, aI its elements in an array, sI its numbers
+of blocks, cI codes to be packed, kI keys of a selection. A trailing underscore marks the storage of
+the whole group.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
 
 def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:
-    """The streams of random numbers that programs draw from; a kernel knows them by position."""
+    """The random streams that programs use; generated code refers to them by position."""
     nodes = {n for p in programs for n in ir.walk(p.roots)}
     drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
     drawn |= {n.attr.stream for n in nodes if isinstance(n.attr, (ir.Rotation, ir.Rank))}
     return tuple(sorted(drawn, key=lambda s: (s.shared, s.number)))
 
 
-def is_limited(n: Node) -> bool:
-    """Whether it is a cast to codes of what may be none."""
+def needs_clamp(n: Node) -> bool:
+    """Whether it is a cast to codes of a value that may be out of range."""
     if n.op != "cast" or n.dtype not in ir.CODES:
         return False
     known = passes.known_range(n.args[0])
@@ -72,10 +72,10 @@ def is_limited(n: Node) -> bool:
 
 
 def limits(program: ir.Function) -> dict[float, str]:
-    """The constants that numbers of a program are limited to, and the locals that hold them."""
+    """The constant bounds of clamps in a program, and the locals that hold them."""
     found: set[float] = set()
     for n in ir.walk(program.roots):
-        if is_limited(n):
+        if needs_clamp(n):
             found |= {0.0, float(ir.TOP[n.dtype])}
         elif n.op == "alu" and n.attr in ("min", "max"):
             found |= {a.attr for a in n.args if a.op == "const" and isinstance(a.attr, float)}
@@ -83,7 +83,7 @@ def limits(program: ir.Function) -> dict[float, str]:
 
 
 def literal(value: float) -> str:
-    """A constant, exactly: decimal where that is short, else hexadecimal."""
+    """An exact C literal: decimal if that is short, else hexadecimal."""
     if math.isnan(value):
         return "float_of(0x7fc00000)"
     if math.isinf(value):
@@ -102,17 +102,17 @@ def register(n: Node) -> str:
 
 
 def cell(n: Node) -> str:
-    """The type of an element kept in an array."""
+    """The C type of an element in an array."""
     return code_cell(n.dtype) if n.dtype in ir.CODES else register(n)
 
 
 def code_cell(dtype: str) -> str:
-    """The type of a code before it is packed, or after: see pack_trits."""
+    """The C type of an unpacked code; see pack_trits."""
     return "int32_t" if dtype == "trit" else "uint8_t"
 
 
 class Writer:
-    """The text of one function, and how nodes are read in it."""
+    """The text of one function, and the expressions for its nodes."""
 
     def __init__(
         self, program: ir.Function, layout: Layout, native: str, streams: tuple[ir.Stream, ...]
@@ -125,8 +125,8 @@ class Writer:
         self.lines: list[str] = []
         self.indent = 0
         self.loop: Loop | None = None
-        self.sparse = False  # the loop visits some elements only
-        self.folding = False  # inside a fold, one block at a time
+        self.sparse = False  # whether the loop visits only some elements
+        self.folding = False  # whether inside a fold, which takes one block at a time
 
     def put(self, text: str) -> None:
         self.lines.append("  " * self.indent + text)
@@ -140,7 +140,7 @@ class Writer:
         self.put(tail)
 
     def arguments(self) -> None:
-        """Locals that every function over a row begins with."""
+        """Declare the locals of a function over a row."""
         self.put("uint8_t *restrict payload = place->row->payload;")
         self.put("const float factor = call->factor;")
         for at in sorted(n.attr for n in self.number if isinstance(n.attr, int)):
@@ -151,13 +151,13 @@ class Writer:
             self.put(f"const Stream {stream_name(s)} = place->streams[{self.streams.index(s)}];")
 
     def memory(self, offset: str) -> None:
-        """Pointers to the row's values and residual, `offset` values in."""
+        """Declare pointers to the row's values and residual, `offset` values from their start."""
         values = VALUES[self.native]
         self.put(f"{values} *restrict values = ({values} *)place->row->values{offset};")
         self.put(f"float *restrict residual = place->row->residual{offset};")
 
-    def fresh_memory(self) -> None:
-        """As `memory`, of values that are overwritten unread: by way of L1 where there are many."""
+    def streamed_memory(self) -> None:
+        """As `memory`, for values that are only written: via a buffer in L1 if there are many."""
         values = VALUES[self.native]
         self.put(f"{values} *restrict to = ({values} *)place->row->values + b * BLOCK;")
         self.put(f"{values} fresh[BLOCK] __attribute__((aligned(64)));")
@@ -167,7 +167,7 @@ class Writer:
         self.put(f"const {register(n)} {self.name(n)} = {NODES[n.op](self, n)};")
 
     def name(self, n: Node) -> str:
-        """How a computed node is read here: a literal, an argument, a local or an array's cell."""
+        """The expression that reads a node: a literal, an argument, a local or an array element."""
         if n.op == "const":
             assert isinstance(n.attr, float)
             return literal(n.attr)
@@ -182,7 +182,7 @@ class Writer:
         return element
 
     def flipped(self, element: str, rotation: ir.Rotation) -> str:
-        """An element on its way to a rotation, or from the inverse one, its sign flipped."""
+        """An element before a rotation, or after an inverse one, with its random sign."""
         stream = rotation.stream
         return f"flipped({element}, {stream_name(stream)}, {self.weyl(stream)})"
 
@@ -200,18 +200,18 @@ class Writer:
         x = n.args[0]
         if n.dtype == "fp32" and n.attr != "stored":
             return WIDENINGS.get(x.dtype, "(float){}").format(self.name(x))
-        if n.dtype in ir.CODES and not is_limited(n):
-            return self.whole(x, wide=code_cell(n.dtype) == "int32_t")
+        if n.dtype in ir.CODES and not needs_clamp(n):
+            return self.integer(x, wide=code_cell(n.dtype) == "int32_t")
         if n.dtype in ir.CODES:
             zero, top = self.limits[0.0], self.limits[float(ir.TOP[n.dtype])]
             return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
         return CASTS[n.dtype, str(n.attr)].format(self.name(x))
 
-    def whole(self, n: Node, wide: bool) -> str:
-        """A number that is a code: among constants an integer is chosen as a float would be.
+    def integer(self, n: Node, wide: bool) -> str:
+        """A number that is a code, as an integer expression: `where`s of constants use integers.
 
-        Of more than two only for codes as `wide` as floats: for others gcc narrows the choice, and
-        takes longer than for converting what it has chosen.
+        Nested `where`s do so only for codes as `wide` as floats. For narrower codes gcc narrows
+        the conditions, which is slower than converting the result.
         """
         if n.op == "const":
             assert isinstance(n.attr, float)
@@ -219,7 +219,9 @@ class Writer:
         chosen = n.attr == "where" and (wide or all(a.op == "const" for a in n.args[1:]))
         if chosen and self.loop and n in self.loop.nodes:
             condition, yes, no = n.args
-            return f"{self.name(condition)} ? {self.whole(yes, wide)} : ({self.whole(no, wide)})"
+            return (
+                f"{self.name(condition)} ? {self.integer(yes, wide)} : ({self.integer(no, wide)})"
+            )
         return f"(int32_t){self.name(n)}"
 
     def node_load(self, n: Node) -> str:
@@ -232,7 +234,7 @@ class Writer:
         return f"((const {MEMORY.get(n.dtype, 'uint8_t')} *)({self.address(n)}))[{at}]"
 
     def entry(self, n: Node) -> str:
-        """A received field's value for entry `e`."""
+        """The value of a received field for entry `e`."""
         assert isinstance(n.attr, ir.FieldRef)
         tail = f"tail{self.field(n.attr.name)}"
         if n.dtype in MEMORY:
@@ -249,12 +251,12 @@ class Writer:
         return f"uniform({stream}, (first + {stream}.low) * WEYL)"
 
     def weyl(self, stream: ir.Stream) -> str:
-        """Where the loop's element is in a stream: a dense loop steps through it."""
+        """The element's position in a stream; a loop over all elements increments a variable."""
         name = stream_name(stream)
         return f"(first + (uint32_t)i + {name}.low) * WEYL" if self.sparse else f"{name}_weyl"
 
     def node_index(self, n: Node) -> str:
-        if n.attr == "block":  # a sparse loop counts in the row
+        if n.attr == "block":  # in a sparse loop, i is relative to the row
             return "(uint32_t)(i % BLOCK)" if self.sparse else "(uint32_t)i"
         return "first + (uint32_t)i"
 
@@ -277,14 +279,14 @@ class Writer:
     # addresses -----------------------------------------------------------------------------------
 
     def address(self, n: Node) -> str:
-        """Where a received field begins: this block's elements, else the whole field."""
+        """The address of a received field, or of this block's elements in it."""
         assert isinstance(n.attr, ir.FieldRef)
         base = "source" if n.attr.source else "payload"
         size = element_nbytes(n.dtype, self.layout.block) if n.scope is Scope.ELEMENT else 0
         return self.within(base, n.attr.name, size)
 
     def target(self, sink: Sink) -> str:
-        """Where a block's elements of a field are written."""
+        """The address where a block's elements of a field are written."""
         return self.within("payload", sink.name, element_nbytes(sink.node.dtype, self.layout.block))
 
     def within(self, base: str, name: str, block_nbytes: int) -> str:

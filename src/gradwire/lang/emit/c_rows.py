@@ -1,9 +1,9 @@
-"""The C around the blocks: where a row's fields lie, how rows are walked, the entry point.
+"""The C around the blocks: the offsets of a row's fields, the loops over rows, the entry point.
 
-Place           a row's field offsets, random streams and workspace, made once a row
-FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time
-FORM_selectN    the same row by row, since a selection is complete when its row is
-FORM_completeN  ends a sweep whose partial results make tensor reductions
+Place           a row's field offsets, random streams and workspace, computed once per row
+FORM_sweepN     divides the blocks of all rows among threads, and takes GROUP at a time; a sweep
+                that selects goes row by row, since a selection belongs to one row
+FORM_completeN  computes tensor reductions from the partial results of a sweep
 FORM            the entry point, with the signature that lang/native.py calls
 """
 
@@ -15,17 +15,17 @@ from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, RUN, Layout, element_nbytes, planes
 from gradwire.lang.sweeps import Sweep
 
-LARGE_VALUES = 1 << 18  # of a call: what a cache of a core hardly holds
-# Values of a group: 16 KiB in fp32, so that it stays in L1 with what it asks for; fewer where it is
-# several arrays, as with a residual, rotated values or numbers looked up.
+LARGE_VALUES = 1 << 18  # values of a call that exceed the cache of a core
+# Values per group: 16 KiB in fp32, so that the group and its prefetched data fit in L1; fewer if
+# the group has several arrays, such as a residual, rotated values or looked-up numbers.
 GROUP_VALUES = 4096
 GROUP_VALUES_OF_SEVERAL = 1024
-MAX_GROUP = 32  # blocks whose scalars make one vector
-ALONE = 1 << 16  # rows this small are not worth a barrier: one thread selects from them
+MAX_GROUP = 32  # blocks per group, whose scalars are vectorised
+MAX_SINGLE_THREAD = 1 << 16  # values of a row that one thread selects from, without a barrier
 
 
 def group(layout: Layout, sweep: Sweep) -> int:
-    """Blocks that a sweep takes together, so that their scalars are computed as vectors."""
+    """Blocks per group of a sweep; the scalars of a group are vectorised."""
     memory = {str(n.attr) for loop in sweep.loops for n in loop.nodes if n.op == "load"}
     memory |= {s.name for loop in sweep.loops for s in loop.sinks if s.kind == "store"}
     values = GROUP_VALUES if len(memory) + sweep.fills <= 1 else GROUP_VALUES_OF_SEVERAL
@@ -33,12 +33,12 @@ def group(layout: Layout, sweep: Sweep) -> int:
 
 
 def group_size(layout: Layout, sweep: Sweep) -> str:
-    """A local declaration."""
+    """The declaration of GROUP."""
     return f"enum {{ GROUP = {group(layout, sweep)} }};"
 
 
 def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
-    """The struct Place, the function that fills it, and where variable parts of fields begin."""
+    """The struct Place, the function that fills it, and offsets of variable parts of fields."""
     sizes = {"BLOCK": layout.block, "PARTIALS": layout.partials}
     if layout.staged:
         sizes["STAGED"] = layout.staged
@@ -96,7 +96,7 @@ def _known(f: Field, layout: Layout) -> str:
 
 
 def _rest(dtype: str, m: str = "rest") -> str:
-    """Bytes of fewer values than a block or run."""
+    """Bytes of `m` values, fewer than a block or run."""
     if dtype == "trit":
         return f"({m} + 4) / 5"
     if not dtype.startswith("uint"):
@@ -105,7 +105,7 @@ def _rest(dtype: str, m: str = "rest") -> str:
 
 
 def _tails(layout: Layout) -> list[str]:
-    """Functions of a row: where parts begin whose length depends on data, and how long they get."""
+    """Functions for the offsets and maximum sizes of parts whose length depends on data."""
     lines, before = [], f"p->at[{len(layout.fields)}]"
     for number, f in enumerate(layout.fields):
         lines += [
@@ -163,7 +163,7 @@ def _tails(layout: Layout) -> list[str]:
 
 
 def cursors(own: bool, sources: bool) -> str:
-    """Cursors at block `b` of the payloads that a sweep reads entries or kept blocks from."""
+    """Cursors at block `b` of the payloads whose entries or kept blocks a sweep reads."""
     lines = [
         "      Cursor cursors[call->ranks + 1];  /* of the own payload, then of the peers' */",
         "      place.cursors = cursors;",
@@ -180,9 +180,9 @@ def cursors(own: bool, sources: bool) -> str:
 
 
 def _walk(form: str, number: int, cursors: str, final: bool = True) -> str:
-    """Blocks [b, end) of a row in groups; full groups see their trip counts as constants.
+    """Process blocks [b, end) of a row in groups; full groups have constant trip counts.
 
-    Sweeps that only reduce share one copy of the function: it compiles in half the time.
+    Sweeps that only reduce use one copy of the function, which halves the compile time.
     """
     name = f"{form}_group{number}" if final else f"{form}_rest{number}"
     return f"""\
@@ -197,8 +197,8 @@ def _walk(form: str, number: int, cursors: str, final: bool = True) -> str:
 def rest(form: str, number: int) -> str:
     """A copy of the group function for groups that are not full.
 
-    Nothing about its callers is to be known in it: where `count` can only be 1, gcc 12 drops the
-    loop over blocks and forgets that those over elements are simd.
+    noipa hides its callers: if gcc 12 knows that `count` is 1, it drops the loop over blocks and
+    no longer vectorises the loops over elements.
     """
     return f"""\
 static __attribute__((noinline, noipa)) void {form}_rest{number}(
@@ -209,7 +209,7 @@ static __attribute__((noinline, noipa)) void {form}_rest{number}(
 
 
 def sweep(form: str, number: int, size: str, cursors: str, final: bool) -> str:
-    """The walk over rows of one sweep; `size` declares that of a group."""
+    """The loop over rows of one sweep; `size` declares GROUP."""
     return f"""\
 static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
   {size}
@@ -236,7 +236,7 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 def select(
     form: str, number: int, layout: Layout, size: str, ranked: bool, gathered: int, cursors: str
 ) -> str:
-    """The walk over rows that stages a selection, and the end of each row that stores it."""
+    """The loop over rows of a sweep that selects, and the function that stores a selection."""
     known = len(layout.fields)
     selection = next(i for i, f in enumerate(layout.fields) if f.capacity is not None)
     return f"""\
@@ -268,7 +268,7 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
   for (int64_t r = 0; r < call->n; r++) {{
     const Row *row = &call->rows[r];
     const int64_t blocks = blocks_of(row->numel, BLOCK), full = row->numel / BLOCK;
-    const int alone = row->numel <= {ALONE}, mine = r % threads == thread;
+    const int alone = row->numel <= {MAX_SINGLE_THREAD}, mine = r % threads == thread;
     if (blocks && (mine || !alone)) {{
       Place place = place_of(row, partials);
       Staging *staging = place.staging = &call->staging[thread];
@@ -293,7 +293,7 @@ static void {form}_sweep{number}(const Call *call, int thread, int threads) {{
 
 
 def complete(form: str, number: int, completes: tuple[tuple[int, str], ...]) -> str:
-    """Make tensor reductions from the blocks' partial results, rows divided among threads."""
+    """Reduce the partial results of blocks; rows are divided among threads."""
     function = {"min": "minimum", "max": "maximum", "sum": "tree_sum"}
     results = "\n".join(
         f"      partials[PARTIALS * blocks + {i}] =\n"
@@ -316,7 +316,7 @@ static void {form}_complete{number}(const Call *call, int thread, int threads) {
 
 
 def clear(form: str, layout: Layout) -> str:
-    """Zero the part of a payload whose length depends on data, before it is filled."""
+    """Zero the part of a payload whose length depends on data, before it is written."""
     return f"""\
 static void {form}_clear(const Call *call, int thread, int threads) {{
   for (int64_t r = 0; r < call->n; r++) {{
@@ -368,7 +368,7 @@ def entry(form: str, sweeps: tuple[Sweep, ...], layout: Layout) -> str:
 
 
 def divide() -> str:
-    """The function that gives every thread its part of the workspace, as layout.py counts it."""
+    """The function that divides the workspace among threads, with the sizes of layout.py."""
     return """\
 static void divide(Call *call, Staging *staging, int threads) {
   int64_t floats = 0, largest = 0;

@@ -1,21 +1,21 @@
-"""Where a sweep's arrays of blocks lie: on the stack, or in the workspace where they are large.
+"""Moves large block arrays of a sweep from the stack to the workspace.
 
-A kernel runs in threads whose stacks others have sized: the caller's, and OpenMP's, which may have
-less than a megabyte. One array of 65536 floats takes a quarter of that, and a codec may ask for any
-number of them. So a function whose arrays together exceed ON_STACK has them all in the workspace,
-which every thread has a part of. It is the last pass over the text of a file, so no rule that
-declares an array needs to know.
+A kernel does not control the stack size of its threads, which may be below 1 MiB. One array of
+65536 floats takes 256 KiB, and a codec may need any number of them. So if the arrays of a function
+exceed ON_STACK bytes together, all of them are placed in the calling thread's part of the
+workspace. This is the last pass over the text of a file, so the rules that declare arrays need not
+handle it.
 
-The parts stand in front of everything else in the workspace, the first thread's last, and the
-pointer that functions see as the workspace lies behind them.
+The threads' parts are at the beginning of the workspace, in reverse order; the workspace pointer
+that functions see points behind them.
 """
 
 from __future__ import annotations
 
 import re
 
-ON_STACK = 100 << 10  # bytes; a function's copy for what is not a full group takes as much again
-LINE = 64  # bytes that arrays are aligned to
+ON_STACK = 100 << 10  # bytes; the copy of a function for partial groups takes as much again
+LINE = 64  # alignment of arrays, in bytes
 
 _FUNCTION = re.compile(r"^INLINE void \w+_group\d+\(")
 _GROUP = re.compile(r"^  enum { GROUP = (\d+) };$")
@@ -40,7 +40,7 @@ INLINE void *past_scratch(void *workspace, int threads) {{
 
 
 def placed(text: str, block: int) -> str:
-    """The text of a file, its large arrays in the workspace."""
+    """The text of a file, with its large arrays in the workspace."""
     lines, largest, begin = text.split("\n"), 0, None
     for at, line in enumerate(lines):
         if _FUNCTION.match(line):
@@ -58,13 +58,13 @@ def placed(text: str, block: int) -> str:
 
 
 def scratch_nbytes(text: str) -> int:
-    """Bytes of the workspace that each thread's arrays take in a file, with room to align them."""
+    """Bytes of workspace per thread for the arrays of a file, alignment included."""
     found = _SCRATCH.search(text)
     return LINE + int(found[1]) if found else 0
 
 
 def _function(lines: list[str], block: int) -> tuple[list[str], int]:
-    """As many lines with the arrays elsewhere, and how many bytes they take; 0 if on the stack."""
+    """The lines with their arrays in the workspace, and the bytes these take; 0 if unchanged."""
     group = next(int(found[1]) for line in lines if (found := _GROUP.match(line)))
     placed, nbytes = [], 0
     for line in lines:

@@ -1,25 +1,25 @@
-"""Triton from programs: which kernels a form takes, and in which order they are launched.
+"""Triton from programs: the kernels of a form and the order of their launches.
 
-A sweep is one kernel, and one launch covers all rows. A program of the grid takes a *tile*: GROUP
-blocks of a row, or the ragged last block alone; so m, the values of a block, is one number.
+A sweep is one kernel, and one launch covers all rows. A program of the grid processes a *tile*:
+GROUP blocks of a row, or the ragged last block alone, so all blocks of a tile have m values.
 
 Elements are evaluated in a *view* [K, G, J]: cell k of byte j of a plane is element k * L + j of
-its block, where L = ceil(m / cells) and cells is how many codes share a byte. So codes are packed
-by a sum over K and unpacked by shifts, whatever m is, and neither moves data between threads. View
-1 has the natural order. An element that several views ask for is computed in each.
+its block, where L = ceil(m / cells) and cells is the number of codes per byte. So for any m, codes
+are packed by a sum over K and unpacked by shifts, without moving data between threads. View 1 has
+the natural order. An element that several views need is computed in each.
 
-triton_nodes.py has a rule for every operation, triton_entries.py those for selections and kept
-codes, triton_rows.py what surrounds them; triton_prelude.py, triton_numbers.py,
-triton_reductions.py, triton_selection.py and triton_codes.py have what the generated code calls. A
-generated file ends with the steps of every form, which lang/gpu.py takes:
+triton_nodes.py has a rule per operation, triton_entries.py the rules for selections and kept codes,
+triton_rows.py the code around them. The generated code calls triton_prelude.py, triton_numbers.py,
+triton_reductions.py, triton_selection.py and triton_codes.py. A generated file ends with the steps
+of every form, which lang/gpu.py runs:
 
-| step | is |
+| step | meaning |
 | --- | --- |
 | ("sweep", kernel) | a launch over all tiles |
-| ("complete", index, number, kind) | reduce what a sweep left for blocks to so many numbers a row |
-| ("survey", peers) | count, in received payloads, what comes before every block |
-| ("sample", index, every, column) | the order statistic of the sample that a sweep left |
-| ("select", ranked) | of the keys that a sweep left: cut, and what comes before every block |
+| ("complete", index, number, kind) | reduce a sweep's partial results to `number` results per row |
+| ("survey", peers) | count the entries or kept blocks before every block of received payloads |
+| ("sample", index, every, column) | the order statistic of the sample that a sweep stored |
+| ("select", ranked) | from a sweep's keys: the threshold, and the entries before every block |
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from gradwire.lang.sweeps import Partial
 __all__ = ["ALU", "CASTS", "NODES", "emit", "lacking", "literal"]
 
 NODES = Kernel.RULES
-# they are part of other nodes' text: of keys, of stores and sums
+# emitted as part of other nodes: of keys, of stores and sums
 WITHIN = ("const", "select", "scatter")
 
 
 def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
-    """The Python source of all forms of a codec; a function of its arguments."""
+    """The Python source of all forms of a codec; depends on its arguments only."""
     programs = tuple(programs)
     statistics = triton_rows.statistics(programs)
     parts, table = [triton_rows.head(layout)], []
@@ -58,7 +58,7 @@ def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
 def _form(
     program: ir.Function, layout: Layout, native: str, statistics: list[tuple[int, ir.Size]]
 ) -> tuple[list[str], list[str]]:
-    """The kernels of a form, and its steps."""
+    """The kernels and the steps of a form."""
     kernels: list[str] = []
     steps = [f'("survey", {peers})' for peers in _surveyed(program)]
 
@@ -93,7 +93,7 @@ def _form(
 
 
 def _alike(partials: list[Partial]) -> list[tuple[int, int, str]]:
-    """(index of the first, how many, kind) of reductions that one launch can complete."""
+    """(first index, number, kind) of consecutive reductions that one launch can complete."""
     runs: list[tuple[int, int, str]] = []
     for p in partials:
         kind = str(p.node.attr)
@@ -105,7 +105,7 @@ def _alike(partials: list[Partial]) -> list[tuple[int, int, str]]:
 
 
 def _surveyed(program: ir.Function) -> list[bool]:
-    """Whose payloads have parts that are found by counting: False the own, True the peers'."""
+    """Which payloads need a survey: False for the own, True for the peers'."""
     found = set()
     for n in ir.walk(program.roots):
         if n.op == "field" and (n.dtype == "selection" or (n.args and n.scope is ir.Scope.ELEMENT)):
@@ -115,6 +115,6 @@ def _surveyed(program: ir.Function) -> list[bool]:
 
 
 def lacking(programs: Iterable[ir.Function]) -> list[str]:
-    """What these programs need and this target has no rules for."""
+    """The operations of these programs that this target does not support."""
     needed = {n.op for p in programs for n in ir.walk(p.roots)}
     return sorted(needed - {*NODES, *WITHIN})

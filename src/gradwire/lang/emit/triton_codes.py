@@ -1,4 +1,4 @@
-"""Entries in Triton: which elements are selected, where received ones are, codes in runs.
+"""Entries in Triton: the selected elements, the positions of received entries, codes in runs.
 
 Only generated code imports this file. Shapes as in triton_prelude.py.
 """
@@ -22,7 +22,7 @@ from gradwire.lang.emit.triton_prelude import (
 from gradwire.lang.emit.triton_selection import CUT, TAKEN, as_word
 
 RUN = tl.constexpr(128)  # entries that are packed together
-RUNS = tl.constexpr(8)  # packed side by side
+RUNS = tl.constexpr(8)  # packed at once
 BYTES = tl.constexpr(1024)  # cleared at once
 
 
@@ -31,7 +31,7 @@ BYTES = tl.constexpr(1024)  # cleared at once
 
 @triton.jit
 def earlier(condition, GROUP: tl.constexpr, J: tl.constexpr):
-    """[1, G, J] -> [1, G, J]: how often it holds earlier in the block."""
+    """[1, G, J] -> [1, G, J]: how many earlier elements of the block satisfy the condition."""
     x = tl.reshape(condition.to(tl.int32), GROUP, J)
     return tl.reshape(tl.cumsum(x, 1) - x, 1, GROUP, J)
 
@@ -41,7 +41,7 @@ def chosen(
     row, words, block, g, at, here, mask,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """(whether it is selected, which entry it is) of every element; of equal keys the first are."""
+    """(whether it is selected, its entry number) per element; of equal keys, the first are."""
     state = words + tl.load(row + STATE)
     keys = words + tl.load(row + KEYS) + block * BLOCK
     key = as_word(tl.load(keys + at, mask=mask, other=0))
@@ -56,9 +56,9 @@ def chosen(
 
 @triton.jit
 def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
-    """(whether there is an entry, which one) for every element `i` of its block.
+    """(whether it has an entry, its entry number) for every element `i` of a block.
 
-    The block's entries are `first` to `end`, in the order of their places: bisection.
+    Bisection of the block's entries, `first` to `end`, which are sorted by position.
     """
     low, high = first + i * 0, end + i * 0
     span = tl.max(end - first)
@@ -75,7 +75,7 @@ def seek(address, first, end, entries, i, mask, BITS: tl.constexpr):
 
 @triton.jit
 def code_at(address, e, entries, mask, BITS: tl.constexpr):
-    """Code `e` of `entries`, as int32; BITS 0: a trit. Divisions are comparisons: few cells."""
+    """Code `e` of `entries`, as int32; BITS 0: a trit. Comparisons replace divisions."""
     run = e >> 7
     m, j = tl.minimum(entries - run * RUN, RUN), e & 127
     if BITS == 0:
@@ -102,7 +102,7 @@ def code_at(address, e, entries, mask, BITS: tl.constexpr):
 
 @triton.jit
 def tail_nbytes(entries, BITS: tl.constexpr):
-    """Bytes of so many codes in runs; BITS 0: trits."""
+    """Bytes of `entries` codes in runs; BITS 0: trits."""
     runs, m = entries >> 7, entries & 127
     if BITS == 0:
         nbytes = runs * 26 + (m + 4) // 5
@@ -116,7 +116,7 @@ def tail_nbytes(entries, BITS: tl.constexpr):
 
 @triton.jit
 def share_of(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(which, of how many) programs of a row this one is."""
+    """(index of this program among those of the row, their number)."""
     full = tl.load(row + NUMEL) // BLOCK
     ragged = (tl.load(row + NUMEL) % BLOCK > 0).to(tl.int64)
     part = tl.program_id(0) - tl.load(row + TILES)

@@ -1,13 +1,12 @@
-"""Triton over entries: selections, made or received; samples; codes that some blocks lack.
+"""Triton over entries: own and received selections, samples, kept codes.
 
-An entry is computed where its element is, in the tile that has the element's block: what is
-gathered is the element's own value, and every element of a tile knows whether it is selected and
-which entry it is. Where this program selects, the passes before have left a threshold and the
-entries of all blocks before (triton_selection.py); in a received payload entries are sorted, so an
-element finds its own by bisection of those of its block. So nothing is scattered, and sums run in
-the order of ranks.
+An entry is computed in the tile of its element, so gathering reads the element's own value. Every
+element of a tile finds out whether it is selected and its entry number. For the own selection,
+earlier passes have computed the threshold and the number of entries before every block
+(triton_selection.py). In a received payload, the entries are sorted, so an element bisects the
+entries of its block. Nothing is scattered, and sums run in rank order.
 
-Names: hitP, entryP, entriesP of a selection, P being the node's number and the view.
+Names: hitP, entryP, entriesP of a selection, where P is the node's number and the view.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Kernel(Nodes):
     """Emits the kernel of one sweep."""
 
     def emit(self, name: str, sinks: list[Sink], partials: list[Partial]) -> str:
-        """What reduces, or what leaves fields, stores and patches behind."""
+        """The kernel that computes partial results, or fields, stores and patches."""
         for p in partials:
             self.partial(p)
         for sink in sinks:
@@ -43,7 +42,7 @@ class Kernel(Nodes):
         return self.text(name)
 
     def emit_keys(self, name: str) -> str:
-        """The kernel that leaves the keys of elements in the workspace, 0 where one has none."""
+        """The kernel that stores the keys of elements in the workspace; 0 for no key."""
         (select,) = (n for _, n in self.program.fields if n.op == "select")
         v = self.view(self.main)
         conditions = [self.value(a, v) for a in select.args if a.dtype == "bool"]
@@ -57,7 +56,7 @@ class Kernel(Nodes):
         return self.text(name)
 
     def emit_sample(self, name: str, statistic: Node) -> str:
-        """The kernel that leaves the keys of a sample's elements in the workspace."""
+        """The kernel that stores the keys of a sample's elements in the workspace."""
         rank, v = statistic.attr, self.view(self.main)
         assert isinstance(rank, ir.Rank)
         value, stream = self.tensor(statistic.args[0], v), self.stream(rank.stream)
@@ -73,13 +72,13 @@ class Kernel(Nodes):
     def text(self, name: str) -> str:
         return triton_rows.kernel(name, self.layout, self.native, self.used, self.lines)
 
-    # what a sweep leaves behind -------------------------------------------------------------------
+    # what a sweep stores --------------------------------------------------------------------------
 
     def stores(self) -> None:
-        """All stores, after everything has been read; what is selected holds something else."""
+        """All stores and patches, after all reads."""
         stored = dict(self.program.stores)
         patched = {target: (n, s) for target, n, s in self.program.patches}
-        if not stored:  # then nothing else is touched
+        if not stored:  # then only selected elements are loaded
             hits = {self.selection(s, self.main) for _, s in patched.values()}
             self.only = f"hit{hits.pop()}" if hits else None
         values = {target: self.value(n, self.main) for target, n in stored.items()}
@@ -91,13 +90,13 @@ class Kernel(Nodes):
             else:
                 values[target], masks[target] = value, hit
         if values and self.used.loads:
-            # a thread may store what another has yet to read, in another view
+            # another thread may still have to read, in another view, what this one stores
             self.put("tl.debug_barrier()")
         for target, value in values.items():
             self.store(target, value, masks[target])
 
     def entries(self, name: str, select: Node) -> None:
-        """How many of a block are selected, where they are, and what else is stored of them."""
+        """The number of selected elements per block, their positions, and their other fields."""
         v = self.main
         p = self.selection(select, v)
         self.used.payload = True
@@ -119,14 +118,14 @@ class Kernel(Nodes):
                 self.put(f"{STORES[n.dtype]}({tail}, entry{p}, {value}, hit{p}, False)")
 
     def clear(self) -> None:
-        """Zero what kept codes may take, before any is stored."""
+        """Zero the memory of kept codes before any is stored."""
         for f in self.layout.fields:
             if f.flag is not None:
                 n = next(n for name, n in self.program.fields if name == f.name)
                 self.planes("tl.load(row + TAIL)", n, zero=True)
 
     def kept(self, name: str, n: Node) -> None:
-        """Pack the codes of blocks whose flag is set; those of such blocks before come first."""
+        """Pack the codes of blocks whose flag is set, behind those of earlier blocks."""
         codes, flag = n.args
         stride = element_nbytes(n.dtype, self.layout.block)
         self.used.payload = True
@@ -157,7 +156,7 @@ class Kernel(Nodes):
         return super().node_field(n, view)
 
     def entry(self, n: Node, view: int) -> str:
-        """What a payload holds for an entry."""
+        """A received field of an entry."""
         assert isinstance(n.attr, ir.FieldRef)
         p = self.selection(n.args[0], view)
         tail = self.tail(self.base(n), n.attr.name, f"entries{p}")
@@ -167,7 +166,7 @@ class Kernel(Nodes):
         return f"{LOADS[n.dtype]}({tail}, entry{p}, hit{p}, False)"
 
     def received_kept(self, n: Node, view: int) -> str:
-        """Codes that a block may lack: then they are 0."""
+        """Kept codes; 0 in blocks whose flag is not set."""
         assert isinstance(n.attr, ir.FieldRef)
         flag, v = self.value(n.args[0], view), self.view(view)
         before = self.before(self.slot(n))
@@ -192,7 +191,7 @@ class Kernel(Nodes):
     # selections -----------------------------------------------------------------------------------
 
     def selection(self, n: Node, view: int) -> str:
-        """P: which elements are selected, which entries they are, how many entries there are."""
+        """P, after emitting hitP (which elements are selected), entryP and entriesP."""
         key = (n, view)
         if key not in self.memo:
             p = f"{self.number[n]}_{self.view(view)}{'_' if self.folding else ''}"
@@ -223,23 +222,23 @@ class Kernel(Nodes):
         self.put(
             f"hit{p}, entry{p} = seek({tail}, from{p}, to{p}, entries{p}, i{v}, in{v}, {bits})"
         )
-        # as many elements as there are entries: so these are in order, and within their block
+        # as many hits as entries: so the entries are in order and within their block
         self.put(f"found{p} = count(hit{p}, in{v}).to(tl.int32)")
         self.put(f"fail(failed, row, here & (found{p} != to{p} - from{p}))")
 
     def slot(self, n: Node) -> str:
-        """Which of the payloads that blocks were counted of: the own one, then the peers'."""
+        """The index of the payload in the survey: the own one first, then the peers'."""
         assert isinstance(n.attr, ir.FieldRef)
         return "(1 + peer)" if n.attr.source else "0"
 
     def before(self, slot: str) -> str:
-        """Of how many blocks before are the codes kept."""
+        """The number of earlier blocks whose codes are kept."""
         self.used.blocks = True
         at = f"words + tl.load(row + BEFORE) + {slot} * (blocks + 1) + block + g"
         return f"tl.load({at}, mask=here, other=0)"
 
     def tail(self, base: str, name: str, entries: str) -> str:
-        """Where the part of a field begins that depends on how many entries there are."""
+        """The address of the part of a field whose length depends on the number of entries."""
         sizes = [
             f" + {size}"
             for f, size in triton_rows.tails(self.layout, entries)

@@ -1,7 +1,8 @@
-"""Triton expressions: a rule for every operation, for what a sweep stores, and their text.
+"""Triton expressions: a rule per operation, the stores of a sweep, and the kernel's text.
 
-Names in the generated code: bI, tI are node I of a block, of a row or call; xI_C its elements in
-view C (emit/triton.py); a trailing underscore marks what belongs to the payload of a peer.
+Names in the generated code: bI is node I of block scope, tI of tensor or constant scope; xI_C are
+its elements in view C (emit/triton.py). A trailing underscore marks values from the payload of a
+peer.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ CASTS = {
 }
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
-# what a stored dtype's bits are moved with
+# dtype -> functions that load and store its bits
 LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16", "int32": "load_int32"}
 STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16", "int32": "store_int32"}
 
 
 def literal(value: float) -> str:
-    """A constant as float32, exactly; what Triton would not take as one goes by its bits."""
+    """A constant as exact float32; subnormals and NaN, which Triton would change, by their bits."""
     single = _single(value)
     if single in (math.inf, -math.inf) or abs(single) >= 2.0**-126 or repr(single) == "0.0":
         text = f'float("{single}")' if math.isinf(single) else repr(single)
@@ -77,10 +78,10 @@ def _single(value: float) -> float:
 
 
 class Nodes:
-    """The text of the kernel of one sweep, as far as elements, blocks and rows go."""
+    """The text of the kernel of one sweep, for elements, blocks and rows."""
 
     RULES: ClassVar[dict[str, Callable[..., str | None]]]
-    only: str | None = None  # the condition where elements are loaded; everywhere by default
+    only: str | None = None  # condition that restricts loads of elements; None: all
 
     def __init__(self, program: ir.Function, layout: Layout, native: str) -> None:
         self.program, self.layout, self.native = program, layout, native
@@ -96,7 +97,7 @@ class Nodes:
     def put(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
 
-    # what a sweep leaves behind -------------------------------------------------------------------
+    # what a sweep stores --------------------------------------------------------------------------
 
     def partial(self, p: Partial) -> None:
         self.used.blocks = True
@@ -129,7 +130,7 @@ class Nodes:
             self.put(f"{store}(payload + {at} + block * {size}, g, {value}, here, False)")
 
     def planes(self, at: str, n: Node, zero: bool = False) -> None:
-        """Pack codes plane by plane, or zeros where codes may come."""
+        """Pack codes plane by plane, or write zeros in their place."""
         stride = element_nbytes(n.dtype, self.layout.block)
         self.used.payload = True
         for plane in planes_of(n.dtype):
@@ -145,7 +146,7 @@ class Nodes:
             self.put(f"store8({address}, {offset}, {byte}, {inside}, FULL)")
 
     def plane_offset(self, dtype: str, plane: Plane, j: str = "") -> str:
-        """Where byte j of a plane lies, from the first byte of the block: terms to be added."""
+        """The offset of byte j of a plane from the first byte of the block, as terms to add."""
         before = [p for p in planes_of(dtype) if p.shift < plane.shift]
         terms = [*(f"L{self.view(p.cells)}" for p in before), j or f"j{plane.cells}"]
         return "".join(f" + {term}" for term in terms)
@@ -160,7 +161,7 @@ class Nodes:
     # nodes ----------------------------------------------------------------------------------------
 
     def value(self, n: Node, view: int) -> str:
-        """The name of a node's value, or a literal; computes what has not been computed."""
+        """The name of a node's value, or a literal; emits its computation on first use."""
         if n.op == "const":
             return literal(float(str(n.attr)))
         if n.attr == "factor":
@@ -181,7 +182,7 @@ class Nodes:
         return f"{'b' if n.scope is Scope.BLOCK else 't'}{self.number[n]}{tail}"
 
     def tensor(self, n: Node, view: int) -> str:
-        """A value that is a tensor even where it is a constant."""
+        """A value that is a tensor even if it is a constant."""
         if n.op != "const":
             return self.value(n, view)
         (bits,) = struct.unpack("<I", struct.pack("<f", _single(float(str(n.attr)))))
@@ -193,7 +194,7 @@ class Nodes:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """What is computed in a branch or a loop is unknown behind it."""
+        """A branch or loop: values computed in it are not available after it."""
         self.memo, self.indent = self.memo.new_child(), self.indent + 1
         yield
         self.memo, self.indent = self.memo.parents, self.indent - 1
@@ -233,7 +234,7 @@ class Nodes:
         return "payload"
 
     def unpacked(self, n: Node, base: str, view: int) -> str:
-        """Codes in any view; `base`: of the field."""
+        """Codes in any view; `base` is the address of the field."""
         stride, v = element_nbytes(n.dtype, self.layout.block), self.view(view)
         address, digits = f"{base} + block * {stride}", []
         for plane in planes_of(n.dtype):
@@ -243,8 +244,8 @@ class Nodes:
         return " | ".join(digits)
 
     def cell(self, plane: Plane, v: int) -> tuple[str, str, str, str]:
-        """Of the elements of a view: their byte in a plane, their cell in it, which of them are
-        there, and whether bytes follow each other in a full tile."""
+        """For the elements of a view: their byte in a plane, their cell in it, their mask, and
+        whether their bytes are contiguous in a full tile."""
         if plane.cells == v:
             return f"j{v}", f"k{v}", f"here & (j{v} < L{v})", "FULL"
         p = self.view(plane.cells)
@@ -293,7 +294,7 @@ class Nodes:
         return f"extreme({low if n.attr == 'min' else high}, {low}, {high})"
 
     def extremes(self, x: Node, view: int) -> tuple[str, str]:
-        """Minimum and maximum, which share their work."""
+        """The minimum and the maximum, which are computed together."""
         value, tail = self.tensor(x, view), "_" if self.folding else ""
         i = self.number[x]
         low, high = f"low{i}{tail}", f"high{i}{tail}"
@@ -322,7 +323,7 @@ class Nodes:
         return f"{rotated} * {signs}" if n.attr.inverse else rotated
 
     def node_fold(self, n: Node, view: int) -> None:
-        """-0 + x is x, for -0 too."""
+        """The sum starts at -0, since -0 + x is x for every x."""
         own = n.args[0]
         total, v = self.name(n, view), self.view(view)
         self.used.sources = True
@@ -340,10 +341,10 @@ class Nodes:
                 self.accumulate(n, total, view)
 
     def accumulate(self, fold: Node, total: str, view: int) -> None:
-        """Add what a peer's payload decodes to."""
+        """Add the decoded payload of a peer."""
         self.put(f"{total} = {total} + {self.value(fold.args[1], view)}")
 
-    # what the kernel's first lines bring in -------------------------------------------------------
+    # what the kernel's first lines define ---------------------------------------------------------
 
     def view(self, cells: int) -> int:
         self.used.views.add(cells)
@@ -354,7 +355,7 @@ class Nodes:
         return triton_rows.stream(stream)
 
     def place(self, name: str) -> str:
-        """Where a field begins in a payload."""
+        """The offset of a field in a payload."""
         at = self.index(name)
         self.used.fields = max(self.used.fields, at + 1)
         return f"at{at}"
@@ -364,7 +365,7 @@ class Nodes:
 
 
 def is_wide(n: Node) -> bool:
-    """Whether it has a value for every element, or for some: these are computed for all."""
+    """Whether it is computed for every element: nodes of element and selection scope."""
     return n.scope in (Scope.SELECTION, Scope.ELEMENT)
 
 

@@ -1,7 +1,7 @@
-"""Numbers in Triton: their bits, what they are stored as and read from, random ones.
+"""Numbers in Triton: bits, conversions to and from stored dtypes, random numbers.
 
-lang/eager.py defines the meaning of each of these; this file must give the same bits, as must
-prelude.h. Only generated code imports it, and the files beside it.
+lang/semantics.py defines these functions; this file and prelude.h must give the same bits. Only
+generated code and the files next to this one import it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def float_of(bits):
 
 @triton.jit
 def number(BITS: tl.constexpr):
-    """A float32 by its bits: those that a literal would lose."""
+    """A float32 from its bits, for values that a literal would change."""
     return tl.full((), BITS, tl.uint32).to(tl.float32, bitcast=True)
 
 
@@ -40,8 +40,8 @@ def negative(x):
 
 @triton.jit
 def floor(x):
-    """tl.floor takes subnormal numbers for 0 on some GPUs."""
-    small = tl.abs(x) < 8388608.0  # others have no fraction
+    """Unlike tl.floor, does not flush subnormal numbers to 0 on some GPUs."""
+    small = tl.abs(x) < 8388608.0  # larger numbers are integers
     whole = tl.where(small, x, 0.0).to(tl.int32).to(tl.float32)
     whole = tl.where(whole > x, whole - 1.0, whole)
     return tl.where(small & (whole != x), whole, x)
@@ -83,7 +83,7 @@ def to_bf16_up(x):
 
 @triton.jit
 def _bf16(r, bits, magnitude):
-    """Saturate a rounded magnitude, keep infinities, make one NaN."""
+    """Saturate a rounded magnitude, keep infinities, make NaN canonical."""
     r = tl.where(r > 0x7F7F, 0x7F7F, r)
     r = tl.where(magnitude >= INFINITY, 0x7F80, r) | (bits >> 31 << 15)
     return tl.where(magnitude > INFINITY, 0x7FC0, r)
@@ -118,7 +118,7 @@ def to_int32(x):
 
 @triton.jit
 def power3(k):
-    """3^k of 0 to 4."""
+    """3^k for k of 0 to 4."""
     small = tl.where(k == 0, 1, tl.where(k == 1, 3, 9))
     return tl.where(k < 3, small, tl.where(k == 3, 27, 81))
 
@@ -130,7 +130,7 @@ def from_bf16(h):
 
 @triton.jit
 def from_fp16(h):
-    # as a float, the 15 bits are the value times 2^-112, subnormals included
+    # as fp32, the 15 bits are the value times 2^-112, subnormals included
     scaled = bits_of(float_of((h & 0x7FFF) << 13) * 5.192296858534828e33)
     special = (h & 0x7C00) == 0x7C00
     magnitude = tl.where(special, INFINITY | (h & 0x3FF) << 13, scaled)
@@ -142,7 +142,7 @@ def from_fp16(h):
 
 @triton.jit
 def stream(key, NUMBER: tl.constexpr):
-    """The two 32-bit words that a stream adds to its indices."""
+    """The two 32-bit words of a stream."""
     x = key.to(tl.uint64, bitcast=True) + (NUMBER + 1) * 0x9E3779B97F4A7C15 % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -152,7 +152,7 @@ def stream(key, NUMBER: tl.constexpr):
 
 @triton.jit
 def weyl(index):
-    """A step of the sequence for every index; the product of a sum is the sum of the products."""
+    """The Weyl sequence at an index. It is linear, so weyl(a + b) = weyl(a) + weyl(b)."""
     return index.to(tl.uint32) * 0x9E3779B1
 
 

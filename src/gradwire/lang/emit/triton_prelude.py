@@ -1,9 +1,9 @@
-"""What every generated Triton kernel stands on: rows, and memory.
+"""The basis of every generated Triton kernel: rows and memory accesses.
 
-Only generated code imports it, and the files beside it.
+Only generated code and the files next to this one import it.
 
-Shapes: elements are [K, G, J], numbers of blocks [1, G, 1], numbers of rows and calls scalars;
-K cells of a byte, G blocks, J places in a plane (see emit/triton.py).
+Shapes: elements are [K, G, J], numbers of blocks [1, G, 1], numbers of rows and calls scalars, with
+K cells per byte, G blocks, J bytes of a plane (see emit/triton.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the table of rows, int64: those of rows.ROW, then what lang/gpu.py adds.
+# Columns of the int64 table of rows: those of rows.ROW, then those that lang/tiles.py adds.
 VALUES = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 PAYLOAD = tl.constexpr(2)
@@ -20,13 +20,13 @@ NUMEL = tl.constexpr(4)
 START = tl.constexpr(5)
 KEY = tl.constexpr(6)
 SHARED = tl.constexpr(7)
-TILES = tl.constexpr(8)  # tiles of all rows before
-PARTIALS = tl.constexpr(9)  # where in the workspace the row's partial results begin
-NUMBER = tl.constexpr(10)  # of the row, counted from 1
-CAPACITY = tl.constexpr(11)  # entries at most
-COUNTED = tl.constexpr(12)  # where in a payload blocks' counts or flags begin
-TAIL = tl.constexpr(13)  # where in a payload the parts of a length that depends on data begin
-STATE = tl.constexpr(14)  # these are in words of the workspace, see lang/tiles.py
+TILES = tl.constexpr(8)  # tiles of all earlier rows
+PARTIALS = tl.constexpr(9)  # offset in the workspace of the row's partial results
+NUMBER = tl.constexpr(10)  # number of the row, from 1
+CAPACITY = tl.constexpr(11)  # the most entries
+COUNTED = tl.constexpr(12)  # offset in a payload of the counts or flags of blocks
+TAIL = tl.constexpr(13)  # offset in a payload of the parts whose length depends on data
+STATE = tl.constexpr(14)  # from here, offsets in words of the workspace: see lang/tiles.py
 BEFORE = tl.constexpr(15)
 TIED = tl.constexpr(16)
 KEYS = tl.constexpr(17)
@@ -34,8 +34,8 @@ STAGED = tl.constexpr(18)
 SIZES = tl.constexpr(19)  # k of up to two order statistics
 COLUMNS = tl.constexpr(21)
 
-ALIGNED = tl.constexpr(16)  # bytes, of a full tile's values and residuals: one load of a thread
-WORD = tl.constexpr(4)  # bytes, of a full tile's codes: what a thread packs or unpacks at once
+ALIGNED = tl.constexpr(16)  # alignment in bytes of a full tile's values and residuals
+WORD = tl.constexpr(4)  # alignment in bytes of a full tile's codes
 
 
 # rows --------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ WORD = tl.constexpr(4)  # bytes, of a full tile's codes: what a thread packs or 
 
 @triton.jit
 def find(table, n, steps):
-    """The columns of the row that this program's tile belongs to, by bisection in `steps` steps."""
+    """The address of the row of this program's tile, found by bisection in `steps` steps."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile * 0
     for step in range(steps):
@@ -55,9 +55,9 @@ def find(table, n, steps):
 
 @triton.jit
 def place(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(first block, blocks, values of each, whether the tile is full) of this program.
+    """(first block, number of blocks, values per block, whether it is full) of this program's tile.
 
-    A ragged block comes alone. A full tile has GROUP blocks of BLOCK values, aligned in memory.
+    A ragged block is its own tile. A full tile has GROUP blocks of BLOCK values, aligned in memory.
     """
     full = tl.load(row + NUMEL) // BLOCK
     tile = tl.program_id(0) - tl.load(row + TILES)
@@ -71,12 +71,13 @@ def place(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def fail(failed, row, wrong):
-    """Remember a row whose payload no encode makes; the host looks when it waits anyway."""
+    """Store the number of a row with a malformed payload; the host checks it when it waits."""
     tl.store(failed, tl.load(row + NUMBER).to(tl.int32), mask=tl.max(wrong.to(tl.int32)) > 0)
 
 
-# memory: addresses of payloads have no alignment, but where a full tile's are aligned, a thread
-# takes several of the numbers that lie together ---------------------------------------------------
+# memory ------------------------------------------------------------------------------------------
+# Payload addresses may be unaligned. If those of a full tile are aligned, a thread accesses several
+# adjacent numbers at once.
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def memory(address, TYPE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def aligned(address, TYPE: tl.constexpr, NBYTES: tl.constexpr):
-    """A pointer of known alignment. Never to be made of one that exists: it would mark that too."""
+    """A pointer of known alignment. `address` must be an integer: a pointer would be marked too."""
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), NBYTES)
 
 

@@ -1,8 +1,7 @@
-"""What a block's or a row's values become together in Triton: reductions and rotations.
+"""Reductions and rotations of blocks, and reductions of rows, in Triton.
 
-lang/eager.py defines the meaning of each of these; this file must give the same bits, as must
-prelude.h and rotation.h. Only generated code imports it, and lang/gpu.py. Shapes as in
-triton_prelude.py.
+lang/semantics.py defines these functions; this file, prelude.h and rotation.h must give the same
+bits. Only generated code and lang/gpu.py import it. Shapes as in triton_prelude.py.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from gradwire.lang.emit.triton_prelude import COLUMNS, NUMEL, PARTIALS
 
 @triton.jit
 def ordered(x):
-    """Floats in an order of integers, so that minima and maxima see NaN at the ends."""
+    """Integers in the order of the floats, with NaN at the ends."""
     i = x.to(tl.int32, bitcast=True)
     return i ^ ((i >> 31) & MAGNITUDE)
 
 
 @triton.jit
 def extreme(chosen, low, high):
-    """The float of an ordered integer: +0 for either zero, NaN if there was one."""
+    """The float of an ordered integer: +0 for either zero, NaN if any value was NaN."""
     x = (chosen ^ ((chosen >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True) + 0.0
     return tl.where((high > INFINITY) | (low < -0x7F800001), number(NAN), x)
 
@@ -51,16 +50,16 @@ def highest(o, mask):
 
 @triton.jit
 def count(condition, mask):
-    """How many elements of a block fulfil the condition: [K, G, J] -> [1, G, 1]."""
+    """The number of elements per block that satisfy the condition: [K, G, J] -> [1, G, 1]."""
     return tl.sum(tl.sum((condition & mask).to(tl.int32), 0), 1)[None, :, None].to(tl.float32)
 
 
 @triton.jit
 def tree_sum(x, mask, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
-    """[1, G, J] -> [1, G, 1]: the upper half is added to the lower until one is left; J = 2^LOG.
+    """[1, G, J] -> [1, G, 1]: adds the upper half to the lower until one is left; J = 2^LOG.
 
-    A sum of two has no order, so each step is the definition's. Both halves get it: a tensor that
-    shrank would give all threads all blocks, and that layout would spread to what uses the sum.
+    A sum of two values does not depend on order, so each step is exact. Both halves get the result:
+    a shrinking tensor would be replicated over the threads, and so would everything that uses it.
     """
     x = tl.reshape(tl.where(mask, x, 0.0), GROUP, J)
     for s in tl.static_range(LOG):
@@ -77,18 +76,18 @@ def tree_sum(x, mask, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def hadamard(x, m, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
-    """[1, G, J] -> [1, G, J]: every power of two in m is transformed by itself, and normalised.
+    """[1, G, J] -> [1, G, J]: a normalised transform of each power of two in m.
 
-    Those powers lie the largest first, so i ^ m has the size of i's part as its highest bit, and
-    the partner of i at a distance below that size is in the same part.
+    The parts are ordered by descending size, so the highest bit of i ^ m is the size of i's part,
+    and the partner of i at any smaller distance is in the same part.
     """
     x = tl.reshape(x, GROUP, J)
     part = tl.arange(0, J)[None, :] ^ m
     first = (tl.arange(0, 2) == 0)[None, None, :, None]
     for s in tl.static_range(LOG):
         bits = tl.reshape(bits_of(x), GROUP, J >> (s + 1), 2, 1 << s)
-        # the other one of the pair, by integers that wrap; 64 bits, since Triton's interpreter
-        # does not wrap sums
+        # the partner, by wrapping integers; in 64 bits, since sums in Triton's interpreter do not
+        # wrap
         both = tl.sum(bits, 2)[:, :, None, :].to(tl.uint64)
         other, pairs = float_of((both - bits.to(tl.uint64)).to(tl.uint32)), float_of(bits)
         mixed = tl.where(first, pairs + other, other - pairs)
@@ -101,7 +100,7 @@ def hadamard(x, m, GROUP: tl.constexpr, J: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def sign(u):
-    """1 or -1, drawn."""
+    """A random sign, 1 or -1."""
     return tl.where(u < 0.5, 1.0, -1.0)
 
 
@@ -110,7 +109,7 @@ def in_view(
     x, i, mask, FULL: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """[1, G, ALL] in the natural order -> [K, G, J], where elements `i` are."""
+    """[1, G, ALL] in the natural order -> [K, G, J] of the elements `i`."""
     if FULL and K * J == BLOCK:
         y = tl.reshape(x, GROUP, K, J)
     else:
@@ -128,8 +127,8 @@ def complete(
 ):  # fmt: skip
     """Reduce a row's partial results from `width` to width / R columns; R = 2^LOG.
 
-    Programs (row, C columns, reduction from `index`). `done`: passes before this one. The last pass
-    leaves the row's number behind its partial results; one more would find and leave it again.
+    Programs (row, C columns, reduction from `index`). `done`: earlier passes. The last pass stores
+    the row's result behind its partial results; another pass would store the same result.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     blocks = (tl.load(row + NUMEL) + BLOCK - 1) // BLOCK

@@ -1,4 +1,4 @@
-"""The Triton around the nodes: planes, views, where a row's fields lie, a kernel's first lines."""
+"""The Triton around the nodes: planes, views, the offsets of a row's fields, kernel headers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
 from gradwire.lang.layout import COUNT_NBYTES, Layout, element_nbytes, planes
 
-TILE_VALUES = 4096  # values of a tile: 16 a thread with eight warps of 32
-PARTS = 4  # of a tile that is not full
-VARYING = ("n", "steps", "ranks", "rank", "stride")  # numbers that must not make a new kernel each
-# `workspace` as floats and, the same memory, `words` as int32; `failed`: see fail in the prelude
+TILE_VALUES = 4096  # values per tile: 16 per thread with eight warps of 32
+PARTS = 4  # steps of a tile that is not full
+VARYING = ("n", "steps", "ranks", "rank", "stride")  # arguments that must not be specialised
+# `workspace` and `words` are the same memory, as floats and int32; `failed`: see
+# triton_prelude.fail
 CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace", "words", "failed")
-STATISTICS = 2  # of a codec at most: encode and encode_sum may ask for one each
+STATISTICS = 2  # per codec, at most: encode and encode_sum may use one each
 POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Digits of codes, `cells` of them in a byte; `shift`: of the lowest bit in the code."""
+    """Digits of codes, `cells` per byte; `shift`: position in the code of the lowest bit."""
 
     cells: int
     base: int
@@ -35,13 +36,13 @@ class Plane:
         return f"({shifted} & {self.base - 1})"
 
     def placed(self, digit: str, k: str) -> str:
-        """A digit as it stands in cell k of a byte."""
+        """A digit shifted to cell k of a byte."""
         if self.cells == 1:
             return digit
         return f"{digit} * power3({k})" if self.base == 3 else f"{digit} << {k} * {8 // self.cells}"
 
     def taken(self, byte: str, k: str) -> str:
-        """The part of a code that stands in cell k of a byte."""
+        """The part of a code in cell k of a byte."""
         if self.cells == 1:
             return byte
         if self.base == 3:
@@ -58,7 +59,7 @@ def planes_of(dtype: str) -> tuple[Plane, ...]:
 
 
 def main_view(layout: Layout) -> int:
-    """The view of stores and block reductions: that of the first codes."""
+    """The view of stores and block reductions: that of the first field of codes."""
     for f in layout.fields:
         if f.scope is Scope.ELEMENT and f.dtype in ir.CODES:
             return planes_of(f.dtype)[0].cells
@@ -66,28 +67,28 @@ def main_view(layout: Layout) -> int:
 
 
 def width(block: int, cells: int) -> int:
-    """J, the places of a view: the bytes of a block's plane, up to a power of two."""
+    """J of a view: the bytes of a block's plane, rounded up to a power of two."""
     return power2(-(-block // cells))
 
 
 def power2(n: int) -> int:
-    """The next power of two that is not less."""
+    """The smallest power of two that is not less than n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def group(layout: Layout) -> int:
-    """Blocks of a tile: a power of two."""
+    """Blocks per tile: a power of two."""
     return max(1, TILE_VALUES // power2(layout.block))
 
 
 @dataclass
 class Used:
-    """What a kernel's first lines must bring in."""
+    """What a kernel's first lines must define."""
 
     views: set[int] = field(default_factory=set)
     streams: set[ir.Stream] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)  # values, residual
-    fields: int = 0  # the first so many of the layout
+    fields: int = 0  # this many first fields of the layout
     payload: bool = False
     blocks: bool = False
     sources: bool = False
@@ -115,7 +116,7 @@ FEW = tl.constexpr({max(1, group(layout) // PARTS)})  # taken at once in others,
 
 
 def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) -> str:
-    """A kernel, twice over: for tiles of full blocks its sizes are constants and memory aligned."""
+    """A kernel in two variants: full tiles have constant sizes and aligned memory."""
     lines = [
         "g = tl.arange(0, GROUP)[None, :, None]",
         "here = g < held",
@@ -176,7 +177,7 @@ def _varying() -> str:
 
 
 def stream(s: ir.Stream) -> str:
-    """A stream's name in the code."""
+    """The name of a stream in generated code."""
     return f"{'shared' if s.shared else 'stream'}{s.number}"
 
 
@@ -197,7 +198,7 @@ def _view(cells: int, layout: Layout) -> list[str]:
 
 
 def _places(layout: Layout, fields: int) -> list[str]:
-    """Where the first so many fields begin in a payload."""
+    """The offsets in a payload of the first `fields` fields."""
     lines, size = [], "0"
     for number, f in enumerate(layout.fields[:fields]):
         lines.append(f"at{number} = {size}  # {f.name}")
@@ -227,18 +228,18 @@ def _elements(dtype: str, block: int) -> str:
 
 
 def statistics(programs: Iterable[ir.Function]) -> list[tuple[int, ir.Size]]:
-    """(one of how many values is sampled, which is asked for) of all order statistics."""
+    """(sampling interval, size) of all order statistics."""
     attrs = [n.attr for p in programs for n in ir.walk(p.roots)]
     return list(dict.fromkeys((a.every, a.size) for a in attrs if isinstance(a, ir.Rank)))
 
 
 def code_bits(dtype: str) -> int:
-    """How generated code names a dtype of codes; 0 stands for trits."""
+    """The BITS argument for a dtype of codes in generated code; 0 for trits."""
     return 0 if dtype == "trit" else ir.BITS[dtype]
 
 
 def tails(layout: Layout, entries: str) -> list[tuple[Field, str]]:
-    """The fields with a part for every entry, and how many bytes it takes."""
+    """The fields with one value per entry, and the expressions for their bytes."""
     sizes = []
     for f in layout.fields:
         if f.capacity is not None:
@@ -251,7 +252,7 @@ def tails(layout: Layout, entries: str) -> list[tuple[Field, str]]:
 
 
 def packing(layout: Layout) -> str:
-    """The kernel that packs staged codes in runs, and clears what a payload does not use."""
+    """The kernel that packs staged codes in runs and zeros the unused part of a payload."""
     lines, at, columns = [], "payload", 0
     for number, (f, size) in enumerate(tails(layout, "entries")):
         dtype = layout.position if f.capacity is not None else f.dtype

@@ -1,14 +1,14 @@
-"""Selections in Triton: keys, the k-th largest of them, what comes before every block.
+"""Selections in Triton: keys, the k-th largest key, the entries before every block.
 
-The passes between the sweeps of a codec that selects, and what the sweeps begin them with;
-triton_codes.py has what is done with entries. A sweep leaves the key of every element. Four times
-`histogram` counts a byte of those keys that begin like the k-th largest, and `pick` finds that
-byte; so its key is known, and how many of that very key are taken. `tally` counts what lies above
-it in every block, `scan` sums that up, and then every element can tell whether it is selected, and
-which entry it is. No result depends on the order in which programs run: what they add up are whole
-numbers.
+This file has the passes between the sweeps of a codec that selects; triton_codes.py handles
+entries. A sweep stores the key of every element. A radix select finds the k-th largest key, the
+*cut*, byte by byte: four times, `histogram` counts the next byte of the keys that share the cut's
+known prefix, and `pick` extends the prefix. `tally` then counts the keys above and equal to the cut
+per block, and `scan` computes prefix sums. After that every element can determine whether it is
+selected and its entry number. Results do not depend on the order of programs, since all sums are of
+integers.
 
-Only generated code imports this file, and lang/gpu.py.
+Only generated code and lang/gpu.py import this file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from gradwire.lang.emit.triton_prelude import (
     place,
 )
 
-BINS = tl.constexpr(256)  # of a histogram: of a byte of keys
-# Words of a row's state: the cut key, how many of that very key are taken; then the histogram.
+BINS = tl.constexpr(256)  # of a histogram of one byte of the keys
+# Words of a row's state: the cut, the number of selected keys equal to it, the histogram.
 CUT = tl.constexpr(0)
 TAKEN = tl.constexpr(1)
 HISTOGRAM = tl.constexpr(8)
@@ -66,7 +66,7 @@ def as_word(number):
 
 @triton.jit
 def key_of(x):
-    """Keys in the order of numbers, any NaN the largest; 0 is no number's key."""
+    """Unsigned keys in the order of the numbers, any NaN the largest; never 0."""
     bits = bits_of(x)
     key = tl.where(bits >= SIGN, bits ^ 0xFFFFFFFF, bits | SIGN)
     return tl.where((bits & MAGNITUDE) > INFINITY, tl.full((), 0xFFC00000, tl.uint32), key)
@@ -79,19 +79,19 @@ def from_key(key):
 
 @triton.jit
 def begin_selection(row, words, block, RANKED: tl.constexpr):
-    """Prepare a row's state for what comes between the sweeps; the first tile's program does it."""
+    """Initialise a row's state for the passes after this sweep, in the first tile's program."""
     state = words + tl.load(row + STATE)
     if block == 0:
         if RANKED:
             tl.store(state + HISTOGRAM + tl.arange(0, BINS), tl.full((BINS,), 0, tl.int32))
-        else:  # the first so many of those whose key is 1
+        else:  # select the first elements whose key is 1
             tl.store(state + CUT, 1)
             tl.store(state + TAKEN, tl.load(row + CAPACITY).to(tl.int32))
 
 
 @triton.jit
 def sampled(row, element, low, high, EVERY: tl.constexpr):
-    """(window, whether the element stands for it) of elements numbered in their row."""
+    """(window, whether the element represents it) for elements numbered in their row."""
     window = element // EVERY
     u = uniform(weyl(window.to(tl.uint32) + low), high)
     at = window * EVERY + (u * (EVERY * 1.0)).to(tl.int32)
@@ -111,9 +111,9 @@ def histogram(
     table, n, steps, words, shift,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Count byte `shift` // 8 of those keys of a tile that are equal to the cut key above it.
+    """Count byte `shift` // 8 of the keys of a tile whose higher bytes equal those of the cut.
 
-    SIZE: a power of two, at least BLOCK * GROUP. EVERY: there is a key for so many values.
+    SIZE: a power of two, at least BLOCK * GROUP. EVERY: one key per this many values.
     """
     row = find(table, n, steps)
     block, held, m, _ = place(row, BLOCK, GROUP)
@@ -138,9 +138,9 @@ def pick(
     table, words, workspace, shift, column, index,
     BLOCK: tl.constexpr, PARTIAL: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row): a byte more of the k-th largest key, k in the row's `column`.
+    """Programs (row): find the next byte of the k-th largest key, with k in the row's `column`.
 
-    The last one leaves an order statistic as number `index` of the row's reductions.
+    The last pass stores an order statistic as reduction `index` of the row.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     state = words + tl.load(row + STATE)
@@ -150,7 +150,7 @@ def pick(
     first = shift == 24
     k = tl.load(row + column).to(tl.int32)
     k = tl.where(first, k, tl.load(state + TAKEN))
-    least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # of this byte and larger ones
+    least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # keys with this byte or a larger one
     byte = tl.sum((least >= k).to(tl.int32), 0) - 1
     k -= tl.sum(tl.where(bins == byte + 1, least, 0), 0)
     key = tl.where(first, 0, above << 8) | as_word(byte)
@@ -158,7 +158,7 @@ def pick(
         if shift == 0:
             at = workspace + tl.load(row + PARTIALS) + PARTIAL * blocks_of(row, BLOCK) + index
             tl.store(at, from_key(key), mask=tl.load(row + NUMEL) > 0)
-    else:  # fewer than k elements can be selected: all of them
+    else:  # fewer than k elements can be selected: select all of them
         k = tl.where((shift == 0) & (key == 0), 0, k)
     tl.store(state + CUT, as_int(key))
     tl.store(state + TAKEN, k)
@@ -169,7 +169,7 @@ def tally(
     table, n, steps, words,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """How many keys of every block are above the cut key, and how many equal it."""
+    """Count the keys per block that are above the cut, and those equal to it."""
     row = find(table, n, steps)
     block, held, m, _ = place(row, BLOCK, GROUP)
     state = words + tl.load(row + STATE)
@@ -187,7 +187,7 @@ def tally(
 
 @triton.jit
 def scan(table, words, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Programs (row): from counts of blocks to the entries, and the ties, of all blocks before."""
+    """Programs (row): from counts per block to the entries and ties before each block."""
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     blocks = blocks_of(row, BLOCK).to(tl.int32)
     before, tied = words + tl.load(row + BEFORE), words + tl.load(row + TIED)
@@ -212,9 +212,9 @@ def survey(
     table, words, failed, stride, first,
     BLOCK: tl.constexpr, FLAGS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, payload): how many entries, or kept blocks, come before every block.
+    """Programs (row, payload): count the entries or kept blocks before every block.
 
-    Payload 0 is the own one, others are peers'. One with more entries than there can be has none.
+    Payload 0 is the own one, the others are peers'. One with too many entries is treated as empty.
     """
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     number = first + tl.program_id(1)
