@@ -1,4 +1,4 @@
-"""Choosing an algorithm: its options, the machines, and codecs that are not defined in it."""
+"""The choice of an algorithm: its options, the machines, and codecs that it excludes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_machines_are_found_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("inside", ["codec", "full"])
 def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two machines of two: each rank sends half its values to the other of its machine, and
-    half of its half, with the sum of the other half of it, to the one on the other machine."""
+    """Two machines of two ranks: each rank sends half of its values to the other rank of its
+    machine, and half of the remaining half, contribution and result, to the other machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def body(comm: Communicator) -> int:
@@ -65,7 +65,7 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
         ({"partitions": 2}, "an option of the algorithm parameter_server, not of sra"),
         ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
         ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),
-        ({"algorithm": "hierarchical", "nodes": [0, 0]}, "a tuple of the machine of each rank"),
+        ({"algorithm": "hierarchical", "nodes": [0, 0]}, "give a tuple of the machine of each rank"),
         ({"algorithm": "hierarchical", "between": "ring"}, "between='ring': use one of auto, sra"),
         ({"algorithm": "hierarchical", "inside": "half"}, "use one of codec, full"),
     ],
@@ -93,7 +93,7 @@ def test_a_machine_is_given_for_each_rank() -> None:
 
     for error in as_threads(3, body):
         assert isinstance(error, ConfigError)
-        assert "a machine for each of 3 ranks" in str(error)
+        assert "a machine for each of the 3 ranks" in str(error)
 
 
 def test_ranks_must_choose_alike() -> None:
@@ -108,13 +108,13 @@ def test_ranks_must_choose_alike() -> None:
         assert "algorithm hierarchical" in str(error)
 
 
-EXCEPTIONS: dict[str, tuple[Codec, set[str]]] = {
+RESTRICTIONS: dict[str, tuple[Codec, set[str]]] = {
     "randomk, unbiased": (RandomK(density=0.1, unbiased=True), {"all_gather"}),
     "tbq": (TBQ(), {"sra", "parameter_server", "all_gather"}),
 }
 
 
-@pytest.mark.parametrize(("codec", "allowed"), EXCEPTIONS.values(), ids=EXCEPTIONS)
+@pytest.mark.parametrize(("codec", "allowed"), RESTRICTIONS.values(), ids=RESTRICTIONS)
 def test_what_is_not_defined_says_what_to_use(codec: Codec, allowed: set[str]) -> None:
     for name in REGISTRY:
         if name in allowed:
@@ -224,7 +224,7 @@ def test_attach_takes_every_algorithm() -> None:
     [("sra", 40000.0), ("parameter_server", 40000.0), ("all_gather", 40000.0), ("ring", 26368.0)],
 )
 def test_where_partial_sums_of_fp16_saturate(algorithm: str, average: float) -> None:
-    """docs/algorithms.md: finite everywhere, right where no partial sum travels in fp16."""
+    """docs/algorithms.md: finite everywhere, and exact where no partial sum travels in fp16."""
 
     def body(comm: Communicator) -> tuple[float, float]:
         x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)

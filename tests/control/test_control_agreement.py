@@ -98,7 +98,7 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
 
 
 def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
-    """Others that differ from it, and not from each other, hear of each other meanwhile."""
+    """Others that differ from it, and not from each other, see each other's entries meanwhile."""
     store = dist.HashStore()
     goes_on = threading.Event()
     slow = Wrapped(store, lambda key: goes_on.wait(20) if "descriptions/" in key else None)
@@ -156,7 +156,7 @@ def test_missing_ranks_are_named(what: str) -> None:
             assert isinstance(error, TransportError)
             assert error.peer == 1
             assert str(error).startswith(
-                f"rank {rank}: ranks 1, 3 did not come to the plan within 0.4 s"
+                f"rank {rank}: ranks 1, 3 did not reach the plan within 0.4 s"
             )
         assert 0.35 < time.monotonic() - start < 5
 
@@ -165,7 +165,7 @@ def test_many_missing_ranks_are_not_all_named() -> None:
     with channels(1) as (channel,):
         member = channel.join(dist.HashStore(), 0, 1024, 0.1, Ears())
         error = str(member.exchange("e", b"").exception(10))
-        assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and others did not come" in error
+        assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and others did not reach" in error
 
 
 def test_a_group_that_rank_0_never_joins() -> None:
@@ -256,7 +256,7 @@ def test_random_delays_before_every_operation(seed: int) -> None:
             assert all(isinstance(future.exception(30), ConfigError) for future in differing)
             assert [future.result(30) for future in exchanged] == [[b"\0", b"\1", b"\2"]] * 3
         assert {m.first("k", bytes([m.rank])) for m in members} == {b"\0"}
-        # News are in order: what was told before an agreement that has ended is there.
+        # Entries are in order: notices sent before a completed agreement have arrived.
         last = [m.exchange("last", b"") for m in members]
         for future in last:
             future.result(30)

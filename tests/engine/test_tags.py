@@ -1,4 +1,4 @@
-"""Tags: what may be in flight at once between two ranks never has one tag."""
+"""Tags: messages that may be in flight together between two ranks have different tags."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradwire.engine.identity import (
     call_tag,
     scope_tag,
 )
-from gradwire.engine.ranges import Ranges
+from gradwire.engine.tag_ranges import TagRanges
 from gradwire.errors import ConfigError
 from gradwire.transport import Hub
 
 
 def test_messages_within_the_windows_have_tags_of_their_own() -> None:
-    """Whatever tickets the owners are at: each has a window of them, in up to four rounds."""
+    """At any ticket numbers: each owner has a window of tickets, in up to four rounds."""
     draw = random.Random(0)
     for _ in range(20):
         tags: list[int] = []
@@ -53,7 +53,7 @@ def test_ranges_are_claimed_alike_whatever_the_order() -> None:
     layouts = ["a", "b", "c", "d", "e"]
     found = []
     for seed in range(3):
-        ranges = Ranges(store.setdefault)
+        ranges = TagRanges(store.setdefault)
         order = random.Random(seed).sample(layouts, 5)
         claimed = {layout: ranges.claim(owner, layout) for layout in order}
         found.append([claimed[layout] for layout in layouts])
@@ -63,7 +63,7 @@ def test_ranges_are_claimed_alike_whatever_the_order() -> None:
 
 def test_a_range_is_used_again_once_its_owner_is_over() -> None:
     comm = Communicator(Hub(1).transport(0))
-    ranges = Ranges(lambda key, value: value)
+    ranges = TagRanges(lambda key, value: value)
     first, second = comm.owner("one"), comm.owner("another")
     for i in range(RANGES - 1):
         ranges.claim(first, str(i))
