@@ -12,11 +12,11 @@ from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenar
 from gradwire import Codec, algorithms
 from gradwire.lang import layout
 from gradwire.sim import Net, predict
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 from gradwire.sim.curves import Software
 from gradwire.sim.models import shapes
 from gradwire.sim.rank import Overheads
-from gradwire.sim.work import algorithm_on, amounts
+from gradwire.sim.task_times import algorithm_on, bucket_contents
 
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
 BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
@@ -158,11 +158,12 @@ def test_ranks_leave_a_barrier_one_after_the_other() -> None:
 def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int, codec: Codec) -> None:
     """Law 5, for ragged sizes and more than one bucket."""
     wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True, codec=codec)
-    handed = buckets(shapes(wanted.model), codec, False, ranks)
-    assert len(handed) > 1
+    buckets = ddp_buckets(shapes(wanted.model), codec, False, ranks)
+    assert len(buckets) > 1
     built = algorithm_on(wanted.options, ranks, 1)
     expected = sum(
-        built.wire_bytes(0, ranks, amounts(b, built, wanted.options, ranks).sizes) for b in handed
+        built.wire_bytes(0, ranks, bucket_contents(b, built, wanted.options, ranks).sizes)
+        for b in buckets
     )
     assert predict(wanted, USUAL)["wire_bytes"] == expected
 

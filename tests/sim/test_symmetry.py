@@ -13,7 +13,7 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.sim import predict
 from gradwire.sim.symmetry import Symmetry
-from gradwire.sim.work import algorithm_on
+from gradwire.sim.task_times import algorithm_on
 from products import EXHAUSTIVE
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
@@ -46,8 +46,8 @@ def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks
         sizes = [[*segment, *segment] for segment in sizes]
     first = algorithm.build(0, ranks, sizes)
     for rank in range(ranks):
-        found = rotation.forms(algorithm.build(rank, ranks, sizes), 0)
-        assert found == rotation.forms(first, rank)
+        found = rotation.rotated_tasks(algorithm.build(rank, ranks, sizes), 0)
+        assert found == rotation.rotated_tasks(first, rank)
 
 
 @pytest.mark.parametrize("cores", [float("inf"), 2.0])
@@ -112,7 +112,7 @@ def test_ragged_chunks_are_near(options: dict[str, Any], ranks: int) -> None:
     ids=str,
 )
 def test_ranks_that_differ_are_all_simulated(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not alike"):
+    with pytest.raises(ConfigError, match="not symmetric"):
         predict(scenario(8, "1e6", exact=False, **given), USUAL)
     assert predict(scenario(8, "1e6", **given), USUAL)["exact"]
 

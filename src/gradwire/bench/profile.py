@@ -41,7 +41,7 @@ from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 
 _TIMEOUT_S = 300.0
 _COMPILED = 9  # times
@@ -117,7 +117,7 @@ def _compile_s(row: Mapping[str, Any]) -> float:
     codec, options = parse(row["method"]).how()
     side = int((row["numel"] / row["parameters"] * 2) ** 0.5)
     shapes = tuple((side, side) if i % 2 else (side,) for i in range(row["parameters"]))
-    specs = tuple(spec for bucket in buckets(shapes, codec, False, 1024) for spec in bucket)
+    specs = tuple(spec for bucket in ddp_buckets(shapes, codec, False, 1024) for spec in bucket)
     layout = CollectiveLayout(AVERAGE, specs)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
