@@ -125,7 +125,7 @@ def test_survivors_may_use_the_grace(net: str) -> None:
 
 @pytest.mark.parametrize("net", NETS)
 def test_timeout_names_the_nodes(net: str) -> None:
-    with pytest.raises(TimeoutError, match=r"nodes 1, 2 still ran after 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"nodes 1, 2 were still running after 0\.5 s"):
         run(["sh", "-c", "test $RANK = 0 || exec sleep 60"], 3, net, timeout=0.5)
 
 
