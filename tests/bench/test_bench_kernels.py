@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire import codecs, lang
-from gradwire.bench import kernels, turns
+from gradwire.bench import interleaved, kernels
 from gradwire.codecs import TopK
 from gradwire.errors import ConfigError
 from gradwire.lang import layout
@@ -89,7 +89,7 @@ def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = turns.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
+    found = interleaved.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
     assert found == pytest.approx([0.003, 0.002])
 
 
