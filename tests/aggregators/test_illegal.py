@@ -57,13 +57,13 @@ YIELDS: dict[str, tuple[Yielded, str]] = {
 RETURNS: dict[str, tuple[Yielded, str]] = {
     "none": (lambda cs: None, "returned None, not a list of 2 averages"),
     "tensor": (lambda cs: cs[0].gradient, "returned a Tensor"),
-    "too few": (lambda cs: [cs[0].gradient], "returned 1 averages of 2 gradients"),
+    "too few": (lambda cs: [cs[0].gradient], "returned 1 averages for 2 gradients"),
     "none for one": (lambda cs: [cs[0].gradient, None], "p1.*returned None as average"),
     "a size": (lambda cs: [cs[0].gradient, cs[1].gradient[:3]], r"p1.*shape \(3,\)"),
     "integers": (lambda cs: [cs[0].gradient.int(), cs[1].gradient], "p0.*int32"),
     "sent": (
         lambda cs: Averages([c.gradient for c in cs], [cs[0].gradient]),
-        "returned 1 sent parts of 2 gradients",
+        "returned 1 sent parts for 2 gradients",
     ),
     "part": (
         lambda cs: Averages([c.gradient for c in cs], [cs[0].gradient[:3], cs[1].gradient]),
