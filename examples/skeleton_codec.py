@@ -1,12 +1,12 @@
-"""A complete codec to copy: the sign of every value, and a block's mean magnitude.
+"""A complete codec to copy: the sign of every value, and the mean magnitude of every block.
 
     python examples/skeleton_codec.py
 
-To write your own: copy this file, rename the class, and change `encode` and `decode`. They run
-once, on symbols, so they use the operators of `gradwire.lang.ops` and no `if` on data (see
-`where`). The language derives everything else: payload sizes, the error-feedback and reducing
-forms, compiled kernels. tests/examples/test_skeleton_codec.py shows the tests a codec should pass;
-docs/writing-a-codec.md goes from an empty file to a trained model.
+To write your own, copy this file, rename the class, and change `encode` and `decode`. They are
+traced once with symbolic values, so they use the operators of `gradwire.lang.ops`, and `where`
+instead of `if` on data. The language derives payload sizes, the error-feedback and reducing forms,
+and compiled kernels. tests/examples/test_skeleton_codec.py shows the tests that a codec should
+pass; docs/writing-a-codec.md is a tutorial from an empty file to a trained model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gradwire.lang.ops import abs, bf16, concat, count, map, reduce, uint, where
 
 @dataclass(frozen=True)
 class SignMean(Codec):
-    """One bit a value: sent as + or - the mean magnitude of its block. Biased: use error feedback.
+    """One bit per value: + or - the mean magnitude of its block. Biased: use error feedback.
 
     Options:
-        block: values that share a magnitude.
+        block: number of values that share a magnitude.
     """
 
     block: int = 256
@@ -35,7 +35,7 @@ class SignMean(Codec):
             raise ConfigError(f"SignMean: block={self.block!r} must be 1 to 65536")
 
     def encode(self, g: Value) -> Payload:
-        x = g.blocks(self.block)  # reductions over x now give one value a block
+        x = g.blocks(self.block)  # reductions over x give one value per block
         size = reduce(sum, map(abs, x))
         sign = map(lambda v: where(v > 0.0, 1, 0), x)
         return concat(mean=bf16(size / count(x)), sign=uint(1, sign))
@@ -45,7 +45,7 @@ class SignMean(Codec):
 
 
 def main() -> None:
-    """Encode a gradient, and say what came of it."""
+    """Encode and decode a gradient, and print the compression ratio and the error."""
     gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     codec = SignMean()
     payload = encode(codec, gradient)

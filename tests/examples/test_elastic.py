@@ -33,7 +33,7 @@ def train(checkpoint: Path, *options: str) -> str:
 def test_a_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     broken = train(tmp_path / "broken", "--die-at", "7")
-    assert sorted(re.findall(r"rank (\d) goes on from step 5", broken)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d) resumes from step 5", broken)) == ["0", "1"]
     # a number's end is its own: lines of two ranks may run into each other
     ends = re.findall(r"ends with (-?0x[0-9a-f.]+p[+-]\d+)", whole + broken)
     assert len(ends) == 4
