@@ -1,4 +1,4 @@
-"""Methods' names, the configuration's checks, and what `plan` makes of the user's arguments."""
+"""Methods' names, the configuration's checks, and `plan`."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_wrong_fields_are_named(fields: dict[str, Any], complaint: str) -> None:
         TrainConfig(**fields).check()
 
 
-def test_the_configuration_survives_its_journey() -> None:
+def test_the_configuration_survives_json() -> None:
     config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
     assert TrainConfig.from_json(config.to_json()) == config
 
 
-def test_a_network_is_chosen_aloud_where_the_lab_does_not_work(
+def test_the_default_network_without_a_lab_is_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
@@ -89,7 +89,7 @@ def test_a_network_is_chosen_aloud_where_the_lab_does_not_work(
     assert not said
 
 
-def test_what_is_asked_for_wins_over_quick() -> None:
+def test_arguments_override_quick() -> None:
     config = train.plan(
         quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}
     )

@@ -1,4 +1,4 @@
-"""Models' shapes, by their known totals; buckets, by DDP's own function."""
+"""Models' shapes against their known totals; buckets against DDP's own function."""
 
 from __future__ import annotations
 
