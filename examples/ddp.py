@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-The two marked lines are all that gradwire needs.
+gradwire needs only the two marked lines.
 """
 
 import torch
@@ -22,7 +22,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     target = torch.randn(64, 64)
-    inputs = torch.Generator().manual_seed(rank)  # every rank has data of its own
+    inputs = torch.Generator().manual_seed(rank)  # every rank has its own data
     for step in range(101):
         x = torch.randn(32, 64, generator=inputs)
         loss = (ddp(x) - x @ target / 8).square().mean()

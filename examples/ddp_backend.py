@@ -1,10 +1,10 @@
-"""Train a small model under DDP on the backend "gradwire": nothing else is new in this script.
+"""Train a small model under DDP on the backend "gradwire"; the rest is a plain DDP script.
 
     torchrun --nproc-per-node 2 examples/ddp_backend.py
     torchrun --nproc-per-node 2 examples/ddp_backend.py gloo
 
-`import torch` makes the backend's name known. Gradients of matrices travel at 4 bits a value, those
-of biases as they are.
+`import torch` registers the backend. Gradients of matrices are sent at 4 bits per value, those of
+biases uncompressed.
 """
 
 import sys

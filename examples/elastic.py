@@ -1,14 +1,14 @@
-"""Train under torchrun's elastic restart: a checkpoint holds what compression has not sent yet.
+"""Train under torchrun's elastic restart: checkpoints include the residuals.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \\
         torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint elastic
 
-When a rank dies, the others end with a TransportError that names it, torchrun starts all of them
-anew, and training goes on from the last checkpoint to the same weights, bit for bit, as if nothing
-had happened. `--die-at STEP` makes the last rank die once, to see it.
+When a rank dies, the others end with a TransportError that names it. torchrun restarts all ranks,
+and training resumes from the last checkpoint and ends with bit-identical weights. `--die-at STEP`
+kills the last rank once, as a demonstration.
 
-The variable gives every attempt a store of its own. Without it gloo finds the addresses of the
-ranks that are gone (torch 2.13; with or without gradwire).
+The environment variable gives every attempt its own store. Without it gloo finds the addresses of
+the dead ranks (torch 2.13; with or without gradwire).
 """
 
 import argparse
@@ -26,14 +26,14 @@ EVERY = 5  # steps from one checkpoint to the next
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    """Of a step, so that a restart sees what it would have seen."""
+    """The batch of a step, the same after a restart."""
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a folder for one file a rank"
+        "--checkpoint", type=Path, required=True, help="a folder, for two files per rank"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--die-at", type=int)
@@ -47,8 +47,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     handle = gw.attach(ddp, bits=2, error_feedback=True)
 
-    # Ranks may have come to different checkpoints when one died: each rank keeps two, and all go
-    # on from the newest that all have.
+    # When a rank dies, the newest checkpoints of ranks may differ. So each rank keeps two, and all
+    # resume from the newest that all ranks have.
     args.checkpoint.mkdir(parents=True, exist_ok=True)
     mine = {int(p.stem.split("-")[1]): p for p in args.checkpoint.glob(f"rank{rank}-*.pt")}
     newest = torch.tensor(max(mine, default=0))
@@ -59,7 +59,7 @@ def main() -> None:
         ddp.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         handle.load_state_dict(state["gradwire"])
-        print(f"rank {rank} goes on from step {first}", flush=True)
+        print(f"rank {rank} resumes from step {first}", flush=True)
 
     for step in range(first, args.steps):
         if step == args.die_at and rank == last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -76,7 +76,7 @@ def main() -> None:
             }
             path = args.checkpoint / f"rank{rank}-{done}.pt"
             torch.save(state, path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)  # whole, or not there
+            path.with_suffix(".part").rename(path)  # atomic: never a partial file
             (args.checkpoint / f"rank{rank}-{done - 2 * EVERY}.pt").unlink(missing_ok=True)
 
     total = sum(float(p.double().sum()) for p in ddp.parameters())

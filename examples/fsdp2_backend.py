@@ -1,10 +1,10 @@
-"""Train a small model under FSDP2 on the backend "gradwire": nothing else is new in this script.
+"""Train a small model under FSDP2 on the backend "gradwire"; the rest is a plain FSDP2 script.
 
     torchrun --nproc-per-node 2 examples/fsdp2_backend.py
     torchrun --nproc-per-node 2 examples/fsdp2_backend.py gloo
 
-Gradients of matrices are reduced and scattered at 4 bits a value, those of biases as they are.
-Weights are gathered as they are.
+Gradients of matrices are reduce-scattered at 4 bits per value, those of biases uncompressed.
+Weights are gathered uncompressed.
 """
 
 import sys

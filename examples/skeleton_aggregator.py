@@ -1,12 +1,12 @@
-"""A complete aggregator to copy: every value as plus or minus one size, which all ranks share.
+"""A complete aggregator to copy: signs, times one magnitude that all ranks share.
 
     torchrun --nproc-per-node 2 examples/skeleton_aggregator.py
 
-To write your own: copy this file, rename the class, and change `aggregate`: yield collectives, take
-their results, return an average for each context. What all parameters of a bucket yield in a round
-travels together. State, checkpoints, error feedback and the checks between ranks come with it.
-tests/examples/test_skeleton_aggregator.py shows the tests an aggregator should pass;
-docs/writing-an-aggregator.md says what it may do.
+To write your own, copy this file, rename the class, and change `aggregate`: yield collectives, take
+their results, return an average for each context. Requests of all parameters of a bucket in a round
+share messages. State, checkpoints, error feedback and the checks between ranks are provided.
+tests/examples/test_skeleton_aggregator.py shows the tests that an aggregator should pass;
+docs/writing-an-aggregator.md explains the rules.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gradwire.collectives import AllReduce
 
 @dataclass(frozen=True)
 class Votes(Aggregator):
-    """One byte a value: the sum of signs, times the mean magnitude over values, ranks and steps.
+    """One byte per value: the sum of signs, times the mean magnitude over values, ranks and steps.
 
     Options:
-        memory: the share of the size that comes from the steps before, 0 to below 1.
+        memory: weight of earlier steps in the mean magnitude, at least 0 and below 1.
     """
 
     memory: float = 0.9
@@ -37,14 +37,14 @@ class Votes(Aggregator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory < 1:
-            raise gw.ConfigError(f"Votes: memory={self.memory!r} must be 0 to below 1")
+            raise gw.ConfigError(f"Votes: memory={self.memory!r} must be at least 0 and below 1")
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         return {"size": StateSpec((1,), kind="replicated")}
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         if contexts[0].world_size > 127:
-            raise gw.ConfigError(f"Votes: {contexts[0].world_size} ranks: one byte counts to 127")
+            raise gw.ConfigError(f"Votes: {contexts[0].world_size} ranks: the limit is 127")
         signs = [c.gradient.sign().to(torch.int8) for c in contexts]
         means = [c.gradient.abs().mean().view(1) for c in contexts]
         votes = [AllReduce(s.clone(), "sum", of=c) for s, c in zip(signs, contexts, strict=True)]
@@ -64,7 +64,7 @@ class Votes(Aggregator):
 
 
 def main() -> None:
-    """Train with it, and say what came of it."""
+    """Train with it, and print the compression ratio."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def main() -> None:
     handle = gw.attach(ddp, Votes())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     target = torch.randn(64, 64)
-    inputs = torch.Generator().manual_seed(rank)  # every rank has data of its own
+    inputs = torch.Generator().manual_seed(rank)  # every rank has its own data
     for step in range(101):
         x = torch.randn(32, 64, generator=inputs)
         loss = (ddp(x) - x @ target / 8).square().mean()

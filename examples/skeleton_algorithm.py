@@ -1,13 +1,12 @@
-"""A complete algorithm to copy: a star, in which rank 0 sums for all.
+"""A complete algorithm to copy: a star, in which rank 0 sums for all ranks.
 
     python examples/skeleton_algorithm.py
 
-To write your own: copy this file, rename the class, and change `build`. It lists what one rank
-does, in the order in which the rank expects it to become possible; what waits for what follows from
-the buffers. Then state the same in `hop`, `wire_bytes`, `rounds` and `seconds`. A line in the
-registry makes it known by its name, wherever options are taken.
-tests/examples/test_skeleton_algorithm.py shows the tests an algorithm should pass;
-docs/algorithms.md says what holds for all.
+To write your own, copy this file, rename the class, and change `build`. It lists the tasks of one
+rank, in the order in which they are expected to become ready; the buffers determine the
+dependencies. Then change `hop`, `wire_bytes`, `rounds` and `seconds` to match. A line in the
+registry makes its name known to all options. tests/examples/test_skeleton_algorithm.py shows the
+tests that an algorithm should pass; docs/algorithms.md has the rules for all algorithms.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gradwire.transport import Hub
 
 
 class Star:
-    """Everyone sends its payload to rank 0, which sums, and sends the encoded sum to everyone."""
+    """All ranks send their payloads to rank 0, which sums them and sends the encoded sum to all."""
 
     ROLES = ("contribution", "result")
 
@@ -69,7 +68,7 @@ REGISTRY["star"] = Star()
 
 
 def main() -> None:
-    """Four ranks, as threads of this process, average through a star."""
+    """Average over four ranks, which are threads of this process."""
     hub = Hub(4)
     gradients = [torch.full((1000,), float(rank)) for rank in range(4)]
 

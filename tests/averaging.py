@@ -1,4 +1,4 @@
-"""Aggregators on ranks as threads: parameters with their state, and scopes of them."""
+"""Runs aggregators on ranks that are threads: parameters with their state, and scopes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Parameters:
         scopes: Iterable[Sequence[int]] | None = None,
         observe: Callable[[Observation], None] | None = None,
     ) -> list[torch.Tensor]:
-        """One step: the averages of these gradients, which stay unchanged.
+        """One step: the averages of these gradients, which are not changed.
 
         Args:
             scopes: the parameters of each, in order; None: one scope with all.
         """
         averages = list(gradients)
         for places in [range(len(averages))] if scopes is None else scopes:
-            # Contiguous, as in DDP's buckets.
+            # In one buffer, as in DDP.
             bucket = torch.cat([gradients[i].detach().reshape(-1) for i in places])
             flat = list(bucket.split([gradients[i].numel() for i in places]))
             self._run([self.members[i] for i in places], flat, observe)

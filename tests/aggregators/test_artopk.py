@@ -1,4 +1,4 @@
-"""ARTopK: against STAR-Topk of the paper (Alg. 1) in float64, and what it costs."""
+"""ARTopK: against the paper's STAR-Topk (Alg. 1) in float64, and its bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Star:
 
 
 def whole(rank: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of few whole numbers: sums are exact, and many values are equally large."""
+    """Gradients of small whole numbers: sums are exact, and there are many ties."""
     return [(2 * g).round().to(dtype) for g in drawn(SHAPES, rank, step)]
 
 
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_largest() -> None:
 
 @pytest.mark.parametrize(("ranks", "density"), every_pair([2, 3, 5], DENSITIES))
 def test_bytes_are_those_of_the_formula(ranks: int, density: float) -> None:
-    """k places from the leader, k values all-reduced, in chunks of whole blocks of 1024."""
+    """k indices from the leader, k values all-reduced, in chunks of whole blocks of 1024."""
     shape, numel = (60, 80), 4800
 
     def body(comm: Communicator) -> list[list[int]]:
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_formula(ranks: int, density: float) -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("sick", [0, 1, 2])
 def test_what_is_not_finite_travels_and_leaves_state_as_it_was(sick: int, bad: float) -> None:
-    """On the leader (rank 2 in this step), and on ranks whose place the leader does not choose."""
+    """On the leader (rank 2 in this step), and on ranks at indices that it does not choose."""
 
     def body(comm: Communicator) -> None:
         mine = Parameters(comm, SHAPES, ErrorFeedback(ARTopK(0.01)))

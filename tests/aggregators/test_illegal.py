@@ -1,5 +1,5 @@
-"""An aggregator that does what it may not ends in an error that says who, where and in which round,
-on all ranks; the group goes on."""
+"""An aggregator that breaks the contract ends in an error on all ranks, with the aggregator, the
+parameter and the round; the group stays usable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def other(c: Context) -> Context:
 
 Yielded = Callable[[Sequence[Context]], Any]
 
-# What it yields, and what the error says of it.
+# Yielded values, and texts of their errors.
 YIELDS: dict[str, tuple[Yielded, str]] = {
     "none": (lambda cs: None, "it yielded None, not a collective or a list"),
     "string": (lambda cs: "values", "it yielded a str, not a collective"),
@@ -53,17 +53,17 @@ YIELDS: dict[str, tuple[Yielded, str]] = {
     ),
 }  # fmt: skip
 
-# What it returns.
+# Returned values, and texts of their errors.
 RETURNS: dict[str, tuple[Yielded, str]] = {
     "none": (lambda cs: None, "returned None, not a list of 2 averages"),
     "tensor": (lambda cs: cs[0].gradient, "returned a Tensor"),
-    "too few": (lambda cs: [cs[0].gradient], "returned 1 averages of 2 gradients"),
+    "too few": (lambda cs: [cs[0].gradient], "returned 1 averages for 2 gradients"),
     "none for one": (lambda cs: [cs[0].gradient, None], "p1.*returned None as average"),
     "a size": (lambda cs: [cs[0].gradient, cs[1].gradient[:3]], r"p1.*shape \(3,\)"),
     "integers": (lambda cs: [cs[0].gradient.int(), cs[1].gradient], "p0.*int32"),
     "sent": (
         lambda cs: Averages([c.gradient for c in cs], [cs[0].gradient]),
-        "returned 1 sent parts of 2 gradients",
+        "returned 1 sent parts for 2 gradients",
     ),
     "part": (
         lambda cs: Averages([c.gradient for c in cs], [cs[0].gradient[:3], cs[1].gradient]),
@@ -74,7 +74,7 @@ RETURNS: dict[str, tuple[Yielded, str]] = {
 
 @dataclass(frozen=True)
 class Bad(Aggregator):
-    """One good round, then what is wrong."""
+    """Correct rounds, then a wrong value."""
 
     yields: str = ""
     returns: str = ""
@@ -105,7 +105,7 @@ class Raises(Aggregator):
 
 
 def ends(ranks: int, aggregator: Aggregator, fed: bool) -> list[BaseException | None]:
-    """How the first scope ends on each rank. Another handle's scope ends well afterwards."""
+    """The first scope's error on each rank. Another handle's scope then succeeds."""
 
     def body(comm: Communicator) -> BaseException | None:
         mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator) if fed else aggregator)
@@ -123,7 +123,9 @@ BAD = [*({"yields": how} for how in YIELDS), *({"returns": how} for how in RETUR
 @pytest.mark.parametrize(
     ("bad", "ranks", "at", "fed"), one_in(7, product(BAD, [2, 3], [0, 1], [0, 1]))
 )
-def test_the_error_says_who_and_where(bad: dict[str, str], ranks: int, at: int, fed: int) -> None:
+def test_the_error_names_aggregator_and_round(
+    bad: dict[str, str], ranks: int, at: int, fed: int
+) -> None:
     (kind, how), = bad.items()  # fmt: skip
     text = (YIELDS if kind == "yields" else RETURNS)[how][1]
     for error in ends(ranks, Bad(**bad, at=at), bool(fed)):
@@ -135,10 +137,10 @@ def test_the_error_says_who_and_where(bad: dict[str, str], ranks: int, at: int, 
 
 
 @pytest.mark.parametrize("fed", [False, True])
-def test_what_it_raises_itself_is_raised(fed: bool) -> None:
+def test_its_own_errors_are_raised(fed: bool) -> None:
     errors = ends(2, Raises(), fed)
     assert any(isinstance(error, ZeroDivisionError) for error in errors)
-    for error in errors:  # a rank may learn of its peer's first
+    for error in errors:  # a peer's error may arrive first
         assert isinstance(error, (ZeroDivisionError, TransportError))
         assert "a defect of its own" in str(error)
     for error in ends(2, NoGenerator(), fed):

@@ -1,5 +1,5 @@
-"""Laws that hold for any aggregator: replicas agree (1), nothing is lost (2), bucketing is nothing
-to see (8); and what an observer is told fits together."""
+"""Laws that hold for any aggregator: replicas agree (1), nothing is lost (2), bucketing has no
+effect (8); and an observer's values are consistent."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SHAPES: list[Shape] = [(20, 30), (9,), (2, 3), (1500,), (33, 17), (20, 30), (), 
 
 @dataclass(frozen=True)
 class Drawn(Aggregator):
-    """Two or three rounds, with verbs that are drawn for each parameter and step, the same on all
-    ranks; each value is sent as it is, through a codec, or not at all."""
+    """Two or three rounds, with random verbs per parameter and step, equal on all ranks; each value
+    is sent uncompressed, through a codec, or not at all."""
 
     seed: int = 0
 
@@ -50,7 +50,7 @@ class Drawn(Aggregator):
         draws = [random.Random(f"{self.seed} {c.name} {c.step}") for c in contexts]
         ways = [d.choice(("reduced", "shards", "gathered", "coded", "none")) for d in draws]
         roots = [d.randrange(c.world_size) for d, c in zip(draws, contexts, strict=True)]
-        # Round 0: one rank says of which values.
+        # Round 0: one rank selects values.
         signs = [c.gradient.sign() for c in contexts]
         yield [Broadcast(s, r, of=c) for s, r, c in zip(signs, roots, contexts, strict=True)]
         sent = [
@@ -59,7 +59,7 @@ class Drawn(Aggregator):
         ]
         averages = [s.clone() for s in sent]
         errors = [torch.zeros_like(s) for s in sent]
-        # Round 1: these values, in four ways.
+        # Round 1: these values, through four kinds of collectives.
         asked, of = [], []
         for i, (way, c, values) in enumerate(zip(ways, contexts, averages, strict=True)):
             n = c.world_size
@@ -147,7 +147,7 @@ def test_law_2_nothing_is_lost(case: str, ranks: int, dtype: torch.dtype) -> Non
 
 
 def cuts(seed: int, everything: bool = False) -> list[list[int]]:
-    """The parameters in scopes, both in any order; or all in one."""
+    """The parameters in scopes, both in random order; or all in one."""
     draw = random.Random(seed)
     order = list(range(len(SHAPES)))
     draw.shuffle(order)
@@ -166,7 +166,7 @@ def test_law_8_any_bucketing_gives_the_same_bits(case: str, ranks: int, dtype: t
         for way in range(5):
             mine, averages = Parameters(comm, SHAPES, mixed(case)), []
             for step in range(3):
-                # The last way has the parameters in another bucketing in every step.
+                # The last one has another bucketing in every step.
                 seed = way if way < 4 else 100 + step
                 scopes = cuts(seed, everything=way == 1) if way else None
                 averages += mine.average(drawn(SHAPES, comm.rank, step, dtype), scopes)
@@ -237,7 +237,7 @@ class Whole(PowerSGD):
 @pytest.mark.parametrize("coalesce_bytes", [0, 2000, 1 << 18])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_at_once_gives_the_same_bits(ranks: int, coalesce_bytes: int) -> None:
-    """Buckets in any order; every other parameter waits for the whole model."""
+    """Buckets in any order; every second parameter waits for the whole model."""
     inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1)]
     aggregators = [ErrorFeedback(inner[i % 3]) for i in range(len(SHAPES))]
     of_bucket = [ErrorFeedback(inner[i % 3 or 1]) for i in range(len(SHAPES))]

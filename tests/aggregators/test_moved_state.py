@@ -1,4 +1,4 @@
-"""State that is saved, and loaded by as many ranks, or by another number of them."""
+"""State that is saved, and loaded by the same or another number of ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SHAPES: list[Shape] = [(20, 30), (9,), (7, 5), (33, 17), (2, 3), (8, 3, 3, 3)]
 
 @dataclass(frozen=True)
 class Smoothed(Aggregator):
-    """Averages, smoothed over steps; of what was, each rank keeps some rows. How often it has
-    averaged, all ranks know; how far its own gradient has been, each knows for itself."""
+    """Averages, smoothed over steps. The history is sharded by rows, the number of averages is
+    replicated, and the distance of the own gradients is per rank."""
 
     def states(self, shape: Shape) -> Mapping[str, StateSpec]:
         rows, columns = shape[0], math.prod(shape[1:])
@@ -90,7 +90,7 @@ def plan_of(case: str, world_size: int) -> Plan:
 
 
 class Rank:
-    """One rank of a job, which can be saved and go on elsewhere."""
+    """One rank of a job, which can be saved and resumed."""
 
     def __init__(self, comm: Communicator, case: str) -> None:
         self.comm = comm
@@ -139,7 +139,7 @@ def test_resuming_is_bit_identical(case: str, ranks: int) -> None:
         expected, end = first.train(3, 6), first.saved()["aggregators"]
         for state in states:
             again = Rank(comm, case)
-            again.train(0, 1)  # what it has is replaced
+            again.train(0, 1)  # its state is replaced
             again.load([state])
             assert all(map(torch.equal, again.train(3, 6), expected))
             for name, kept in again.saved()["aggregators"].items():
@@ -158,7 +158,7 @@ def states_after(case: str, ranks: int, steps: int = 3) -> list[dict[str, Any]]:
 
 
 def mean(states: Sequence[Mapping[str, Any]], name: str, keys: Sequence[str]) -> torch.Tensor:
-    """Of what ranks keep under any of the keys."""
+    """Of the ranks' state under any of the keys."""
     found = [s["aggregators"].get(name, {}).get(k) for s in states for k in keys]
     return sum(t.double() for t in found if t is not None) / len(states)
 
@@ -187,7 +187,7 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
             for key, spec in declared[name].items():
                 old = [s["aggregators"].get(name, {}).get(key) for s in before]
                 new = [s["aggregators"].get(name, {}).get(key) for s in after]
-                if old[0] is None:  # one rank alone has had no need of any
+                if old[0] is None:  # a single rank has no residual
                     assert new[0] is None
                 elif spec.kind == "replicated":
                     assert all(torch.equal(old[0], t) for t in new)
@@ -199,7 +199,7 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
                 else:
                     kept = mean(after, name, (key,)), mean(before, name, (key,))
                     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
-            if ranks == 1:  # its gradient brings what is owed
+            if ranks == 1:  # its gradient includes the owed residual
                 paid = drawn(SHAPES, 0, 3)[i].double().view(-1) + expected
                 average = found[0][1][i].double().view(-1)
                 torch.testing.assert_close(average, paid, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""PowerSGD: against the algorithm in float64, and what it costs."""
+"""PowerSGD: against the algorithm in float64, and its bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize(("ranks", "rank", "dtype"), every_pair([2, 3, 4, 5], [1, 2, 4], DTYPES))
 def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype) -> None:
-    """Each step from the state before: over many, what is lost to rounding grows."""
+    """Each step starts from the previous state: rounding errors grow over many."""
     shapes, steps = [*MATRICES, *REST], 6
     data = [[drawn(shapes, r, step, dtype) for r in range(ranks)] for step in range(steps)]
 
@@ -105,7 +105,7 @@ def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype) -> None:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Equal but for a share of the largest value."""
+    """Equal up to a share of the largest value."""
     if found.numel():
         off = (found.double() - expected).abs().max()
         assert off <= tolerance * max(1.0, float(expected.abs().max())), float(off)
@@ -151,7 +151,7 @@ def test_the_payload_is_as_large_as_it_says() -> None:
 
 
 def test_residuals_stay_small_where_ranks_see_unlike_data() -> None:
-    """Each rank has a gradient of its own all the time, of a rank that PowerSGD can express."""
+    """Each rank has its own constant gradient, of a rank that PowerSGD can express."""
     made = torch.Generator().manual_seed(0)
     own = [torch.outer(torch.randn(12, generator=made), torch.randn(20, generator=made))
            for _ in range(2)]  # fmt: skip
@@ -215,7 +215,7 @@ def company(_: int, rank: int, feedback: bool) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("rank", "feedback"), one_in(5, product_of([2, 1, 5], [True, False])))
 def test_layers_do_not_depend_on_their_company(rank: int, feedback: bool) -> None:
-    """Matrix libraries do: on where a matrix lies in memory, and on how many they are given.
+    """A matrix library's bits depend on a matrix's address and on the size of the batch.
 
     And on how many threads they have, which torch keeps thread by thread: the engine's would have
     what was set when they began. So this is a process of its own, in which all have one.
@@ -224,7 +224,7 @@ def test_layers_do_not_depend_on_their_company(rank: int, feedback: bool) -> Non
 
 
 def test_a_gradient_of_zeros_is_no_end() -> None:
-    """Q is zero after it, and P's columns are any: the next steps find the matrix again."""
+    """Afterwards Q is zero, and P's columns are arbitrary: the next steps recover the matrix."""
     matrix = drawn([(12, 20)], 0, 0)[0]
     matrix = matrix[:, :2] @ matrix[:2]
 
@@ -247,7 +247,7 @@ def test_options_are_checked(rank: Any) -> None:
 @pytest.mark.parametrize("made", ["drawn", "one column", "zeros", "nearly alike", "large", "tiny"])
 @pytest.mark.parametrize(("n", "r"), [(3, 3), (50, 4), (1000, 7)])
 def test_columns_are_orthonormal_and_span_the_matrix(made: str, n: int, r: int) -> None:
-    """Also of a matrix of less than full rank; the same in whatever company."""
+    """Also for a matrix of less than full rank; equal in any batch."""
     matrix = drawn([(n, r)], 0, n)[0]
     if made == "one column":
         matrix = matrix[:, :1] * torch.arange(1.0, r + 1)

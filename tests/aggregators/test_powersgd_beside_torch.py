@@ -24,7 +24,7 @@ PLAIN_STEPS = 2  # torch's least, with a warm start
 
 
 class Prescribed(nn.Module):
-    """Has the gradients that it is given."""
+    """A model with given gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def step(model: nn.Module, number: int) -> list[torch.Tensor]:
     one."""
     gradients = []
     for at, shape in enumerate(SHAPES):
-        made = torch.Generator().manual_seed(at)  # alike on all ranks
+        made = torch.Generator().manual_seed(at)  # equal on all ranks
         matrix = torch.randn(shape, generator=made).view(shape[0], -1)
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         s = 0.6**number * 0.6 ** torch.arange(len(s)) * (1 + 0.5 * dist.get_rank())
@@ -54,8 +54,8 @@ def step(model: nn.Module, number: int) -> list[torch.Tensor]:
 
 
 def agrees_with_torch(rank: int, columns: int) -> tuple[float, float]:
-    """Of all steps and parameters: (the largest distance of the ways that weights have gone, as a
-    share of their length; the least norm of what was left out)."""
+    """Over all steps and parameters: (the largest relative distance between the accumulated
+    averages; the least norm of the residual)."""
     state = torch_hook.PowerSGDState(
         None, matrix_approximation_rank=columns, start_powerSGD_iter=PLAIN_STEPS,
         min_compression_rate=1,
@@ -67,7 +67,7 @@ def agrees_with_torch(rank: int, columns: int) -> tuple[float, float]:
 
     def hook(given: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if given.iter == PLAIN_STEPS:
-            # What torch keeps between steps: matrices of one shape side by side, first ones first.
+            # torch's state between steps: matrices of one shape in one tensor, in order.
             by_shape: dict[tuple[int, int], list[str]] = {}
             for p in bucket.parameters():
                 if shrinks(tuple(p.shape)):

@@ -41,7 +41,7 @@ class Twice(Aggregator):
 
 @dataclass(frozen=True)
 class Silent(Aggregator):
-    """Sends nothing: every rank takes zeros."""
+    """Sends nothing: the average is zero."""
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         yield from ()
@@ -58,7 +58,7 @@ def members_of(comm: Communicator, aggregators: Sequence[Aggregator], numel: int
 def average(
     comm: Communicator, members: Sequence[Attached], gradients: list[torch.Tensor]
 ) -> list[Outcome]:
-    """One scope's rounds, awaited."""
+    """Run one scope's rounds to their end."""
     ended = threading.Event()
     result: list[Outcome] = []
     errors: list[BaseException] = []
@@ -87,10 +87,10 @@ def test_rounds_of_all_lengths_share_collectives(world_size: int) -> None:
 
     for mine, rounds in as_threads(world_size, body):
         if world_size == 1:
-            assert rounds == 0  # one rank has its averages
+            assert rounds == 0  # with one rank, gradients are averages
             assert all(torch.equal(a, b) for a, b in zip(mine, data[0], strict=True))
             continue
-        assert rounds == 3  # the longest has three; shorter ones travel in the first ones' messages
+        assert rounds == 3  # the longest has three; shorter ones share the first ones' messages
         for i in (0, 1, 3):
             expected = torch.stack([rank[i] for rank in data]).mean(0)
             torch.testing.assert_close(mine[i], expected)
@@ -105,7 +105,7 @@ def test_nothing_to_send_ends_at_once() -> None:
 
 
 def test_error_feedback_converges_where_two_bits_alone_do_not() -> None:
-    """The mean of many averages of one gradient is that gradient, with error feedback."""
+    """With error feedback, the mean of many averages of one gradient is that gradient."""
     data = [torch.randn(1000) for _ in range(2)]
     codec = QSGD(bits=2, block=1000, scale="max", rounding="nearest")
 

@@ -1,4 +1,4 @@
-"""Aggregators that do one thing here and another elsewhere: every rank learns of it, soon."""
+"""Aggregators that behave differently on one rank: every rank gets an error soon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND_S = 5.0  # transports wait for 10
 
 @dataclass(frozen=True)
 class Odd(Aggregator):
-    """Two rounds; on rank 1, `how` says what else it does in round `at`."""
+    """Two rounds; `how` is the deviation of rank 1 in round `at`."""
 
     how: str
     at: int
@@ -65,7 +65,7 @@ def test_every_rank_ends_in_an_error_that_says_where(how: str, at: int, ranks: i
 
         owner = comm.owner("a module")
         begun = time.monotonic()
-        for _ in range(2):  # rank 1, which does less, goes on with the next scope
+        for _ in range(2):  # rank 1, with fewer rounds, continues with the next scope
             ended.clear()
             gradients = [torch.randn(50) for _ in members]
             try:
@@ -79,7 +79,7 @@ def test_every_rank_ends_in_an_error_that_says_where(how: str, at: int, ranks: i
 
     for rank, (error, seconds) in enumerate(as_threads(ranks, body)):
         if (how, at, rank) == ("fewer", 0, 1):
-            continue  # it has waited for nobody
+            continue  # it waits for no peer
         assert isinstance(error, ConfigError), error
         assert seconds < BOUND_S
         text = str(error)

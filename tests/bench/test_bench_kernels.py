@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire import codecs, lang
-from gradwire.bench import kernels, turns
+from gradwire.bench import interleaved, kernels
 from gradwire.codecs import TopK
 from gradwire.errors import ConfigError
 from gradwire.lang import layout
@@ -44,12 +44,12 @@ def test_limits_count_bytes_read_and_written() -> None:
     assert moved["decode_add"] == pytest.approx(3 * n)
 
 
-def test_sparse_codecs_stand_beside_torch_topk() -> None:
+def test_sparse_codecs_have_a_row_of_torch_topk() -> None:
     rows = list(kernels.run(["topk:density=0.01"], ["c"], 20_000, [1], quick=True))
     assert [r["target"] for r in rows] == ["c"] * len(kernels.OPS) + ["torch-topk"]
     assert rows[-1]["op"] == "encode"
     add = next(r for r in rows if r["op"] == "decode_add")
-    moved = add["limit_seconds"] * add["copy_gbps"] * 1e9  # what was selected, not all values
+    moved = add["limit_seconds"] * add["copy_gbps"] * 1e9  # of selected values only
     assert moved == pytest.approx(8 * 200 + layout(TopK(0.01)).nbytes(20_000))
 
 
@@ -71,7 +71,7 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
         list(kernels.run(*arguments))  # type: ignore[arg-type]
 
 
-def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_time_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     class Event:
@@ -89,11 +89,11 @@ def test_turns_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = turns.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
+    found = interleaved.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
     assert found == pytest.approx([0.003, 0.002])
 
 
-def test_nothing_timed_was_touched_by_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_calls_use_other_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int] = []
     in_turn = kernels._in_turn
 
@@ -110,7 +110,7 @@ def test_nothing_timed_was_touched_by_what_ran_before(monkeypatch: pytest.Monkey
     assert all(len({*touched[i : i + 4]}) == 4 for i in range(len(touched) - 3)), touched
 
 
-def test_arrays_take_turns_where_a_cache_could_hold_them() -> None:
+def test_calls_cycle_through_arrays_that_fit_a_cache() -> None:
     assert [kernels._sets(n) for n in (2**10, 2**24, 2**26, 2**30)] == [4, 4, 1, 1]
 
 
@@ -118,7 +118,7 @@ def test_arrays_take_turns_where_a_cache_could_hold_them() -> None:
     ("name", "readings"),
     [("qsgd", 1), ("onebit", 1), ("dgc", 1), ("terngrad", 2), ("threelc", 2)],
 )
-def test_what_the_whole_row_decides_takes_another_reading(name: str, readings: int) -> None:
+def test_a_statistic_of_the_row_takes_another_read(name: str, readings: int) -> None:
     numel = 2**24
     codec = codecs.get(name)
     layout = lang.kernels(codec, torch.float32, "c").layout

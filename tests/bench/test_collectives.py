@@ -44,7 +44,7 @@ def test_a_method_names_its_algorithm() -> None:
     assert [row["algorithm"] for row in rows] == names
     sent = {row["algorithm"]: row["wire_bytes"] for row in rows}
     payload = 38_400 // 128 * 68
-    # nodes count as machines, so hierarchical is SRA between all of them
+    # each rank has its own node, so hierarchical is SRA between all of them
     for name in names:
         share = 2 if name in ("all_gather", "tree") else 4 / 3
         assert sent[name] == pytest.approx(share * payload, rel=0.02)

@@ -1,4 +1,4 @@
-"""Laws of every task: the same data for the same key, the same start, shares that make a whole."""
+"""Every task: equal keys give equal data, equal seeds equal models, and parts add up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_task_of_the_table_is_tested_and_keeps_the_contract(task: tasks.Ta
 
 def test_a_batch_depends_on_seed_rank_and_step_alone(task: tasks.Task) -> None:
     first = task.batch(3, 1, 5)
-    torch.manual_seed(99)  # no global state takes part
+    torch.manual_seed(99)  # global state has no effect
     again = task.batch(3, 1, 5)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])

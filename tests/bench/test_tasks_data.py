@@ -1,4 +1,4 @@
-"""The tasks' data: what is taken from the machine, what is refused, what is said of substitutes."""
+"""The tasks' data: sources, errors, and announced substitutes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_source_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
     assert len(sides[0] | sides[1]) == 60
     assert 0 < len(sides[1]) < 20
     (tmp_path / "module_new.py").write_text("# new\n")
-    after = source_text.read(tmp_path)  # what is there keeps its side
+    after = source_text.read(tmp_path)  # the other files stay on their side
     assert sides[1] <= set(bytes(after.validation.tolist()).split(b"\0"))
 
 
@@ -67,7 +67,7 @@ def test_fashion_is_read_from_its_files(tmp_path: Path) -> None:
         assert data.train_images[0, 0, 0, 0].item() == pytest.approx(first)
 
 
-def test_digits_stand_in_and_say_so(tmp_path: Path) -> None:
+def test_digits_are_an_announced_substitute(tmp_path: Path) -> None:
     data = image_data.load("auto", tmp_path)
     assert "in place of Fashion-MNIST" in data.origin
     assert data.side == 8

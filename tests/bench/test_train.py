@@ -63,7 +63,7 @@ def test_rows_have_their_keys_and_are_json(tiny: tuple[list[Any], list[Any], lis
     assert "loopback" in said[1]
 
 
-def test_all_methods_start_alike_and_learn(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+def test_all_methods_start_equal_and_learn(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
     evaluations, summaries, _ = tiny
     starts = {row["loss"] for row in evaluations if row["step"] == 0}
     assert len(starts) == 1
@@ -82,7 +82,7 @@ def test_bytes_are_accounted(tiny: tuple[list[Any], list[Any], list[str]]) -> No
     assert bytes_of["torch-fp32"] == 8 * parameters * 4  # two ranks: 2 (N-1)/N is 1
     assert bytes_of["torch-fp16-hook"] == 8 * parameters * 2
     assert bytes_of["torch-powersgd"] < bytes_of["torch-fp32"]
-    # Biases and norms stay dense, which weighs in a model as small as this one.
+    # Biases and norms are uncompressed, a large share in a model this small.
     assert bytes_of["torch-fp32"] / bytes_of["gradwire-qsgd4"] > 4
 
 
@@ -111,7 +111,7 @@ def test_buffers_and_seeds_and_a_budget() -> None:
     evaluations, summaries, said = rows_of(config)
     assert any("budget" in line for line in said)
     assert {row["seed"] for row in evaluations} == {0, 1}
-    assert {row["steps"] for row in summaries} == {8}  # the turn that settled it, and one more
+    assert {row["steps"] for row in summaries} == {8}  # the turn that fixed it, and one more
     assert all(row["seeds"] == [0, 1] for row in summaries)
 
 
@@ -128,7 +128,7 @@ def failing_worker(
     return lambda: list(train.run(config, announce=lambda text: None))
 
 
-def test_a_node_that_fails_is_named_with_its_last_words(
+def test_a_failed_node_is_named_with_its_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_nodes, "_GRACE_SECONDS", 0.5)
@@ -142,7 +142,7 @@ def test_a_node_that_fails_is_named_with_its_last_words(
     assert time.monotonic() - start < 20
 
 
-def test_a_run_that_hangs_ends_with_what_was_said(
+def test_a_hanging_run_ends_with_the_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = "print('waiting for nobody', flush=True)\ntime.sleep(60)"
@@ -163,7 +163,7 @@ def test_closing_the_iterator_ends_the_run() -> None:
 
 @EXHAUSTIVE
 @pytest.mark.lab
-def test_in_the_lab_the_links_carry_what_is_claimed() -> None:
+def test_link_bytes_in_the_lab_match_wire_bytes() -> None:
     reason = lab.available()
     if reason is not None:
         pytest.skip(reason)
@@ -171,6 +171,6 @@ def test_in_the_lab_the_links_carry_what_is_claimed() -> None:
     options = {**TINY.task_options, "width": 128}
     _, summaries, _ = rows_of(replace(config, task_options=options))
     for row in summaries:
-        # Headers of TCP and IP, and acknowledgements, come on top of what is counted.
+        # Links also carry headers of TCP and IP, and acknowledgements.
         assert 1.0 < row["link_bytes"] / row["wire_bytes"] < 1.1, row["method"]
     assert summaries[1]["step_seconds"] < summaries[0]["step_seconds"]

@@ -1,4 +1,4 @@
-"""Methods' names, the configuration's checks, and what `plan` makes of the user's arguments."""
+"""Methods' names, the configuration's checks, and `plan`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_wrong_methods_are_refused_before_anything_starts(text: str, complaint: 
         ({"task": "speech"}, "unknown task"),
         ({"task_options": {"depth": 1}}, "no option 'depth'"),
         ({"methods": ()}, "no methods"),
-        ({"methods": ("torch-fp32", "torch-fp32")}, "methods are given twice: torch-fp32"),
+        ({"methods": ("torch-fp32", "torch-fp32")}, "methods contain duplicates: torch-fp32"),
         ({"seeds": ()}, "no seeds"),
-        ({"seeds": (1, 1)}, "seeds are given twice"),
+        ({"seeds": (1, 1)}, "seeds contain duplicates"),
         ({"nodes": 0}, "nodes is 0, must be at least 1"),
         ({"steps": -1}, "steps is -1"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
@@ -70,12 +70,12 @@ def test_wrong_fields_are_named(fields: dict[str, Any], complaint: str) -> None:
         TrainConfig(**fields).check()
 
 
-def test_the_configuration_survives_its_journey() -> None:
+def test_the_configuration_survives_json() -> None:
     config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
     assert TrainConfig.from_json(config.to_json()) == config
 
 
-def test_a_network_is_chosen_aloud_where_the_lab_does_not_work(
+def test_the_default_network_without_a_lab_is_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lab, "available", lambda: "no right to make namespaces")
@@ -89,7 +89,7 @@ def test_a_network_is_chosen_aloud_where_the_lab_does_not_work(
     assert not said
 
 
-def test_what_is_asked_for_wins_over_quick() -> None:
+def test_arguments_override_quick() -> None:
     config = train.plan(
         quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}
     )
@@ -110,7 +110,7 @@ def test_the_demo_takes_the_fastest_network_that_shows_communication(ideal: floa
         r for r in RATES if sent * 8 / lab.Network.parse(r + ",1ms").rate_bits_per_s >= 5 * ideal
     ]
     assert rate == (long_enough[0] if long_enough else RATES[-1])
-    assert ("would hide" in choice.reason) == (rate != RATES[0])
+    assert ("hidden by computing" in choice.reason) == (rate != RATES[0])
 
 
 def test_ring_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Summary rows: the target, the time to it, medians over seeds, and what a lost loss does."""
+"""Summary rows: the target, the time to it, medians over seeds, and missing losses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
     assert [row["final_loss"] for row in rows] == [1.0, 2.0]
 
 
-def test_without_the_baseline_the_first_method_stands_in_by_name() -> None:
+def test_without_the_baseline_the_first_method_is_named_instead() -> None:
     rows = summary({("gradwire-fp16", 0): [5.0, 3.0], ("gradwire-qsgd4", 0): [5.0, 3.1]})
     assert {row["target_from"] for row in rows} == {"gradwire-fp16"}
     assert [row["time_to_target"] for row in rows] == [10.0, None]

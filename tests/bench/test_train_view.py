@@ -1,4 +1,4 @@
-"""What people see of a run: the table, and lines where there is no terminal."""
+"""The terminal output of a run: the table, and lines without a terminal."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def test_the_table_has_what_matters() -> None:
     for expected in ("150 ms", "0.40×", "+1.00 %", "not met", "target loss 3.170", "loopback"):
         assert expected in text
     for method in ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4"):
-        assert method in text  # nothing is cut off on 80 columns
+        assert method in text  # the table fits into 80 columns

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 
 
 def train(checkpoint: Path, *options: str) -> str:
-    """What the run printed."""
+    """The run's output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1"]
     command += [str(EXAMPLE), "--checkpoint", str(checkpoint), "--steps", "10", *options]
@@ -33,8 +33,8 @@ def train(checkpoint: Path, *options: str) -> str:
 def test_a_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     broken = train(tmp_path / "broken", "--die-at", "7")
-    assert sorted(re.findall(r"rank (\d) goes on from step 5", broken)) == ["0", "1"]
-    # a number's end is its own: lines of two ranks may run into each other
+    assert sorted(re.findall(r"rank (\d) resumes from step 5", broken)) == ["0", "1"]
+    # lines of two ranks may run into each other, so match up to the end of the number
     ends = re.findall(r"ends with (-?0x[0-9a-f.]+p[+-]\d+)", whole + broken)
     assert len(ends) == 4
     assert len(set(ends)) == 1

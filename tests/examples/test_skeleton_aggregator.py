@@ -25,7 +25,7 @@ SHAPES: list[Shape] = [(20, 30), (9,), (33, 17), (), (0,)]
 
 
 def trained(comm: Communicator, aggregator: Aggregator, steps: int) -> list[Any]:
-    """Of each step: gradients, residuals before, averages, residuals after."""
+    """Per step: gradients, residuals before, averages, residuals after."""
     mine, found = Parameters(comm, SHAPES, aggregator), []
     for step in range(steps):
         gradients, before = drawn(SHAPES, comm.rank, step), mine.states()
@@ -35,7 +35,7 @@ def trained(comm: Communicator, aggregator: Aggregator, steps: int) -> list[Any]
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_averages_what_it_says(ranks: int) -> None:
-    """Against the same in fp64, from all ranks' gradients."""
+    """Against a reference in fp64, from all ranks' gradients."""
     found = as_threads(ranks, lambda comm: trained(comm, Votes(memory=0.5), 3))
     for at in range(len(SHAPES)):
         size = None

@@ -23,7 +23,7 @@ CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05)]
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """Registered while a test runs, and not in those of other files."""
+    """Registered only during a test of this file."""
     runpy.run_path(str(EXAMPLE))
     yield
     del REGISTRY[NAME]
@@ -49,7 +49,7 @@ def test_replicas_agree_and_nothing_is_lost(codec: Codec, n: int) -> None:
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_messages_may_match_by_their_order_alone(n: int) -> None:
-    """As over NCCL: `hop` puts them into one order on both ends."""
+    """As over NCCL: `hop` gives messages the same order on both ends."""
 
     def body(comm: Communicator) -> torch.Tensor:
         mine = torch.randn(1003, generator=torch.Generator().manual_seed(comm.rank))

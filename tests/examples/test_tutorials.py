@@ -1,4 +1,4 @@
-"""Pages that teach: their files are written, their commands run, their outputs compared."""
+"""Tutorial pages: their files are written, their commands run, their outputs compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from products import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
-# what the page calls by name runs with this Python
+# programs that a page calls by name run with this Python
 PROGRAMS = {
     "python": [sys.executable],
     "gradwire": [sys.executable, "-m", "gradwire.cli"],
@@ -40,8 +40,8 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
-# A C++ thread that nobody joined, as a process ends: torch's, for gradwire has none. Seen once, in
-# the run without gradwire; a second time in a row would be worth a look.
+# A C++ thread that was not joined when the process ended: torch's, since gradwire has none. Seen
+# once, in the run without gradwire; a second time in a row needs an investigation.
 ABORTED = "terminate called without an active exception"
 
 

@@ -35,7 +35,7 @@ def mlp(width: int = 40) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, by the step: the other has no gradient then."""
+    """Uses one of two layers per step, so that the other has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Branches(nn.Module):
 
 
 class Shortened(nn.Module):
-    """Its first layer, whose gradient comes last, is not always used."""
+    """Its first layer, whose gradient comes last, is unused in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class TwoDtypes(nn.Module):
 
 
 def static_graph_of_several_buckets(rank: int) -> None:
-    """DDP calls each of its first pass number 0, and none the last."""
+    """DDP gives each bucket of its first pass index 0, and is_last() False."""
     for coalesce_bytes in (0, 5000, 1 << 18):  # the first has 3360 bytes, the last 8200
         model, reference = DDP(TwoDtypes(), static_graph=True), DDP(TwoDtypes(), static_graph=True)
         handle = gw.attach(model, codec=None, coalesce_bytes=coalesce_bytes)
@@ -188,14 +188,14 @@ def unused_parameters_are_fine(rank: int) -> None:
 
 
 def skipped_parameters_are_fine(rank: int) -> None:
-    """DDP hands over no bucket of parameters that no rank has used, were it the last."""
+    """DDP skips a bucket of parameters that no rank has used, even the last one."""
     if "skip_all_reduce_unused_params" not in inspect.signature(DDP).parameters:
         return  # torch below 2.7
     each: dict[str, Any] = {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}
     model = DDP(Shortened(), skip_all_reduce_unused_params=True, **each)
     handle = gw.attach(model, codec=None)
     reference = DDP(Shortened(), **each)
-    for step in range(5):  # DDP arranges its buckets after the first; all are used until then
+    for step in range(5):  # DDP rebuilds its buckets after the first; all are used until then
         for of in (model, reference):
             of.zero_grad()
             of(batch(step, rank), step < 2).square().mean().backward()
@@ -304,7 +304,7 @@ def per_parameter_codecs_and_patterns(rank: int) -> None:
 
 def many_codecs_cost_no_more_kernel_calls(rank: int) -> None:
     def calls(bits: list[int], target: str) -> int:
-        """What two steps make, once DDP has rebuilt its buckets."""
+        """The result of two steps, once DDP has rebuilt its buckets."""
         torch.manual_seed(0)
         model = DDP(nn.Sequential(*(nn.Linear(20, 20) for _ in bits)))
         codecs = {f"{n}.weight": gw.QSGD(bits=b) for n, b in enumerate(bits)}
@@ -328,7 +328,7 @@ def nothing_to_compress_still_works(rank: int) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of four dtypes, of which codecs take two."""
+    """Parameters of four dtypes, two of which codecs support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Mixed(nn.Module):
 
 
 def other_dtypes_go_as_they_are(rank: int) -> None:
-    """Beside what gradwire averages, in whatever buckets."""
+    """Next to compressed parameters, in any bucketing."""
     for megabytes, coalesce_bytes in ((25, 1 << 18), (0.0001, 0), (0.0001, 1 << 30), (0.002, 4000)):
         reference = DDP(Mixed(), bucket_cap_mb=megabytes)
         model = DDP(Mixed(), bucket_cap_mb=megabytes)
@@ -481,7 +481,7 @@ def bucketing_changes_nothing(rank: int) -> None:
 
 
 def small_buckets_go_together(rank: int) -> None:
-    """Buckets below the threshold travel in company, at no difference to their bits."""
+    """Buckets below the threshold are combined, with bit-identical results."""
     trained, collectives = [], []
     for coalesce_bytes in (0, 1 << 30):
         model = DDP(mlp(2000), bucket_cap_mb=0.02)
@@ -535,7 +535,7 @@ def state_moves_to_another_world_size(rank: int) -> None:
     n = dist.get_world_size()
     states: list[Any] = [None] * n
     dist.all_gather_object(states, handle.state_dict())
-    # As if twice as many ranks had saved: each new rank takes two of them, at half weight.
+    # As if twice as many ranks had saved: each new rank gets two states, at half weight.
     doubled = [
         {**s, "rank": s["rank"] + k * n, "world_size": 2 * n} for k in (0, 1) for s in states
     ]
@@ -642,9 +642,9 @@ def copies_are_plain_modules(rank: int) -> None:
 def what_ddp_synchronises_is_planned(rank: int) -> None:
     def trained(attach: bool, **arguments: Any) -> torch.Tensor:
         module = mlp()
-        module[2].weight.requires_grad_(False)  # before: DDP leaves it alone
+        module[2].weight.requires_grad_(False)  # before wrapping: DDP ignores it
         model = DDP(module, **arguments)
-        module[0].weight.requires_grad_(False)  # after: it has its place in a bucket
+        module[0].weight.requires_grad_(False)  # after wrapping: it stays in its bucket
         if attach:
             handle = gw.attach(model, codec=None)
             names = [p.name for p in handle.plan.parameters]
@@ -723,7 +723,7 @@ def memory_stays_flat(rank: int) -> None:
     train(model, range(50))
     train(model, range(150))
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters())
-    # DDP's first bucket holds the whole model; what is in flight takes at most half of its bytes.
+    # DDP's first bucket has the whole model; messages in flight take at most half of its bytes.
     # How many buckets that is depends on the scheduler, so the peak may come late.
     assert handle.stats()["peak_extra_bytes"] <= gradient_bytes / 2
 
@@ -746,7 +746,7 @@ def resident_bytes() -> int:
 
 
 class SlowBackward(torch.autograd.Function):
-    """Passes values through; takes half a second on the way back."""
+    """The identity, with a backward of half a second."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -839,7 +839,7 @@ SCENARIOS = [
 
 
 def run_all(rank: int) -> dict[str, str]:
-    """Every scenario's verdict; one that fails does not keep the others from running."""
+    """Every scenario's verdict; after a failure the others still run."""
     import traceback
 
     verdicts = {}
@@ -882,7 +882,7 @@ def alone(rank: int) -> None:
         warnings.simplefilter("error")
         handle.load_state_dict([of_two, {**of_two, "rank": 1}])
     train(model, range(2, 3))
-    # What the two owed on average, ones, came with the gradient; the rate is 0.1.
+    # The mean of the two residuals, ones, was added to the gradient; the learning rate is 0.1.
     torch.testing.assert_close(flat(model)[:800], plain(mlp, range(3))[:800] - 0.1)
     assert not handle.state_dict()["aggregators"]
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_compressed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranks_of_which_some_have_no_kernels_are_named() -> None:
-    """Else some would compress, and wait for others who do not."""
+    """Otherwise ranks that compress would wait for ranks that do not."""
     store = dist.HashStore()
 
     def rank(number: int) -> str:
@@ -110,7 +110,7 @@ def test_ranks_of_which_some_have_no_kernels_are_named() -> None:
     "first", one_in(3, ["torch", "gradwire", "gradwire.codecs", "gradwire.integrations.attach"])
 )
 def test_import_torch_makes_the_name_known(first: str) -> None:
-    """Whichever import comes first; and nothing of ours is loaded that was not asked for."""
+    """In any order of imports; and `import torch` loads no other module of gradwire."""
     script = f"""
 import {first}, sys, torch.distributed as dist
 assert "gradwire" in dist.Backend.backend_list
@@ -146,7 +146,7 @@ def _run(script: str, environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---- what register refuses before there is a process group
+# ---- errors of register before there is a process group
 
 
 def test_register_says_what_is_wrong_at_once() -> None:
@@ -174,6 +174,6 @@ def test_waiting_costs_nothing_once_it_has_ended() -> None:
     assert not one.settled
     one.withdraw()
     del model
-    torch.nn.Linear(2, 2)(torch.zeros(1, 2))  # the model is gone, so the other waits no longer
+    torch.nn.Linear(2, 2)(torch.zeros(1, 2))  # the model is gone, so its registration ends
     assert not other.settled
     assert len(module._global_forward_pre_hooks) == before

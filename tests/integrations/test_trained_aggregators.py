@@ -1,4 +1,4 @@
-"""Aggregators of several rounds train a DDP model whose buckets are many and small."""
+"""Aggregators of several rounds train a DDP model with many small buckets."""
 
 from __future__ import annotations
 

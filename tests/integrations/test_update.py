@@ -93,12 +93,12 @@ def every_argument_can_change(rank: int) -> None:
 
 
 def ranks_ask_at_different_steps(rank: int) -> None:
-    """And prepare at their own pace: a pass has one plan all the same."""
+    """Ranks prepare at different speeds; still a pass has one plan."""
     one_plan_per_pass(rank, dist.group.WORLD)
 
 
 def in_stream_order_too(rank: int) -> None:
-    """Over a group that is taken for one of NCCL's."""
+    """Over a group that is treated as one of NCCL."""
     group, before = dist.new_group(), groups.keeps_order
     groups.keeps_order = lambda asked, device: asked is group
     try:
@@ -129,7 +129,7 @@ def one_plan_per_pass(rank: int, group: Any) -> None:
 
 
 def residuals_survive(rank: int) -> None:
-    """And what a new plan has no residual for is not lost: it is in the next gradient."""
+    """A residual that a new plan does not have is added to the next gradient."""
     model = DDP(nn.Linear(20, 8, bias=False))
     handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
     seen: list[Observation] = []
@@ -143,7 +143,7 @@ def residuals_survive(rank: int) -> None:
     told = len(seen)
     step(model, number)
     assert told == len(seen) >= number
-    # All gradients together are all averages together, to the last rounding.
+    # The sum of all gradients equals the sum of all averages, to the last rounding.
     given = sum(o.gradient.double() for o in seen)
     total = torch.stack([torch.from_numpy(g) for g in everywhere(given.numpy())]).mean(0)
     torch.testing.assert_close(sum(o.average.double() for o in seen), total, rtol=0, atol=1e-5)
@@ -186,7 +186,7 @@ def wrong_arguments_are_named(rank: int) -> None:
 
 
 def a_switch_does_not_stall(rank: int) -> None:
-    """What the new plan runs is ready before it is in force: no agreement, no compiling after."""
+    """A new plan in force needs no further agreement and no compilation."""
     model = DDP(mlp(), bucket_cap_mb=0.005)
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Tests marked `lab` need a machine that can make one; elsewhere they skip and say why."""
+"""Tests marked `lab` are skipped, with the reason, if no lab works on this machine."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PORT = 5000
 
 
 def receive(peer: socket.socket) -> float:
-    """Bits until the peer shuts down, divided by the seconds since the first of them."""
+    """Bits received until the peer shuts down, per second since the first of them."""
     buffer = bytearray(1 << 20)
     peer.sendall(b"g")
     total = peer.recv_into(buffer)
@@ -30,7 +30,7 @@ def receive(peer: socket.socket) -> float:
 
 
 def lost() -> int:
-    """Segments that this node has sent again, less those that had arrived after all.
+    """Segments that this node has retransmitted, less the spurious retransmissions.
 
     TCP sends again what others have overtaken, which on a busy machine happens without any loss;
     the receiver then tells it so (a duplicate SACK).
@@ -47,7 +47,7 @@ def lost() -> int:
 def receiver(peers: int) -> None:
     with socket.create_server(("", PORT)) as server:
         streams = {}
-        for _ in range(2 * peers - 1):  # node 1 comes twice
+        for _ in range(2 * peers - 1):  # node 1 connects twice
             stream, _ = server.accept()
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             streams[stream.recv(2)] = stream
@@ -92,7 +92,7 @@ def sender(rank: str, payload: bytes) -> None:
         stream.recv(1)
         stream.sendall(payload)
         stream.shutdown(socket.SHUT_WR)
-    second.recv(1)  # until the receiver has it all
+    second.recv(1)  # wait until the receiver has everything
     print(json.dumps({"lost": lost()}))
 
 

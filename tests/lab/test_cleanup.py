@@ -1,4 +1,4 @@
-"""Whatever kills a lab, nothing of it stays: no process, no network namespace, no device."""
+"""However a lab ends, no process, network namespace or device remains."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NETS = [
     pytest.param("none", id="none"),
     pytest.param("1gbit,1ms", id="shaped", marks=pytest.mark.lab),
 ]
-# Two nodes, each with a grandchild in a session of its own and deaf to SIGTERM: hard to clean up.
+# Two nodes, each with a grandchild in its own session that ignores SIGTERM: hard to clean up.
 STUBBORN = 'setsid sh -c "trap : TERM INT; while :; do sleep 1; done" & trap : TERM; echo up; wait'
-# A shell has Ctrl-C ignored by what it starts in the background, such as these tests; nohup has
-# SIGHUP ignored.
+# Background processes of a shell, such as these tests, ignore SIGINT; those of nohup ignore
+# SIGHUP.
 LAUNCH = """
 import signal, sys
 from gradwire.lab import run_command
@@ -39,19 +39,19 @@ sys.exit(run_command(["sh", "-c", sys.argv[2]], 2, sys.argv[1]))
 
 
 def network_namespaces(of: set[int] | None = None) -> set[str]:
-    """Of these processes; by default of all, so that a lab elsewhere on the machine counts too."""
+    """Of these processes; by default of all, including other labs on this machine."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (of is None or int(entry.name) in of):
             try:
                 found.add(os.readlink(entry / "ns" / "net"))
             except OSError:
-                continue  # it ended, or is not ours to look at
+                continue  # it ended, or is not accessible
     return found
 
 
 def marked(mark: str) -> set[int]:
-    """The processes whose environment holds `mark`, which every process of a lab inherits."""
+    """The processes whose environment has `mark`, which every process of a lab inherits."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -74,7 +74,7 @@ def until(condition: object, seconds: float = 10.0) -> bool:
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody may enter; pytest's own are closed to others."""
+    """A folder accessible to all users, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -82,7 +82,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def sources(open_folder: Path) -> str:
-    """A folder to import `gradwire.lab` from that everybody may read and that leaves torch out."""
+    """A folder for importing `gradwire.lab`, readable by all users, without torch."""
     folder = open_folder / "sources"
     shutil.copytree(LAB, folder / "gradwire" / "lab")
     shutil.copy(LAB.parent / "errors.py", folder / "gradwire")
@@ -96,7 +96,7 @@ def sources(open_folder: Path) -> str:
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """Told apart by it, and what a failed test leaves running is killed by it."""
+    """Identifies a test's processes; kills those that a failed test leaves running."""
     name = f"lab-test-{uuid.uuid4().hex}"
     yield name
     for process in marked(name):
@@ -105,7 +105,7 @@ def mark() -> Iterator[str]:
 
 
 def start(sources: str, net: str, mark: str, command: str = STUBBORN) -> subprocess.Popen[str]:
-    """A process of its own that runs `command` on two nodes; returns once both have said "up"."""
+    """A new process that runs `command` on two nodes; returns once both have printed "up"."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, net, command],
         env={**os.environ, "PYTHONPATH": sources, "MARK": mark},
@@ -178,7 +178,7 @@ def test_killing_the_delay_line_ends_the_lab(sources: str, mark: str) -> None:
 @pytest.mark.lab
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_works_without_root(sources: str, open_folder: Path) -> None:
-    """The same, started by nobody: through a user namespace, in which we are root."""
+    """The same as user nobody: through a user namespace, in which the process is root."""
     program = (
         "import os, sys; from gradwire.lab import *\n"
         "assert os.geteuid() == 65534\n"
@@ -188,7 +188,7 @@ def test_works_without_root(sources: str, open_folder: Path) -> None:
     home = open_folder / "home"
     home.mkdir()
     shutil.chown(home, 65534, 65534)
-    # A virtual environment's interpreter may be closed to others; the system's own will do.
+    # Other users may have no access to a virtual environment's interpreter; use the system's.
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("no python3 in /usr/bin that everybody may run")
@@ -209,7 +209,7 @@ def test_works_without_root(sources: str, open_folder: Path) -> None:
 
 @pytest.mark.lab
 def test_a_machine_that_forbids_it_says_why(sources: str) -> None:
-    """A user namespace that may hold no network namespaces stands for such a machine."""
+    """A user namespace that may have no network namespaces emulates such a machine."""
     program = (
         "from gradwire.errors import ConfigError; from gradwire.lab import *\n"
         "reason = available(); print(reason); assert reason\n"

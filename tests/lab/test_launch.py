@@ -1,4 +1,4 @@
-"""launch: what each node sees, whose output goes where, how a run ends."""
+"""launch: each node's environment, the routing of output, and the end of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nodes_see_what_torchrun_sets(
             assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"]) == ("198.18.0.1", "eth0")
             assert name == f"node{rank}"
     assert len({env["MASTER_PORT"] for _, env in seen.values()}) == 1
-    # Which means was used is always said.
+    # The implementation of latency is always reported.
     assert ("loopback" in err) if net == "none" else ("latency by" in err)
 
 
@@ -125,7 +125,7 @@ def test_survivors_may_use_the_grace(net: str) -> None:
 
 @pytest.mark.parametrize("net", NETS)
 def test_timeout_names_the_nodes(net: str) -> None:
-    with pytest.raises(TimeoutError, match=r"nodes 1, 2 still ran after 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"nodes 1, 2 were still running after 0\.5 s"):
         run(["sh", "-c", "test $RANK = 0 || exec sleep 60"], 3, net, timeout=0.5)
 
 
@@ -182,7 +182,7 @@ def test_a_link_drops_and_comes_back() -> None:
         with Lab(2, Network.parse(net)) as lab:
             server = lab.spawn(0, [sys.executable, "-c", serve])
             client = [sys.executable, "-c", reach]
-            # Refused at once until the server is there.
+            # Refused at once until the server listens.
             assert any(lab.spawn(1, client).wait(5) == 0 for _ in range(50))
             for rank in (0, 1):
                 lab.set_link(rank, up=False)

@@ -1,4 +1,4 @@
-"""The commands that make a lab, as far as they can be judged without running them."""
+"""The commands that build a lab, without running them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bridge_is_open_once_all_ports_forward() -> None:
         (10**8, 5, 500_000),  # 40 ms, which is four round trips
         (10**8, 20, 2_000_000),  # four round trips
         (3 * 10**8, 1, 1_500_000),
-        (10**10, 50, 2**22),  # as much as Linux takes
+        (10**10, 50, 2**22),  # Linux's limit
     ],
 )
 def test_a_queue_of_some_senders_passes_before_tcp_sends_again(

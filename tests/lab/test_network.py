@@ -1,4 +1,4 @@
-"""Network: text in, the same text out, and a clear error for everything else."""
+"""Network: parsing is the inverse of str, and other text is a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The links do what their description says: rate, latency, both at once, and no loss."""
+"""The links have their described rate and latency, also together, and lose no packets."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
     if latency_by == "netem" and not _netem():
         pytest.skip("this kernel has no netem")
     network = Network.parse(net)
-    # A machine that is busy with other things slows a measurement, and nothing speeds one up: so
-    # the upper bounds hold each time, and the lower bounds hold for the better of two.
+    # Other load on the machine slows a measurement, and nothing speeds one up. So the
+    # upper bounds hold each time, and the lower bounds hold for the better of two.
     for attempt in (1, 2):
         seen = measure(network, latency_by)
         print(net, latency_by, seen)
@@ -43,7 +43,7 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
         assert seen["alone"] <= 1.05
         # Two senders share the receiver's rate; each clock starts at its own first byte.
         assert seen["shared"] <= 1.15
-        # A queue that overflows loses hundreds; one or two may be the accounting's end of a stream.
+        # A queue that overflows loses hundreds; one or two may be counted at a stream's end.
         assert seen["lost"] <= 3
         quick = seen["rtt_s"] <= 2 * network.latency_s + 1e-3
         if quick and seen["alone"] >= 0.9 and seen["shared"] >= 0.85:
@@ -52,7 +52,7 @@ def test_rate_and_latency(net: str, latency_by: str | None) -> None:
 
 
 def measure(network: Network, latency_by: str | None) -> dict[str, float]:
-    """What the probe says: `rtt_s`, `lost` segments, and rates as fractions of the network's."""
+    """The probe's results: `rtt_s`, `lost` segments, and rates as fractions of the network's."""
     payload = int(network.rate_bits_per_s / 8)  # a second's worth
     said = io.StringIO()
     codes = launch(

@@ -1,4 +1,4 @@
-"""A model under FSDP2 with most of what parameters can be, for tests of `gw.attach`."""
+"""A model under FSDP2 with many kinds of parameters, for tests of `gw.attach`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class Model(nn.Module):
-    """Tied weights, a frozen layer, a parameter that is not used in every step, few rows."""
+    """Tied weights, a frozen layer, a parameter unused in some steps, few rows."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Parameter(torch.randn(5, 30))  # fewer rows than some have ranks
+        self.embedding = nn.Parameter(torch.randn(5, 30))  # fewer rows than some world sizes
         self.first = nn.Linear(30, 67)
         self.frozen = nn.Linear(67, 67).requires_grad_(False)
         self.second = nn.Linear(67, 30)
@@ -68,7 +68,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def dumped(state: Any) -> bytes:
-    """A tensor that a process has handed over is gone with it."""
+    """A copy: a tensor shared by a process does not outlive it."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Small models and how they train, for tests of the backend: as a script would over gloo."""
+"""Small models and their training, for tests of the backend, as in a script for gloo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def strayed(model: nn.Module, reference: nn.Module, start: nn.Module) -> float:
-    """How far training has led away from the reference, as a part of the way."""
+    """The distance from the reference weights, relative to their change in training."""
     way = (flat(reference) - flat(start)).norm()
     return float((flat(model) - flat(reference)).norm() / way)
 
@@ -69,7 +69,7 @@ def group() -> Any:
 
 
 class Sent:
-    """How much was compressed since: calls and bytes of a group."""
+    """Calls and bytes that a group has compressed since."""
 
     def __init__(self, of: Any = None) -> None:
         self.group = of or group()
@@ -85,7 +85,7 @@ class Sent:
 
 @contextlib.contextmanager
 def setting(**changes: Any) -> Iterator[Any]:
-    """A group whose environment says otherwise."""
+    """A group with other environment variables."""
     old = dict(os.environ)
     os.environ.update(changes)
     made = dist.new_group(backend="gradwire")
@@ -105,7 +105,7 @@ def sharded(model: nn.Module, of: Any = None, **options: Any) -> nn.Module:
 
 
 def run_all(rank: int, scenarios: list[Callable[[], None]]) -> dict[str, str]:
-    """Every scenario's verdict; one that fails does not keep the others from running."""
+    """Every scenario's verdict; after a failure the others still run."""
     warnings.simplefilter("ignore")
     assert dist.get_backend() == "gradwire"
     verdicts = {}

@@ -60,7 +60,7 @@ def ddp_modules_are_compressed_by_parameter() -> None:
     model, reference = DDP(mlp()), DDP(mlp(), process_group=gloo())
     train(model, range(4))
     assert sent.calls == 4
-    assert sent.ratio > 2  # small, and biases and norms as they are
+    assert sent.ratio > 2  # small, since biases and norms are uncompressed
     assert same_everywhere(flat(model))
     train(reference, range(4))
     assert 0 < strayed(model, reference, mlp()) < 0.25
@@ -87,7 +87,7 @@ def biases_are_exact() -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, by the step: the other has no gradient then."""
+    """Uses one of two layers per step, so that the other has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def hybrid_sharding_is_compressed_in_both_hops() -> None:
 
 
 def hooks_of_a_script_are_left_alone() -> None:
-    """torch's own, in Python and in C++: with the bits that they have over gloo."""
+    """torch's own, in Python and in C++: bit-identical to gloo."""
 
     def python(model: DDP) -> None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -195,7 +195,7 @@ def hooks_of_a_script_are_left_alone() -> None:
 
 
 def collectives_of_a_script_are_torchs() -> None:
-    """In a backward pass and outside: tensor parallelism, and what hooks of tensors reduce."""
+    """In a backward pass and outside: tensor parallelism, and reductions in tensor hooks."""
     rank, size, sent = dist.get_rank(), dist.get_world_size(), Sent()
     beside = gloo()
     made = {}
@@ -275,7 +275,7 @@ def one_line_says_what_is_done() -> None:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    said = [line for line in lines if "all else is torch's" in line]
+    said = [line for line in lines if "passed on to torch" in line]
     assert len(said) == (dist.get_rank() == 0)
     if said:
         assert "DDP module Sequential: 2 of 6 parameters through QSGD" in said[0]
@@ -373,7 +373,7 @@ def error_feedback_when_registered() -> None:
 
 
 def a_registered_fsdp_module_goes_by_parameter() -> None:
-    """Biases and norms travel uncompressed; each weight has blocks of its own."""
+    """Biases and norms are uncompressed; each weight has its own blocks."""
     size = dist.get_world_size()
     for before in (True, False):
         own = dist.new_group(backend="gradwire")
@@ -398,7 +398,7 @@ def a_registered_fsdp_module_goes_by_parameter() -> None:
             assert (difference > 1e-6) == (name == "0.weight"), (name, difference)
             assert difference < 0.05
 
-        # To each peer: three messages of a 48-byte header, and rows that end at multiples of 16.
+        # To each peer: three messages with a 48-byte header, and rows padded to multiples of 16.
         def padded(nbytes: int) -> int:
             return -(-nbytes // 16) * 16
 
@@ -440,7 +440,7 @@ def wrong_use_is_named() -> None:
 
 def environments_that_differ_are_named() -> None:
     rank = dist.get_rank()
-    for wrong in (1, 0):  # who has a value that is none: then, too, every rank is told
+    for wrong in (1, 0):  # the rank with an invalid value; every rank gets the error
         os.environ["GRADWIRE_MIN_BYTES"] = "many" if rank == wrong else "4000"
         error = caught(lambda: dist.new_group(backend="gradwire"))
         assert isinstance(error, gw.ConfigError)
@@ -454,7 +454,7 @@ def environments_that_differ_are_named() -> None:
 
 
 def split_groups_are_of_the_backend() -> None:
-    """torch splits groups of accelerators alone; the group's own method needs none."""
+    """torch only splits groups of accelerators; the group's own method works on the CPU."""
     child = group().split_group([0, 1], group_name="a pair", group_desc="split")
     assert (child is None) == (dist.get_rank() > 1)
     if child is not None:

@@ -1,4 +1,4 @@
-"""Blobs: what a backward pass reduces, compressed without knowledge of parameters."""
+"""Blob mode: tensors that a backward pass reduces, compressed without knowledge of parameters."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def small_models_go_as_they_are() -> None:
 
 
 def metrics_stay_exact() -> None:
-    """Large float sums outside of a backward pass, and those of a forward that it repeats."""
+    """Large float sums outside of a backward pass, and in a recomputed forward."""
     sent = Sent()
     metric = torch.randn(5_000, generator=torch.Generator().manual_seed(dist.get_rank()))
     expected = metric.clone()
@@ -118,7 +118,7 @@ def no_sync_accumulates() -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, by the step: the other has no gradient then."""
+    """Uses one of two layers per step, so that the other has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def uneven_inputs_join() -> None:
     with model.join():
         train(model, range(2 + 2 * rank))
     assert same_everywhere(flat(model))
-    assert sent.calls == 2 * size  # all take part in all, some without data
+    assert sent.calls == 2 * size  # all ranks take part in all, some without data
 
 
 def several_groups_at_once() -> None:
@@ -207,7 +207,7 @@ def non_finite_gradients_reach_every_rank() -> None:
 
 
 def any_layout_is_reduced_in_place() -> None:
-    """An all-reduce of one's own in a hook of autograd: averages, sums, and transposed tensors."""
+    """A script's all-reduce in an autograd hook: averages, sums, and transposed tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seen = {}
 
@@ -236,7 +236,7 @@ def fsdp_scatters_compressed() -> None:
     sent = Sent()
     model = sharded(mlp())
     start = flat(model)
-    assert torch.equal(start, flat(mlp()))  # weights are gathered as they are
+    assert torch.equal(start, flat(mlp()))  # weights are gathered uncompressed
     train(model, range(4))
     assert sent.calls == 8  # two layers are large enough
     assert sent.ratio > 5.5

@@ -38,7 +38,7 @@ def backward_after_death(rank: int, wrap: str, dying: int) -> Report:
     model: nn.Module = inner
     if wrap == "fsdp2":
         mesh = dist.DeviceMesh.from_group(dist.group.WORLD, "cpu")
-        # Weights stay whole after forward: the first to miss its peer is a gradient.
+        # Weights stay unsharded after forward: the first failing collective is a gradient's.
         fully_shard(inner, mesh=mesh, reshard_after_forward=False)
     else:
         if wrap == "registered":
@@ -86,7 +86,7 @@ def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_with_a_timeout(rank: int) -> Report:
-    """Rank 1 is late: a wait of its own length ends first, a wait without one ends well."""
+    """Rank 1 is late: a wait with a timeout fails, a wait without one succeeds."""
     x = torch.zeros(100_000, requires_grad=True)
     works = []
 
@@ -119,7 +119,7 @@ def test_a_wait_honours_its_timeout() -> None:
 
 
 def destroyed_and_made_again(rank: int) -> list[float]:
-    """Groups come and go, over one store; what they held goes with them."""
+    """Groups are made and destroyed over one store; their resources are released."""
     size = dist.get_world_size()
     port = [free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
@@ -142,13 +142,13 @@ def destroyed_and_made_again(rank: int) -> list[float]:
 
 
 def test_groups_come_and_go() -> None:
-    """Equal names, equal numbers of calls: so equal random numbers, too."""
+    """Equal names and numbers of calls give equal random numbers."""
     for sums in as_processes(2, destroyed_and_made_again, timeout=30, backend="gradwire"):
         assert sums[0] == sums[1] == sums[2] != 0
 
 
 def aborted(rank: int) -> Report:
-    """Abort with a collective under way: whoever waits for it gets an error, not a hang."""
+    """Abort with a collective in flight: its waiters get an error and do not hang."""
     x = torch.zeros(100_000, requires_grad=True)
     works = []
     x.register_hook(lambda g: works.append(dist.all_reduce(g.clone(), async_op=True)))

@@ -1,4 +1,4 @@
-"""What comes to the backend "gradwire" passes through as if it were gloo: bit by bit.
+"""The backend "gradwire" passes operations on to gloo, with bit-identical results.
 
 Every operation runs on a group of each backend, on equal input; what comes out must be equal, and
 so must the error, where gloo has one.
@@ -261,7 +261,7 @@ OPERATIONS: dict[str, Op] = {
 
 
 def during_backward(action: Callable[[], Any]) -> Any:
-    """What `action` gives when autograd runs it."""
+    """The result of `action` when autograd runs it."""
     made: list[Any] = []
     leaf = torch.zeros(1, requires_grad=True)
     leaf.register_hook(lambda gradient: made.append(action()))
@@ -270,7 +270,7 @@ def during_backward(action: Callable[[], Any]) -> Any:
 
 
 def outcome(op: Op, group: dist.ProcessGroup, where: Callable[[Callable[[], Any]], Any]) -> Any:
-    """What `op` gives, or the error that it raises, without its addresses and file names."""
+    """The result of `op`, or its error without addresses and file names."""
     try:
         return where(lambda: op(group))
     except Exception as error:
@@ -286,13 +286,13 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit: NaNs too."""
+    """Bitwise equality, including NaNs."""
     bits = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)
 
 
 def compare_all(rank: int) -> list[str]:
-    """What differs between the backends."""
+    """The differences between the backends."""
     warnings.simplefilter("ignore")
     ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     assert ours is not None

@@ -21,7 +21,7 @@ SEEDS = range(3)
 
 
 def losses(rank: int, script: str) -> tuple[list[float], dict[str, Any] | None]:
-    """The script's last loss for each seed, and what the backend's models sent."""
+    """The script's last loss per seed, and the backend's statistics."""
     warnings.simplefilter("ignore")
     train: Callable[[int], float] = runpy.run_path(str(EXAMPLES / script))["train"]
     made = [train(seed) for seed in SEEDS]
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
     reference, _ = made["gloo"][0]
     ours, stats = made["gradwire"][0]
     assert all(ranks == ours for ranks, _ in made["gradwire"])
-    # Noise: what another seed would change. Four bits must change less than half as much, in each
+    # Noise: the effect of another seed. Four bits must change less than half as much, in each
     # run; and the loss must have come down, or nothing was trained.
     noise = max(reference) - min(reference)
     for seed in SEEDS:
@@ -56,4 +56,4 @@ def test_the_loss_is_that_of_gloo(script: str, world_size: int) -> None:
         assert ours[seed] != reference[seed]
     assert stats is not None
     assert stats["calls"] >= 101 * len(SEEDS)
-    assert stats["ratio"] > 6.5  # biases travel as they are
+    assert stats["ratio"] > 6.5  # biases are uncompressed

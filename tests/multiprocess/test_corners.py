@@ -1,4 +1,4 @@
-"""FSDP2 and the backend at their corners: each of these once failed where torch alone goes on."""
+"""Corner cases of FSDP2 and the backend: each of these once failed where plain torch works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_plain(ours: nn.Module, plain: nn.Module, steps: int = 3) -> None:
 
 
 def shards_without_rows(rank: int) -> None:
-    """HSDP; a weight of one row, of which the second shard has nothing."""
+    """HSDP; a weight of one row, so that the second shard is empty."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     ours, plain = fully_shard(two(1), mesh=mesh), fully_shard(two(1), mesh=mesh)
     gw.attach(ours, "identity")
@@ -94,7 +94,7 @@ def other_reduce_dtypes(rank: int) -> None:
 
 
 def updates_without_rows(rank: int) -> None:
-    """No message goes from every rank to every other; still all switch."""
+    """Some ranks exchange no message; still all switch."""
     model = fully_shard(nn.Linear(8, 1), mesh=line())
     handle = gw.attach(model, "qsgd")
     update = handle.update(bits=2)
@@ -105,7 +105,7 @@ def updates_without_rows(rank: int) -> None:
 
 
 def passes_without_sync(rank: int) -> None:
-    """An exception in a backward that reduces nothing concerns nobody else."""
+    """An exception in a backward that reduces nothing does not affect peers."""
     model = fully_shard(two(), mesh=line())
     gw.attach(model, "identity")
     model.set_requires_gradient_sync(False)
@@ -129,7 +129,7 @@ def padding_is_zero(rank: int) -> None:
 
 
 def one_rank_is_warned(rank: int) -> None:
-    """A residual that comes to a single rank, whose FSDP2 reduces nothing."""
+    """A residual loaded by a single rank, whose FSDP2 reduces nothing."""
     model = fully_shard(nn.Linear(8, 8), mesh=line())
     handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
     step(model)
@@ -141,7 +141,7 @@ def one_rank_is_warned(rank: int) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         single.load_state_dict(states)
-    assert ["is left out" in str(w.message) for w in found] == [True]
+    assert ["are dropped" in str(w.message) for w in found] == [True]
     assert not single.state_dict()["aggregators"]
     wrong = {**states[0], "rank": 99}
     assert "rank 99 of 2" in str(caught(lambda: handle.load_state_dict(wrong)))
@@ -171,7 +171,7 @@ def test_attached(body: Callable[[int], None], ranks: int) -> None:
     as_processes(ranks, body)
 
 
-# ---- scripts that name the backend and no more
+# ---- scripts that only name the backend
 
 
 def parts_over_two_groups(rank: int) -> None:
@@ -233,7 +233,7 @@ def a_reduce_scatter_of_its_own(rank: int) -> None:
     model.set_custom_reduce_scatter(Own())
     step(model)
     assert Own.calls == 1
-    assert "a reduce-scatter of its own, Own" in str(caught(lambda: gw.attach(model)))
+    assert "a custom reduce-scatter, Own" in str(caught(lambda: gw.attach(model)))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
     assert len(ended) == 3, out.read_text()
     for seconds, _ in ended:
         assert float(seconds) < 2 * TIMEOUT_S
-    # Who can still talk to each other agree on who is gone.
+    # Ranks that still reach each other agree on the failed rank.
     assert [peer for _, peer in ended].count("1") >= 2, ended
 
 

@@ -34,7 +34,7 @@ def reported(action: Any) -> Report:
 
 
 def reduce_until(rank: int, dying: int, blow: signal.Signals) -> Report:
-    """All-reduces without end; after a while `dying` gets `blow`, in the middle of one."""
+    """All-reduces in a loop; after a while rank `dying` gets signal `blow` during one."""
     tensor = torch.randn(3_000_000)
     gw.all_reduce(tensor)
     if rank == dying:
@@ -58,10 +58,10 @@ def backward_after_death(rank: int, dying: int) -> Report:
 
 
 def double_backward_after_death(rank: int, dying: int) -> Report:
-    """Of a module that no codec takes."""
+    """For a module without compressed parameters."""
     model = DDP(nn.Linear(100, 50).double())
     gw.attach(model)
-    for _ in range(3):  # DDP itself talks in the second, when it rebuilds its buckets
+    for _ in range(3):  # DDP itself communicates in the second, to rebuild its buckets
         model(torch.randn(4, 100).double()).sum().backward()
     if rank == dying:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,7 @@ def double_backward_after_death(rank: int, dying: int) -> Report:
 def attach_without_a_peer(rank: int) -> Report:
     model = DDP(nn.Linear(10, 10))
     if rank == 1:
-        time.sleep(60)  # never attaches, and is killed when the other has reported
+        time.sleep(60)  # never attaches; killed when the other has reported
     return reported(lambda: gw.attach(model))
 
 

@@ -41,14 +41,14 @@ OPTIONS = [
 
 
 def ordered_group() -> dist.ProcessGroup:
-    """Another group of all ranks, which from now on is taken for one that keeps order."""
+    """Another group of all ranks, treated from now on as one that keeps order."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     groups.keeps_order = lambda asked, device: asked is group
     return group
 
 
 def equal(ordered: dist.ProcessGroup, act: Any) -> bool:
-    """Whether `act(group)` gives the same tensors over both groups."""
+    """Whether `act(group)` returns the same tensors over both groups."""
     return all(map(torch.equal, act(ordered), act(dist.group.WORLD)))
 
 
@@ -84,7 +84,7 @@ def reductions(rank: int) -> list[str]:
 
 
 def training(rank: int) -> tuple[bool, dict[str, Any]]:
-    """Whether DDP modules end alike over both groups, and the statistics of the one in order."""
+    """Whether DDP modules end equal over both groups, and the statistics of the ordered one."""
     ordered, stats = ordered_group(), {}
 
     def train(group: Any) -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def beside_nothing(rank: int) -> tuple[int, str, float]:
     store = dist.PrefixStore("bare/", dist.group.WORLD.get_group_store())
     bare = dist.ProcessGroup(store, rank, size)
     found = []
-    for _ in range(2):  # the second must not meet the first one's entries
+    for _ in range(2):  # the second must not read the first one's entries
         comm = Communicator(groups.host_transport(bare))
         found.append(comm.agree("a test", ["alike"]))
         error = str(caught(lambda comm=comm: comm.agree("a test", [f"rank {rank}"])))

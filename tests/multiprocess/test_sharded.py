@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def exactly_what_was_asked_for(rank: int, codec: str, options: dict[str, Any]) -> None:
-    """Excluded weights, biases and what has no gradient are plain FSDP2's, bit for bit."""
+    """Excluded weights, biases and parameters without gradients are bit-identical to FSDP2's."""
     plain, ours = sharded(**options), sharded(**options)
     handle = gw.attach(
         ours, codec, exclude=["second.weight"], codecs={"spare.weight": "qsgd:bits=3"}
@@ -33,7 +33,7 @@ def exactly_what_was_asked_for(rank: int, codec: str, options: dict[str, Any]) -
         assert list(expected) == list(found)
         for name, gradient in expected.items():
             if name not in compressed or (codec == "identity" and "spare" not in name):
-                # Two values have one sum, in whatever order; of more, ours is that of the ranks.
+                # A sum of two values does not depend on order; ours is in rank order.
                 if dist.get_world_size() == 2:
                     assert same(gradient, found[name]), name
                 elif gradient is not None:
@@ -86,7 +86,7 @@ def test_with_identity_losses_are_bit_equal_to_plain_fsdp() -> None:
 
 
 def nothing_is_lost(rank: int) -> None:
-    """Law 2, of whole parameters: gradients are the averages of shards, plus what is owed."""
+    """Law 2 for unsharded parameters: gradients equal averages of shards plus residuals."""
     ranks = dist.get_world_size()
     plain, ours = sharded(), sharded()
     handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
@@ -102,7 +102,7 @@ def nothing_is_lost(rank: int) -> None:
         if name not in states:
             continue
         residual = states[name]["residual"].double()
-        assert residual.numel() == p.numel()  # of the whole parameter, without padding
+        assert residual.numel() == p.numel()  # of the unsharded parameter, without padding
         dist.all_reduce(residual)
         rows = -(-p.shape[0] // ranks)
         mine = residual.view(p.shape)[rank * rows : (rank + 1) * rows]

@@ -1,4 +1,4 @@
-"""FSDP2 with replicas (HSDP): the hop between them goes by parameter too."""
+"""FSDP2 with replicas (HSDP): the hop between them is per parameter too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hybrid(replicas: int) -> Any:
 
 
 def exactly_what_was_asked_for(rank: int, replicas: int, codec: str) -> None:
-    """With replicas or shards of two ranks each, a sum has one value."""
+    """With two replicas or two shards, a sum does not depend on order."""
     (plain, _), (ours, _) = hybrid(replicas), hybrid(replicas)
     handle = gw.attach(ours, codec, exclude=["second.weight"])
     compressed = {n for n, f in handle.stats()["parameters"].items() if f["codec"] != "dense"}
@@ -42,7 +42,7 @@ def exactly_what_was_asked_for(rank: int, replicas: int, codec: str) -> None:
     groups = 2 if replicas < dist.get_world_size() else 1
     assert handle.stats()["calls"] == 3 * 2 * groups
     if codec == "qsgd":
-        assert handle.stats()["ratio"] > 1.5  # of tensors so small
+        assert handle.stats()["ratio"] > 1.5  # low, since the tensors are small
 
 
 @pytest.mark.parametrize(("replicas", "codec"), [(2, "identity"), (2, "qsgd")])
@@ -51,8 +51,8 @@ def test_what_is_compressed_is_what_was_asked_for(replicas: int, codec: str) -> 
 
 
 def nothing_is_lost(rank: int, replicas: int) -> None:
-    """Law 2: what replicas still owe stands in residuals where their own shard is, and what they
-    owe to other shards beside it."""
+    """Law 2: the own shard's part of a residual has the error between replicas, the other parts
+    the errors of the scatter."""
     (plain, _), (ours, mesh) = hybrid(replicas), hybrid(replicas)
     shards, shard = mesh["shards"].size(), mesh["shards"].get_local_rank()
     handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
@@ -71,7 +71,7 @@ def nothing_is_lost(rank: int, replicas: int) -> None:
         residual = states[name]["residual"].double().view(p.shape)
         rows = -(-p.shape[0] // shards)
         mine = slice(shard * rows, (shard + 1) * rows)
-        hop = residual[mine].clone() * shards  # it counts in the average as a sum of all shards
+        hop = residual[mine].clone() * shards  # its weight in the average is that of all shards
         assert hop.any() or not hop.numel()
         residual[mine] = 0
         dist.all_reduce(residual)
@@ -86,7 +86,7 @@ def test_nothing_is_lost(ranks: int, replicas: int) -> None:
 
 
 def accumulates(rank: int) -> None:
-    """Without the hop in some steps, as FSDP2 lets one have it; and back to plain FSDP2."""
+    """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
     (plain, _), (ours, _) = hybrid(2), hybrid(2)
     handle = gw.attach(ours, "identity")
     for model in (plain, ours):
@@ -99,7 +99,7 @@ def accumulates(rank: int) -> None:
     assert handle.stats()["calls"] == 3 * 3 + 3
     error = caught(lambda: handle.update(bits=2))
     assert isinstance(error, gw.ConfigError)
-    assert "replicas (HSDP) is for good" in str(error)
+    assert "replicas (HSDP) cannot change" in str(error)
     handle.detach()
     expected, found = backward(plain, 3), backward(ours, 3)
     assert all(same(gradient, found[name]) for name, gradient in expected.items())
@@ -111,14 +111,14 @@ def test_steps_without_the_hop() -> None:
 
 
 def resumes(rank: int, before: bytes | None) -> bytes:
-    """In the same mesh bit by bit; in another, residuals are refused, not misread."""
+    """In the same mesh bit-identical; in another, residuals are refused."""
     model, _ = hybrid(2 if before is None else 1)
     handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
     if before is not None:
         state = loaded(before)
         error = caught(lambda: handle.load_state_dict(state))
         assert isinstance(error, gw.ConfigError)
-        assert "4 ranks in 2 shards, here are 4 in 4" in str(error)
+        assert "4 ranks in 2 shards; this group has 4 in 4" in str(error)
         handle.load_state_dict({**state, "aggregators": {}})
         return before
     for step in range(3):

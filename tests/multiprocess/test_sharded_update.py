@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def switches(rank: int) -> tuple[list[int], dict[str, int]]:
-    """Ranks ask at different steps; from one pass on, all have the new plan."""
+    """Ranks call update at different steps; all adopt the new plan at the same pass."""
     plain, ours = sharded(), sharded()
     handle = gw.attach(ours, bits=8, error_feedback=True)
     versions, kinds = [], {}
@@ -43,7 +43,7 @@ def switches(rank: int) -> tuple[list[int], dict[str, int]]:
     while handle.plan.version < len(changes):
         backward(ours, 60, spare=True)
         time.sleep(0.01)
-    for name, difference in total.items():  # the gradients' sum has come through
+    for name, difference in total.items():  # sums of gradients and of averages are equal
         if difference.numel() and handle.stats()["parameters"][name]["codec"] == "dense":
             assert difference.abs().max() < 1e-4, name
     return versions, kinds
@@ -58,7 +58,7 @@ def test_all_ranks_switch_at_the_same_pass(ranks: int) -> None:
 
 
 def unlike(rank: int) -> None:
-    """Ranks that ask for unlike plans are told by the next forward; the old one stays."""
+    """If ranks request different plans, the next forward raises; the old plan stays."""
     model, plain = sharded(), sharded()
     handle = gw.attach(model, "identity")
     backward(model, 0)
@@ -93,7 +93,7 @@ class Fails(torch.autograd.Function):
 
 
 def fails_in_backward(rank: int) -> float:
-    """Rank 1's backward raises before its last scatter, which rank 0 is in."""
+    """Rank 1's backward raises before its last scatter, in which rank 0 waits."""
     model = sharded(reshard_after_forward=False)  # so that no weights are gathered in backward
     gw.attach(model)
     backward(model, 0)
@@ -120,7 +120,7 @@ def test_an_exception_in_one_ranks_backward_is_told() -> None:
 
 
 def counts(rank: int) -> None:
-    """Weights pass through the object that gathers them; calls that this rank makes are counted."""
+    """Weights are gathered through the replaced object; this rank's calls are counted."""
     model = sharded()
     handle = gw.attach(model, "identity")
     before = dist.get_world_size()

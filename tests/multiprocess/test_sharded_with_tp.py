@@ -27,7 +27,7 @@ COMPRESSED = {TIED, "up.weight", "down.weight", "frozen.weight", "spare.weight"}
 
 
 class Model(nn.Module):
-    """Tied weights, a frozen layer, one that is not used, one that is excluded."""
+    """Tied weights, a frozen layer, an unused one, an excluded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def parallel(mesh: DeviceMesh) -> Model:
 
 
 def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> dict[str, Any]:
-    """The gradient of every parameter, of this rank's shard; ranks of one row have one batch."""
+    """The gradients of this rank's shards; ranks of one row have the same batch."""
     model.zero_grad()
     made = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
     tokens = torch.randint(0, 50, (4, 6), generator=made)

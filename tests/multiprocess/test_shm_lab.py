@@ -1,4 +1,4 @@
-"""The lab's nodes are machines: their ranks share no memory, though they run on this one."""
+"""Ranks on different nodes of the lab share no memory, though they run on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of one machine share memory, in their collectives as in their failures."""
+"""Shared memory between processes of one node: collectives and failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CODECS: list[Codec] = [
 
 
 def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
-    """Results and residuals of every codec, two steps in flight; whether bytes were as reckoned."""
+    """Results and residuals of every codec, two steps in flight; whether bytes are right."""
     comm = Communicator(transport)
     found: list[torch.Tensor] = []
     accounted = True
@@ -74,7 +74,7 @@ Report = tuple[bool, bool, str, set[int]]
 
 
 def compare(rank: int, layouts: list[str]) -> list[Report]:
-    """For each layout: whether results are gloo's, and bytes as reckoned; how ranks are reached."""
+    """Per layout: whether results equal gloo's, and bytes the formula; the transport per rank."""
     expected, _ = reduce_everything(TorchP2P(dist.new_group()))
     reports = []
     for machines in layouts:
@@ -86,8 +86,8 @@ def compare(rank: int, layouts: list[str]) -> list[Report]:
 
 @pytest.mark.parametrize("layouts", [["aa", "ab"], ["aaa", "aab"], ["aaaa", "abab"]])
 def test_collectives_are_those_over_gloo(layouts: list[str]) -> None:
-    """Laws 1 and 5, and that not a bit depends on what carries the messages: shared memory on one
-    machine, and both transports where a letter is a machine."""
+    """Laws 1 and 5, and results that do not depend on the transport: shared memory on one node, and
+    both transports on several nodes; each letter is a node."""
     reports = as_processes(len(layouts[0]), compare, layouts)
     for rank, by_layout in enumerate(reports):
         for machines, (same, accounted, name, reached) in zip(layouts, by_layout, strict=True):
@@ -155,7 +155,7 @@ def test_a_killed_peer_is_named_at_once() -> None:
 
 
 def wait_for_the_hung(rank: int) -> tuple[int | None, str, float]:
-    """Rank 2 stops; rank 1 waits for it, and rank 0 for rank 1, a little longer."""
+    """Rank 2 stops; rank 1 waits for it, and rank 0 for rank 1, slightly longer."""
     transport = Mixed()
     dist.barrier()
     if rank == 2:
@@ -180,20 +180,20 @@ def test_who_waits_for_a_hung_peer_is_not_blamed() -> None:
 
 
 def held() -> tuple[list[str], list[str]]:
-    """What this process holds of shared memory: mapped, and open."""
+    """This process's shared memory: mapped regions, and open descriptors."""
     with open("/proc/self/maps") as file:
         maps = [line for line in file if "memfd:gradwire" in line]
     links = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return maps, [link for link in links if "gradwire" in link or "pidfd" in link]
 
 
 def is_named() -> bool:
-    """Whether a socket stays; another process on this machine may just be shaking hands."""
+    """Whether a socket stays; a handshake of another process may be in progress."""
     for _ in range(50):
         with open("/proc/net/unix") as file:
             if "@gradwire-" not in file.read():
@@ -203,7 +203,7 @@ def is_named() -> bool:
 
 
 def end_and_crash(rank: int) -> Any:
-    """What is held in use, in a forked child, after an orderly end; then both ranks crash."""
+    """Memory held in use, in a forked child, after an orderly end; then both ranks crash."""
     transport = Mixed()
     dist.barrier()
     in_use, named = held(), is_named()
@@ -229,7 +229,7 @@ def _look(queue: Any) -> None:
 
 
 def test_nothing_is_left_after_an_end_or_a_crash() -> None:
-    """Nor does anything but the process itself hold the memory, or give it a name."""
+    """Only the process itself holds the memory, which has no name."""
     before = set(os.listdir("/dev/shm"))
     report = as_processes(2, end_and_crash, expect_death=(1,))[0]
     (maps, open_ones), named, in_child, after, at_the_crash = report
@@ -252,7 +252,7 @@ OBSTACLES = {
 
 
 def fall_back(rank: int) -> list[tuple[str, bool, list[str]]]:
-    """For each obstacle that rank 1 meets: what carries messages, that it does, what is said."""
+    """Per obstacle on rank 1: the transport, whether it works, and the log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

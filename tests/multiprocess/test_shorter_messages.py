@@ -1,5 +1,5 @@
-"""What packed messages rest on, and no page of torch's or gloo's states: gloo delivers a message
-into a longer receive, whichever comes first. A torch that does otherwise fails here."""
+"""An undocumented property of gloo on which packed messages depend: it delivers a message into a
+longer receive, whichever is posted first. A torch without it fails here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exchange(rank: int) -> int:
             own.shuffle(posts)
         for number, (what, tag) in enumerate(posts):
             if number == len(TAGS):
-                time.sleep(own.choice([0.0, 0.05]))  # what was sent lies here, and nobody awaits it
+                time.sleep(own.choice([0.0, 0.05]))  # messages arrive before their receives
             if what == "send":
                 message = torch.full((sizes[tag],), (turn + tag + rank) % 251, dtype=torch.uint8)
                 sends.append(transport.isend(message, peer, tag))

@@ -14,7 +14,7 @@ from products import EXHAUSTIVE
 
 HERE = Path(__file__).parent
 
-# What cannot be alike, and why.
+# Tests with different outcomes, and why.
 APART = {"test_ddp_logging_data_cpu": "asks DDP's log, which is torch's, for the name gloo"}
 
 
@@ -34,7 +34,7 @@ def outcomes(backend: str, *names: str) -> dict[str, str]:
 
 
 def unlike(*names: str) -> dict[str, str]:
-    """Of these tests, or of all, those with another outcome than over gloo."""
+    """The tests, of these or of all, with another outcome than over gloo."""
     ours = outcomes("gradwire", *names)
     assert not names or set(names) == set(ours)
     odd = [name for name, outcome in ours.items() if outcome not in ("passed", "skipped")]

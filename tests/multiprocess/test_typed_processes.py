@@ -1,4 +1,4 @@
-"""Every verb between processes, over gloo and shared memory, beside torch's own."""
+"""Every verb between processes, over gloo and shared memory, compared with torch's own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def beside_torch(rank: int, seed: int) -> None:
         own = values(NUMEL, dtype, made)
         whole = torch.empty(n * NUMEL, dtype=dtype)
         gw.all_gather(whole, own, None)
-        # torch's over gloo knows fewer dtypes: their bytes
+        # torch over gloo supports fewer dtypes: compare bytes
         gathered = torch.empty(n * NUMEL * dtype.itemsize, dtype=torch.uint8)
         dist.all_gather_into_tensor(gathered, own.view(torch.uint8))
         assert same_bits(whole.view(torch.uint8), gathered), dtype
@@ -90,7 +90,7 @@ def test_every_verb_beside_torch(n: int, shm: bool) -> None:
 
 
 def another_root(rank: int, numel: int, algorithm: str) -> tuple[list[BaseException | None], float]:
-    """Rank 1 names another root, in a broadcast that all have agreed on before, like the first."""
+    """Rank 1 gives another root, in a broadcast that all have agreed on before, like the first."""
     tensor = torch.full((numel,), float(rank))
     for root in (0, 1):
         gw.broadcast(tensor, root, algorithm=algorithm)
@@ -106,7 +106,7 @@ def another_root(rank: int, numel: int, algorithm: str) -> tuple[list[BaseExcept
 @pytest.mark.parametrize(("algorithm", "shm"), in_turn(["sra", "tree"], [False, True], always=1))
 @pytest.mark.usefixtures("transport")
 def test_another_root_is_told(algorithm: str, shm: bool) -> None:
-    """A rank that has all it needs may end its call; its next one ends in the error."""
+    """A rank whose call has all its inputs may return; its next call raises the error."""
     for numel in (4, 300_000):
         found = as_processes(3, another_root, numel, algorithm, timeout=TIMEOUT_S)
         assert any(errors[0] is not None for errors, _ in found)

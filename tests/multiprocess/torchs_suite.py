@@ -33,7 +33,7 @@ from ranks import forkserver  # noqa: E402
 
 
 def ours_in_place_of_gloo() -> None:
-    """Whatever asks for gloo gets our backend, and is told that it is gloo."""
+    """Requests for gloo get our backend, which reports its name as gloo."""
     c10d: Any = dist.distributed_c10d
     make, told = c10d._new_process_group_helper, c10d.get_backend
 
@@ -63,7 +63,7 @@ class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._
         super()._run(*args, **named)
 
 
-# Ranks come from a server that has its environment from the beginning: one folder serves all.
+# Ranks are forked from a server with a fixed environment, so all share one folder.
 distributed_test.initialize_temp_directories = lambda: None
 distributed_test.cleanup_temp_dir = lambda: None
 

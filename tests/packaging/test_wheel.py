@@ -1,4 +1,4 @@
-"""A wheel trains where there is no compiler: built, installed in an environment of its own, run.
+"""A wheel trains without a compiler: built, installed in a new environment, run.
 
 The environment gets torch from the one that runs these tests, by a path file, and gradwire from
 the wheel alone. Its PATH leads to no compiler and its home is empty.
@@ -57,7 +57,7 @@ TRAINING = r"""
         loss.backward()
         optimizer.step()
         if dist.get_rank() == 0:
-            # In one piece: the ranks write to one pipe, and print cuts its line in several.
+            # One write: the ranks share a pipe, and print writes a line in several parts.
             sys.stdout.write(f"loss {loss.item()}\n")
     assert kernels(gw.QSGD(bits=4), torch.float32).target == "c"
     assert shm_library.unavailable() is None, shm_library.unavailable()
@@ -67,7 +67,7 @@ TRAINING = r"""
 
 
 def run(command: list[str], seconds: float, cwd: Path, **environment: str) -> str:
-    """What a command prints; it must succeed. `environment` is added to this process's."""
+    """The output of a command, which must succeed. `environment` is added to this process's."""
     done = subprocess.run(
         command, env={**os.environ, **environment}, cwd=cwd,
         capture_output=True, text=True, timeout=seconds, check=False,
@@ -77,7 +77,7 @@ def run(command: list[str], seconds: float, cwd: Path, **environment: str) -> st
 
 
 def isolation() -> list[str]:
-    """With tools fetched for it, as users do; with those here where there is no index."""
+    """With build isolation, as for users; without it if there is no package index."""
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "hatchling"]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -88,7 +88,7 @@ def isolation() -> list[str]:
 
 
 def build(folder: Path, *options: str, **environment: str) -> tuple[Path, str]:
-    """The wheel of this checkout, which is left as it is, and what the build said."""
+    """The wheel of this checkout, which is not changed, and the build's output."""
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), *options]
     said = run(command, 240, ROOT, **environment)
     (made,) = folder.glob("*.whl")
@@ -97,7 +97,7 @@ def build(folder: Path, *options: str, **environment: str) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def levels(pytestconfig: pytest.Config) -> list[str]:
-    """What kernels are built for: this CPU, and in an exhaustive run also less than that."""
+    """The targets of kernels: this CPU, and in an exhaustive run also a lower level."""
     return LEVELS if pytestconfig.getoption("exhaustive") else LEVELS[:1]
 
 
@@ -105,7 +105,7 @@ def levels(pytestconfig: pytest.Config) -> list[str]:
 def wheel(
     levels: list[str], tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Path:
-    """A wheel with a few kernels; in an exhaustive run built as users do, else with tools here."""
+    """A wheel with a few kernels; built with isolation only in an exhaustive run."""
     how = isolation() if pytestconfig.getoption("exhaustive") else ["--no-isolation"]
     wanted = {"GRADWIRE_BUILD": KERNELS, "GRADWIRE_BUILD_ISA": " ".join(levels)}
     return build(tmp_path_factory.mktemp("wheel"), *how, **wanted)[0]

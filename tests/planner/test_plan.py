@@ -28,7 +28,7 @@ def chosen(plan: Plan) -> dict[str, Any]:
     return {p.name: p.codec for p in plan.parameters}
 
 
-def test_parameters_of_one_dimension_go_dense() -> None:
+def test_parameters_of_one_dimension_are_uncompressed() -> None:
     q = QSGD()
     expected = {"0.weight": q, "0.bias": None, "1.weight": None, "1.bias": None}
     assert chosen(plan_of()) == {**expected, "2.weight": q, "2.bias": None}
@@ -56,7 +56,7 @@ def test_patterns_match_every_name_of_a_tied_parameter() -> None:
     assert found(codecs={"head.*": "terngrad"}) == {"embed.weight": TernGrad()}
 
 
-def test_one_rank_alone_keeps_no_residual() -> None:
+def test_a_single_rank_keeps_no_residual() -> None:
     assert any(p.feedback for p in plan_of(error_feedback=True, world_size=2).parameters)
     assert not any(p.feedback for p in plan_of(error_feedback=True, world_size=1).parameters)
 
@@ -106,7 +106,7 @@ def mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), double, pairs)
 
 
-def test_other_dtypes_go_as_they_are() -> None:
+def test_other_dtypes_are_uncompressed() -> None:
     plan = plan_of(mixed(), error_feedback=True, exclude=["1.weight"], include=["0.*"])
     how = {p.name: p.how for p in plan.parameters}
     assert how["0.weight"] == how["0.bias"] == str(QSGD())

@@ -13,12 +13,12 @@ from gradwire.sim.rank import Overheads
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 QSGD = codecs.get("qsgd")
 IDENTITY = codecs.get("identity")
-GRADDROP = codecs.get("graddrop")  # whose payloads' length depends on data
+GRADDROP = codecs.get("graddrop")  # its payload length depends on data
 GBIT = Net("1gbit,1ms", 1e9, 1e-3)
 
 
 def curves(call: float = 0.0, value: float = 0.0, payload: float = 0.0, **costs: Any) -> Curves:
-    """The same curve for all forms of qsgd, identity and graddrop; nothing else takes time."""
+    """The same curve for all forms of qsgd, identity and graddrop; all other costs are 0."""
     curve: Curve = (call, value, payload)
     known = {str(codec): dict.fromkeys(FORMS, curve) for codec in (QSGD, IDENTITY, GRADDROP)}
     return Curves("a test", 1, known, **costs)

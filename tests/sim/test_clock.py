@@ -1,4 +1,4 @@
-"""The clock, cores that are shared, and threads."""
+"""The clock, shared cores, and threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ends_of(count: float, works: dict[str, tuple[float, float]]) -> dict[str, fl
     return ends
 
 
-def test_acts_run_in_the_order_of_time_then_of_making() -> None:
+def test_callbacks_run_in_order_of_time_then_of_scheduling() -> None:
     clock = Clock()
     seen: list[str] = []
     clock.at(2.0, lambda: seen.append("late"))
@@ -34,7 +34,7 @@ def test_acts_run_in_the_order_of_time_then_of_making() -> None:
     assert clock.now == 2.0
 
 
-def test_enough_cores_slow_nobody() -> None:
+def test_enough_cores_slow_no_thread() -> None:
     works = {"a": (0.0, 1.0), "b": (0.25, 2.0)}
     for count in (2, 3, float("inf")):
         assert ends_of(count, works) == pytest.approx({"a": 1.0, "b": 2.25})
@@ -46,7 +46,7 @@ def test_threads_share_cores_equally() -> None:
     # Three on two cores go at 2/3 until the shortest has ended.
     ends = ends_of(2, {"a": (0.0, 2.0), "b": (0.0, 2.0), "c": (0.0, 1.0)})
     assert ends == pytest.approx({"c": 1.5, "a": 2.5, "b": 2.5})
-    # Less than one core for all: nodes that stand for others get their share.
+    # Less than one core: a node that represents others gets its share.
     assert ends_of(0.5, {"a": (0.0, 1.0)}) == pytest.approx({"a": 2.0})
 
 

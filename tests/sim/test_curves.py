@@ -1,4 +1,4 @@
-"""Curves: their file, their fit, and what two ranks tell of the engine."""
+"""Curves: the file, the fit, and the engine's overheads from two ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_fit_finds_the_curve(curve: tuple[float, float, float]) -> None:
 
 
 def test_a_fit_is_never_negative() -> None:
-    """Small calls that are slow for their size would make the large ones' slope bend down."""
+    """Small calls that are slow for their size would make a slope negative."""
     found = measuring.fit([(10, 0, 1.0), (20, 0, 0.9), (30, 0, 0.8)])
     assert found == pytest.approx((0.885, 0.0, 0.0), rel=0.01)
     one = measuring.fit([(1000, 0, 2e-3)])
@@ -92,7 +92,7 @@ def test_kernels_have_curves_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engines_overheads_are_found_again() -> None:
-    """What a simulated pair of ranks would measure gives the overheads it was simulated with."""
+    """Calibrating with the times of a simulated pair of ranks gives its overheads back."""
     engine = Overheads(start=7e-4, task=8e-5, post=5e-6, check=4e-6, check_byte=2e-11)
     truth = replace(made(call=1e-5, value=3e-10), engine=engine)
     truth = replace(truth, link=replace(truth.link, overhead=3e-5, stack=2e-10, memory=1e10))

@@ -1,4 +1,4 @@
-"""Models' shapes, by their known totals; buckets, by DDP's own function."""
+"""Models' shapes against their known totals; buckets against DDP's own function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from machines import IDENTITY, QSGD
 
 from gradwire.errors import ConfigError
 from gradwire.sim import models
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_buckets_are_ddps(name: str) -> None:
     tensors = [torch.empty(shape) for shape in reversed(shapes)]
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
     expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-    found = buckets(shapes, QSGD, False, 4)
+    found = ddp_buckets(shapes, QSGD, False, 4)
     sizes = [[spec.numel for spec in bucket] for bucket in found]
     assert sizes == [[tensors[i].numel() for i in bucket] for bucket in expected]
 
@@ -66,7 +66,7 @@ def test_buckets_are_ddps(name: str) -> None:
 def test_matrices_are_compressed_and_the_rest_is_not() -> None:
     shapes = models.shapes("resnet50")
     for feedback in (False, True):
-        specs = [s for bucket in buckets(shapes, QSGD, feedback, 8) for s in bucket]
+        specs = [s for bucket in ddp_buckets(shapes, QSGD, feedback, 8) for s in bucket]
         for spec, shape in zip(reversed(specs), shapes, strict=True):
             assert spec.numel == math.prod(shape)
             assert spec.codec == (QSGD if len(shape) > 1 else IDENTITY)

@@ -1,4 +1,4 @@
-"""Times that can be worked out by hand, bytes that have a formula, and bounds."""
+"""Times computed by hand, bytes from formulas, and bounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from machines import FREE, GBIT, GRADDROP, IDENTITY, QSGD, USUAL, curves, scenar
 from gradwire import Codec, algorithms
 from gradwire.lang import layout
 from gradwire.sim import Net, predict
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 from gradwire.sim.curves import Software
 from gradwire.sim.models import shapes
 from gradwire.sim.rank import Overheads
-from gradwire.sim.work import algorithm_on, amounts
+from gradwire.sim.task_times import algorithm_on, bucket_contents
 
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical")
 BYTE, LATENCY = 8e-9, 1e-3  # at 1gbit,1ms
@@ -32,7 +32,7 @@ def seconds(*args: object, machine: object = FREE, **given: object) -> float:
 
 
 def test_two_ranks_gather() -> None:
-    # A latency until both know that the other listens; the message; its latency.
+    # A latency until both know that the receive is posted; the message; its latency.
     found = seconds(2, str(VALUES), "all_gather", codec=IDENTITY)
     assert found == pytest.approx(2 * LATENCY + MESSAGE * BYTE)
 
@@ -69,7 +69,7 @@ def test_kernels_wait_for_messages_and_messages_for_kernels() -> None:
     call = 5e-3  # longer than the latency until messages may leave
     half = 4 * VALUES // 2 + 48
     found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, machine=curves(call=call))
-    # encode, merge, decode: the decode of the peer's result comes after the own merge
+    # encode, merge, decode: the decode of the peer's result follows this rank's merge
     assert found == pytest.approx(3 * call + 2 * LATENCY + 2 * half * BYTE)
 
 
@@ -84,7 +84,7 @@ def test_two_segments_overlap() -> None:
 
 
 def test_all_senders_to_one_share_its_ingress() -> None:
-    """One server: all payloads pass its ingress, then all results its egress."""
+    """One server: its ingress serves all payloads, then its egress all results."""
     n = 5
     found = seconds(n, str(VALUES), "parameter_server", codec=IDENTITY, partitions=1, segments=1)
     wire = (n - 1) * MESSAGE * BYTE
@@ -98,7 +98,7 @@ def test_connections_that_begin_to_share_a_link_lose_time(ranks: int, connection
     found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
     wire = 2 * LATENCY + connections * MESSAGE * BYTE
     assert found == pytest.approx(wire + (settling if connections > 1 else 0.0))
-    # what little is sent has not lost all of it
+    # A small transfer loses only a part of it.
     long = curves(link=Software(settling=1.0))
     found = seconds(ranks, str(VALUES), "all_gather", codec=IDENTITY, machine=long)
     assert found <= wire + 0.3 * connections * MESSAGE * BYTE
@@ -107,7 +107,7 @@ def test_connections_that_begin_to_share_a_link_lose_time(ranks: int, connection
 def test_ranks_of_a_node_share_its_link() -> None:
     alone = scenario(4, str(VALUES), "all_gather", codec=IDENTITY)
     shared = replace(alone, per_node=2)
-    # Each of a node's two ranks sends to two ranks elsewhere; alone, to three.
+    # Each of a node's two ranks sends to two ranks of other nodes; alone, to three.
     assert predict(shared, FREE)["seconds"] == pytest.approx(2 * LATENCY + 4 * MESSAGE * BYTE)
     assert predict(alone, FREE)["seconds"] == pytest.approx(2 * LATENCY + 3 * MESSAGE * BYTE)
 
@@ -131,17 +131,17 @@ def test_receives_are_awaited_in_order() -> None:
     check = 1e-2
     slow = curves(engine=Overheads(check=check))
     found = seconds(4, str(VALUES), "all_gather", codec=IDENTITY, machine=slow)
-    # The own seal, then three checks, of which all but the last overlap with the wire at most.
+    # One seal, then three checks, of which at most all but the last overlap with the wire.
     assert found >= check + 3 * check
     assert found <= 4 * check + 2 * LATENCY + 3 * MESSAGE * BYTE + 1e-9
 
 
 def test_ranks_leave_a_barrier_one_after_the_other() -> None:
-    """Rank 1 starts a latency after rank 0, who waits for it, and for what it sums."""
+    """Rank 1 starts a latency after rank 0, which waits for it, and for its sum."""
     half = 4 * VALUES // 2 + 48
     found = seconds(2, str(VALUES), codec=IDENTITY, segments=1, barrier=True)
     assert found == pytest.approx(4 * LATENCY + 2 * half * BYTE)
-    # With eight ranks the last hears of it three hops later, and each of two rounds waits for it.
+    # With eight ranks the last leaves it three hops later, and each of two rounds waits for it.
     plain, late = (
         seconds(8, str(VALUES), codec=IDENTITY, segments=1, barrier=barrier)
         for barrier in (False, True)
@@ -158,11 +158,12 @@ def test_ranks_leave_a_barrier_one_after_the_other() -> None:
 def test_bytes_are_the_algorithms_formula(algorithm: str, ranks: int, codec: Codec) -> None:
     """Law 5, for ragged sizes and more than one bucket."""
     wanted = scenario(ranks, "77x1234,513,1000001", algorithm, exact=True, codec=codec)
-    handed = buckets(shapes(wanted.model), codec, False, ranks)
-    assert len(handed) > 1
+    buckets = ddp_buckets(shapes(wanted.model), codec, False, ranks)
+    assert len(buckets) > 1
     built = algorithm_on(wanted.options, ranks, 1)
     expected = sum(
-        built.wire_bytes(0, ranks, amounts(b, built, wanted.options, ranks).sizes) for b in handed
+        built.wire_bytes(0, ranks, bucket_contents(b, built, wanted.options, ranks).sizes)
+        for b in buckets
     )
     assert predict(wanted, USUAL)["wire_bytes"] == expected
 
@@ -196,7 +197,7 @@ def test_a_better_network_is_not_slower(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_cores_that_are_shared_slow_all_down(algorithm: str) -> None:
+def test_shared_cores_slow_all_ranks_down(algorithm: str) -> None:
     slow = curves(value=1e-7)
     own, two, one = (
         predict(scenario(8, "1e6", algorithm, cores=cores), slow)
@@ -206,8 +207,8 @@ def test_cores_that_are_shared_slow_all_down(algorithm: str) -> None:
     assert own["compute_seconds"] == two["compute_seconds"]
 
 
-def test_processor_time_of_messages_counts_where_cores_are_shared() -> None:
-    """64 MB through stacks that take 10 ns a byte at each end, on one core."""
+def test_processor_time_of_messages_counts_on_shared_cores() -> None:
+    """64 MB through stacks that take 10 ns per byte at each end, on one core."""
     stack = curves(link=replace(USUAL.link, overhead=0.0, stack=1e-8))
     row = predict(scenario(2, "8e6", "all_gather", codec=IDENTITY, cores=1.0), stack)
     assert row["seconds"] >= 4 * 32e6 * 1e-8
@@ -218,7 +219,7 @@ def test_backward_hides_what_is_ready_early() -> None:
     row = predict(scenario(4, "resnet50", backward=1.0), USUAL)
     assert 1.0 < row["seconds"] < 1.0 + plain["seconds"]
     assert row["limit_seconds"] == 1.0
-    # The last bucket is ready at the end, and then travels alone.
+    # The last bucket is ready at the end, and is then sent alone.
     assert row["seconds"] > 1.0 + 2 * LATENCY
 
 
@@ -253,7 +254,7 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_messages_that_are_here_wake_nobody(ranks: int) -> None:
+def test_messages_that_have_arrived_wake_no_thread(ranks: int) -> None:
     """An encode, the first of many receives, and a merge are noticed; nothing else takes time."""
     machine = curves(engine=Overheads(task=1.0, post=1e-3))
     seconds_ = seconds(ranks, "1e3", "all_gather", net=Net("", float("inf")), machine=machine)

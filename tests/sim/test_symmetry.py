@@ -1,4 +1,4 @@
-"""One node that stands for all: when it may, and that it tells the same time."""
+"""One node that represents all: when it may, and that it takes the same time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.sim import predict
 from gradwire.sim.symmetry import Symmetry
-from gradwire.sim.work import algorithm_on
+from gradwire.sim.task_times import algorithm_on
 from products import EXHAUSTIVE
 
 UNIFORM = str(128 * 960)  # blocks that 2, 3, 4, 5, 8 and 16 ranks share evenly
-# options of an algorithm whose ranks are alike, and list their tasks in one order, rotated
+# options of algorithms whose ranks are symmetric, and list their tasks in one order, rotated
 ALIKE: list[dict[str, Any]] = [
     {"algorithm": "sra"},
     {"algorithm": "sra", "coordinated": True},
@@ -28,7 +28,10 @@ ALIKE: list[dict[str, Any]] = [
     {"algorithm": "hierarchical"},
     {"algorithm": "hierarchical", "inside": "full"},
 ]
-GRID: dict[str, Any] = {"algorithm": "hierarchical", "between": "grid"}  # alike if it has no gaps
+GRID: dict[str, Any] = {
+    "algorithm": "hierarchical",
+    "between": "grid",
+}  # symmetric if it has no gaps
 
 
 @pytest.mark.parametrize(
@@ -46,8 +49,8 @@ def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks
         sizes = [[*segment, *segment] for segment in sizes]
     first = algorithm.build(0, ranks, sizes)
     for rank in range(ranks):
-        found = rotation.forms(algorithm.build(rank, ranks, sizes), 0)
-        assert found == rotation.forms(first, rank)
+        found = rotation.rotated_tasks(algorithm.build(rank, ranks, sizes), 0)
+        assert found == rotation.rotated_tasks(first, rank)
 
 
 @pytest.mark.parametrize("cores", [float("inf"), 2.0])
@@ -61,7 +64,7 @@ def test_every_rank_does_what_rank_0_does_rotated(options: dict[str, Any], ranks
     ],
     ids=str,
 )
-def test_one_node_tells_the_time_of_all(
+def test_one_node_takes_the_time_of_all(
     options: dict[str, Any], ranks: int, per_node: int, cores: float
 ) -> None:
     rows = [
@@ -77,7 +80,7 @@ def test_one_node_tells_the_time_of_all(
 
 
 @pytest.mark.parametrize("partitions", [8, 16, 24])
-def test_servers_of_several_partitions_are_alike(partitions: int) -> None:
+def test_servers_of_several_partitions_are_symmetric(partitions: int) -> None:
     options = {"algorithm": "parameter_server", "partitions": partitions}
     exact, one = (
         predict(scenario(8, str(128 * 960), exact=exact, **options), USUAL)["seconds"]
@@ -89,7 +92,7 @@ def test_servers_of_several_partitions_are_alike(partitions: int) -> None:
 @pytest.mark.parametrize("ranks", [6, 16])
 @pytest.mark.parametrize("options", [o for o in ALIKE if "coordinated" not in o], ids=str)
 def test_ragged_chunks_are_near(options: dict[str, Any], ranks: int) -> None:
-    """Chunks of a real model differ by blocks; their mean size stands for all."""
+    """Chunks of a real model differ by blocks; their mean size represents all."""
     exact, one = (
         predict(scenario(ranks, "resnet50", exact=exact, **options), USUAL)
         for exact in (True, False)
@@ -112,7 +115,7 @@ def test_ragged_chunks_are_near(options: dict[str, Any], ranks: int) -> None:
     ids=str,
 )
 def test_ranks_that_differ_are_all_simulated(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not alike"):
+    with pytest.raises(ConfigError, match="not symmetric"):
         predict(scenario(8, "1e6", exact=False, **given), USUAL)
     assert predict(scenario(8, "1e6", **given), USUAL)["exact"]
 

@@ -1,4 +1,4 @@
-"""The simulator against the lab, at a point that a busy machine hardly disturbs."""
+"""The simulator against the lab, at a point that is robust to other load."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KEYS = {
 def test_a_slow_link_takes_what_is_predicted(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound is wide: docs/simulator.md has what a quiet machine shows, point by point.
+    """The bound is wide: docs/simulator.md has the errors on a quiet machine, point by point.
 
-    On such a link it hardly matters whether this machine's curves are measured, which takes long.
+    On such a link it makes little difference whether this machine's curves are measured.
     """
     reason = lab.available()
     if reason is not None:
@@ -38,8 +38,8 @@ def test_a_slow_link_takes_what_is_predicted(
     assert -0.35 < row["error"] < 0.2, row
 
 
-def test_what_takes_too_long_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least counts, and a run that is as fast as simulated, or faster, stands."""
+def test_slow_runs_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least counts; a run that is as fast as simulated, or faster, is not repeated."""
     lab = iter([2.0, 1.3, 1.05, 0.7])
 
     def measured(*_: object) -> dict[str, float]:

@@ -55,7 +55,7 @@ def test_a_row_for_each_codec_and_algorithm(file: str) -> None:
         assert row["exact"] is True
         assert row["limit_seconds"] == pytest.approx(row["wire_bytes"] * 8e-9 + 1e-3, abs=1.1e-3)
         assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
-    # half the bits, but for the metadata
+    # half the bits, except for the metadata
     assert rows[2]["wire_bytes"] == pytest.approx(rows[0]["wire_bytes"] * 36 / 68, rel=0.01)
 
 
@@ -111,7 +111,7 @@ def test_plots(file: str, sweep: list[str], ending: str, tmp_path: Path) -> None
 
 
 def test_a_thousand_ranks_take_seconds(file: str) -> None:
-    """The processor's time, which other work on the machine does not add to."""
+    """In processor time, to which other load on the machine does not add."""
     begun = time.process_time()
     rows = rows_of(file, "--ranks", "1024", "--model", "resnet50")
     assert time.process_time() - begun < 10

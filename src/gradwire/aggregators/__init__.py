@@ -1,4 +1,4 @@
-"""Aggregators: how gradients become their averages, across steps."""
+"""Aggregators: they compute averages of gradients, and keep state across steps."""
 
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.attached import OWED, Attached

@@ -1,4 +1,4 @@
-"""A parameter, as rounds see it: what it keeps from step to step."""
+"""An attached parameter: its aggregator, and its state from step to step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gradwire.aggregators.asked import Asked, asked
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec
+from gradwire.aggregators.resolve import ResolvedRequest, resolve
 from gradwire.collectives import Options, Request
 from gradwire.lang import rng
 
-OWED = "owed"  # a residual that is on its way into a gradient
-_START = 1 << 63  # in the seed of a state's first numbers, which no step's has
+OWED = "owed"  # a former residual, to be added to the next gradient
+_START = 1 << 63  # modulus of the seeds of initial states; steps use other seeds
 
 
 @dataclass(eq=False)
@@ -23,11 +23,11 @@ class Attached:
 
     Attributes:
         name, shape: of the parameter.
-        aggregator: makes its average.
+        aggregator: computes its average.
         keys: from `rng.parameter_keys`.
         rotation: see gradwire.partition.
-        step: how many averages were begun; enters the random numbers.
-        state: its aggregator's, by name; made in the first step.
+        step: number of averages started so far; enters the random numbers.
+        state: its aggregator's state, by name; made in the first step.
     """
 
     name: str
@@ -37,20 +37,20 @@ class Attached:
     rotation: int = 0
     step: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    _asked: dict[tuple[object, ...], Asked] = field(default_factory=dict)
+    _resolved: dict[tuple[object, ...], ResolvedRequest] = field(default_factory=dict)
     _device: torch.device | None = None  # of its state
 
     def context(
         self, gradient: torch.Tensor, device: torch.device, rank: int, world_size: int
     ) -> Context:
-        """Of the step that begins, of a gradient on `device`."""
+        """The context of the step that begins, for a gradient on `device`."""
         if self._device != device:
             self._make_state(device, rank, world_size)
         of = self.name, self.shape, gradient, rank, world_size
         return Context(*of, self.step, self.state, self.keys, self)
 
     def _make_state(self, device: torch.device, rank: int, world_size: int) -> None:
-        """Have all state that the aggregator declares, on `device`."""
+        """Make or move all state that the aggregator declares, on `device`."""
         for name, declared in self.aggregator.states(self.shape).items():
             if name in self.state:
                 self.state[name] = self.state[name].to(device)
@@ -70,10 +70,10 @@ class Attached:
         return made.to(declared.dtype).contiguous()
 
     def adopt(self, aggregator: Aggregator) -> None:
-        """Go on with another aggregator: state that both declare alike stays. What is owed of a
-        residual that it has not is added to the next gradient."""
+        """Replace the aggregator. State that both declare equally is kept. If the new one has no
+        residual, the old residual is added to the next gradient."""
         if aggregator == self.aggregator:
-            self.aggregator = aggregator  # equal ones of a plan are one
+            self.aggregator = aggregator  # equal aggregators of a plan are one object
             return
         before, after = self.aggregator.states(self.shape), aggregator.states(self.shape)
         kept = {
@@ -88,30 +88,32 @@ class Attached:
         self.keep(kept)
 
     def understudy(self, aggregator: Aggregator) -> Attached:
-        """The same parameter with another aggregator and fresh state, for a rehearsal."""
+        """The same parameter with another aggregator and initial state, for a rehearsal."""
         return Attached(self.name, self.shape, aggregator, self.keys, self.rotation)
 
     def pay(self, *parts: torch.Tensor) -> None:
-        """Add what is owed, if anything is, to a gradient that can carry it; it lies in `parts`."""
+        """Add the owed residual, if any, to a finite gradient, which consists of `parts`."""
         if OWED in self.state and all(part.isfinite().all() for part in parts):
             owed = self.state.pop(OWED).split([part.numel() for part in parts])
             for part, share in zip(parts, owed, strict=True):
                 part += share.to(part.device)
 
     def keep(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Take state that was loaded or carried over."""
+        """Set the state, loaded or carried over."""
         self.state = dict(states)
         self._device = None
 
-    def asked(self, request: Request, number: int, options: Options, world_size: int) -> Asked:
-        """How a request runs: the same every step, which is quick to find.
+    def resolve(
+        self, request: Request, number: int, options: Options, world_size: int
+    ) -> ResolvedRequest:
+        """Resolve a request; a request that repeats every step is looked up in a cache.
 
         Args:
-            number: how many requests of this parameter the round has before it.
+            number: its index among this parameter's requests of the round.
             options: the handle's.
 
         Raises:
-            ConfigError: a field of the request is none, or `check_legal` refuses it.
+            ConfigError: a field of the request is invalid, or `check_legal` refuses it.
         """
         values = request.values
         same = (
@@ -120,8 +122,8 @@ class Attached:
             request.residual is None, number,
         )  # fmt: skip
         try:
-            known = self._asked.get(same)
-        except TypeError:  # a field that has no hash is none of its type
+            known = self._resolved.get(same)
+        except TypeError:  # a field without a hash has a wrong type
             request.check()
             raise
         if (
@@ -130,5 +132,5 @@ class Attached:
             or (known.codec is not request.codec and known.codec != request.codec)
         ):
             of = self.name, self.keys, self.rotation
-            known = self._asked[same] = asked(request, *of, number, options, world_size)
+            known = self._resolved[same] = resolve(request, *of, number, options, world_size)
         return known

@@ -1,4 +1,4 @@
-"""One compressed all-reduce, no state (CGX, HiPress)."""
+"""One compressed all-reduce, without state (CGX, HiPress)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.lang import Codec, layout
 
 @dataclass(frozen=True)
 class Compressed(Aggregator):
-    """The average through `codec`: encoded, summed by the owner of each chunk, encoded again."""
+    """The average through `codec`: encode, sum on the owner of each chunk, encode the sum."""
 
     codec: Codec
 

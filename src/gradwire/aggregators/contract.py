@@ -1,4 +1,4 @@
-"""What an aggregator must give: a generator that ends with the averages."""
+"""Checks of the aggregator contract: `aggregate` is a generator that returns the averages."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from gradwire.aggregators.protocol import Aggregator, Averages, Context, Steps
 from gradwire.errors import ConfigError
 
 
-def begun(aggregator: Aggregator, contexts: Sequence[Context]) -> Steps:
+def start_coroutine(aggregator: Aggregator, contexts: Sequence[Context]) -> Steps:
     """The coroutine of an aggregator.
 
     Raises:
-        ConfigError: `aggregate` is no generator.
+        ConfigError: `aggregate` is not a generator.
     """
     steps: Any = aggregator.aggregate(contexts)
     if isinstance(steps, Generator):
         return steps
     what = f"aggregate returned {kind(steps)}: it must be a generator, with a yield"
-    raise wrong(aggregator, contexts[0].name, 0, what)
+    raise aggregator_error(aggregator, contexts[0].name, 0, what)
 
 
-def fault(ended: object, contexts: Sequence[Context]) -> tuple[str, str | None] | None:
-    """What is wrong with what an aggregator returned, and the parameter, where it is of one."""
+def find_fault(ended: object, contexts: Sequence[Context]) -> tuple[str, str | None] | None:
+    """(what is wrong with an aggregator's return value, the name of the parameter or None if it
+    concerns all); None if nothing is wrong."""
     if not isinstance(ended, Averages):
-        return _fault(ended, contexts, "average")
-    return _fault(ended.averages, contexts, "average") or _fault(ended.sent, contexts, "sent part")
+        return _find_fault(ended, contexts, "average")
+    return _find_fault(ended.averages, contexts, "average") or _find_fault(
+        ended.sent, contexts, "sent part"
+    )
 
 
-def _fault(values: Any, contexts: Sequence[Context], what: str) -> tuple[str, str | None] | None:
+def _find_fault(
+    values: Any, contexts: Sequence[Context], what: str
+) -> tuple[str, str | None] | None:
     count = len(contexts)
     if not isinstance(values, (list, tuple)):
         return f"returned {kind(values)}, not a list of {count} {what}s", None
     if len(values) != count:
-        return f"returned {len(values)} {what}s of {count} gradients", None
+        return f"returned {len(values)} {what}s for {count} gradients", None
     for context, value in zip(contexts, values, strict=True):
         if not isinstance(value, torch.Tensor):
             return f"returned {kind(value)} as {what}", context.name
@@ -47,8 +52,8 @@ def _fault(values: Any, contexts: Sequence[Context], what: str) -> tuple[str, st
     return None
 
 
-def wrong(aggregator: Aggregator, name: str, number: int, what: str) -> ConfigError:
-    """The error of an aggregator that does what it may not, in round `number`."""
+def aggregator_error(aggregator: Aggregator, name: str, number: int, what: str) -> ConfigError:
+    """The error of an aggregator that breaks the contract in round `number`."""
     return ConfigError(f"{aggregator}, parameter {name}, round {number}: {what}")
 
 

@@ -1,4 +1,4 @@
-"""The trivial aggregator: the plain average, in the gradient's own dtype, fp16 or bf16."""
+"""The trivial aggregator: the uncompressed average, in the gradient's dtype, fp16 or bf16."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _CASTS = {None: None, torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}
 
 @dataclass(frozen=True)
 class Dense(Aggregator):
-    """The average, sent as it is or cast; sums are in fp32, and of float64 in float64.
+    """The average of gradients sent uncompressed or cast. Sums are in fp32; of float64, in float64.
 
-    It takes the same road as compressed gradients, so that its result does not depend on bucketing.
+    It uses the same collectives as compressed gradients, so that its result does not depend on
+    bucketing.
 
     Args:
-        dtype: what travels: None keeps the gradient's own dtype; float16 or bfloat16 cast.
+        dtype: sent on the wire: None keeps the gradient's dtype; float16 or bfloat16 cast.
     """
 
     dtype: torch.dtype | None = None

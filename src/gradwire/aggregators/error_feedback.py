@@ -1,15 +1,16 @@
-"""Error feedback: what was not sent is added to the next step's gradient (THESIS Alg. 2.1).
+"""Error feedback: the compression error is added to the next step's gradient (THESIS Alg. 2.1).
 
     p = g + e; send p through the inner aggregator; e = p - sent
 
-Where the inner aggregator is one compressed all-reduce, the kernels do it in their one pass, and
-the rank that owns a chunk keeps the error of the encoded sum in its own residual. So over all ranks
+If the inner aggregator is one compressed all-reduce, the kernels update residuals in the same pass,
+and the rank that owns a chunk keeps the error of the encoded sum in its own residual. So over all
+ranks
 
     sum of gradients + sum of residuals before == world_size * average + sum of residuals after
 
-to the last rounding: nothing is lost anywhere. A value that is not finite never enters a residual.
-Where kernels do not do it, a parameter whose average is not finite leaves its residual as it was:
-GradScaler drops such a step.
+up to the last rounding. A non-finite value never enters a residual. If the kernels do not update
+residuals, a parameter with a non-finite average keeps its previous residual, since GradScaler
+skips such a step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.aggregators.contract import begun, fault
+from gradwire.aggregators.contract import find_fault, start_coroutine
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
 
 RESIDUAL = "residual"
@@ -28,7 +29,7 @@ RESIDUAL = "residual"
 
 @dataclass(frozen=True)
 class ErrorFeedback(Aggregator):
-    """Wraps any aggregator. Its state is a residual per parameter, fp32, beside the inner one's."""
+    """Wraps any aggregator. Its state is an fp32 residual per parameter, plus the inner state."""
 
     inner: Aggregator
 
@@ -49,14 +50,14 @@ class ErrorFeedback(Aggregator):
             return (yield from self._by_kernels(contexts))
         wanted = [c.gradient.float() + c.state[RESIDUAL] for c in contexts]
         inside = [replace(c, gradient=p.clone()) for c, p in zip(contexts, wanted, strict=True)]
-        ended = yield from begun(self.inner, inside)
-        if fault(ended, contexts) is not None:
-            return ended  # whoever drives the rounds refuses it
+        ended = yield from start_coroutine(self.inner, inside)
+        if find_fault(ended, contexts) is not None:
+            return ended  # the outer coroutine raises the error
         if not isinstance(ended, Averages):
             ended = Averages(ended, ended)
         for c, p, average, part in zip(contexts, wanted, ended.averages, ended.sent, strict=True):
             error, residual = p - part.reshape(-1), c.state[RESIDUAL]
-            # A step whose average is not finite is skipped, and what was owed before it still is.
+            # A step with a non-finite average is skipped, so the residual stays.
             keep = average.isfinite().all() & error.isfinite()
             torch.where(keep, error, residual, out=residual)
         return ended
@@ -67,8 +68,12 @@ class ErrorFeedback(Aggregator):
             c.residual = c.state[RESIDUAL]
             if c.observed:
                 wanted[c.name] = c.gradient.float() + c.residual
-        averages = yield from begun(self.inner, contexts)
-        if not wanted or fault(averages, contexts) is not None or isinstance(averages, Averages):
+        averages = yield from start_coroutine(self.inner, contexts)
+        if (
+            not wanted
+            or find_fault(averages, contexts) is not None
+            or isinstance(averages, Averages)
+        ):
             return averages
         return Averages(averages, [wanted[c.name] - c.state[RESIDUAL] for c in contexts])
 

@@ -1,26 +1,25 @@
-"""PowerSGD (THESIS 2.2.3, UTIL 3.3): a gradient matrix as the product of two thin ones.
+"""PowerSGD (THESIS 2.2.3, UTIL 3.3): a gradient matrix as the product of two thin matrices.
 
-For a parameter of n x m values, its other dimensions flattened into m, and rank r:
+For a parameter of n x m values (all dimensions after the first flattened into m) and rank r:
 
     P = M Q;     all-reduce P;  orthogonalise P's columns
     Q = M^T P;   all-reduce Q;  average = P Q^T
 
-Q is kept: the next step starts from it (one step of a power iteration each). Two rounds per scope,
-whatever the number of layers; matrices of one shape are orthogonalised together.
-Payload bytes per rank and step: 4 r (n + m); a parameter that would not shrink (r (n + m) >= n m),
-and every vector, is averaged as it is, in the first round.
+The next step starts from Q (warm start, one power iteration per step). Two rounds per scope,
+whatever the number of layers; matrices of the same shape are orthogonalised in one batch.
+Payload bytes per rank and step: 4 r (n + m). A parameter that would not shrink (r (n + m) >= n m),
+and every vector, is averaged uncompressed in the first round.
 
-A rank has sent P Q^T with its own Q, from before the second all-reduce: the residual is what the
-columns of P cannot express of its own matrix. (The average in its place would give the same sum
-over ranks, but residuals that grow as long as ranks see unlike data.)
+A rank's contribution is P Q^T with its own Q, from before the second all-reduce: the residual is
+the part of its own matrix outside the span of P's columns. (The average in its place would give the
+same sum over ranks, but residuals that grow as long as ranks see different data.)
 
-What every rank computes for itself must be alike to the bit: orthonormal columns, and P Q^T. A
-matrix library promises that to nobody: its last bits depend on its number of threads, which the
-load of a machine may change, on where a matrix lies, and on how many are multiplied at once. So
-these two are sums in an order of their own, and what was sent with them (on a GPU, which all ranks
-have alike, the columns are torch's). The products M Q and M^T P, which only this rank makes, are
-the library's, layer by layer and on memory that is aligned alike, so that bucketing changes no bit
-of them (law 8) while its threads stay.
+All ranks must compute bit-identical orthonormal columns and P Q^T. A matrix library does not
+guarantee that: its last bits depend on its number of threads, on a matrix's address, and on the
+batch. So these two, and the contribution, are sums in a fixed order (on a GPU, which must be the
+same model on all ranks, the columns are torch's). The products M Q and M^T P are local to a rank
+and use the library, layer by layer on equally aligned memory, so that bucketing changes no bit of
+them (law 8) as long as the number of threads stays.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
 _BASIS = "basis"  # Q
-_ALIGNED = 16  # fp32 values between places that torch's allocator may begin at
-_DEPENDENT = 1e-9  # of a column, what is left of it if others span it
+_ALIGNED = 16  # alignment of torch's allocator, in fp32 values
+_DEPENDENT = 1e-9  # relative norm of a column's remainder below which it is linearly dependent
 
 
 @dataclass(frozen=True)
 class PowerSGD(Aggregator):
-    """Low-rank averages, with a warm start; `ErrorFeedback` keeps what they leave out.
+    """Low-rank averages with a warm start; `ErrorFeedback` keeps the rest.
 
     Args:
         rank: columns of P and Q, 1 or more.
@@ -55,7 +54,7 @@ class PowerSGD(Aggregator):
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
-            raise ConfigError(f"rank={self.rank!r}: a whole number, at least 1")
+            raise ConfigError(f"rank={self.rank!r}: give a whole number of at least 1")
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         if not self.shrinks(shape):
@@ -71,16 +70,16 @@ class PowerSGD(Aggregator):
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         low = [c for c in contexts if self.shrinks(c.shape)]
         rest = [c for c in contexts if not self.shrinks(c.shape)]
-        matrices = [_alone(c.gradient.float().view(c.shape[0], -1)) for c in low]
+        matrices = [_aligned(c.gradient.float().view(c.shape[0], -1)) for c in low]
         whole = [c.gradient.clone() for c in rest]
 
-        p = [m @ _alone(c.state[_BASIS]) for c, m in zip(low, matrices, strict=True)]
-        yield [*_reduced(low, p), *(AllReduce(c.gradient, of=c) for c in rest)]
+        p = [m @ _aligned(c.state[_BASIS]) for c, m in zip(low, matrices, strict=True)]
+        yield [*_all_reduces(low, p), *(AllReduce(c.gradient, of=c) for c in rest)]
         p = orthogonal(p)
         mine = [m.mT @ columns for m, columns in zip(matrices, p, strict=True)]
         q = [basis.clone() for basis in mine]
         if low:
-            yield _reduced(low, q)
+            yield _all_reduces(low, q)
         averages = {id(c): c.gradient for c in rest}
         sent = {id(c): values for c, values in zip(rest, whole, strict=True)}
         for c, columns, own, basis in zip(low, p, mine, q, strict=True):
@@ -100,11 +99,11 @@ class PowerSGD(Aggregator):
 
 
 def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthonormal columns that span those of each matrix [n, r], for n >= r; those of one shape are
-    decomposed together.
+    """Orthonormal columns that span the columns of each matrix [n, r], for n >= r; matrices of the
+    same shape are decomposed in one batch.
 
-    The same bits on all ranks that hold the same bits, in whatever company. A matrix that is not
-    finite has NaN in all columns.
+    Equal inputs give equal bits on all ranks, whatever the batch. The columns of a non-finite
+    matrix are all NaN.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for at, matrix in enumerate(matrices):
@@ -121,8 +120,9 @@ def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _gram_schmidt(stack: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns of matrices [layers, n, r], fp32; each column is made orthogonal twice,
-    in fp64. One that the columns before it span is replaced by an axis that they do not."""
+    """Orthonormal columns of matrices [layers, n, r], fp32, by Gram-Schmidt in fp64 with
+    reorthogonalisation. A linearly dependent column is replaced by an axis outside the span of the
+    columns before it."""
     rows = np.ascontiguousarray(stack.numpy().transpose(0, 2, 1), dtype=np.float64)
     layers = np.arange(len(rows))
     for k in range(rows.shape[1]):
@@ -139,7 +139,7 @@ def _gram_schmidt(stack: torch.Tensor) -> torch.Tensor:
 
 
 def _project(row: np.ndarray, before: np.ndarray) -> None:
-    """Take from a row of each layer what the rows before it span."""
+    """Subtract from each layer's row its projection on the rows before it."""
     shares = (before * row[:, None]).sum(-1)
     row -= (shares[..., None] * before).sum(1)
 
@@ -150,18 +150,18 @@ def _lengths(row: np.ndarray) -> np.ndarray:
 
 
 def product(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """P Q^T of [n, r] and [m, r]: the same bits wherever these are the same."""
+    """P Q^T of [n, r] and [m, r]; equal inputs give equal bits."""
     found = p[:, :1] * q[:, 0]
     for k in range(1, p.shape[1]):
         found += p[:, k : k + 1] * q[:, k]
     return found
 
 
-def _alone(matrix: torch.Tensor) -> torch.Tensor:
-    """The same matrix where memory is aligned as if it had been allocated for it."""
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, cloned if its memory is not aligned like a new allocation."""
     return matrix if matrix.data_ptr() % (4 * _ALIGNED) == 0 else matrix.clone()
 
 
-def _reduced(contexts: Sequence[Context], matrices: Sequence[torch.Tensor]) -> list[AllReduce]:
-    """An all-reduce of each layer's matrix, in its place."""
+def _all_reduces(contexts: Sequence[Context], matrices: Sequence[torch.Tensor]) -> list[AllReduce]:
+    """An in-place all-reduce of each layer's matrix."""
     return [AllReduce(m.view(-1), of=c) for c, m in zip(contexts, matrices, strict=True)]

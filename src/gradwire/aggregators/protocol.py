@@ -1,17 +1,17 @@
-"""What an aggregator is: a coroutine that yields typed collectives and returns averages.
+"""The aggregator interface: a coroutine that yields typed collectives and returns averages.
 
-One method is the contract. It takes all parameters of a scope that the aggregator serves, yields
-the collectives it needs, and gets their results; what all aggregators of a scope yield in the same
-round travels in the same messages. So an aggregator never thinks about fusion, threads or ranks:
+The contract is one method. It takes all of the aggregator's parameters of a scope, yields the
+collectives it needs, and gets their results. Requests that all aggregators of a scope yield in the
+same round share messages. So an aggregator does not deal with fusion, threads or ranks:
 
     @dataclass(frozen=True)
     class Plain(Aggregator):
         def aggregate(self, contexts):
             return (yield [AllReduce(c.gradient, of=c) for c in contexts])
 
-An aggregator is a frozen dataclass, whose fields are its options, as a codec is. What lives across
-steps is *state*: named tensors per parameter, which `states` declares, and the engine keeps, saves,
-loads and moves to another number of ranks.
+An aggregator is a frozen dataclass whose fields are its options, like a codec. Tensors that persist
+across steps are *state*: named tensors per parameter, declared by `states`. The engine keeps,
+saves, loads and reshards them for another number of ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class StateSpec:
     """One tensor of state of one parameter.
 
     Attributes:
-        shape, dtype: of the tensor; of one that is sharded, of all ranks' shards together.
-        kind: "per_rank": each rank has its own, and what counts is their mean, as of residuals;
-            "replicated": alike on all ranks; "sharded": rank n has the n-th part along `dim`, as
-            torch.chunk cuts it.
+        shape, dtype: of the tensor; of a sharded one, of all ranks' shards together.
+        kind: "per_rank": each rank has its own tensor, and their mean is preserved when the number
+            of ranks changes, as for residuals; "replicated": equal on all ranks; "sharded": rank n
+            has the n-th part along `dim`, as torch.chunk cuts it.
         dim: see "sharded".
-        start: "zeros", or "normal": standard normal numbers, the same on all ranks.
+        start: initial values: "zeros", or "normal" for standard normal numbers, equal on all ranks.
     """
 
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class StateSpec:
             raise ConfigError(f"a state's start is {self.start!r}: use 'zeros' or 'normal'")
         if self.kind == "per_rank" and not self.dtype.is_floating_point:
             raise ConfigError(
-                f"a state per rank of {self.dtype} has no mean, which another number of ranks "
-                "keeps: use a floating dtype, or kind='replicated'"
+                f"a per-rank state of {self.dtype} has no mean to preserve when the number of "
+                "ranks changes: use a floating dtype, or kind='replicated'"
             )
         if self.kind == "sharded" and not 0 <= self.dim < len(self.shape):
-            raise ConfigError(f"a state of shape {self.shape} has no dim {self.dim} to cut")
+            raise ConfigError(f"a state of shape {self.shape} has no dim {self.dim} to shard")
 
     def local(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """The shape of what one rank keeps."""
+        """The shape of one rank's tensor."""
         if self.kind != "sharded":
             return self.shape
         each = -(-self.shape[self.dim] // world_size)
@@ -76,14 +76,15 @@ class Context:
 
     Attributes:
         name, shape: of the parameter.
-        gradient: of this rank: 1-D, contiguous, of `shape`'s number of values. It may be
-            overwritten. Under error feedback it has the residual in it, and is fp32.
+        gradient: this rank's gradient: 1-D, contiguous, with the number of values of `shape`. It
+            may be overwritten. Under error feedback it is fp32 and includes the residual.
         rank, world_size: of the process group.
-        step: how many averages of the parameter were begun before; the same on all ranks.
-        state: what `states` declares, by name; changed in place, or replaced by a tensor like it.
-        residual: for aggregators that hand it to their collectives (`feeds_back`); else None.
-        observed: whether somebody wants to know what was sent, if that costs something.
-        keys: of random numbers; `generator` makes a generator of them.
+        step: number of averages of the parameter started before; equal on all ranks.
+        state: the tensors that `states` declares, by name. Change them in place, or replace them by
+            tensors of the same shape and dtype.
+        residual: for aggregators that pass it to their collectives (`feeds_back`); else None.
+        observed: whether the sent part is needed, if it is expensive to compute.
+        keys: of random numbers, for `generator`.
     """
 
     name: str
@@ -99,18 +100,18 @@ class Context:
     observed: bool = False
 
     def generator(self, shared: bool = True) -> torch.Generator:
-        """Random numbers of this parameter and step, on the CPU; `shared`: alike on all ranks."""
+        """A CPU generator seeded for this parameter and step; `shared`: equal on all ranks."""
         key = self.keys.shared if shared else self.keys.own
         return torch.Generator().manual_seed(rng.mix64(key + (self.step + 1) * rng.GOLDEN))
 
 
 @dataclass(frozen=True)
 class Averages:
-    """What an aggregator may return instead of averages alone.
+    """An aggregator's return value if its contributions differ from the averages.
 
     Attributes:
-        averages: of each context's gradient.
-        sent: of each, what this rank has contributed to its average: error feedback keeps the rest.
+        averages: per context.
+        sent: per context, this rank's contribution to the average: error feedback keeps the rest.
     """
 
     averages: Sequence[torch.Tensor]
@@ -125,19 +126,19 @@ class Aggregator:
     """How the gradients of a scope's parameters become their averages over the ranks.
 
     An implementer's duties:
-    - `aggregate` returns the average for each context: a tensor of as many values as its gradient,
-      bit-identical on all ranks. What this rank contributed is taken to be the average, too, unless
-      it returns `Averages`.
+    - `aggregate` returns the average for each context: a tensor with as many values as its
+      gradient, bit-identical on all ranks. This rank's contribution is assumed to equal the
+      average, unless it returns `Averages`.
     - The kind, number and sizes of collectives do not depend on values.
-    - State that lives across steps is in `Context.state`, and only there. A gradient that is not
-      finite leaves it as it was.
+    - State that persists across steps is in `Context.state` only. A non-finite gradient does not
+      change it.
 
     Attributes:
-        scope: what a coroutine gets together: the parameters of a "bucket", which any number of
-            DDP's make, or all that it serves in a "model".
-        feeds_back: whether it hands `Context.residual` to its collectives, whose kernels keep the
-            error; else `ErrorFeedback` does that around it.
-        needs_feedback: whether it is of no use without error feedback.
+        scope: the parameters that one coroutine gets: "bucket", those of one or more DDP buckets,
+            or "model", all parameters of the aggregator.
+        feeds_back: whether it passes `Context.residual` to its collectives, whose kernels keep the
+            error; otherwise `ErrorFeedback` keeps it.
+        needs_feedback: whether it requires error feedback.
     """
 
     scope: ClassVar[str] = "bucket"
@@ -151,28 +152,28 @@ class Aggregator:
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         """Yield collectives, one or several at a time, until the averages are known; return them.
 
-        A `yield` gives what the collectives leave on this rank: a tensor, or a list of them where
-        several were yielded.
+        A `yield` returns the results of the collectives on this rank: a tensor, or a list of
+        tensors if a list was yielded.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no aggregate")
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Bytes that one rank makes of one gradient, headers not counted; all rounds together."""
+        """Payload bytes per rank and gradient, without headers, of all rounds together."""
         raise NotImplementedError(f"{type(self).__name__} defines no payload_bytes")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One parameter's average, as whoever observes a handle sees it. Its tensors are the next
-    step's afterwards: copy what is to last.
+    """One parameter's average, as passed to a handle's observer. The next step reuses its tensors:
+    copy them to keep them.
 
     Attributes:
         name, step: of the parameter.
         gradient: this rank's.
-        average: of all ranks.
-        sent: what this rank contributed; None where the aggregator does not know: a codec without
-            error feedback.
-        seconds: from the start of the scope to its last round's end.
+        average: over all ranks.
+        sent: this rank's contribution; None if the aggregator does not compute it (a codec without
+            error feedback).
+        seconds: from the start of the scope to the end of its last round.
     """
 
     name: str

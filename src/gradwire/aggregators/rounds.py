@@ -1,11 +1,10 @@
-"""Rounds: drives the aggregators of a scope and fuses what they yield.
+"""Rounds: drives the aggregators of a scope and fuses their requests.
 
-Each aggregator has one coroutine over the parameters that it serves. All coroutines advance in
-step. What they yield in one round becomes one collective for each operation and way of running it,
-side by side; when all have ended, each coroutine gets its results, and the next round begins. No
-thread waits for a round: its end starts the next, on the lane of kernels. All rounds have one
-ticket, which is taken before the first: so the order of scopes is the order in which they were
-started, however their rounds overtake each other.
+Each aggregator has one coroutine over its parameters. All coroutines advance in lockstep. Their
+requests of one round become one collective per operation and options, which run concurrently. When
+all have ended, each coroutine gets its results, and the next round begins. No thread waits for a
+round: its end starts the next, on the compute thread. All rounds share one ticket, taken before the
+first, so that scopes are ordered by their start, even if their rounds overtake each other.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from functools import partial
 
 import torch
 
-from gradwire.aggregators.asked import Way
 from gradwire.aggregators.attached import Attached
-from gradwire.aggregators.contract import wrong
+from gradwire.aggregators.contract import aggregator_error
 from gradwire.aggregators.coroutine import Coroutine
 from gradwire.aggregators.protocol import Aggregator, Observation
+from gradwire.aggregators.resolve import Route
 from gradwire.collectives import Collective, Item, Operation, Options, prepare, start_round
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError
@@ -34,18 +33,18 @@ Observer = Callable[[Observation], None]
 
 
 class Rounds:
-    """One scope's way from gradients to averages.
+    """The aggregation of one scope.
 
     Args:
-        owner: whose scope it is.
+        owner: the scope's owner.
         members: its parameters.
-        gradients: theirs, 1-D and contiguous, replaced by the averages.
-        options: of collectives that do not say otherwise.
-        done: called once, with the error or None, and with what the collectives took; from the
-            engine's thread, or from `start`.
-        observe: is told each parameter's average.
-        version: of the plan that this rank can use; see `Owner.ticket`.
-        plan: the version of that in force, for errors.
+        gradients: of the parameters, 1-D and contiguous, replaced by the averages.
+        options: defaults for collectives.
+        done: called once, with the error or None, and the outcomes of the collectives; from an
+            engine thread, or from `start`.
+        observe: called with each parameter's average.
+        version: of the newest plan that this rank can use; see `Owner.ticket`.
+        plan: the version of the plan in force, for error messages.
 
     Raises:
         TransportError, ConfigError: the group is broken (see `Owner.ticket`); `done` is not called.
@@ -74,21 +73,21 @@ class Rounds:
         self.outcomes: list[Outcome] = []
         self.active: list[Coroutine] = []
         self._lock = threading.Lock()
-        self._before: list[torch.Tensor] = []  # what gradients were, for an observer
+        self._before: list[torch.Tensor] = []  # copies of the gradients, for an observer
         self._observed: list[Coroutine] = []
-        self._told = False
+        self._versions_known = False  # whether a collective has carried all ranks' plan versions
         self._left = 0  # collectives of the round that have not ended
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Run every coroutine to its first collectives, and begin the first round."""
+        """Run every coroutine to its first requests, and begin the first round."""
         rank, world_size = self.owner.comm.rank, self.owner.comm.world_size
         try:
             if self.observe is not None:
                 self._before = [gradient.clone() for gradient in self.gradients]
             for member, gradient in zip(self.members, self.gradients, strict=True):
                 member.pay(gradient)
-            if world_size > 1:  # one rank alone has its averages
+            if world_size > 1:  # with one rank, the gradients are the averages
                 self.active = coroutines(self.members, self.gradients, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
@@ -102,28 +101,29 @@ class Rounds:
 
     @property
     def least(self) -> int | None:
-        """The least version that any rank has given, once all has ended; None if that is unknown:
-        no collective has carried every rank's word to every other."""
-        return self.ticket.version if self._told or self.owner.comm.world_size == 1 else None
+        """The least plan version of all ranks, once all rounds have ended; None if no collective
+        has carried every rank's version to every other rank."""
+        known = self._versions_known or self.owner.comm.world_size == 1
+        return self.ticket.version if known else None
 
     def _advance(self, number: int) -> None:
-        """Resume every coroutine; what they ask for is round `number`."""
+        """Resume every coroutine; their requests form round `number`."""
         try:
-            self.active, parts = advanced(self.owner, self.active, self.options, number)
+            self.active, parts = advance(self.owner, self.active, self.options, number)
             for collective, items in parts:
                 collective.check(items)
         except BaseException as error:
-            # Peers are in a round that this rank will not begin.
+            # Peers are in a round that this rank will not enter.
             self.owner.comm.fail_owner(self.owner, error)
             raise
         if parts:
             self._left = len(parts)
-            self._told |= any(collective.tells_all for collective, _ in parts)
-            why = partial(_in_words, [one.aggregator for one in self.active], self.plan)
+            self._versions_known |= any(collective.tells_all for collective, _ in parts)
+            why = partial(_describe, [one.aggregator for one in self.active], self.plan)
             for running in start_round(self.ticket, parts, why):
                 running.add_done_callback(partial(self._ended, number))
         elif self.active:
-            self._advance(number)  # empty lists
+            self._advance(number)  # the coroutines yielded empty lists
         else:
             self._end(None)
 
@@ -138,7 +138,7 @@ class Rounds:
             if self._left:
                 return
         if self.owner.comm.stream(self.gradients[0].device) is not None:
-            self._resume(number + 1)  # on the issuing thread: rounds keep the program's order
+            self._resume(number + 1)  # on the issuing thread, to keep the program's order
         else:
             self.owner.comm.in_flight.resume(self._resume, number + 1)
 
@@ -154,10 +154,10 @@ class Rounds:
     def _end(self, error: BaseException | None) -> None:
         self.ticket.close()
         if error is None and self.observe is not None:
-            self._tell(self.observe)
+            self._notify(self.observe)
         self.done(error, self.outcomes)
 
-    def _tell(self, observe: Observer) -> None:
+    def _notify(self, observe: Observer) -> None:
         seconds = time.perf_counter() - self.begun
         sent = {
             context.name: part
@@ -170,15 +170,15 @@ class Rounds:
             observe(Observation(*what, seconds))
 
 
-def _in_words(aggregators: Sequence[Aggregator], plan: int) -> str:
-    return f"asked for by {', '.join(map(str, aggregators))}, plan {plan}"
+def _describe(aggregators: Sequence[Aggregator], plan: int) -> str:
+    return f"requested by {', '.join(map(str, aggregators))}, plan {plan}"
 
 
 def coroutines(
     members: Sequence[Attached], gradients: Sequence[torch.Tensor], rank: int, world_size: int
 ) -> list[Coroutine]:
-    """One for each aggregator, in the order in which parameters first have them."""
-    served: dict[int, list[int]] = {}  # an aggregator, by its identity -> its parameters
+    """One coroutine per aggregator, in the order of the aggregators' first parameters."""
+    served: dict[int, list[int]] = {}  # id of an aggregator -> indices of its parameters
     for index, member in enumerate(members):
         served.setdefault(id(member.aggregator), []).append(index)
     made, of = [], (gradients[0].device, rank, world_size)
@@ -192,60 +192,62 @@ def coroutines(
 Part = tuple[Collective, list[Item]]
 
 
-def advanced(
+def advance(
     owner: Owner, active: Sequence[Coroutine], options: Options, number: int
 ) -> tuple[list[Coroutine], list[Part]]:
-    """Resume coroutines: (those that ask for more, the collectives of round `number`).
+    """Resume coroutines: (those that have not ended, the collectives of round `number`).
 
     Raises:
-        ConfigError: what an aggregator may not do, or what is not legal.
-        Exception: what an aggregator raises.
+        ConfigError: an aggregator breaks the contract, or a request is not legal.
+        Exception: an aggregator's own.
     """
     rank, world_size = owner.comm.rank, owner.comm.world_size
     asking = []
-    parts: dict[Way, _Part] = {}
+    parts: dict[Route, _Part] = {}
     counts: dict[str, int] = {}  # requests of each parameter so far
-    # A round of its own draws random numbers of its own.
+    # Each round draws different random numbers.
     round_bits = number << 48
     for coroutine in active:
         if coroutine.resume(number):
             asking.append(coroutine)
-        for request in coroutine.asked:
+        for request in coroutine.requests:
             c = coroutine.context_of(request, number)
             count = counts.get(c.name, 0)
             counts[c.name] = count + 1
             try:
-                how = c.member.asked(request, count, options, world_size)
-                item = request.item(how.spec, how.keys, c.step | round_bits, rank, world_size)
+                resolved = c.member.resolve(request, count, options, world_size)
+                item = request.item(
+                    resolved.spec, resolved.keys, c.step | round_bits, rank, world_size
+                )
             except ConfigError as error:
-                raise wrong(coroutine.aggregator, c.name, number, str(error)) from error
-            coroutine.results.append(request.result(how.spec, item, rank, world_size))
-            part = parts.get(how.way)
+                raise aggregator_error(coroutine.aggregator, c.name, number, str(error)) from error
+            coroutine.results.append(request.result(resolved.spec, item, rank, world_size))
+            part = parts.get(resolved.route)
             if part is None:
-                part = parts[how.way] = _Part(how.way)
-            part.specs.append(how.spec)
+                part = parts[resolved.route] = _Part(resolved.route)
+            part.specs.append(resolved.spec)
             part.items.append(item)
     return asking, [part.prepared(owner) for part in _joined(parts.values())]
 
 
 @dataclass
 class _Part:
-    """What one collective of a round has."""
+    """The contents of one collective of a round."""
 
-    way: Way
+    route: Route
     specs: list[Spec] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
 
     def prepared(self, owner: Owner) -> Part:
-        way, device = self.way, self.items[0].values.device
-        return prepare(owner, self.specs, way.options, way.operation, device), self.items
+        route, device = self.route, self.items[0].values.device
+        return prepare(owner, self.specs, route.options, route.operation, device), self.items
 
 
 def _joined(parts: Iterable[_Part]) -> list[_Part]:
-    """Those that were asked for in unlike words and run alike, together."""
+    """Merge parts of different requests that resolve to the same operation and options."""
     joined: dict[tuple[Operation, Options], _Part] = {}
     for part in parts:
-        known = joined.setdefault((part.way.operation, part.way.options), part)
+        known = joined.setdefault((part.route.operation, part.route.options), part)
         if known is not part:
             known.specs += part.specs
             known.items += part.items
@@ -255,18 +257,18 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
 def rehearsed(
     owner: Owner, members: Sequence[Attached], gradients: Sequence[torch.Tensor], options: Options
 ) -> list[Collective]:
-    """The collectives that a scope's rounds will run, being prepared: coroutines go through their
-    rounds, and nothing is sent.
+    """Prepare the collectives that a scope's rounds will run: coroutines go through their rounds,
+    and nothing is sent.
 
     Raises:
-        ConfigError, Exception: as `advanced`.
+        ConfigError, Exception: as `advance`.
     """
     found: list[Collective] = []
     if owner.comm.world_size > 1:
         active = coroutines(members, gradients, owner.comm.rank, owner.comm.world_size)
         number = 0
         while active:
-            active, parts = advanced(owner, active, options, number)
+            active, parts = advance(owner, active, options, number)
             found += [collective for collective, _ in parts]
             number += 1
     return found

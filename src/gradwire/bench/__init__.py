@@ -1,1 +1,1 @@
-"""What `gradwire bench` measures, and the report made of it. Used by the command line alone."""
+"""The benchmarks of `gradwire bench`, and their report. Used by the command line alone."""

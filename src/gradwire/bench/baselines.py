@@ -1,7 +1,7 @@
-"""The methods that others are held against, by name.
+"""The names of the baseline methods.
 
-Sixteen bits are the baseline for time: they cost next to no accuracy, so a codec that beats only
-32 bits has won nothing (Beyond Throughput, 2.2). Thirty-two bits are the baseline for the loss.
+16 bits are the baseline for time: they cost almost no accuracy, so a codec that beats only 32 bits
+gains nothing (Beyond Throughput, 2.2). 32 bits are the baseline for the loss.
 """
 
 from __future__ import annotations

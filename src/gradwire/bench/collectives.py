@@ -1,17 +1,17 @@
-"""`gradwire bench collectives`: what one all-reduce costs on an emulated network, method by method.
+"""`gradwire bench collectives`: the cost of one all-reduce on an emulated network, per method.
 
-Each method works as users meet it, as a communication hook of a DDP module, here with a single
-matrix whose gradient is given. The ranks meet at a barrier inside the hook; the time runs from
-there until the average is in place. Methods take turns (A B A B), so that a noisy machine is
-unfair to all alike. A turn begins with an average that is not timed: TCP's connections start slowly
-after the pause that the others' turns are, and training makes no such pauses.
+Each method is a communication hook of a DDP module, as in training; the module is one matrix with a
+given gradient. A barrier inside the hook starts the clock; it stops when the average is in place.
+Methods are interleaved (A B A B), so that noise on the machine affects all of them equally. Each
+turn begins with an untimed all-reduce: after a pause, TCP connections restart slowly, and training
+has no such pauses.
 
-A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (median over rounds of the
-slowest rank), wire_bytes (rank 0 sends, to ranks of its own machine too), link_bytes (all ranks of
-its machine send to others; where machines have one rank, wire_bytes), limit_seconds (link_bytes /
-rate + rounds * latency; None without an emulated network), of_limit (limit_seconds / seconds), nmse
-(against the average in float64). Where machines have several ranks, link_bytes are what the
-machine's network interface has counted, headers of TCP and Ethernet included.
+A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (of the slowest rank,
+median over rounds), wire_bytes (sent by rank 0, including to ranks of its own node), link_bytes
+(sent by all ranks of rank 0's node to other nodes; equal to wire_bytes with one rank per node),
+limit_seconds (link_bytes / rate + rounds * latency; None without an emulated network), of_limit
+(limit_seconds / seconds), nmse (against the average in float64). With several ranks per node,
+link_bytes is the count of the node's network interface, which includes TCP and Ethernet headers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIMEOUT_S = 1200.0
 
 @dataclass(frozen=True)
 class Config:
-    """What every rank's worker is told."""
+    """The arguments of every rank's worker."""
 
     methods: tuple[str, ...]
     numel: int
@@ -61,17 +61,17 @@ def run(
     """Yield the rows.
 
     Args:
-        ranks: on emulated machines.
+        ranks: number of ranks.
         net: RATE,LATENCY or none.
         methods: names as in `bench train`; by default torch's four and gradwire's 4 bits.
         codecs: instead of methods, these codecs of gradwire at their defaults.
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
         quick: end within 45 seconds on two cores.
-        per_node: ranks of each machine, which share its link and talk over memory.
+        per_node: ranks per node; they share its link and communicate through memory.
 
     Raises:
-        ConfigError: unknown method, codec or option, no values, an impossible network, or no lab on
-            this machine.
+        ConfigError: an unknown method, codec or option, a number out of range, an impossible
+            network, or no lab on this machine.
     """
     network = Network.parse(net)
     names = list(methods or [])
@@ -83,9 +83,9 @@ def run(
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least one rank is needed")
     if per_node < 1 or ranks % per_node:
-        raise ConfigError(f"--per-node {per_node}: {ranks} ranks are not so many on each machine")
+        raise ConfigError(f"--per-node {per_node}: give a number that divides the {ranks} ranks")
     if network.shaped and (reason := available()) is not None:
-        raise ConfigError(f"no emulated network here ({reason}); use --net none")
+        raise ConfigError(f"this machine cannot emulate a network ({reason}); use --net none")
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         config = Config(
             methods=tuple(names) or DEFAULT_METHODS,
@@ -96,7 +96,7 @@ def run(
         )
         command = [sys.executable, "-m", "gradwire.bench.collectives_worker"]
         command.append(json.dumps(asdict(config)))
-        # The workers' remarks are for people, so they go where remarks go.
+        # Standard output is for rows, so the workers' messages go to standard error.
         nodes = ranks // per_node
         codes = launch(
             command, nodes, network, timeout=_TIMEOUT_S, stdout=sys.stderr, per_node=per_node

@@ -1,4 +1,4 @@
-"""One rank of `gradwire bench collectives`; started by it, once a node."""
+"""One rank of `gradwire bench collectives`, which starts it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SAMPLE = 1 << 20  # values whose error is measured
 _WARM_UP = 3  # torch's PowerSGD sends its first two uncompressed
 
 
-class _Given(torch.autograd.Function):
-    """A loss whose gradient is what we say, at no cost."""
+class _GivenGradient(torch.autograd.Function):
+    """A loss with a given gradient, at no cost."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,13 @@ class _Matrix(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(side, numel // side))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = _Given.apply(self.weight, gradient)  # type: ignore[no-untyped-call]
+        apply: Any = _GivenGradient.apply
+        loss: torch.Tensor = apply(self.weight, gradient)
         return loss
 
 
-class _Timed(DistributedDataParallel):
-    """DDP that times the communication hook it is given."""
+class _TimedDDP(DistributedDataParallel):
+    """DDP that times its communication hook."""
 
     seconds = 0.0
 
@@ -72,13 +73,13 @@ class _Timed(DistributedDataParallel):
         super().register_comm_hook(state, timed)
 
 
-class _Contestant:
+class _TimedMethod:
     """One method on its own module."""
 
     def __init__(self, name: str, numel: int) -> None:
         self.name = name
         self.method = method_table.parse(name)
-        self.model = _Timed(_Matrix(numel), gradient_as_bucket_view=True, init_sync=False)
+        self.model = _TimedDDP(_Matrix(numel), gradient_as_bucket_view=True, init_sync=False)
         self.applied = self.method.apply(self.model)
         if self.method.kind == "torch_fp32":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -86,7 +87,7 @@ class _Contestant:
             self.model.register_comm_hook(None, default_hooks.allreduce_hook)
         self.seconds: list[float] = []
         self.sent: list[int] = []
-        self.linked: list[int] = []
+        self.link_sent: list[int] = []
         self.steps = 0
 
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
@@ -95,7 +96,7 @@ class _Contestant:
         self.model(gradient).backward()
         self.steps += 1
         self.sent.append(self.applied.traffic(self.steps).wire_bytes)
-        self.linked.append(_link_bytes() - before)
+        self.link_sent.append(_link_bytes() - before)
         slowest = torch.tensor(self.model.seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if counts:
@@ -114,14 +115,14 @@ class _Contestant:
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
-            "link_bytes": self.linked[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
+            "link_bytes": self.link_sent[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
             "rounds": reductions * _rounds(algorithm, per_node),
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
         }
 
 
 def _rounds(algorithm: str, per_node: int) -> int:
-    """Those that leave a machine."""
+    """The rounds between nodes."""
     size = dist.get_world_size()
     if algorithm == "hierarchical":
         nodes = tuple(rank // per_node for rank in range(size))
@@ -130,40 +131,40 @@ def _rounds(algorithm: str, per_node: int) -> int:
 
 
 def _link_bytes() -> int:
-    """What this machine's interface has sent so far; 0 where it has none of its own."""
+    """Bytes that this node's interface has sent; 0 if the node has no interface of its own."""
     with open("/proc/net/dev") as file:
         lines = [line.split(":") for line in file if line.strip().startswith("eth0:")]
     return int(lines[0][1].split()[8]) if lines else 0
 
 
 def _transport() -> str:
-    """What carries gradwire's messages."""
+    """The name of gradwire's transport."""
     transport = communicator().transport
     return transport.name if isinstance(transport, Mixed) else type(transport).__name__
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
-    """The gradient of `rank`: normal values, of a scale that varies as layers' do."""
+    """The gradient of `rank`: normal values, with a scale that varies as between layers."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
     return values.mul_(torch.linspace(0.1, 1.0, numel))
 
 
 def main(config: Config) -> None:
-    """Run all methods, and on rank 0 write their rows."""
+    """Run all methods; rank 0 writes their rows."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    contestants = [_Contestant(name, config.numel) for name in config.methods]
-    weight = contestants[0].model.module.weight
+    timed_methods = [_TimedMethod(name, config.numel) for name in config.methods]
+    weight = timed_methods[0].model.module.weight
     gradients = gradient_of(rank, weight.numel()).view_as(weight)
     for turn in range(_WARM_UP + config.rounds):
-        for contestant in contestants:
-            if len(contestants) > 1:
-                contestant.step(gradients, counts=False)
-            contestant.step(gradients, counts=turn >= _WARM_UP)
+        for timed_method in timed_methods:
+            if len(timed_methods) > 1:
+                timed_method.step(gradients, counts=False)
+            timed_method.step(gradients, counts=turn >= _WARM_UP)
     sample = min(_SAMPLE, weight.numel())
     parts = [gradient_of(r, weight.numel())[:sample].double() for r in range(world_size)]
     expected = torch.stack(parts).mean(0)
-    rows = [contestant.row(expected, config.per_node) for contestant in contestants]
+    rows = [timed_method.row(expected, config.per_node) for timed_method in timed_methods]
     if rank == 0:
         Path(config.output).write_text(json.dumps(rows))
     dist.barrier()
@@ -171,5 +172,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    main(Config(**{**told, "methods": tuple(told["methods"])}))
+    arguments = json.loads(sys.argv[1])
+    main(Config(**{**arguments, "methods": tuple(arguments["methods"])}))

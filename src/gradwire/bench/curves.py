@@ -1,12 +1,11 @@
-"""Measures what `gradwire sim` needs to know of this machine: kernels' curves, engine's overheads.
+"""Measures this machine for `gradwire sim`: the kernels' curves and the engine's overheads.
 
-Kernels run on stretches of arrays too large for caches, as they do on gradients. For each form a
-call's seconds are fitted by CALL + values * (VALUE + payloads * PAYLOAD), by least squares of
-relative errors, none of the three negative. The engine is measured between two ranks of this
-machine over gloo: posting, latency, processor time per byte, and what a tiny all-reduce takes
-beyond what the simulator makes of it so far.
+Kernels run on parts of arrays that exceed the caches, as gradients do. For each form, the seconds
+per call are fitted by CALL + values * (VALUE + payloads * PAYLOAD), by non-negative least squares
+of relative errors. The engine is measured between two ranks of this machine over gloo: posting,
+latency, processor time per byte, and the time of a tiny all-reduce beyond the simulated time.
 
-What was measured is kept in the user's cache, by processor, version and number of threads.
+The results are kept in the user's cache, by processor, version and number of threads.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from gradwire.sim.curves import Curve
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
 VALUES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
 PAYLOADS = (1, 3, 7)
-_ARRAY = 1 << 24  # values, 64 MB: a kernel walks through it, turn by turn
+_ARRAY = 1 << 24  # values, 64 MB; each call uses the next part
 _TURNS = 9
-_SLOW_S = 0.2  # of a call: larger ones are not tried
+_SLOW_S = 0.2  # if a call takes longer, larger sizes are skipped
 _TIMEOUT_S = 120.0
-# Shares of a link's rate that TCP gets in the lab, with one connection busy and with several, and
-# the seconds that several lose at first (docs/simulator.md). Not measured here, since not every
-# machine has a lab.
+# The shares of a link's rate that TCP gets in the lab, with one busy connection and with several,
+# and the seconds that several lose at first (docs/simulator.md). They are constants because not
+# every machine has a lab.
 _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What both ranks of the worker are told; `output` is the file for what they measured."""
+    """The arguments of both workers; `output` is the file for their results."""
 
     output: str
 
 
 def measured(codecs: Iterable[Codec], threads: int = 1, fresh: bool = False) -> Curves:
-    """The curves of these codecs, and of Identity, here.
+    """The curves of these codecs, and of Identity, on this machine.
 
     Args:
-        threads: of a kernel.
-        fresh: measure again what was measured before.
+        threads: threads per kernel.
+        fresh: ignore cached results.
 
     Raises:
         ConfigError: the ranks that measure the engine failed.
@@ -106,7 +105,7 @@ def _points(
         rows = np.zeros(1, ROW)
         rows["payload"], rows["numel"], rows["key"] = payload.data_ptr(), numel, 1
         rows["values"], rows["residual"] = values.data_ptr(), residual.data_ptr()
-        made.run("encode", rows, threads=threads, workspace=workspace)  # one to decode
+        made.run("encode", rows, threads=threads, workspace=workspace)  # a payload to decode
         for payloads in PAYLOADS if sums else (0,):
             peers = payload.repeat(max(payloads, 1))
             rows["source"] = peers.data_ptr()
@@ -129,7 +128,7 @@ def _points(
 
 
 def fit(points: Sequence[Point]) -> Curve:
-    """The three numbers, none negative, that come nearest to the points in relative terms."""
+    """The three non-negative numbers with the least squared relative error."""
     values, payloads, seconds = (np.array(column, dtype=float) for column in zip(*points))  # noqa: B905
     columns = np.stack([np.ones_like(values), values, values * payloads], axis=1)
     scaled = columns / seconds[:, None]
@@ -146,7 +145,7 @@ def fit(points: Sequence[Point]) -> Curve:
 
 
 def _overheads() -> dict[str, float]:
-    """What two ranks measure; see gradwire.bench.curves_worker."""
+    """The engine's costs, measured by two ranks; see gradwire.bench.curves_worker."""
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         config = Config(str(Path(folder) / "rows.json"))
         command = [sys.executable, "-m", "gradwire.bench.curves_worker", json.dumps(asdict(config))]
@@ -167,6 +166,6 @@ def _processor() -> str:
 
 def _cache(threads: int) -> Path:
     key = f"{_processor()}, {threads} threads, gradwire {__version__}, torch {torch.__version__}"
-    key += " ".join(jit.kernel_flags())  # other kernels have other curves
+    key += " ".join(jit.kernel_flags())  # flags change the kernels' speed
     name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return jit.cache_folder() / f"curves-{name}.json"

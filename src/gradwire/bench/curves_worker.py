@@ -1,4 +1,4 @@
-"""One of the two ranks that measure the engine for `gradwire sim`; started by bench.curves."""
+"""One of the two ranks that measure the engine for `gradwire sim`; bench.curves starts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.bench.curves import Config
-from gradwire.bench.transports_worker import one_way, there_and_back
+from gradwire.bench.transports_worker import one_way, round_trips
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.engine.message import Envelope, check, seal
 from gradwire.sim.calibrate import SEGMENTS, VALUES
@@ -29,15 +29,15 @@ _ROUNDS = 200
 
 
 def main(config: Config) -> None:
-    """Measure, and on rank 0 write a dict of seconds (memory: bytes a second)."""
+    """Measure; rank 0 writes a dict of seconds (memory: bytes per second)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transport = TorchP2P()
     tags = itertools.count(step=_TAGS)
-    there_and_back(transport, torch.zeros(64, dtype=torch.uint8), 20, next(tags))  # connects
+    round_trips(transport, torch.zeros(64, dtype=torch.uint8), 20, next(tags))  # connects
     found = {
         "trip": statistics.median(
-            there_and_back(transport, torch.zeros(64, dtype=torch.uint8), _ROUNDS, next(tags))
+            round_trips(transport, torch.zeros(64, dtype=torch.uint8), _ROUNDS, next(tags))
         )
         / 2,
         "post": statistics.median(_post(transport, next(tags)) for _ in range(_TURNS)),
@@ -59,10 +59,10 @@ def main(config: Config) -> None:
 def _post(transport: TorchP2P, tag: int) -> float:
     """Seconds to post a send or a receive."""
     peer = 1 - transport.rank
-    mail = [torch.zeros(64, dtype=torch.uint8) for _ in range(2 * _POSTS)]
+    messages = [torch.zeros(64, dtype=torch.uint8) for _ in range(2 * _POSTS)]
     begun = time.perf_counter()
-    pending = [transport.irecv(mail[i], peer, tag + i) for i in range(_POSTS)]
-    pending += [transport.isend(mail[_POSTS + i], peer, tag + i) for i in range(_POSTS)]
+    pending = [transport.irecv(messages[i], peer, tag + i) for i in range(_POSTS)]
+    pending += [transport.isend(messages[_POSTS + i], peer, tag + i) for i in range(_POSTS)]
     seconds = time.perf_counter() - begun
     for each in pending:
         each.wait()
@@ -70,7 +70,7 @@ def _post(transport: TorchP2P, tag: int) -> float:
 
 
 def _stack(transport: TorchP2P, tag: int) -> float:
-    """Seconds of a core that a byte takes at each end, on average of both."""
+    """Seconds of core time per byte and end, averaged over both ends."""
     messages = [torch.zeros(1 << 22, dtype=torch.uint8) for _ in range(_STREAM)]
     begun = time.process_time()
     one_way(transport, messages, tag)
@@ -80,7 +80,7 @@ def _stack(transport: TorchP2P, tag: int) -> float:
 
 
 def _check() -> dict[str, float]:
-    """Of a message's header and checksum: once, and for each byte."""
+    """Seconds to check a message: its header, and the checksum per byte."""
     envelope = Envelope(plan=1, sequence=1, segment=0, chunk=0)
 
     def seconds(nbytes: int) -> float:
@@ -93,13 +93,13 @@ def _check() -> dict[str, float]:
 
 
 def _memory() -> float:
-    """Bytes a second that one copy moves."""
+    """Bytes per second that one copy moves."""
     source, target = torch.zeros(1 << 23), torch.zeros(1 << 23)
     return source.nbytes / _median(lambda: target.copy_(source), turns=9)
 
 
 def _tiny(comm: Communicator, segments: int) -> float:
-    """Of an all-reduce of few values, the slower rank's; undisturbed, so of the quickest tenth."""
+    """Seconds of a small all-reduce on the slower rank: the 10th percentile, to exclude noise."""
     options = gradwire.Options(segments=segments)
     values = torch.zeros(VALUES)
     turns = []
@@ -113,11 +113,11 @@ def _tiny(comm: Communicator, segments: int) -> float:
     return sorted(turns)[_ROUNDS // 10]
 
 
-def _median(act: Callable[[], object], turns: int = 50) -> float:
+def _median(function: Callable[[], object], turns: int = 50) -> float:
     times = []
     for _ in range(1 + turns):
         begun = time.perf_counter()
-        act()
+        function()
         times.append(time.perf_counter() - begun)
     return statistics.median(times[1:])
 

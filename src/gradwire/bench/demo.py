@@ -1,13 +1,13 @@
-"""`make demo`: what gradwire is for, in three minutes on one machine.
+"""`make demo`: training with and without gradwire, in three minutes on one machine.
 
-A byte-level GPT trains on four emulated machines behind a slow network, three times over: with
-torch's fp32 all-reduce, with torch's fp16 hook, and with gradwire at 4 bits; same model, same
-seeds, same batches, taking turns. At the end: one table, and a page with the curves.
+A byte-level GPT trains on four emulated machines on a slow network, three times: with torch's fp32
+all-reduce, with torch's fp16 hook, and with gradwire at 4 bits. The three runs have the same model,
+seeds and batches, and are interleaved. The result is a table, and a page with the curves.
 
-How slow the network has to be depends on this machine. Four ranks share its cores, so a step
-computes longer here than it would on four machines, and a fast network would hide behind that. So
-the time of a step without communication is measured first, and the network is the fastest of
-`RATES` on which communication clearly outweighs it. Which one, and why, is printed.
+The choice of network depends on this machine. Four ranks share its cores, so a step computes longer
+than it would on four machines, and would hide a fast network. So the demo first measures a step
+without communication, then takes the fastest of `RATES` on which communication clearly dominates.
+It prints its choice and the reason.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gradwire.bench.train_config import TrainConfig
 RATES = ("1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "50mbit", "20mbit")
 LATENCY = "1ms"
 
-# The fp16 hook's bytes must take this many times as long as computing: then even a quarter of them
-# outweighs computing, and what is compared is communication.
-_OUTWEIGHS = 5.0
+# Wire time of the fp16 hook / compute time, at least. Then communication dominates even with a
+# quarter of the bytes, and the demo compares communication.
+_WIRE_TO_COMPUTE = 5.0
 
 _CONFIG = TrainConfig(
     task="gpt",
@@ -47,24 +47,24 @@ _CONFIG = TrainConfig(
 
 @dataclass(frozen=True)
 class Choice:
-    """A network, and why it was chosen, in a sentence."""
+    """A network, and the reason for its choice, in a sentence."""
 
     net: str
     reason: str
 
 
 def demo(page: Path, rows: Path | None, console: Console, net: str | None = None) -> None:
-    """Runs the demo, prints its table to `console`, and writes the report to `page`.
+    """Run the demo, print its table to `console`, and write the report to `page`.
 
     Args:
-        rows: where the rows go too, a JSON object a line.
-        net: the network, if it is not to be chosen here.
+        rows: a file for the rows, one JSON object per line.
+        net: the network; None chooses one.
 
     Raises:
         ConfigError: the report's packages are missing, or `net` is not a network.
         train.TrainError: a node failed.
     """
-    report.check_packages()  # before three minutes have gone into rows
+    report.check_packages()  # before the three minutes of training
     choice = Choice(net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
     console.print(choice.reason, highlight=False, soft_wrap=True)
     config = replace(_CONFIG, net=choice.net)
@@ -80,12 +80,12 @@ def demo(page: Path, rows: Path | None, console: Console, net: str | None = None
 
 
 def choose(config: TrainConfig, console: Console) -> Choice:
-    """The fastest of `RATES` that computing does not hide; `none` where no lab can be made."""
+    """The fastest of `RATES` that computing does not hide; `none` where no lab works."""
     unavailable = lab.available()
     if unavailable is not None:
         return Choice(
             "none",
-            "No network is emulated, so this shows losses and bytes, and no gain in time: "
+            "No network is emulated, so this run shows losses and bytes, but no gain in time: "
             + unavailable,
         )
     console.print("Measuring a step without communication ...", style="dim")
@@ -94,7 +94,7 @@ def choose(config: TrainConfig, console: Console) -> Choice:
 
 
 def fastest(ideal: float, parameters: int, nodes: int) -> Choice:
-    """The choice itself: pure, so that it can be tested.
+    """The choice of `choose`, as a pure function.
 
     Args:
         ideal: seconds of a step without communication.
@@ -102,19 +102,19 @@ def fastest(ideal: float, parameters: int, nodes: int) -> Choice:
     sent = ring_bytes(parameters, 2, nodes)
     chosen = RATES[-1]
     for rate in RATES:
-        if _wire_seconds(sent, rate) >= _OUTWEIGHS * ideal:
+        if _wire_seconds(sent, rate) >= _WIRE_TO_COMPUTE * ideal:
             chosen = rate
             break
     wire = _wire_seconds(sent, chosen)
     ranks = f"{nodes} ranks on {os.cpu_count()} cores"
     reason = (
         f"Network {chosen}, {LATENCY}: a step computes for {ideal * 1e3:.0f} ms here ({ranks}), "
-        f"and the fp16 hook's {sent / 1e6:.1f} MB a rank and step then take {wire * 1e3:.0f} ms "
-        "on the wire."
+        f"and the fp16 hook's {sent / 1e6:.1f} MB per rank and step take {wire * 1e3:.0f} ms on "
+        "the wire."
     )
     if chosen != RATES[0]:
         fast = _wire_seconds(sent, RATES[0])
-        reason += f" At {RATES[0]} they would take {fast * 1e3:.0f} ms, which computing would hide."
+        reason += f" At {RATES[0]} they would take {fast * 1e3:.0f} ms, hidden by computing."
     return Choice(f"{chosen},{LATENCY}", reason)
 
 
@@ -123,7 +123,7 @@ def _wire_seconds(sent: int, rate: str) -> float:
 
 
 def _ideal_step(config: TrainConfig) -> tuple[float, int]:
-    """Seconds of a step without communication, and how many parameters the model has."""
+    """Seconds of a step without communication, and the model's number of parameters."""
     alone = replace(
         config, net="none", methods=("torch-fp32",), steps=0, budget_seconds=None, ideal_steps=6
     )
@@ -134,4 +134,4 @@ def _ideal_step(config: TrainConfig) -> tuple[float, int]:
 
 
 def _quiet(text: str) -> None:
-    """What this short run emulates is of no interest: nothing."""
+    """Discard the announcements of the measuring run."""

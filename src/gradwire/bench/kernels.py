@@ -1,16 +1,15 @@
-"""`gradwire bench kernels`: what a codec's kernels cost against moving the bytes they must move.
+"""`gradwire bench kernels`: the time of a codec's kernels against the time to move their bytes.
 
-A codec's kernels and a plain copy of the same number of floats take turns (A B A B) on the same
-threads, over arrays that take turns as well, so that no cache holds what comes next. All are given
-as medians, and the copy's bytes (read and written) over its time is the bandwidth of the limit: a
-kernel at of_limit 1 costs what reading and writing its own bytes costs. Where a codec needs a
-number of the whole row before it can encode the first value, the values are read twice.
+A codec's kernels and a copy of the same number of floats are interleaved (A B A B) on the same
+threads. They cycle through several arrays, so that no array is in a cache. All times are medians.
+The copy's bytes (read and written) divided by its time give the bandwidth of the limit: a kernel at
+of_limit 1 takes as long as reading and writing its own bytes. If a codec needs a statistic of the
+whole row before it can encode the first value, the limit counts two reads of the values.
 
-Codecs that keep a share of the values get a row of target "torch-topk" beside their own: the same
+Codecs that keep a share of the values have an additional row of target "torch-topk": the same
 selection by torch.topk and a gather.
 
-On a GPU (device cuda, target triton) the same turns are timed by events of the stream, over 256 MB
-unless told otherwise.
+On a GPU (device cuda, target triton) CUDA events time the stream, over 256 MB by default.
 
 A row: codec, options, target, device, threads, numel, op, seconds (median), gbps (uncompressed
 bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_limit
@@ -29,19 +28,19 @@ import numpy as np
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.bench import methods, turns
+from gradwire.bench import interleaved, methods
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
 
 NUMEL = {"cpu": 2**24, "cuda": 2**26}
-# so that all codecs end in 45 seconds
+# All codecs end within 45 seconds.
 QUICK_NUMEL = {"c": 2**22, "eager": 2**18, "triton": 2**24}
 TARGETS = {"cpu": ("c", "eager"), "cuda": ("triton",)}
 OPS = ("encode", "encode_ef", "decode", "decode_add", "decode_sum", "reduce_encode")
-PEERS = 3  # whose payloads decode_sum and reduce_encode add
+PEERS = 3  # number of payloads that decode_sum and reduce_encode add
 FLOAT = 4  # bytes
-COLD = 2**28  # bytes that no cache holds
+COLD = 2**28  # bytes, more than any cache holds
 MOST_SETS = 4
 
 T = TypeVar("T")
@@ -59,12 +58,12 @@ def run(
 
     Args:
         codecs: NAME or NAME:OPTION=VALUE:...; all registered codecs by default.
-        targets: of "c" and "eager", both by default; on a GPU "triton".
+        targets: "c" and "eager", both by default; on a GPU "triton".
         numel: fp32 values; 2^24 by default (2^22 for c and 2^18 for eager when quick), and on a GPU
             2^26 (2^24).
         threads: numbers of threads; 1 and 2 by default (2 for c and 1 for eager when quick). On a
             GPU always 1.
-        quick: fewer turns.
+        quick: fewer repetitions.
         device: "cpu" or "cuda".
 
     Raises:
@@ -105,7 +104,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     made = kernels(codec, torch.float32, target)
     if made.device.type != device:
-        return  # every target interprets this codec, on the CPU
+        return  # the codec has no kernel on this device: it runs eagerly on the CPU
     needed = made.workspace_nbytes(np.array([numel]), threads, 1 + PEERS)
     workspace = torch.empty(needed, dtype=torch.uint8, device=device)
     mark = made.mark()
@@ -124,7 +123,7 @@ def _rows(
     order = itertools.cycle(range(len(sets)))
     todo = [_in_turn(partial(run, op), [arrays.rows(op) for arrays in sets], order) for op in OPS]
     todo.append(_in_turn(_Arrays.copy, sets, order))
-    *seconds, copying = turns.medians(todo, threads, target, quick)
+    *seconds, copying = interleaved.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
     for op, each in zip(OPS, seconds, strict=True):
         limit = _moved(codec, op, made.layout, numel) / bandwidth
@@ -135,13 +134,13 @@ def _rows(
 
 @dataclass
 class _Arrays:
-    """What kernels read and write, and a copy too."""
+    """The arrays that kernels, and the copy, read and write."""
 
     values: torch.Tensor
-    result: torch.Tensor  # decoded, so that every op sees the same values
+    result: torch.Tensor  # decoded values, so that `values` is the same for every op
     residual: torch.Tensor
     payload: torch.Tensor
-    peers: torch.Tensor  # payloads of PEERS more
+    peers: torch.Tensor  # the payloads of PEERS peers
 
     @classmethod
     def of(cls, layout: Layout, numel: int, device: str, seed: int) -> _Arrays:
@@ -161,15 +160,15 @@ class _Arrays:
 
 
 def _sets(numel: int) -> int:
-    """How many sets of arrays take turns: a gradient that backward has left is in no cache."""
+    """The number of sets of arrays to cycle through: in training, gradients are not in a cache."""
     return max(1, min(MOST_SETS, COLD // (FLOAT * numel)))
 
 
 def _in_turn(
     function: Callable[[T], None], arguments: Sequence[T], order: Iterator[int]
 ) -> Callable[[], None]:
-    """Call `function` with the arguments in `order`, which all functions of a turn share: each gets
-    other arrays than the one before it."""
+    """A call of `function` with the next argument in `order`. All functions share `order`, so that
+    each gets other arrays than the previous one."""
     return lambda: function(arguments[next(order)])
 
 
@@ -177,9 +176,9 @@ def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
     """Bytes that an op must read and write."""
     values, payload = FLOAT * numel, layout.nbytes(numel)
     selects = any(f.capacity is not None for f in layout.fields)
-    # where a codec selects, adding touches what was selected, and nothing else
+    # If the codec selects values, decode_add reads and writes only those.
     touched = 2 * FLOAT * layout.capacity(numel) if selects else 2 * values
-    # a number that follows from the whole row is needed before the first value can be encoded
+    # A statistic of the whole row takes one more read.
     readings = passes.value_reads(forms.derive(codec, "fp32").programs[op])
     return {
         "encode": readings * values + payload,
@@ -194,7 +193,7 @@ def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
 def _torch_topk(
     codec: Codec, sets: Sequence[_Arrays], threads: int, quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """The alternative to a codec that keeps a share of the values: torch.topk, and a gather."""
+    """The row of torch.topk and a gather, for codecs that keep a share of the values."""
     density = getattr(codec, "density", None)
     if density is None:
         return
@@ -209,7 +208,7 @@ def _torch_topk(
     target = "triton" if device == "cuda" else "eager"
     order = itertools.cycle(range(len(sets)))
     todo = [_in_turn(encode, sets, order), _in_turn(_Arrays.copy, sets, order)]
-    seconds, copying = turns.medians(todo, threads, target, quick)
+    seconds, copying = interleaved.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
     limit = (FLOAT * numel + 6 * k) / bandwidth
     yield _row(codec, "torch-topk", device, threads, numel, "encode", seconds, limit, bandwidth)

@@ -1,26 +1,25 @@
-"""`gradwire bench profile`: what gradwire costs a DDP bucket beyond its kernels and the wire.
+"""`gradwire bench profile`: the overhead of a DDP bucket beyond its kernels and the wire.
 
-A DDP module of 30 parameters, 25 MB in all, in one bucket unless told otherwise. The group's lanes
-record what they do. Everything is counted on rank 0, in its threads' own CPU time, so that
-ranks that share cores do not count twice; medians over steps.
+The model is a DDP module of 30 parameters, 25 MB in all, by default in one bucket. The engine's
+threads are traced. All times are from rank 0. They are CPU time of its threads unless marked as
+wall clock, so that time lost to ranks that share the cores does not count. Medians over steps.
 
 A row: method, part, seconds (of all buckets), steps (how often); with ranks, net, transport, numel,
 parameters, bucket_mb. Parts:
 
-    hook        DDP's own thread, until the bucket is handed over
-    compute     the compute lane's Python: tables of addresses, scheduling
-    inbound     the inbound lanes' Python, and over a network the checksums of what came
-    outbound    the outbound lanes' Python
-    python      these four together
-    queueing    steps that lay ready while their thread slept (wall clock), all threads together;
-                but not waits for messages that were still on their way when they began
+    hook        DDP's own thread, until the bucket is submitted
+    compute     Python on the compute thread: address tables, scheduling
+    inbound     Python on the inbound threads; over a network, also checksums of received messages
+    outbound    Python on the outbound threads
+    python      the sum of these four
+    queueing    time that ready steps waited for their thread (wall clock), all threads together;
+                without waits for messages that were still in flight
     wire        posting messages and waiting for them (wall clock), all threads together
-    kernels     kernels, and over a network the checksums of what is sent
-    bucket      from the hook's call to the average in place (wall clock); several overlap
-    overhead    of one bucket: bucket less kernels, so all that is not hidden beside them, the
-                wire's time too
+    kernels     kernels; over a network, also checksums of sent messages
+    bucket      from the hook's call until the average is in place (wall clock); buckets overlap
+    overhead    of a single bucket: bucket - kernels, which includes the wire's time
     backward    the whole backward pass (wall clock)
-    compile_1024    compiling one such bucket for one of 1024 ranks, 8 to a machine (wall clock)
+    compile_1024    compiling such a bucket for one of 1024 ranks, 8 per node (wall clock)
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 
 _TIMEOUT_S = 300.0
-_COMPILED = 9  # times
+_COMPILATIONS = 9
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the ranks are told; `output` is the file for the rows, `trace` that for one step's."""
+    """The workers' arguments; `output` is the file for rows, `trace` the one for a step's trace."""
 
     methods: tuple[str, ...]
     numel: int
@@ -72,24 +71,24 @@ def run(
     """Yield the rows.
 
     Args:
-        ranks: one a node.
+        ranks: number of ranks, one per node.
         net: RATE,LATENCY or none.
-        methods: of gradwire, named as in `bench train`; by default 4 bits.
+        methods: gradwire's methods, named as in `bench train`; by default 4 bits.
         numel: values of the gradient; by default 6 553 600, 25 MB in fp32.
         bucket_mb: DDP's bucket_cap_mb; by default one bucket.
-        trace: file for the last step of rank 0, as chrome://tracing reads it.
+        trace: file for the trace of rank 0's last step, in the format of chrome://tracing.
         quick: fewer steps.
 
     Raises:
-        ConfigError: a method that is not gradwire's, a size that is none, an impossible network, no
-            lab on this machine, or ranks that failed.
+        ConfigError: a method that is not gradwire's, a size out of range, an impossible network, no
+            lab on this machine, or a rank that failed.
     """
     network = Network.parse(net)
     names = tuple(methods or ("gradwire-qsgd4",))
     for name in names:
         method = parse(name)
         if method.kind != "gradwire":
-            raise ConfigError(f"method {name!r}: this profile is of gradwire's own methods")
+            raise ConfigError(f"method {name!r}: only gradwire's own methods can be profiled")
         method.check()
     if numel is not None and numel < 1:
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
@@ -101,7 +100,7 @@ def run(
         config = Config(names, values, 30, bucket_mb or 1000.0, steps, output, trace)
         command = [sys.executable, "-m", "gradwire.bench.profile_worker"]
         command.append(json.dumps(asdict(config)))
-        # The workers' remarks are for people, so they go where remarks go.
+        # Standard output is for rows, so the workers' messages go to standard error.
         codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
         if any(codes):
             raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
@@ -109,21 +108,21 @@ def run(
         rows = [{**row, **where} for row in json.loads(Path(output).read_text())]
     yield from rows
     for row in {row["method"]: row for row in rows}.values():
-        yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILED}
+        yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILATIONS}
 
 
 def _compile_s(row: Mapping[str, Any]) -> float:
-    """Median seconds of compiling the bucket of a row for rank 0 of 1024."""
+    """Median seconds of compiling a row's bucket for rank 0 of 1024."""
     codec, options = parse(row["method"]).how()
     side = int((row["numel"] / row["parameters"] * 2) ** 0.5)
     shapes = tuple((side, side) if i % 2 else (side,) for i in range(row["parameters"]))
-    specs = tuple(spec for bucket in buckets(shapes, codec, False, 1024) for spec in bucket)
+    specs = tuple(spec for bucket in ddp_buckets(shapes, codec, False, 1024) for spec in bucket)
     layout = CollectiveLayout(AVERAGE, specs)
     topology = Topology(0, 1024, tuple(rank // 8 for rank in range(1024)))
     seconds = []
-    for _ in range(_COMPILED):
+    for _ in range(_COMPILATIONS):
         begun = time.perf_counter()
         graph = compile(layout, topology, Capabilities(), options).graph
-        _ = graph.slots, graph.opening, graph.dependents  # which are found at a program's first run
+        _ = graph.slots, graph.opening, graph.dependents  # cached properties of a program
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""One rank of `gradwire bench profile`; started by it, once a node."""
+"""One rank of `gradwire bench profile`, which starts it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.hook import hook_state
 
 _WARM_UP = 3  # DDP's buckets are rebuilt after the first step
-_SLEPT_S = 50e-6  # more than waking up takes
+_SLEPT_S = 50e-6  # longer than a wake-up
 _THREADS = ("compute", "inbound", "outbound")
 
 
 class _Layers(torch.nn.Module):
-    """Matrices and biases in turn; the loss is their sum, whose gradient costs next to nothing."""
+    """Alternating matrices and biases; the loss is their sum, whose gradient costs almost
+    nothing."""
 
     def __init__(self, numel: int, parameters: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Layers(torch.nn.Module):
 def _step(
     model: DistributedDataParallel, handle: gradwire.Handle, trace: Timeline
 ) -> dict[str, Any]:
-    """One backward pass, part by part: (seconds, how often)."""
+    """One backward pass: part -> (seconds, how often)."""
     hook: list[float] = []
     buckets = hook_state(model).reducer
     assert isinstance(buckets, Buckets)
@@ -89,7 +90,7 @@ def _step(
 
 
 def _had_to_wait(span: Span, wire: list[Span]) -> bool:
-    """Whether a step slept in the transport: it may have begun late, but lost nothing by it."""
+    """Whether a step slept in the transport: then its late start cost no time."""
     own = (w for w in wire if w.thread == span.thread)
     end = span.begin + span.seconds
     inside = (w for w in own if span.begin <= w.begin and w.begin + w.seconds <= end)
@@ -126,8 +127,8 @@ def _profile(name: str, config: Config) -> list[dict[str, Any]]:
 
 
 def main(config: Config) -> None:
-    """Step a model for each method, and on rank 0 write the rows."""
-    torch.set_num_threads(1)  # a kernel's helper threads would hide its time from thread clocks
+    """Step a model for each method; rank 0 writes the rows."""
+    torch.set_num_threads(1)  # thread clocks do not count a kernel's helper threads
     dist.init_process_group("gloo")
     rows = [row for name in config.methods for row in _profile(name, config)]
     if dist.get_rank() == 0:
@@ -137,5 +138,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    main(Config(**{**told, "methods": tuple(told["methods"])}))
+    arguments = json.loads(sys.argv[1])
+    main(Config(**{**arguments, "methods": tuple(arguments["methods"])}))

@@ -1,8 +1,8 @@
-"""`gradwire sim`: predictions as rows, for every codec and algorithm named, along one parameter.
+"""`gradwire sim`: rows of predictions for codecs and algorithms, along a sweep of one parameter.
 
 A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
-wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (whose
-curves), and sweep and value where a parameter was swept. docs/simulator.md says what they mean.
+wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (of the
+curves), and sweep and value where a parameter was swept. docs/simulator.md explains them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks for.
+    """The command line's request.
 
     Attributes:
         codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
-        algorithms: of each codec.
+        algorithms: each is combined with each codec.
         ranks, net, model, per_node, cores, backward: see gradwire.sim.Scenario.
-        options: fields of gradwire.Options, but for the algorithm; None leaves the default.
+        options: fields of gradwire.Options except the algorithm; None leaves the default.
         sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
-        threads: of kernels.
-        file: of curves; measured and kept by itself if None, and in this file if there is none.
-        fresh: measure anew.
+        threads: threads per kernel.
+        file: the file of curves; if it does not exist, curves are measured and written to it. None
+            uses the user's cache.
+        fresh: measure again.
     """
 
     codecs: Sequence[str] = ("qsgd",)
@@ -60,11 +61,11 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
     """Yield a row for each point of the sweep, algorithm and codec.
 
     Raises:
-        ConfigError: something unknown, or undefined, or a number that makes no sense; nothing has
-            been measured then.
+        ConfigError: an unknown name, an undefined combination or a number out of range. It is
+            raised before anything is measured.
     """
     if wanted.threads < 1:
-        raise ConfigError(f"--threads {wanted.threads}: a kernel has 1 or more")
+        raise ConfigError(f"--threads {wanted.threads}: give 1 or more threads per kernel")
     points = [
         (name, value, text, scenario)
         for name, value in _sweep(wanted.sweep)
@@ -98,7 +99,7 @@ def _curves(wanted: Wanted, scenarios: Sequence[Scenario]) -> Curves:
 
 
 def _sweep(text: str | None) -> list[tuple[str | None, str]]:
-    """(name, value) of each point; one of no name without a sweep."""
+    """(name, value) of each point; one point with name None if there is no sweep."""
     if text is None:
         return [(None, "")]
     name, equals, values = text.partition("=")
@@ -109,15 +110,15 @@ def _sweep(text: str | None) -> list[tuple[str | None, str]]:
 
 
 def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value: str) -> Scenario:
-    """One point; `name` and `value` are of the parameter that is swept."""
+    """One point; `name` and `value` are those of the swept parameter."""
     options: dict[str, Any] = dict(methods.parse(f"gradwire:{text}").options)
     if name is not None and name not in SWEPT:
         options.update(methods.parse(f"gradwire:{text.split(':')[0]}:{name}={value}").options)
     feedback = options.pop("error_feedback", False)
     if not isinstance(feedback, bool):
-        raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}, use true or false")
+        raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
     if "algorithm" in options:
-        raise ConfigError(f"codec {text!r}: name algorithms with --algorithm")
+        raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
     network = _network(wanted.net, name, value)
     given = {key: one for key, one in wanted.options.items() if one is not None}
     if name in ("segments", "partitions"):
@@ -140,10 +141,11 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
 
 
 def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
-    """What draws rows into `file`; asked for before anything is simulated.
+    """A function that draws rows into `file`. Call it first, to find errors before simulating.
 
     Raises:
-        ConfigError: neither .png nor .svg, no such folder, or no matplotlib.
+        ConfigError: `file` ends in neither .png nor .svg, its folder does not exist, or matplotlib
+            is missing.
     """
     if file.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")

@@ -1,12 +1,12 @@
-"""`gradwire bench train`: time to accuracy, of every method on one task and one network.
+"""`gradwire bench train`: time to accuracy of every method on one task and one network.
 
-The end-to-end measure is the time a method needs to reach a validation loss that the uncompressed
-baseline reaches (Beyond Throughput, 2.2), since bytes and throughput say nothing about what the
-model has learnt; and the baseline to beat is 16 bit, not 32. Every row names its method:
+The measure is the time in which a method reaches the validation loss of the uncompressed baseline
+(Beyond Throughput, 2.2), since bytes and throughput do not measure learning. The baseline for time
+is 16 bit, not 32. Every row names its method:
 
-- a row per evaluation (`row: evaluation`): how far a method was after so many steps and seconds;
+- a row per evaluation (`row: evaluation`): the metric and the loss after given steps and seconds;
 - a row per method at the end (`row: summary`): time to target, step time, and the ideal step time,
-  that of a step without communication, measured in the same run.
+  which is the time of a step without communication, measured in the same run.
 
 `run` yields rows as they come. docs/benchmarks.md lists every key.
 """
@@ -25,14 +25,14 @@ from gradwire.bench.train_summary import Summary
 
 __all__ = ["COMPARED", "Progress", "TrainConfig", "TrainError", "plan", "run"]
 
-COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # where there is time for three
+COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a contestant is, for people who watch.
+    """The progress of one method.
 
     Attributes:
         seconds: its training time so far.
@@ -59,14 +59,14 @@ def plan(
     task_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> TrainConfig:
-    """The configuration that these arguments mean; None stands for the default.
+    """The configuration for these arguments; None selects the default.
 
-    `quick` ends within 45 seconds on two cores: a small model, two nodes, three methods. A network
-    that was not asked for is `none` where the lab does not work, and `announce` says so (standard
-    error by default).
+    `quick` ends within 45 seconds on two cores: a small model, two nodes, three methods. The
+    default network is `none` where the lab does not work; `announce` reports that (by default to
+    standard error).
 
     Raises:
-        ConfigError: something is unknown or out of range.
+        ConfigError: a name is unknown or a number is out of range.
     """
     config = TrainConfig(
         task=task,
@@ -78,7 +78,7 @@ def plan(
         steps=steps if steps is not None else (30 if quick else 200),
         evaluate_every=10,
         target=target,
-        # An upper bound on `steps`, so that a slow machine keeps quick's promise.
+        # On a slow machine this reduces `steps`, so that a quick run ends in time.
         budget_seconds=15.0 if quick and steps is None else None,
         ideal_steps=4 if quick else 6,
     )
@@ -109,15 +109,15 @@ def run(
     progress: Callable[[Progress], None] | None = None,
     announce: Callable[[str], None] = _to_stderr,
 ) -> Iterator[Row]:
-    """Trains, and yields rows as they come; closing the iterator ends all processes.
+    """Train, and yield rows as they come; closing the iterator ends all processes.
 
     Args:
-        progress: called a few times a second while a method trains.
-        announce: called with one line for people: what is emulated, what was substituted.
+        progress: called a few times per second while a method trains.
+        announce: called with lines for people: what is emulated, what was substituted.
 
     Raises:
-        ConfigError: the configuration cannot be run, or not on this machine.
-        TrainError: a node failed or hung.
+        ConfigError: the configuration cannot run, or not on this machine.
+        TrainError: a node failed or timed out.
     """
     task = config.check()
     net = lab.Network.parse(config.net)

@@ -1,4 +1,4 @@
-"""What one run of `bench train` is: a frozen record that travels to the workers as JSON."""
+"""The configuration of a run of `bench train`: a frozen record, passed to the workers as JSON."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from gradwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run: one task, one network, several methods, the same seeds and batches for each.
+    """A run: one task, one network, several methods, with the same seeds and batches.
 
     Attributes:
         task, task_options: a name of `tasks.REGISTRY`, and its fields.
-        nodes: emulated machines, one rank on each.
+        nodes: number of emulated machines, one rank on each.
         net: "RATE,LATENCY" for the lab, or "none" for loopback.
         methods: names that `methods.parse` takes.
         seeds: of initialisation and batches; every method runs with every seed.
         steps: training steps per method and seed.
         evaluate_every: steps between evaluations; step 0 and the last step are evaluated too.
-        skip_steps: first steps that `step_seconds` leaves out (connections, first allocations).
+        skip_steps: number of first steps that `step_seconds` excludes (connections, allocations).
         ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
-        budget_seconds: if set, `steps` is an upper bound: after the first evaluation the length
-            is settled so that training and evaluating end within this time.
+        budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
+            first evaluation, so that training and evaluation end within this time.
         target: validation loss to reach; None takes the baseline's last loss plus `tolerance`.
         tolerance: relative.
-        timeout_seconds: for the whole run; and no collective may take longer than
-            `collective_timeout_seconds`.
+        timeout_seconds: for the whole run.
+        collective_timeout_seconds: for each collective.
     """
 
     task: str = "gpt"
@@ -51,10 +51,10 @@ class TrainConfig:
     collective_timeout_seconds: float = 60.0
 
     def check(self) -> tasks.Task:
-        """The task, after every field was found usable: called before anything is launched.
+        """Check all fields before anything is launched; returns the task.
 
         Raises:
-            ConfigError: naming the field, its value, and what it may be.
+            ConfigError: a field is invalid; the message has its name, its value and valid values.
         """
         task = tasks.get(self.task, **self.task_options)
         if not self.methods:
@@ -63,7 +63,7 @@ class TrainConfig:
             methods.parse(name).check()
         for name, values in (("methods", self.methods), ("seeds", self.seeds)):
             if len(set(values)) != len(values):
-                raise ConfigError(f"{name} are given twice: {', '.join(map(str, values))}")
+                raise ConfigError(f"{name} contain duplicates: {', '.join(map(str, values))}")
         least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "ideal_steps": 2, "skip_steps": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
@@ -73,7 +73,7 @@ class TrainConfig:
         if self.budget_seconds is not None and self.evaluate_every > task.warmup:
             raise ConfigError(
                 f"with a budget, evaluate_every ({self.evaluate_every}) must not exceed the "
-                f"task's warm-up ({task.warmup}): the length of the run is settled by then"
+                f"task's warm-up ({task.warmup}), in which the number of steps is fixed"
             )
         return task
 

@@ -1,6 +1,6 @@
-"""Starts the workers of `bench train` on the lab's nodes, and reads what they report.
+"""Starts the workers of `bench train` on the lab's nodes, and reads their events.
 
-A node that fails ends the run with its own last words: never a hang, and no search through logs.
+If a node fails, the run ends at once with an error that has the last lines of the node's output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradwire.errors import GradwireError
 WORKER = "gradwire.bench.train_worker"
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 5.0  # for the other nodes, once one has failed: how they end is told too
+_GRACE_SECONDS = 5.0  # after a node has failed, for the others to end; their exit codes are shown
 _LAST_LINES = 15
 
 
@@ -33,7 +33,7 @@ class TrainError(GradwireError):
 def events(
     config: TrainConfig, net: lab.Network, announce: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """What the workers report, in order; returns once all nodes have ended well."""
+    """The workers' events, in order; returns once all nodes have ended successfully."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-train-")))
         config_file, events_file = folder / "config.json", folder / "events.jsonl"
@@ -54,7 +54,7 @@ def events(
         stream = stack.enter_context(open(events_file))
         pending = ""
         while True:
-            codes = [process.poll() for process in processes]  # before reading: no event is missed
+            codes = [process.poll() for process in processes]  # before read(), to miss no event
             pending += stream.read()
             *lines, pending = pending.split("\n")
             yield from (json.loads(line) for line in lines)
@@ -74,14 +74,14 @@ def events(
 
 
 def _await_all(processes: list[lab.NodeProcess]) -> None:
-    """Gives the other nodes of a failed run a moment to say what they saw."""
+    """Wait up to `_GRACE_SECONDS` for the other nodes of a failed run to end."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline and any(p.poll() is None for p in processes):
         time.sleep(_POLL_SECONDS)
 
 
 def _report(first: int, processes: list[lab.NodeProcess], logs: list[Path]) -> str:
-    """Who failed and what it said last; the others, in a line each, since they follow suit."""
+    """The failed node's last output, and the exit codes of all nodes."""
     outcomes = []
     for process in processes:
         code = process.poll()
@@ -94,4 +94,4 @@ def _report(first: int, processes: list[lab.NodeProcess], logs: list[Path]) -> s
 
 def _last_lines(rank: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return "\n".join(f"[node {rank}] {line}" for line in lines or ["(it wrote nothing)"])
+    return "\n".join(f"[node {rank}] {line}" for line in lines or ["(no output)"])

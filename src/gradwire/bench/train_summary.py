@@ -1,4 +1,4 @@
-"""The last rows of `bench train`: one per method, over all its seeds."""
+"""The summary rows of `bench train`: one per method, over all its seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 class Summary:
-    """Collects a run's events and makes its last rows of them."""
+    """Collects a run's events and computes its summary rows."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -49,10 +49,10 @@ class Summary:
         return [by_seed[seed] for seed in self.config.seeds]
 
     def _targets(self) -> tuple[list[float | None], str]:
-        """The loss to reach with each seed, and where it came from.
+        """The target loss per seed, and its origin.
 
-        The baseline's last loss plus the tolerance: what the uncompressed recipe attains, from the
-        same start on the same batches. Without the fp32 baseline, the first method stands in.
+        The target is the baseline's last loss plus the tolerance, from the same initial weights and
+        batches. Without the fp32 method, the first method is the baseline.
         """
         seeds = self.config.seeds
         if self.config.target is not None:
@@ -66,7 +66,7 @@ class Summary:
     def _time_to(self, targets: list[float | None], method: str) -> float | None:
         """Median over seeds of the training time at the first evaluation that meets the target.
 
-        None if a seed never meets its own. Not interpolated: the loss was seen there.
+        None if a seed never meets its target. The time is not interpolated between evaluations.
         """
         times = []
         for seed, target in zip(self.config.seeds, targets, strict=True):
@@ -82,7 +82,7 @@ class Summary:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """The mean; None if a value is missing, so that one bad seed is not averaged away."""
+    """The mean; None if a value is missing, so that a failed seed is visible."""
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known and len(known) == len(values) else None
 

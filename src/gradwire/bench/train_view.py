@@ -1,4 +1,4 @@
-"""`bench train` for people: bars that move while it runs, one table at its end."""
+"""The terminal output of `bench train`: progress bars during the run, and a table at its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Row = dict[str, Any]
 
 
 def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
-    """The rows of `train.run`, while `console` shows how far each method is.
+    """The rows of `train.run`, with the progress of each method on `console`.
 
-    On a console that is no terminal, a line per evaluation takes the place of the bars.
+    If `console` is not a terminal, it gets a line per evaluation instead of bars.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -66,10 +66,11 @@ def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
 
 
 def table(summaries: Sequence[Row]) -> Table:
-    """The run in one table, for summary rows of equal steps.
+    """A table of summary rows with equal numbers of steps.
 
-    Its columns: median step time, that of computing alone, step time against the fp16 hook's, bytes
-    that a rank sent in all, last validation loss, that against fp32's, and time to the target loss.
+    Its columns: median step time, time of a step without communication, step time relative to the
+    fp16 hook's, total bytes sent by a rank, last validation loss, that loss relative to fp32's, and
+    time to the target loss.
     """
     first = summaries[0]
     by_method = {row["method"]: row for row in summaries}
@@ -85,7 +86,7 @@ def table(summaries: Sequence[Row]) -> Table:
     )
     made.add_column("method", style="bold", overflow="fold")
     headings = ["step", "compute", "of fp16", "sent", "loss", "against\nfp32", "time to\ntarget"]
-    for heading in headings:  # with "method", 79 columns: a common terminal shows all of it
+    for heading in headings:  # with "method", the table fits into 80 columns
         made.add_column(heading, justify="right", no_wrap=True)
     for row in summaries:
         reached = row["time_to_target"]
@@ -103,7 +104,7 @@ def table(summaries: Sequence[Row]) -> Table:
 
 
 def _share(row: Row, baseline: Row | None, key: str, form: str) -> str:
-    """`row` against `baseline`, as a factor or as a difference in percent."""
+    """`row` relative to `baseline`, as a factor or as a difference in percent."""
     if baseline is None or row[key] is None or not baseline[key]:
         return "–"
     ratio = row[key] / baseline[key]

@@ -1,18 +1,18 @@
 """The process that `bench train` starts on every node: `python -m gradwire.bench.train_worker`.
 
-Arguments: the file with the run's `TrainConfig`, and the file to which rank 0 appends what happens,
-one JSON object a line, each with an `event`:
+Arguments: the file with the run's `TrainConfig`, and the file to which rank 0 appends events, one
+JSON object per line, each with the key `event`:
 
 - `setup`: `parameters`;
-- `length`: `steps`, and why, once it is settled;
-- `step`: a contestant trained: `method, seed, step, steps, seconds, train_loss`;
+- `length`: `steps` and `reason`, once the number of steps is fixed;
+- `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, wire_bytes, link_bytes,
   peak_extra_bytes`;
 - `finished`: `method, seed, step_seconds, ideal_step_seconds, peak_extra_bytes`;
 - `done`.
 
-Methods take turns: each trains up to the next evaluation, in an order that rotates. Evaluating is
-outside of their clocks.
+Methods are interleaved: each trains up to the next evaluation, in an order that rotates. Their
+clocks exclude evaluation.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import methods
-from gradwire.bench.contestant import Contestant
+from gradwire.bench.method_run import MethodRun
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
 
-_STEP_EVENT_SECONDS = 0.25  # live progress, no more often than this
+_STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
 
 
 def main(arguments: list[str]) -> None:
-    """Trains as the configuration says, in the process group that the environment describes."""
+    """Train by the configuration, in the process group that the environment describes."""
     config_file, events_file = arguments
     config = TrainConfig.from_json(Path(config_file).read_text())
     timeout = timedelta(seconds=config.collective_timeout_seconds)
@@ -50,34 +50,34 @@ def main(arguments: list[str]) -> None:
 
 
 class Events:
-    """Writes events as JSON lines; numbers that JSON lacks become null."""
+    """Writes events as JSON lines; NaN and infinity become null."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last_step = 0.0
 
     def write(self, event: str, **fields: Any) -> None:
-        """Appends one event, at once."""
+        """Append one event and flush."""
         for name, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 fields[name] = None
         self._stream.write(json.dumps({"event": event, **fields}) + "\n")
         self._stream.flush()
 
-    def step(self, contestant: Contestant, steps: int) -> None:
-        """Appends a `step` event, unless the last one is very recent."""
+    def step(self, run: MethodRun, steps: int) -> None:
+        """Append a `step` event, unless the last one is very recent."""
         now = time.monotonic()
         if now - self._last_step < _STEP_EVENT_SECONDS:
             return
         self._last_step = now
         self.write(
             "step",
-            method=contestant.name,
-            seed=contestant.seed,
-            step=contestant.step,
+            method=run.name,
+            seed=run.seed,
+            step=run.step,
             steps=steps,
-            seconds=sum(contestant.step_seconds),
-            train_loss=contestant.last_loss,
+            seconds=sum(run.step_seconds),
+            train_loss=run.last_loss,
         )
 
 
@@ -88,7 +88,7 @@ class Training:
         self.config = config
         self.events = events
         self.steps = config.steps
-        self.settled = config.budget_seconds is None
+        self.length_fixed = config.budget_seconds is None
         self.evaluation_seconds: list[float] = []
 
     def all_seeds(self) -> None:
@@ -99,84 +99,85 @@ class Training:
         self.events.write("done")
 
     def _one_seed(self, task: Task, seed: int) -> None:
-        contestants = [
-            Contestant.enter(methods.parse(name), task, seed) for name in self.config.methods
-        ]
+        runs = [MethodRun.start(methods.parse(name), task, seed) for name in self.config.methods]
         if seed == self.config.seeds[0]:
-            model = contestants[0].model
+            model = runs[0].model
             self.events.write("setup", parameters=sum(p.numel() for p in model.parameters()))
         start = time.perf_counter()
-        self._evaluate(contestants)
+        self._evaluate(runs)
         turn = 0
-        while contestants[0].step < self.steps:
-            first = turn % len(contestants)
-            in_turn = contestants[first:] + contestants[:first]
-            until = min(contestants[0].step + self.config.evaluate_every, self.steps)
-            for contestant in in_turn:
-                self._train(contestant, until)
+        while runs[0].step < self.steps:
+            first = turn % len(runs)
+            in_turn = runs[first:] + runs[:first]
+            until = min(runs[0].step + self.config.evaluate_every, self.steps)
+            for run in in_turn:
+                self._train(run, until)
             self._evaluate(in_turn)
-            if not self.settled:
-                self._settle_length(contestants, time.perf_counter() - start)
+            if not self.length_fixed:
+                self._fix_length(runs, time.perf_counter() - start)
             turn += 1
-        self._finish(contestants)
+        self._finish(runs)
 
-    def _train(self, contestant: Contestant, until: int) -> None:
+    def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
-        while contestant.step < until:
-            contestant.train(1, self.steps)
-            self.events.step(contestant, self.steps)
+        while run.step < until:
+            run.train(1, self.steps)
+            self.events.step(run, self.steps)
 
-    def _evaluate(self, contestants: list[Contestant]) -> None:
-        for contestant in contestants:
+    def _evaluate(self, runs: list[MethodRun]) -> None:
+        for run in runs:
             start = time.perf_counter()
-            score = contestant.evaluate()
+            score = run.evaluate()
             self.evaluation_seconds.append(time.perf_counter() - start)
-            traffic = contestant.traffic()
+            traffic = run.traffic()
             self.events.write(
                 "evaluation",
-                method=contestant.name,
-                seed=contestant.seed,
-                step=contestant.step,
-                seconds=sum(contestant.step_seconds),
-                metric=contestant.task.metric_of(score),
+                method=run.name,
+                seed=run.seed,
+                step=run.step,
+                seconds=sum(run.step_seconds),
+                metric=run.task.metric_of(score),
                 loss=score.mean_loss,
                 wire_bytes=traffic.wire_bytes,
-                link_bytes=contestant.link_bytes,
+                link_bytes=run.link_bytes,
                 peak_extra_bytes=traffic.peak_extra_bytes,
             )
 
-    def _settle_length(self, contestants: list[Contestant], spent: float) -> None:
-        """How many steps fit into the budget, from the first turns' times; one answer for all."""
+    def _fix_length(self, runs: list[MethodRun], spent: float) -> None:
+        """Fix the number of steps that fit into the budget, from the times of the first turn.
+
+        Rank 0 decides.
+        """
         assert self.config.budget_seconds is not None
         budget = self.config.budget_seconds / len(self.config.seeds)
         every = self.config.evaluate_every
-        turn = every * sum(statistics.median(c.step_seconds) for c in contestants)
-        turn += len(contestants) * statistics.median(self.evaluation_seconds)
+        turn = every * sum(statistics.median(run.step_seconds) for run in runs)
+        turn += len(runs) * statistics.median(self.evaluation_seconds)
         turns = 1 + max(1, int((budget - spent) / turn))
         agreed = torch.tensor([min(self.config.steps, turns * every)])
         dist.broadcast(agreed, 0)
         self.steps = int(agreed.item())
-        self.settled = True
+        self.length_fixed = True
         reason = f"{turn:.1f} s for {every} steps of each method, budget {budget:.0f} s"
         self.events.write("length", steps=self.steps, reason=reason)
 
-    def _finish(self, contestants: list[Contestant]) -> None:
-        ideal: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    def _finish(self, runs: list[MethodRun]) -> None:
+        ideal: dict[str, list[float]] = {run.name: [] for run in runs}
         for _ in range(self.config.ideal_steps):
-            for contestant in contestants:
+            for run in runs:
                 dist.barrier()
-                ideal[contestant.name].append(contestant.ideal_step())
-        for contestant in contestants:
-            counted = contestant.step_seconds[self.config.skip_steps :] or contestant.step_seconds
+                ideal[run.name].append(run.ideal_step())
+        for run in runs:
+            counted = run.step_seconds[self.config.skip_steps :] or run.step_seconds
             self.events.write(
                 "finished",
-                method=contestant.name,
-                seed=contestant.seed,
+                method=run.name,
+                seed=run.seed,
                 step_seconds=statistics.median(counted) if counted else None,
-                ideal_step_seconds=statistics.median(ideal[contestant.name][1:]),
-                peak_extra_bytes=contestant.traffic().peak_extra_bytes,
+                ideal_step_seconds=statistics.median(ideal[run.name][1:]),
+                peak_extra_bytes=run.traffic().peak_extra_bytes,
             )
-            contestant.leave()
+            run.close()
 
 
 if __name__ == "__main__":

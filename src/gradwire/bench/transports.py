@@ -1,12 +1,12 @@
 """`gradwire bench transports`: shared memory against gloo on loopback, between two ranks.
 
-Both transports move the same messages between the same two processes, in turns (A B A B), as the
-engine uses them: receives are posted before their messages are sent. Each rank has a core of its
-own, where there are two.
+Both transports move the same messages between the same two processes, interleaved (A B A B), as the
+engine uses them: receives are posted before their messages are sent. Each rank has its own core if
+there are two.
 
-A row: transport (shm, gloo), bytes (of a message), latency_us (half the time there and back),
-gbps (1e9 bytes / s of several messages in flight one way, the last one's arrival included).
-Both are medians, over messages and over turns.
+A row: transport (shm, gloo), bytes (per message), latency_us (half a round trip), gbps (1e9 bytes
+/ s of several messages in flight in one direction, until the last has arrived). latency_us is the
+median over messages, gbps the median over turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Config:
-    """What both ranks are told; `output` is the file for the rows."""
+    """The arguments of both ranks; `output` is the file for the rows."""
 
     sizes: tuple[int, ...]
     turns: int
@@ -40,15 +40,16 @@ def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterat
     """Yield a row for each transport and size.
 
     Args:
-        sizes: bytes of a message.
+        sizes: bytes per message.
         quick: fewer turns.
 
     Raises:
-        ConfigError: a size that is no number, or below 1; no shared memory here, with the reason.
+        ConfigError: a size is not a number or below 1, or shared memory does not work on this
+            machine; the message has the reason.
     """
     for size in sizes or ():
         if not str(size).isdecimal() or int(size) < 1:
-            raise ConfigError(f"--bytes {size}: give the bytes of a message, 1 or more")
+            raise ConfigError(f"--bytes {size}: give a number of bytes per message, 1 or more")
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
@@ -57,7 +58,7 @@ def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterat
         config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21, output)
         command = [sys.executable, "-m", "gradwire.bench.transports_worker"]
         command.append(json.dumps(asdict(config)))
-        # The ranks' remarks are for people, so they go where remarks go.
+        # Standard output is for rows, so the ranks' messages go to standard error.
         codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
         if any(codes):
             raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")

@@ -1,4 +1,4 @@
-"""One of the two ranks of `gradwire bench transports`; started by it."""
+"""One of the two ranks of `gradwire bench transports`, which starts it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ import torch.distributed as dist
 from gradwire.bench.transports import Config
 from gradwire.transport import Mixed, TorchP2P, Transport
 
-_STREAM_BYTES = 1 << 25  # of a turn's messages in flight, at most _STREAM_MOST of them
+_STREAM_BYTES = 1 << 25  # in flight per turn, in at most _STREAM_MOST messages
 _STREAM_MOST = 64
-_TURN_S = 0.03  # of a turn's messages there and back, by what one takes over gloo
-_TAGS = 1 << 10  # of a measurement: each message in flight has its own, as in the engine
+_TURN_S = 0.03  # of round trips per turn, by gloo's latency
+_TAGS = 1 << 10  # tags per measurement: each message in flight has its own, as in the engine
 
 
-def _meet(transport: Transport, tag: int) -> None:
+def _synchronise(transport: Transport, tag: int) -> None:
     """Wait for the other rank."""
     peer = 1 - transport.rank
-    heard = transport.irecv(torch.empty(1, dtype=torch.uint8), peer, tag)
+    received = transport.irecv(torch.empty(1, dtype=torch.uint8), peer, tag)
     transport.isend(torch.zeros(1, dtype=torch.uint8), peer, tag).wait()
-    heard.wait()
+    received.wait()
 
 
-def there_and_back(transport: Transport, data: torch.Tensor, times: int, tag: int) -> list[float]:
-    """Seconds for a message to get there, and one of the same size back, `times` times.
+def round_trips(transport: Transport, data: torch.Tensor, times: int, tag: int) -> list[float]:
+    """Seconds of each of `times` round trips of messages of `data`'s size.
 
-    Tags from `tag` on are used.
+    Uses the tags from `tag` on.
     """
     peer = 1 - transport.rank
-    inboxes = [data.clone() for _ in range(2)]  # written, so that no page is made in the time
+    inboxes = [data.clone() for _ in range(2)]  # a clone, so that timing includes no page faults
     coming = transport.irecv(inboxes[0], peer, tag)
-    _meet(transport, tag + times)
+    _synchronise(transport, tag + times)
     seconds = []
     for turn in range(times):
         begun = time.perf_counter()
@@ -56,35 +56,35 @@ def there_and_back(transport: Transport, data: torch.Tensor, times: int, tag: in
 
 
 def one_way(transport: Transport, messages: list[torch.Tensor], tag: int) -> float:
-    """Seconds for all `messages` to get from rank 0 to rank 1, and word of that back.
+    """Seconds to send all `messages` from rank 0 to rank 1, and an acknowledgement back.
 
-    Tags from `tag` on are used.
+    Uses the tags from `tag` on.
     """
     peer = 1 - transport.rank
-    word, last = torch.zeros(1, dtype=torch.uint8), tag + len(messages)
+    acknowledgement, last = torch.zeros(1, dtype=torch.uint8), tag + len(messages)
     numbered = list(enumerate(messages, tag))
     if transport.rank == 0:
-        answer = transport.irecv(word, peer, last)
-        _meet(transport, last + 1)
+        answer = transport.irecv(acknowledgement, peer, last)
+        _synchronise(transport, last + 1)
         begun = time.perf_counter()
         pending = [transport.isend(m, peer, number) for number, m in numbered]
         for each in (*pending, answer):
             each.wait()
     else:
         coming = [transport.irecv(m, peer, number) for number, m in numbered]
-        _meet(transport, last + 1)
+        _synchronise(transport, last + 1)
         begun = time.perf_counter()
         for each in coming:
             each.wait()
-        transport.isend(word, peer, last).wait()
+        transport.isend(acknowledgement, peer, last).wait()
     return time.perf_counter() - begun
 
 
-def _take_a_core(rank: int) -> None:
-    """Keep this rank, gloo's threads included, on a core of its own, where there are two.
+def _pin_to_core(rank: int) -> None:
+    """Pin this rank, including gloo's threads, to its own core if there are two.
 
-    Else a busy scheduler may put both ranks on one core for good, and what is measured is how long
-    they wait for each other to leave it.
+    Otherwise the scheduler may keep both ranks on one core, and the time includes their waits for
+    that core.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -93,9 +93,9 @@ def _take_a_core(rank: int) -> None:
 
 
 def main(config: Config) -> None:
-    """Measure both transports in turns, and on rank 0 write the rows."""
+    """Measure both transports, interleaved; rank 0 writes the rows."""
     torch.set_num_threads(1)
-    _take_a_core(int(os.environ["RANK"]))
+    _pin_to_core(int(os.environ["RANK"]))
     dist.init_process_group("gloo")
     transports: dict[str, Transport] = {"shm": Mixed(), "gloo": TorchP2P(dist.new_group())}
     assert transports["shm"].reached, "shared memory does not reach the other rank"
@@ -105,7 +105,7 @@ def main(config: Config) -> None:
         data = torch.zeros(size, dtype=torch.uint8)
         count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
         messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
-        usual = statistics.median(there_and_back(transports["gloo"], data, 9, next(tags)))
+        usual = statistics.median(round_trips(transports["gloo"], data, 9, next(tags)))
         share = torch.tensor(usual)
         dist.broadcast(share, 0)
         times = max(3, min(300, int(_TURN_S / float(share))))
@@ -113,7 +113,7 @@ def main(config: Config) -> None:
         streams: dict[str, list[float]] = {name: [] for name in transports}
         for turn in range(1 + config.turns):  # the first warms up
             for name, transport in transports.items():
-                trips = there_and_back(transport, data, times, next(tags))
+                trips = round_trips(transport, data, times, next(tags))
                 stream = one_way(transport, messages, next(tags))
                 if turn:
                     latencies[name] += trips
@@ -136,5 +136,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    main(Config(**{**told, "sizes": tuple(told["sizes"])}))
+    arguments = json.loads(sys.argv[1])
+    main(Config(**{**arguments, "sizes": tuple(arguments["sizes"])}))

@@ -1,14 +1,14 @@
 """`gradwire sim --validate`: the simulator against the lab, point by point.
 
-In the lab each point has a run of its own, so that the network's state (TCP remembers what it has
-seen) comes from the same collective, as in training. One that takes clearly longer than simulated
-is measured again, for other work on a shared machine only adds; the least median counts. The lab's
-nodes share this machine's cores, and so do its switch's threads: the simulation is told so.
+In the lab each point has its own run, so that TCP's state (such as its congestion window) comes
+from the same collective, as in training. A run that takes clearly longer than simulated is
+repeated, since other load on a shared machine only adds time; the least median counts. The lab's
+nodes and its switch share this machine's cores, which the simulation takes into account.
 
-A row: ranks, net, method, algorithm, numel, measured_seconds (bench collectives: median over rounds
-of the slowest rank), simulated_seconds, error (simulated / measured - 1), of_limit (of the
-measured), runs (how often it was measured), spread (largest median / least - 1: what the lab itself
-varies by).
+A row: ranks, net, method, algorithm, numel, measured_seconds (bench collectives: of the slowest
+rank, median over rounds), simulated_seconds, error (simulated / measured - 1), of_limit (of the
+measured), runs (number of measurements), spread (largest median / least - 1, the variation of the
+lab).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ NETS = ("100mbit,5ms", "300mbit,1ms", "1gbit,1ms")
 ALGORITHMS = ("sra", "ring", "tree", "parameter_server", "all_gather")
 CODECS = ("qsgd", "identity")
 NUMEL = 2_500_000
-RUNS = 3  # of a point, at most
-_SLOW = 1.1  # a run that takes this much of what is simulated may have met other work
-# What `--quick` takes of it.
+RUNS = 3  # per point, at most
+_SLOW = 1.1  # a run that takes longer than this, relative to the simulation, is repeated
+# The subset that `--quick` runs.
 QUICK: dict[str, Any] = {
     "ranks": (2,), "nets": NETS[1:2], "codecs": CODECS[:1], "algorithms": ALGORITHMS[:2],
 }  # fmt: skip
 
-# Beyond what all nodes together may send, the lab's switch is what is measured (docs/lab.md).
+# Total rate of all nodes, at most. Beyond it the lab's switch is the bottleneck (docs/lab.md).
 _LAB_BITS_PER_S = 5e9
-# Of a core for each byte, halved over its two ends: 9 % of one at 1 Gbit/s (docs/lab.md).
+# The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/lab.md).
 _SWITCH_S = 0.36e-9
 
 
@@ -56,15 +56,15 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
-    With `fresh`, kernels are measured anew before each number of ranks on each network: a machine
-    that is shared does not keep its speed for the twenty minutes that all of it takes.
+    With `fresh`, kernels are measured again before each number of ranks on each network, since the
+    speed of a shared machine changes during the twenty minutes of a full run.
 
     Raises:
         ConfigError: no lab on this machine.
     """
     reason = available()
     if reason is not None:
-        raise ConfigError(f"no emulated network here to compare with ({reason})")
+        raise ConfigError(f"this machine cannot emulate a network to compare with ({reason})")
     cores = float(len(os.sched_getaffinity(0)))
     chosen = [codec_table.get(codec) for codec in codecs]
     for net, count in itertools.product(nets, ranks):

@@ -1,4 +1,4 @@
-"""Where gradwire meets trainers.
+"""Integrations with DDP, FSDP2 and torch.distributed.
 
-Nothing is imported here: `import torch` calls backend_entry, in the middle of other imports.
+This file imports nothing: `import torch` calls backend_entry in the middle of other imports.
 """

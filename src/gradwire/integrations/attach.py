@@ -1,4 +1,4 @@
-"""`gw.attach(ddp_model)`: one line that compresses what DDP sends."""
+"""`gw.attach(model)`: compress the gradients of a DDP or FSDP2 module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def attach(
     coalesce_bytes: int = COALESCE_BYTES,
     **codec_options: object,
 ) -> Handle | Sharded:
-    """Compress the gradients that `model` synchronises; nothing else of the process is touched.
+    """Compress the gradients that `model` synchronises, and nothing else.
 
     Call it on every rank, with the same arguments, after wrapping the module:
 
@@ -52,26 +52,26 @@ def attach(
 
     Args:
         model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
-            compressed; others (float64, complex) are averaged as they are. Over NCCL, what a GPU
-            has goes from GPU to GPU; over gloo alone by way of the host's memory.
+            compressed; others (float64, complex) are averaged uncompressed. Over NCCL, gradients
+            move from GPU to GPU; over gloo alone, through host memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
-            list`), a Codec, an Aggregator, or None for none.
+            list`), a Codec, an Aggregator, or None for no compression.
         include: name patterns ("*.bias") to compress although they have fewer dimensions.
-        exclude: name patterns to leave dense.
-        codecs: name pattern -> codec or aggregator, as `codec`; the first match wins over
-            everything else.
-        error_feedback: keep what was not sent, one fp32 residual per compressed parameter, and add
-            it to the next step's gradient. "powersgd" and "artopk" always do.
+        exclude: name patterns of parameters to send uncompressed.
+        codecs: name pattern -> codec or aggregator, as `codec`; the first match takes precedence
+            over all other arguments.
+        error_feedback: keep the compression error in one fp32 residual per compressed parameter,
+            and add it to the next step's gradient. "powersgd" and "artopk" always do.
         seed: of random numbers; not negative.
-        algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
+        algorithm: the name of the all-reduce algorithm (docs/algorithms.md); None uses `options`.
         options: algorithm, segments, checksum, kernels.
-        coalesce_bytes: DDP's buckets smaller than this wait for the next ones, until they have as
-            many bytes together, or there are no more; 0 sends each alone, as do modules whose DDP
-            leaves out unused parameters (skip_all_reduce_unused_params).
+        coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes, or the
+            pass ends; 0 sends each bucket by itself. It is 0 for modules with
+            skip_all_reduce_unused_params.
 
     Returns:
-        A handle with statistics and state, whose `update` changes all of this while training runs.
+        A handle with statistics and state, whose `update` changes these arguments during training.
 
     Raises:
         ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
@@ -91,21 +91,21 @@ def attach(
         assert isinstance(model, torch.nn.Module)
         if options is not None or algorithm is not None:
             raise ConfigError(
-                "attach: algorithm and options are for DDP modules: what FSDP2 scatters goes "
-                "through the reduce-scatter that there is"
+                "attach: algorithm and options are for DDP modules; FSDP2 modules have one "
+                "reduce-scatter: leave these arguments out"
             )
         return plan_sharded(model, rules).handle(seed)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if hook_state(model).reducer is not None:
         raise ConfigError(
-            "this module has a handle attached: call its detach() before attaching anew"
+            "this module already has a handle attached: call its detach() before attaching again"
         )
     return planned.handle(seed)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A DDP module that may be attached to."""
+    """A DDP module that has passed the checks on this rank, and its plan."""
 
     model: DistributedDataParallel
     named: list[tuple[str, torch.Tensor]]
@@ -126,7 +126,7 @@ def plan_ddp(
     options: Options | None = None,
     coalesce_bytes: int = COALESCE_BYTES,
 ) -> Planned:
-    """What `attach` finds on this rank, before ranks agree.
+    """Check a module and plan it on this rank, before ranks agree.
 
     Raises:
         ConfigError: no handle can be attached to this module.
@@ -138,7 +138,7 @@ def plan_ddp(
     if away is not None or device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"parameter {named[0][0]} is on {device}" + (", {} on {}".format(*away) if away else "")
-            + ": gradwire needs all of them on the CPU, or on one GPU"
+            + ": all parameters must be on the CPU, or on one GPU"
         )  # fmt: skip
     whole = getattr(model, "skip_all_reduce_unused_params", False)
     size = model.process_group.size()
@@ -148,5 +148,5 @@ def plan_ddp(
             "an aggregator over the whole model needs all of its gradients: wrap the module "
             "without skip_all_reduce_unused_params"
         )
-    hook_state(model)  # for good: the last of what may be refused
+    hook_state(model)  # last, since a hook cannot be unregistered
     return Planned(model, named, plan)

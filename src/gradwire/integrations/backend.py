@@ -1,8 +1,9 @@
-"""The drop-in backend: `init_process_group("gradwire")`, and the training script stays as it is.
+"""The drop-in backend: `init_process_group("gradwire")`, with no other change to a training script.
 
-A group wraps one of torch's own, over gloo for the CPU and NCCL for CUDA, which carries out every
-operation that comes to it. What carries gradients of DDP and FSDP2 modules does not: they have
-handles (backend_models.py). Blobs, which know tensors alone, are there for who asks for them.
+A group wraps a torch group, over gloo for the CPU and NCCL for CUDA, and passes operations on to
+it, except those that carry gradients of DDP and FSDP2 modules, which have handles
+(backend_models.py). In blob mode, which is off by default, it compresses tensors without knowledge
+of their parameters (backend_blob.py).
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Backends = dict[str, tuple[Type, Any]]  # device type -> type and instance of its backend
 
 
-# torch.compile cannot look into a group; what it does is left as it is.
+# torch.compile cannot trace a group's methods.
 _untraced = cast("Callable[[_F], _F]", torch.compiler.disable)
 
 
 class Group(dist.ProcessGroup):
-    """A process group whose gradients travel compressed.
+    """A process group that compresses gradients.
 
     Args:
         store: the group's.
         rank, size: as in torch.
-        backends: what carries everything else; one for "cpu".
-        settings: how it compresses; the same on every rank.
+        backends: torch's backends, for all other operations; one for "cpu".
+        settings: of compression; equal on every rank.
 
     Attributes:
-        blobs: the collectives that are compressed without knowledge of parameters.
+        blobs: the compressed collectives of blob mode.
         models: the modules that have handles.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, backends: Backends, settings: Settings
     ) -> None:
-        # Without the store: torch makes no group that Python may extend of one with a store.
+        # Without the store: torch's constructor for Python subclasses takes none.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        # Carries what the methods below leave alone, over the same backends: see `_passed_on`.
+        # For operations that are passed on, over the same backends: see `_passed_on`.
         self._plain = dist.ProcessGroup(store, rank, size)
         for group in (self, self._plain):
             group._set_default_backend(backends.get("cuda", backends["cpu"])[0])
@@ -64,7 +65,7 @@ class Group(dist.ProcessGroup):
         self.blobs = Blobs(self, settings)
         self.models = Models(self, settings)
 
-    # ---- the two that may carry gradients
+    # ---- the two operations that may carry gradients
 
     @_untraced
     def allreduce(self, *args: Any, **options: Any) -> dist.Work:
@@ -107,21 +108,21 @@ class Group(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _plain_call(self, name: str, *args: Any, **options: Any) -> Any:
-        """torch's own, with torch's own return types."""
-        if name not in ("send", "recv") or args[-1] < TAG_BASE:  # not the engine's
+        """Call torch's operation; returns its result."""
+        if name not in ("send", "recv") or args[-1] < TAG_BASE:  # the engine's are not counted
             self.models.left[name] += 1
         return getattr(self._plain, name)(*args, **options)
 
     @property
     def settings(self) -> Settings:
-        """How it compresses what a script does not say."""
+        """The settings of compression for models without a registration."""
         return self.models.settings
 
     def blob(self, settings: Settings) -> None:
-        """From now on compress blobs, as `settings` say; ranks have agreed on them."""
+        """Switch to blob mode with `settings`, on which ranks have agreed."""
         self.models.settings = self.blobs.settings = settings
 
-    # ---- what torch asks of a group
+    # ---- the interface of torch's process groups
 
     def getBackendName(self) -> str:  # torch's spelling
         return NAME
@@ -154,12 +155,12 @@ class Group(dist.ProcessGroup):
             backend.abort()
 
     def stats(self) -> dict[str, Any]:
-        """What this rank has sent compressed, and what else there was.
+        """This rank's totals of compressed collectives, and counts of all other operations.
 
         Returns:
             calls: steps of DDP modules with handles, reduce-scatters of FSDP2's, and blobs.
             wire_bytes, raw_bytes, ratio, seconds: as of `Handle.stats`.
-            left_alone: name of an operation -> calls that were torch's.
+            left_alone: name of an operation -> number of calls passed on to torch.
         """
         models, blobs = self.models.totals(), self.blobs.totals()
         totals = {key: models[key] + blobs[key] for key in blobs}
@@ -168,7 +169,7 @@ class Group(dist.ProcessGroup):
         return {**totals, "ratio": ratio, "left_alone": dict(self.models.left)}
 
 
-# Every operation that a group has, under the names that some torch from 2.9 on gives it.
+# All operations of a process group, under the names of torch 2.9 and later.
 _OPERATIONS = (
     "_allgather_base",
     "all_gather_single",
@@ -198,9 +199,10 @@ _OPERATIONS = (
 def _passed_on(name: str) -> Callable[..., Any]:
     """A method that passes a call on to the plain group.
 
-    A group that Python extends must not inherit its operations: torch holds the GIL while it looks
-    for Python's version of each, and goes on holding it while its own runs. gloo's threads want the
-    GIL to let go of tensors, and hold meanwhile a lock that the operation waits for.
+    A Python subclass of ProcessGroup must not inherit operations: torch's C++ trampoline takes the
+    GIL to look for a Python override, and holds it while the inherited operation runs. gloo's
+    threads need the GIL to release tensors, while they hold a lock that the operation waits for: a
+    deadlock.
     """
 
     def method(self: Group, *args: Any, **options: Any) -> Any:
@@ -222,31 +224,31 @@ def _asked(
     *,
     op: Any = None,
 ) -> tuple[list[torch.Tensor], bool | None]:
-    """(tensors, whether their average is wanted, or their sum, or neither: None).
+    """(tensors, True for an average, False for a sum, None for another reduction).
 
-    torch's `allreduce` takes a tensor or a list; options, or an operation and a timeout.
+    torch's `allreduce` takes a tensor or a list, and options or an operation and a timeout.
     """
     wanted = opts.reduceOp if isinstance(opts, dist.AllreduceOptions) else opts
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return listed, averages(wanted if op is None else op)
 
 
-# ---- how torch makes one
+# ---- construction
 
 
 def make(options: Any, given: object) -> Group:
-    """A group, as torch's `register_backend` with the extended API asks for it.
+    """Make a group: the creator function for torch's `register_backend` with the extended API.
 
     Args:
         options: torch's description of the group.
         given: pg_options, for NCCL; None for its defaults.
 
     Raises:
-        ConfigError: a variable of the environment is wrong, or ranks disagree on them.
+        ConfigError: an environment variable is invalid, or ranks disagree on them.
     """
     rank, size = options.group_rank, options.group_size
-    # A group may be made anew over the same store, where an earlier one's entries still are: gloo
-    # would take the addresses that it finds there for its peers'.
+    # A group may be made again over the same store. The prefix keeps gloo from reading the
+    # addresses of an earlier group's peers.
     attempt = options.store.add(f"gradwire/attempts of {rank}", 1)
     store = options.store = dist.PrefixStore(f"gradwire/{attempt}/", options.store)
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
@@ -281,10 +283,10 @@ def _nccl(options: Any, given: object) -> Any:
 
 
 def _agreed(store: dist.Store, rank: int, size: int, device_type: str) -> Settings:
-    """The settings of the environment, if all ranks have the same, and the same kernels.
+    """The settings of the environment, if they and the available kernels agree on all ranks.
 
-    Ranks that compress and ranks that do not would wait for each other, so this is settled at the
-    start: rank 0 reads what every rank holds, and all read its verdict.
+    A rank that compresses and a rank that does not would wait for each other. So rank 0 compares
+    the settings of all ranks at the start, and all ranks read its verdict.
     """
     try:
         settings = from_environment(os.environ)

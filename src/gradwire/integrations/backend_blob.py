@@ -1,12 +1,13 @@
-"""Blobs: large float tensors of which nothing is known but that a backward pass reduces.
+"""Blob mode: compress large float tensors that a backward pass reduces, without knowledge of their
+parameters.
 
-They are compressed as a whole and with one codec, as QNCCL does (CGX 4.4): whatever parameters a
-blob holds, blocks run across their borders, and nothing is kept from step to step. Not only
-gradients of parameters are reduced in a backward pass: tensor parallelism reduces those of
-activations there. So blobs are for who asks for them.
+A blob is such a tensor. It is compressed as a whole with one codec, as in QNCCL (CGX 4.4): blocks
+cross the borders of parameters, and no state is kept from step to step. A backward pass may also
+reduce other tensors than gradients of parameters: tensor parallelism reduces those of activations.
+So blob mode is off by default.
 
-Random numbers derive from (seed, group, rank, number of the call), so they are reproducible as long
-as calls come in the same order, as torch demands of them on every rank.
+Random numbers derive from (seed, group, rank, number of the call), so they are reproducible if
+calls come in the same order, which torch requires on every rank.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ log = logging.getLogger("gradwire")
 
 
 class Blobs:
-    """The compressed collectives of one process group.
+    """The compressed collectives of one process group in blob mode.
 
     Args:
-        group: whose.
-        settings: how.
+        group: the process group.
+        settings: of compression.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
@@ -52,7 +53,7 @@ class Blobs:
         self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
 
     def all_reduced(self, tensors: list[torch.Tensor], average: bool | None) -> FutureWork | None:
-        """The all-reduce of a blob under way; None: these tensors are none."""
+        """Start the all-reduce of a blob; None if these tensors are not one."""
         if len(tensors) != 1 or average is None or not self._takes(tensors[0]):
             return None
         mirrors = not in_backward() and mirrors_backward()
@@ -60,13 +61,13 @@ class Blobs:
             return None
         work = self.all_reduce(tensors[0], average)
         if mirrors:
-            work.wait()  # there is no end of a backward pass to raise an error
+            work.wait()  # outside a backward pass, no callback at its end raises errors
         return work
 
     def scattered(
         self, output: torch.Tensor, input: torch.Tensor, average: bool | None
     ) -> FutureWork | None:
-        """The reduce-scatter of a blob under way; None: it is none."""
+        """Start the reduce-scatter of a blob; None if `input` is not one."""
         if average is None or not in_backward() or not self._takes(input):
             return None
         if not _are_shards(output, input, self._group.size()) or not self._has_kernels(input):
@@ -74,17 +75,19 @@ class Blobs:
         return self.reduce_scatter(output, input, average)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that carries gradients is compressed; the same on every rank."""
+        """Whether a tensor of gradients is compressed; equal on every rank."""
         if self._group.size() == 1 or not is_float(tensor) or self.settings.codec is None:
             return False
         return tensor.numel() * tensor.itemsize >= max(self.settings.min_bytes, 1)
 
     def _has_kernels(self, tensor: torch.Tensor) -> bool:
-        """Whether there are kernels for it; where not, that is said once."""
+        """Whether kernels for its device are available; logs a warning once if not."""
         reason = self._lacking(tensor.device.type)
         if reason is not None and not self._announced:
             self._announced = True
-            log.warning("gradwire: gradients on %s go uncompressed: %s", tensor.device.type, reason)
+            log.warning(
+                "gradwire: gradients on %s are sent uncompressed: %s", tensor.device.type, reason
+            )
         return reason is None
 
     def all_reduce(self, tensor: torch.Tensor, average: bool) -> FutureWork:
@@ -154,7 +157,7 @@ class Blobs:
         return FutureWork(comm, collective.start(items), finish, [result], self._watch)
 
     def _engine(self) -> Communicator:
-        """Made on first use: then every rank of the group makes its own."""
+        """The group's communicator, made on first use, when every rank makes its own."""
         if self._comm is None:
             self._comm = communicator(self._group)
         return self._comm
@@ -165,7 +168,7 @@ class Blobs:
             return dict(self._totals)
 
     def close(self) -> None:
-        """End the engine; what is under way ends in a TransportError."""
+        """Close the communicator; collectives in flight end with a TransportError."""
         self._comm = None
         release(self._group)
 

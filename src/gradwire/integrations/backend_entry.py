@@ -1,8 +1,8 @@
-"""Makes the name "gradwire" known to torch.distributed.
+"""Registers the backend "gradwire" with torch.distributed.
 
-`import torch` calls `autoload`, through the entry point group `torch.backends`. That happens in the
-middle of other imports, gradwire's own perhaps, so nothing of gradwire is imported before a process
-group is made.
+`import torch` calls `autoload` through the entry point group `torch.backends`. That happens in the
+middle of other imports, possibly gradwire's own, so nothing of gradwire is imported before a
+process group is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "gradwire"
 
 
 def autoload() -> None:
-    """Register the backend, once; without effect where torch was built without distributed."""
+    """Register the backend once; no effect if torch was built without distributed."""
     import torch.distributed as dist
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:

@@ -1,9 +1,10 @@
-"""Models that run over a group of the backend: compressed as by `gw.attach`, without being asked.
+"""Attaches handles automatically to the models that use a group of the backend.
 
-Nothing is concluded from tensors. torch tells when a DDP module is made, and as that first trains
-it gets a handle, unless its script gave it a communication hook or a handle. Who scatters gradients
-of FSDP2 is seen by the function that calls: then the root module gets a handle. All else that comes
-to the group is torch's to do, and counted here.
+A module registration hook reports new DDP modules. At its first training forward a DDP module gets
+a handle, unless the script has registered a communication hook or attached a handle. A
+reduce-scatter of FSDP2 is recognised by its calling function; then the root module gets a handle.
+No decision depends on a tensor's contents. All other operations are passed on to torch and counted
+here.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ log = logging.getLogger("gradwire")
 
 
 class Models:
-    """What one process group has found.
+    """The models that use one process group.
 
     Args:
-        group: whose.
-        settings: how models are compressed.
+        group: the process group.
+        settings: of compression.
 
     Attributes:
-        handles: of the modules that were found, while they live.
-        left: calls that torch did, by the name of the operation.
+        handles: of the modules found, as long as they exist.
+        left: number of calls passed on to torch, by name of the operation.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
@@ -53,7 +54,7 @@ class Models:
         self._gone = dict.fromkeys(("calls", "wire_bytes", "raw_bytes", "seconds"), 0.0)
         self._seen: WeakSet[torch.nn.Module] = WeakSet()
         self._seen_records: WeakSet[Any] = WeakSet()
-        self._told: list[str] = []  # what the log has yet to say
+        self._told: list[str] = []  # lines for the next log message
         _watch()
 
     @property
@@ -63,7 +64,7 @@ class Models:
         return settings.codec is not None and not settings.blob and self._group.size() > 1
 
     def trains(self, ddp: DistributedDataParallel) -> bool:
-        """A DDP module over this group is about to train; whether it has been seen before."""
+        """Called before a training forward of a DDP module; whether it has been seen before."""
         if ddp in self._seen:
             self.tell()
             return True
@@ -81,11 +82,11 @@ class Models:
         try:
             planned = plan_ddp(ddp, self._rules())
         except ConfigError as error:
-            self._told.append(f"{what} as it is ({error})")
+            self._told.append(f"{what} uncompressed ({error})")
             return
         state = hook_state(ddp)
         held, named, plan = weakref.ref(ddp), planned.named, planned.plan
-        del planned  # which would keep the module
+        del planned  # it has a reference to the module
 
         def attach() -> None:
             module = held()
@@ -93,12 +94,12 @@ class Models:
             handle = Planned(module, named, plan).handle(self.settings.seed)
             self._note(module, what, handle)
 
-        # The first bucket is what all ranks come to: a forward one of them may run by itself.
+        # Attach at the first bucket, which all ranks reach; a single rank may run a forward.
         state.first = attach
 
     def reduces(self, values: torch.Tensor) -> Any:
-        """FSDP2's record of the group of parameters whose gradients the caller reduces, being
-        `values`, if its module has a handle, since this call or the one before; else None."""
+        """If the caller is FSDP2 reducing the gradients `values`: FSDP2's record of their group of
+        parameters, if its module has a handle after this call; else None."""
         found = reduced_over(self._group, values) if self.active else None
         if found is None:
             return None
@@ -118,7 +119,7 @@ class Models:
                 raise ConfigError(reason)
             planned = plan_sharded(root, self._rules(), process_groups(record), _is_active)
         except ConfigError as error:
-            self._told.append(f"{what} as it is ({error})")
+            self._told.append(f"{what} uncompressed ({error})")
             return
         self._note(root, what, planned.handle(self.settings.seed))
 
@@ -126,7 +127,7 @@ class Models:
         device = next(module.parameters()).device.type
         reason = lacking(device)
         if reason is not None:
-            log.warning("gradwire: %s goes uncompressed on %s: %s", what, device, reason)
+            log.warning("gradwire: %s is uncompressed on %s: %s", what, device, reason)
         return reason is None
 
     def _rules(self) -> Rules:
@@ -141,26 +142,26 @@ class Models:
         self._told.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
 
     def tell(self) -> None:
-        """Say, once, what is compressed and what was left alone; called when there was a step."""
+        """Log once what is compressed and what is not; called after a step."""
         told, self._told = self._told, []
         if told and self._group.rank() == 0:
             left = ", ".join(f"{name} {count}" for name, count in sorted(self.left.items()))
             log.info(
-                "gradwire: group %s: %s; all else is torch's, so far %s",
+                "gradwire: group %s: %s; other operations, passed on to torch: %s",
                 self._group.group_name,
                 "; ".join(told),
                 left or "nothing",
             )
 
     def totals(self) -> dict[str, float]:
-        """calls, wire_bytes, raw_bytes, seconds of all handles that were."""
+        """calls, wire_bytes, raw_bytes, seconds of all handles, past and present."""
         found = dict(self._gone)
         for handle in list(self.handles.values()):
             _add(found, handle)
         return found
 
     def _let_go(self, handle: Handle | Sharded) -> None:
-        """A module is no more."""
+        """Called when a module is garbage-collected."""
         _add(self._gone, handle)
 
 
@@ -177,7 +178,7 @@ def _is_active(group: dist.ProcessGroup) -> bool:
 
 
 class _Once:
-    """A forward hook that has a group say what it found, and goes."""
+    """A forward hook that logs the group's report once and removes itself."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -188,23 +189,23 @@ class _Once:
 
 
 def _refuse_builtin_hook(ddp: DistributedDataParallel) -> None:
-    """torch's hooks written in C++ want work that only torch's own groups give."""
+    """torch's built-in C++ hooks need a Work object that only torch's own groups return."""
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     if "FP16_COMPRESS" in name or "ALLREDUCE" in name:
         raise ConfigError(
             f"this DDP module has torch's built-in communication hook {name}, which cannot run "
-            "over blobs: leave blobs off (GRADWIRE_BLOB=0), or register a hook written in Python, "
+            "in blob mode: turn it off (GRADWIRE_BLOB=0), or register a hook written in Python, "
             "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
         )
 
 
-# ---- DDP modules, as they are made and as they first train
+# ---- hooks on the construction and the first training forward of DDP modules
 
 _watching = False
 
 
 def _watch() -> None:
-    global _watching  # noqa: PLW0603  # one hook a process, as torch has it
+    global _watching  # noqa: PLW0603  # torch's hook is global, too
     if not _watching:
         _watching = True
         register_module_module_registration_hook(_registered)
@@ -225,7 +226,7 @@ def _before_forward(ddp: torch.nn.Module, _: object) -> None:
 
 
 def _remove(module: torch.nn.Module, hook: object) -> None:
-    """By the hook itself: a copy of a module has it under the same key, and no handle of it."""
+    """Remove by identity of the hook: a copied module has the hook but no removable handle."""
     for key, known in list(module._forward_pre_hooks.items()):
         if known is hook:
             del module._forward_pre_hooks[key]

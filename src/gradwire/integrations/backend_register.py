@@ -1,7 +1,7 @@
-"""`gw.register(model)`: under the backend, say how a model is compressed; `gw.register(blob=True)`.
+"""`gw.register(model)`: under the backend, set how a model is compressed; `gw.register(blob=True)`.
 
-A script hands its model over before or after it wraps it. A model that is not wrapped yet is waited
-for: the first forward of a module that wraps it settles it, by `gw.attach`.
+A script registers its model before or after wrapping it. A model that is not wrapped yet gets its
+handle, through `gw.attach`, at the first forward of a module that wraps it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradwire.planner import Rules, make_plan
 
 @dataclass(frozen=True)
 class _Wish:
-    """How a model is to be compressed: the arguments of `gw.attach`."""
+    """The arguments of `gw.attach` for a model."""
 
     codec: Method
     include: Sequence[str]
@@ -52,7 +52,7 @@ class _Wish:
     codec_options: Mapping[str, object] = field(default_factory=dict)
 
     def check(self, model: torch.nn.Module) -> None:
-        """What can be known before the model is wrapped; raises ConfigError."""
+        """Check what is known before the model is wrapped; raises ConfigError."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         rules = Rules().changed(
             self.codec_options, codec=self.codec, include=self.include, exclude=self.exclude,
@@ -65,8 +65,7 @@ class Registration:
     """What `register` returns.
 
     Attributes:
-        handle: what `gw.attach` returns, with statistics and state. None before the model is
-            wrapped and run.
+        handle: the handle of `gw.attach`; None before the model is wrapped and run.
         settled: whether the wrapped model was found.
     """
 
@@ -77,16 +76,17 @@ class Registration:
         self._wish = wish
 
     def withdraw(self) -> None:
-        """No longer wait for the model to be wrapped; or detach from it."""
+        """Stop waiting for the model to be wrapped, or detach from it."""
         _forget(self)
         if self.handle is not None:
             self.handle.detach()
 
     def settle(self, wrapped: torch.nn.Module) -> bool:
-        """Act if `wrapped` is, or wraps, the model in a way that synchronises gradients."""
+        """Attach if `wrapped` is, or wraps, the model and synchronises its gradients; whether this
+        registration waits no longer."""
         model = self._model()
         if model is None:
-            return True  # it is gone: there is nothing to wait for
+            return True  # the model no longer exists
         wish = self._wish
         if isinstance(wrapped, DistributedDataParallel):
             prefix = _name_within(wrapped.module, model) if wrapped is not model else ""
@@ -130,7 +130,7 @@ def register(
     group: dist.ProcessGroup | None = None,
     **codec_options: object,
 ) -> Registration | None:
-    """Say how `model` is compressed under the backend "gradwire".
+    """Set how `model` is compressed under the backend "gradwire".
 
     Call it on every rank with the same arguments, before or after wrapping:
 
@@ -140,22 +140,23 @@ def register(
 
     Args:
         model: a module that DDP or FSDP2 wraps, now or later; a DDP module; or an FSDP2 module.
-            Where it becomes a part of what DDP wraps, the other parameters go uncompressed.
+            If DDP wraps a module that contains it, the other parameters are sent uncompressed.
         codec, include, exclude, codecs, error_feedback, seed, algorithm, options, coalesce_bytes,
             codec_options: as in `gw.attach` (None: its default), with the names of `model`'s own
             parameters.
-        blob: instead of a model: from now on, whatever large float tensors a backward pass reduces
-            over `group` are compressed as a whole, without knowledge of parameters, by `codec` with
-            its options and `seed`; modules that have handles keep them. Call it on every rank.
-        group: of blobs; None: the default one.
+        blob: instead of a model: switch `group` to blob mode. From now on the large float tensors
+            that a backward pass reduces over it are compressed as a whole, without knowledge of
+            parameters, by `codec` with its options and `seed`. Modules that have handles keep them.
+            Call it on every rank.
+        group: the process group for `blob`; None: the default group.
 
     Raises:
-        ConfigError: as `gw.attach`; or a process group of another backend. What shows only when
-            the model is wrapped is raised by the first forward after that.
+        ConfigError: as `gw.attach`; or a process group of another backend. Errors that can be
+            detected only after wrapping are raised by the first forward.
     """
     if blob:
         if model is not None:
-            raise ConfigError("register: blob=True is for what no model tells; give no model")
+            raise ConfigError("register: blob=True compresses without a model; give no model")
         _blob(group, codec, codec_options, seed)
         return None
     if not isinstance(model, torch.nn.Module):
@@ -182,7 +183,7 @@ def register(
 def _blob(
     group: dist.ProcessGroup | None, codec: Method, options: Mapping[str, object], seed: int
 ) -> None:
-    """Have a group compress blobs."""
+    """Switch a group to blob mode."""
     check_seed(seed)
     actual = group if group is not None else dist.group.WORLD
     _check_group(actual)
@@ -200,13 +201,13 @@ def _check_group(group: object) -> None:
     if not isinstance(group, Group):
         name = getattr(group, "name", lambda: type(group).__name__)()
         raise ConfigError(
-            f"register serves process groups of the backend 'gradwire'; this one is {name}: "
+            f"register needs a process group of the backend 'gradwire'; this one is {name}: "
             "use init_process_group('gradwire'), or gw.attach(ddp_model) on any backend"
         )
 
 
 def _name_within(outer: torch.nn.Module, model: torch.nn.Module) -> str | None:
-    """What names of `model`'s parameters begin with in `outer`; None: it is not in there."""
+    """The prefix of the names of `model`'s parameters in `outer`; None: `outer` has no `model`."""
     for name, module in outer.named_modules():
         if module is model:
             return f"{name}." if name else ""
@@ -234,7 +235,7 @@ def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any
     }
 
 
-# ---- waiting for models to be wrapped: a hook before every forward, while there is one to wait for
+# ---- waiting for models to be wrapped: a global forward pre-hook, as long as a model is missing
 
 _lock = threading.Lock()
 _waiting: list[Registration] = []
@@ -242,7 +243,7 @@ _hook: Any = None
 
 
 def _wait(registration: Registration) -> None:
-    global _hook  # noqa: PLW0603  # one hook a process, as torch has it
+    global _hook  # noqa: PLW0603  # torch's hook is global, too
     with _lock:
         _waiting.append(registration)
         if _hook is None:

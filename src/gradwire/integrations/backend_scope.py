@@ -1,7 +1,8 @@
-"""Which collectives carry gradients: those that a backward pass issues.
+"""Detects collectives of a backward pass, which may carry gradients.
 
-Nobody tells a process group what a tensor is. But DDP reduces its buckets, and FSDP its shards,
-from hooks on autograd's thread; metrics, losses, buffers and clipping norms are reduced outside.
+A process group does not know what a tensor is. But DDP reduces its buckets, and FSDP its shards,
+from hooks on autograd's thread; metrics, losses, buffers and clipping norms are reduced outside of
+it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from gradwire.lang import gpu
 
 
 def in_backward() -> bool:
-    """Whether the caller runs in a backward pass, and not in a forward that it repeats.
+    """Whether the caller runs in a backward pass, but not in a recomputed forward.
 
-    Activation checkpointing runs forwards anew, and double backward builds a graph: both with
-    gradients enabled. Their collectives must give what they gave before, so they are left alone.
+    Activation checkpointing recomputes forwards, and double backward builds a graph, both with
+    gradients enabled. Their collectives must repeat their earlier results, so they stay
+    uncompressed.
     """
     return torch._C._current_graph_task_id() != NO_BACKWARD and not torch.is_grad_enabled()
 
 
-# A rank that ran out of data (`with model.join()`) mirrors the buckets of the others from here.
+# With `model.join()`, a rank that ran out of data calls this to mirror the others' buckets.
 _mirror = getattr(DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None)
 
 
 def mirrors_backward() -> bool:
-    """Whether the caller mirrors the others' backward pass; that DDP does so shows in no state."""
+    """Whether the caller mirrors the others' backward pass; only the call stack shows that."""
     frame = sys._getframe()
     while frame is not None and _mirror is not None:
         if frame.f_code is _mirror.__code__:
@@ -41,7 +43,7 @@ def mirrors_backward() -> bool:
 
 
 def averages(op: object) -> bool | None:
-    """Of a reduction: True for AVG, False for SUM, None for all others."""
+    """True for AVG, False for SUM, None for other reductions."""
     for known, average in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.AVG, True)):
         if op == known:
             return average
@@ -49,7 +51,7 @@ def averages(op: object) -> bool | None:
 
 
 def lacking(device_type: str) -> str | None:
-    """Why tensors on such devices cannot be compressed here, or None."""
+    """Why tensors on such devices cannot be compressed, or None."""
     if device_type == "cpu":
         return None
     if device_type != "cuda":
@@ -59,5 +61,5 @@ def lacking(device_type: str) -> str | None:
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense, and fp32, fp16 or bf16."""
+    """Whether a tensor is strided, and fp32, fp16 or bf16."""
     return tensor.layout == torch.strided and tensor.dtype in FLOATS

@@ -1,14 +1,14 @@
-"""How the backend compresses where a script does not say: read from the environment.
+"""The backend's settings from the environment, for models without a registration.
 
-A script that knows nothing of gradwire but the backend's name has no other place to say it.
+A script that only names the backend has no other place for settings.
 
     GRADWIRE_CODEC      a codec or aggregator, NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=8;
                         "none" compresses nothing that is not registered. Default qsgd: 4 bits,
                         blocks of 128
-    GRADWIRE_BLOB       1 compresses what a backward pass reduces as blobs, without knowledge of
-                        parameters (backend_blob.py). Default 0
-    GRADWIRE_MIN_BYTES  smaller blobs go uncompressed. Default 65536
-    GRADWIRE_SEED       of the codec's random numbers. Default 0
+    GRADWIRE_BLOB       1 compresses the tensors that a backward pass reduces as blobs, without
+                        knowledge of parameters (backend_blob.py). Default 0
+    GRADWIRE_MIN_BYTES  smaller blobs are sent uncompressed. Default 65536
+    GRADWIRE_SEED       seed of the codec's random numbers. Default 0
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.lang import Codec
 CODEC, BLOB = "GRADWIRE_CODEC", "GRADWIRE_BLOB"
 MIN_BYTES, SEED = "GRADWIRE_MIN_BYTES", "GRADWIRE_SEED"
 
-# At 1 Gbit/s they take half a millisecond, the latency of such a network: less is not worth it.
+# At 1 Gbit/s they take half a millisecond, about the latency of such a network.
 _MIN_BYTES = 64 << 10
 
 
@@ -34,9 +34,9 @@ class Settings:
 
     Attributes:
         codec: a codec, or an aggregator unless there are blobs; None compresses nothing.
-        min_bytes: blobs of fewer bytes go uncompressed.
+        min_bytes: blobs of fewer bytes are sent uncompressed.
         seed: of the codec's random numbers.
-        blob: whether there are blobs.
+        blob: whether blob mode is on.
     """
 
     codec: Codec | Aggregator | None
@@ -45,7 +45,7 @@ class Settings:
     blob: bool = False
 
     def describe(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare."""
         name = "none" if self.codec is None else str(self.codec)
         blob = f"{BLOB} {int(self.blob)}, {MIN_BYTES} {self.min_bytes}"
         return f"{CODEC} {name}, {blob}, {SEED} {self.seed}"

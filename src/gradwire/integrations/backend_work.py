@@ -1,4 +1,4 @@
-"""Work: what torch gets for a compressed collective, and how its errors keep their names."""
+"""torch's Work for a compressed collective, which preserves the types of errors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from gradwire.engine import Communicator, Outcome
 from gradwire.engine.cuda_streams import StreamFuture, on
 from gradwire.errors import ConfigError, TransportError
 
-NO_BACKWARD = -1  # what autograd calls the running backward where there is none
+NO_BACKWARD = -1  # autograd's id outside a backward pass
 _NO_TIMEOUT = timedelta(0)
 
 Tensors = torch.futures.Future[list[torch.Tensor]]
 
 
 class FutureWork(dist.Work):
-    """A compressed collective under way.
+    """A compressed collective in flight.
 
     Args:
-        comm: the group's engine.
+        comm: the group's communicator.
         running: ends when the collective does.
-        finish: called once it has ended well, on the engine's thread, before anybody who waits
-            goes on.
-        tensors: what the collective was asked to fill.
+        finish: called once it has succeeded, on an engine thread, before waiters resume.
+        tensors: the collective's output.
         watch: raises errors that DDP would lose.
 
-    Of tensors on a GPU it has ended when it is queued, as torch's work over NCCL has: `wait` makes
-    the current stream wait, and so does that of the future.
+    For tensors on a GPU it is complete once it is queued, as torch's work over NCCL: `wait`, and
+    waiting on its future, make the current stream wait.
     """
 
     def __init__(
@@ -65,20 +64,20 @@ class FutureWork(dist.Work):
             self._ended.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Until the result is in place.
+        """Wait until the result is in place.
 
         Args:
-            timeout: at most this long; none, the default, leaves it to the process group's own.
+            timeout: for this wait; by default the process group's.
 
         Raises:
-            TransportError: a peer or link failed, or `timeout` passed (the collective goes on).
+            TransportError: a peer or link failed, or `timeout` passed (the collective continues).
             CodecError: a payload arrived corrupted.
-            ConfigError: called on the engine's own thread, where waiting would never end.
+            ConfigError: called on an engine thread, which would deadlock.
         """
         if not self._ended.done() and self._comm.workers.owns(threading.current_thread()):
             raise ConfigError(
-                "wait() was called in a callback on gradwire's own thread, which has the work to "
-                "do: wait elsewhere, or chain another callback"
+                "wait() was called in a callback on gradwire's own thread, which would deadlock: "
+                "wait elsewhere, or chain another callback"
             )
         seconds = timeout.total_seconds()
         try:
@@ -95,8 +94,8 @@ class FutureWork(dist.Work):
     def get_future(self) -> Tensors:
         """A future of the tensors.
 
-        During a backward pass (DDP asks for it there) it never holds an error, which DDP would turn
-        into one without a name: then the backward pass itself raises what went wrong, at its end.
+        During a backward pass (where DDP calls this) it never holds an error, whose type DDP would
+        discard. Instead the backward pass raises the error at its end.
         """
         forgiving = torch._C._current_graph_task_id() != NO_BACKWARD
         if forgiving:
@@ -120,7 +119,7 @@ class FutureWork(dist.Work):
         return self._ended.done() and self._ended.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, or None; not before the end."""
+        """The error, or None; None before the end."""
         return self._ended.exception() if self._ended.done() else None
 
     def result(self) -> list[torch.Tensor]:
@@ -131,7 +130,7 @@ class FutureWork(dist.Work):
 
 
 class Unwaited:
-    """Raises, at the end of a backward pass, what went wrong in collectives that DDP waits for."""
+    """Raises, at the end of a backward pass, the errors of collectives that DDP waits for."""
 
     def __init__(self) -> None:
         self._backward = NO_BACKWARD
@@ -141,7 +140,7 @@ class Unwaited:
         """Called in a backward pass."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            # Before DDP's own look at its futures, which it queues with its last bucket.
+            # Runs before DDP checks its futures, in a callback that it queues with its last bucket.
             Variable._execution_engine.queue_callback(self._settle)
         self._backward = backward
         self._pending.append(work)

@@ -1,4 +1,4 @@
-"""A wrapped module's backward pass: what it waits for at its end; how it ends early."""
+"""Callbacks at the end of a wrapped module's backward pass, including an early end by an error."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-_NONE = -1  # what autograd calls the running backward where there is none
+_NONE = -1  # autograd's id outside a backward pass
 
 
 def running() -> int:
-    """The number of the backward pass that the calling thread runs; -1: none."""
+    """The id of the backward pass that the calling thread runs; -1: none."""
     return torch._C._current_graph_task_id()
 
 
 class Backward:
-    """The passes of one module.
+    """The backward passes of one module.
 
-    A pass of the user's may be several of autograd's (reentrant checkpointing, or a loss in parts):
-    what was started in one is awaited at its end.
+    One pass of the user's may be several of autograd's (reentrant checkpointing, or several
+    losses). Collectives started in one of autograd's passes are awaited at its end.
 
     Args:
         ended: called at the end of each of autograd's passes; it may raise.
-        abandoned: called when one of them ends by an exception.
-        forward: called when the module has run forward; it may raise.
-        reduces: whether a backward of the module is one that peers take part in.
+        abandoned: called when one of them ends with an exception.
+        forward: called after the module's forward; it may raise.
+        reduces: whether a backward of the module reduces gradients with peers.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class Backward:
         self._hook: Any = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Notice passes as they begin, at the outputs of `model`, before any bucket is ready."""
+        """Detect the start of each pass, by hooks on the outputs of `model`."""
         self._hook = model.register_forward_hook(_AfterForward(self))
 
     def unwatch(self) -> None:
-        """Notice no later pass."""
+        """Remove the hook; later passes are not detected."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def enter(self) -> bool:
-        """Have the running pass of autograd call `ended` at its end; False: there is none."""
+        """Make the running pass of autograd call `ended` at its end; False: no pass is running."""
         current = running()
         if current not in (_NONE, self._current):
-            # At the end of this pass, before DDP looks at the futures: it would turn an error of
-            # ours into a RuntimeError without its name.
+            # Runs before DDP checks its futures, which would turn an error into a RuntimeError.
             Variable._execution_engine.queue_callback(_Guard(self._ended, self._abandoned))
         self._current = current
         return current != _NONE
 
 
 class _AfterForward:
-    """A module's forward hook; a copy of the module, or a saved one, gets one that does nothing."""
+    """A module's forward hook; copies of the module, and saved modules, get a hook without
+    effect."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -80,7 +80,7 @@ class _AfterForward:
             return
         self._backward.forward()
         if not self._backward.reduces(module):
-            return  # within no_sync peers wait for nothing
+            return  # within no_sync peers do not wait for this rank
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begins)
@@ -89,12 +89,13 @@ class _AfterForward:
         self._backward.enter()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A callable of the standard library that takes any arguments and returns None.
+        # A callable from the standard library that takes any arguments and returns None.
         return getattr, (nullcontext(), "__exit__")
 
 
 class _Guard:
-    """A callback of autograd's; a pass that ends by an exception lets go of it without a call."""
+    """A callback for autograd. A pass that ends with an exception drops it without calling it; then
+    `__del__` calls `abandoned`."""
 
     def __init__(self, ended: Callable[[], None], abandoned: Callable[[], None]) -> None:
         self._ended = ended

@@ -1,4 +1,4 @@
-"""DDP's buckets on their way to their averages: small ones together, beside backward."""
+"""Averages DDP's buckets during the backward pass; small buckets are combined."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Buckets:
     """The reducer of a DDP module's hook.
 
     Args:
-        members: parameter -> its state, for each that DDP synchronises.
+        members: parameter -> its state, for each parameter that DDP synchronises.
         owner: of the module's scopes.
-        switch: the plans that they follow.
-        adopt: called as a pass begins with another plan than the one before.
+        switch: the module's plans.
+        adopt: called when a pass begins with another plan than the one before.
 
     Attributes:
-        observers: are told of every parameter's average.
-        known: what the buckets of the last whole pass held, in order.
+        observers: called with every parameter's average.
+        known: the contents of the buckets of the last complete pass, in order.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Buckets:
         self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._contents: dict[int, Content] = {}
-        self._arrived: set[Attached] = set()  # parameters of this pass whose buckets have come
+        self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
         self._gather = Gather(0)
         self._pass: list[_Bucket] = []  # the buckets of this pass, in order
-        self._version = 0  # that this rank offers in this pass
-        self._least: int | None = None  # that any rank has offered, as far as it is known
-        self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # the same, on a device
+        self._version = 0  # the plan version that this rank offers in this pass
+        self._least: int | None = None  # the least version that any rank offers, if known
+        self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self.backward = Backward(self._settle, self._abandoned, self._forward)
         self._then: Callable[[], None] | None = None
@@ -74,10 +74,10 @@ class Buckets:
             return dict(self._totals)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average `bucket`; called by DDP while backward runs: what it starts ends beside it.
+        """Start the average of `bucket`; DDP calls this during backward, which it overlaps.
 
         A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
-        backward; then the average is awaited here.
+        backward; then this call waits for the average.
         """
         buffer = bucket.buffer()
         content = self._content(bucket, buffer)
@@ -85,7 +85,7 @@ class Buckets:
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
         ready = _Bucket(buffer, content, future_on(buffer.device))
         self._pass.append(ready)
-        # All ranks hold and start the same buckets, in the same order: nothing depends on time.
+        # All ranks combine and start the same buckets in the same order, whatever the timing.
         for shares in self._gather.add(content.split, content.nbytes, is_last):
             self._start(shares)
         if is_last:
@@ -96,12 +96,12 @@ class Buckets:
         return ready.future
 
     def _arrives(self, members: list[Attached]) -> bool:
-        """Note that a bucket has come; whether all parameters have, in this pass over them.
+        """Note the arrival of a bucket; whether all parameters of this pass have arrived.
 
-        Counted, since a bucket does not know: with static_graph DDP hands over those of its first
-        pass together, and each says that it is number 0 and not the last.
+        Parameters are counted since `is_last` is not reliable: with static_graph DDP submits all
+        buckets of its first pass together, each with index 0 and is_last() False.
         """
-        if not self._arrived.isdisjoint(members):  # the pass before has ended on its way
+        if not self._arrived.isdisjoint(members):  # the previous pass ended early
             self._give_up()
         if not self._arrived:
             self._begin_pass()
@@ -109,7 +109,8 @@ class Buckets:
         return len(self._arrived) == len(self._members)
 
     def _begin_pass(self) -> None:
-        """All that was started before has ended; a plan that all ranks can use is in force now."""
+        """Begin a pass, after all collectives of the previous one have ended. The newest plan that
+        all ranks have prepared comes into force."""
         self._totals["steps"] += 1
         before = self._switch.plan
         self._version = self._switch.begin(self._agreed())
@@ -123,15 +124,16 @@ class Buckets:
         self._pass = []
 
     def _agreed(self) -> int:
-        """The least version that any rank offered in the pass before."""
+        """The least version that any rank offered in the previous pass."""
         if self._word is not None and self._version > self._switch.plan.version:
-            values, running = self._word  # on a device, whose stream the host waits for
+            values, running = self._word  # on a device: the host waits for its stream
             running.result()
             return int(values.item())
         return self._switch.plan.version if self._least is None else self._least
 
     def _tell_version(self, device: torch.device) -> None:
-        """The end of a pass in stream order, where no host sees headers: one number per rank."""
+        """Exchange plan versions at the end of a pass in stream order, where the host sees no
+        headers."""
         values = torch.tensor([self._version], dtype=torch.int32, device=device)
         least = Operation("all_reduce", "min")
         spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
@@ -140,7 +142,7 @@ class Buckets:
         self._word = values, collective.start([Item(values, keys, 0)])
 
     def _give_up(self) -> None:
-        """The buckets that wait for company will have none."""
+        """Complete the buckets that wait to be combined, without averaging them."""
         for stale in self._pass:
             if stale.unstarted:
                 stale.future.set_result(stale.buffer)
@@ -148,7 +150,7 @@ class Buckets:
         self._arrived.clear()
 
     def _start(self, shares: Sequence[Share]) -> None:
-        """Average what buckets give to one scope."""
+        """Start the rounds of one scope."""
         buckets = [self._pass[share.bucket] for share in shares]
         members: list[Attached] = []
         gradients: list[torch.Tensor] = []
@@ -171,7 +173,7 @@ class Buckets:
                 plan.version,
             )  # fmt: skip
         except Exception as error:
-            self._ended(buckets, error, [])  # or a later backward would wait for these buckets
+            self._ended(buckets, error, [])  # otherwise a later backward would wait for these
         else:
             rounds.start()
         if not within:
@@ -182,22 +184,22 @@ class Buckets:
             observer(observation)
 
     def _know(self, least: int | None) -> None:
-        """A scope has told the least version that any rank offers in this pass."""
+        """Note the least version that any rank offers in this pass, from a scope's headers."""
         if least is not None:
             with self._lock:
                 self._least = least if self._least is None else min(self._least, least)
 
     def _expect(self, buckets: list[_Bucket]) -> bool:
-        """Have the running backward, if any, wait for those of which all is about to start."""
+        """Make the running backward, if any, wait for the buckets that are completely started."""
         self._pending += [bucket.future for bucket in buckets if not bucket.unstarted]
         return self.backward.enter()
 
     def _ended(
         self, buckets: list[_Bucket], error: BaseException | None, outcomes: Sequence[Outcome]
     ) -> None:
-        """A scope has ended; called once for each that was expected."""
+        """A scope has ended; called once per scope."""
         with self._lock:
-            # An error that names a peer says more than torch's own, which may come first.
+            # An error that names a peer replaces one that does not, such as torch's own.
             if self._error is None or getattr(self._error, "peer", self) is None:
                 self._error = error or self._error
             self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
@@ -213,12 +215,12 @@ class Buckets:
                 bucket.future.set_result(bucket.buffer)
 
     def raw_bytes(self, nbytes: float) -> float:
-        """What an uncompressed all-reduce of so many bytes sends from each rank."""
+        """Bytes that each rank sends in an uncompressed all-reduce of `nbytes`."""
         n = self._comm.world_size
         return 2 * (n - 1) / n * nbytes
 
     def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> Content:
-        """What is in `bucket`: the same at every step, once DDP has rebuilt its buckets."""
+        """The contents of `bucket`; constant once DDP has rebuilt its buckets."""
         parameters = bucket.parameters()
         known = self._contents.get(bucket.index())
         if (
@@ -236,13 +238,13 @@ class Buckets:
     def _member(self, parameter: torch.Tensor) -> Attached:
         if parameter not in self._members:
             raise ConfigError(
-                f"DDP hands over the gradient of a parameter of shape {tuple(parameter.shape)}, "
-                f"{parameter.dtype}, that it did not synchronise at attach: detach and attach anew"
+                f"DDP reduces the gradient of a parameter of shape {tuple(parameter.shape)}, "
+                f"{parameter.dtype}, that it did not synchronise at attach: detach and attach again"
             )
         return self._members[parameter]
 
     def _settle(self) -> None:
-        """Until every bucket that was started has its average; raises what went wrong."""
+        """Wait for the averages of all started buckets; raises their error."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.wait()
@@ -251,13 +253,13 @@ class Buckets:
             raise self._error
 
     def _forward(self) -> None:
-        """The module has run: whoever raises here, and not in backward, can go on."""
+        """Raise a refused update after forward, since an error in backward would end training."""
         refusal = self._switch.refusal()
         if refusal is not None:
             raise refusal
 
     def _abandoned(self) -> None:
-        """Backward ended by an exception: its buckets will never be complete."""
+        """Backward ended with an exception, so its buckets will never be complete."""
         rank, step = self._comm.rank, self._totals["steps"]
         self._arrived.clear()
         self._pass.clear()
@@ -273,7 +275,7 @@ class Buckets:
         self._leave()
 
     def at_end(self, then: Callable[[], None]) -> None:
-        """Call `then` when the pass that is under way has ended, or now if none is."""
+        """Call `then` at the end of the running pass, or now if none is running."""
         self._then = then
         self._leave()
 
@@ -285,11 +287,11 @@ class Buckets:
 
 @dataclass
 class Content:
-    """What DDP has put into a bucket, for good: no gradients, whose memory may be replaced.
+    """The constant contents of a bucket: not its gradients, whose memory may be replaced.
 
     Attributes:
-        lengths: how many values of the buffer each parameter has, side by side.
-        dtype, device: of the buffer; complex gradients lie in it as pairs.
+        lengths: number of values of each parameter in the buffer, in order.
+        dtype, device: of the buffer; complex gradients are pairs of values.
         split: the parameters by scope, under the plan in force.
     """
 
@@ -308,11 +310,11 @@ class Content:
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket of DDP's on its way.
+    """A bucket of DDP in flight.
 
     Attributes:
-        ready: time.perf_counter when DDP had it.
-        left, unstarted: scopes that have a part in it and have not ended, or not begun.
+        ready: time.perf_counter when DDP submitted it.
+        left, unstarted: number of its scopes that have not ended, or not started.
     """
 
     buffer: torch.Tensor
@@ -329,8 +331,8 @@ class _Bucket:
 
 
 def _lengths(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """How many values of the bucket each gradient has: a complex one's are pairs, of which
-    `GradBucket.gradients` gives half."""
+    """The number of values of each gradient in the bucket: two per complex value, while
+    `GradBucket.gradients` counts one."""
     lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
     assert sum(lengths) == buffer.numel(), f"a bucket of {buffer.numel()} values for {lengths}"
     return lengths

@@ -1,9 +1,9 @@
-"""What FSDP2 knows of its own reduce-scatters: the one file that looks into torch's private parts.
+"""The parameters of FSDP2's reduce-scatters: the only file that uses FSDP2's private attributes.
 
-An FSDP module has groups of parameters, each of which is reduced and scattered by itself, through a
-replaceable object. What that object is given does not say which parameters it holds: those without
-a gradient have been left out. The list of those that are in it is an argument of the function that
-calls the object (torch 2.9 to 2.15), and is read there; sizes say nothing.
+An FSDP module has groups of parameters. Each group is reduce-scattered through a replaceable
+object. The tensor that this object gets does not tell which parameters it contains, since
+parameters without a gradient are left out. Their list is an argument of the function that calls the
+object (torch 2.9 to 2.15), and is read from its frame.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _REDUCTIONS = (
     ("reduce_scatter_group", "reduce_scatter_input"),
     ("all_reduce_group", "reduce_output"),
 )
-# What is behind its decorators: frames have its code.
+# The undecorated function, whose code object frames refer to.
 foreach_reduce = inspect.unwrap(_fsdp_collectives.foreach_reduce)
 
 
 def parameter_groups(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name of the module, FSDP's record) of every group of parameters in `model`, in its order;
-    one of several modules, `fully_shard([a, b])`, comes with the first."""
+    """(name of the module, FSDP's record) of every group of parameters in `model`, in module order.
+    A group of several modules, `fully_shard([a, b])`, has the name of the first."""
     seen: list[Any] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # Several of a module since torch 2.12; one, or none, before.
+            # A module has a list of groups since torch 2.12; before, one or none.
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:
                 groups = [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -51,14 +51,14 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of what is sharded alike.
+    """The process groups of equally sharded parameters.
 
     Attributes:
-        scatter: over which gradients are reduced and scattered; None: it is left alone.
-        replicas: between the same shards of all replicas (HSDP); None: there is one replica, or it
-            is left alone.
-        shard, shards: this rank's shard, of so many.
-        replica, of_replicas: this rank's replica, of so many.
+        scatter: for the reduce-scatter of gradients; None: not compressed.
+        replicas: between the same shards of all replicas (HSDP); None: there is one replica, or
+            this hop is not compressed.
+        shard, shards: index of this rank's shard, and number of shards.
+        replica, of_replicas: index of this rank's replica, and number of replicas.
     """
 
     scatter: dist.ProcessGroup | None
@@ -74,22 +74,22 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """Among those that have a part in an average."""
+        """This rank's index among the ranks that take part in an average."""
         return self.replica * self.shards + self.shard
 
     @property
     def size(self) -> int:
-        """Ranks that have a part in an average."""
+        """Number of ranks that take part in an average."""
         return self.of_replicas * self.shards
 
     def only(self, ours: Callable[[dist.ProcessGroup], bool]) -> Groups:
-        """The same, but for what travels over other process groups."""
+        """The same, with None for process groups for which `ours` is False."""
         kept = [g if g is not None and ours(g) else None for g in (self.scatter, self.replicas)]
         return replace(self, scatter=kept[0], replicas=kept[1])
 
 
 def process_groups(record: Any) -> Groups:
-    """Those over which a group of parameters is reduced, which is sharded."""
+    """The process groups over which a sharded group of parameters is reduced."""
     mesh = record.mesh_info
     scatter = record._reduce_scatter_process_group
     replicas = getattr(mesh, "replicate_process_group", None)
@@ -99,12 +99,12 @@ def process_groups(record: Any) -> Groups:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter in what is scattered.
+    """A parameter in the input of a reduce-scatter.
 
     Attributes:
         parameter: FSDP's record of it.
-        at: where it begins within the stretch of each rank, in values.
-        lengths: how many values of it each rank gets; padding is not counted.
+        at: its offset within the part of each rank, in values.
+        lengths: number of its values per rank, without padding.
     """
 
     parameter: Any
@@ -113,13 +113,13 @@ class Piece:
 
 
 def scattered(numel: int, ranks: int) -> list[Piece]:
-    """What is in the tensor that FSDP has just handed over, in its order.
+    """The parameters in the input of the reduce-scatter that FSDP calls now, in order.
 
     Args:
-        numel: of that tensor.
+        numel: of that input.
 
     Raises:
-        ConfigError: this torch does not say.
+        ConfigError: this version of torch is not supported.
     """
     pieces, at = [], 0
     for parameter in _local(_frame(), _ARGUMENT):
@@ -128,15 +128,15 @@ def scattered(numel: int, ranks: int) -> list[Piece]:
         at += padded
     if at * ranks != numel:
         raise ConfigError(
-            f"FSDP2 scatters {numel} values, which are not the {at * ranks} of "
-            f"{len(pieces)} gradients in shards for {ranks} ranks: torch {torch.__version__} lays "
-            "them out in a way that gradwire does not know"
+            f"FSDP2 scatters {numel} values, not the {at * ranks} of {len(pieces)} gradients in "
+            f"shards for {ranks} ranks: torch {torch.__version__} has a layout that gradwire does "
+            "not support"
         )
     return pieces
 
 
 def _frame() -> FrameType | None:
-    """Where FSDP reduces gradients, if that is who calls."""
+    """The frame of FSDP's foreach_reduce, if it is a caller; else None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not foreach_reduce.__code__:
         frame = frame.f_back
@@ -146,8 +146,8 @@ def _frame() -> FrameType | None:
 def _local(frame: FrameType | None, name: str) -> Any:
     if frame is None or name not in frame.f_locals:
         raise ConfigError(
-            f"torch {torch.__version__} does not say which gradients FSDP2 scatters where gradwire "
-            f"looks (foreach_reduce's {name}): use torch 2.9 to 2.15"
+            f"torch {torch.__version__}: FSDP2's foreach_reduce has no {name}, from which gradwire "
+            "reads which gradients it scatters: use torch 2.9 to 2.15"
         )
     return frame.f_locals[name]
 
@@ -155,15 +155,15 @@ def _local(frame: FrameType | None, name: str) -> Any:
 def reduced_over(
     group: dist.ProcessGroup, values: torch.Tensor
 ) -> tuple[torch.nn.Module, Any] | None:
-    """(root module, FSDP's record) of the group of parameters whose gradients the caller reduces
-    over `group`, being `values`; None: the caller is not FSDP2, or a hook that it has called."""
+    """(root module, FSDP's record) of the group of parameters whose gradients `values` the caller
+    reduces over `group`; None: the caller is not FSDP2, or is a hook called by it."""
     frame = _frame()
     if frame is None or not any(
         _local(frame, over) is group and _local(frame, what) is values for over, what in _REDUCTIONS
     ):
         return None
     while frame is not None and not isinstance(frame.f_locals.get("self"), FSDPParamGroup):
-        frame = frame.f_back  # decorators stand between
+        frame = frame.f_back  # skip decorators
     if frame is None:
         return None
     record = frame.f_locals["self"]
@@ -174,7 +174,7 @@ def reduced_over(
 
 
 def _cut(parameter: Any, ranks: int) -> tuple[tuple[int, ...], int]:
-    """(how many values each rank gets, how many with padding)."""
+    """(number of values per rank, number per rank with padding)."""
     size, dim = parameter._orig_size, parameter.fsdp_placement.dim
     if dim != 0:  # always even
         each = math.prod(size) // ranks
@@ -186,10 +186,10 @@ def _cut(parameter: Any, ranks: int) -> tuple[tuple[int, ...], int]:
 
 
 def factor_of(op: Any) -> tuple[str, float]:
-    """("avg" or "sum", what the result is multiplied by) of a reduction.
+    """("avg" or "sum", factor for the result) of a reduction.
 
     Raises:
-        ConfigError: another reduction.
+        ConfigError: the reduction is not supported.
     """
     if op == dist.ReduceOp.AVG:
         return "avg", 1.0
@@ -199,4 +199,6 @@ def factor_of(op: Any) -> tuple[str, float]:
         factor = op.__getstate__()[1]
         if isinstance(factor, (int, float)):
             return "sum", float(factor)
-    raise ConfigError(f"FSDP2 asks for the reduction {op}: gradwire does SUM, AVG and PREMUL_SUM")
+    raise ConfigError(
+        f"FSDP2 requests the reduction {op}: gradwire supports SUM, AVG and PREMUL_SUM"
+    )

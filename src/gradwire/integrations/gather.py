@@ -1,4 +1,4 @@
-"""Which of a pass's buckets are averaged together: a function of the order in which they come."""
+"""Combines the buckets of a pass into scopes, by their order alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradwire.aggregators import Aggregator
 
 @dataclass(frozen=True)
 class Share:
-    """What one bucket gives to a scope.
+    """The part of a bucket that belongs to a scope.
 
     Attributes:
-        bucket: its number within the pass.
-        places: which of its parameters.
+        bucket: its index within the pass.
+        places: indices of its parameters.
     """
 
     bucket: int
@@ -42,8 +42,8 @@ class Gather:
     """The buckets of one pass.
 
     Args:
-        coalesce_bytes: those smaller than this wait for the next ones, until they have as many
-            bytes together, or there are no more.
+        coalesce_bytes: buckets are combined until they hold at least as many bytes, or the pass
+            ends.
     """
 
     def __init__(self, coalesce_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Gather:
         self._model: list[Share] = []
 
     def add(self, split: Split, nbytes: int, is_last: bool) -> list[list[Share]]:
-        """The next bucket has come: the scopes that start with it, in order."""
+        """Add the next bucket; returns the scopes that are now complete, in order."""
         number, self._count = self._count, self._count + 1
         if split.bucket:
             self._held.append(Share(number, split.bucket))

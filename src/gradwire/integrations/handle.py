@@ -1,4 +1,4 @@
-"""What a user holds of an attached module: statistics, state, and the way back."""
+"""The handle of an attached DDP module: statistics, state, update and detach."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradwire.integrations.switch import Switch, Update
 from gradwire.planner import Plan, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
 
-_STEP_BITS = 32  # of a handle's steps
+_STEP_BITS = 32  # bits of a handle's step counter
 _SAME: Any = object()
 
 
@@ -42,7 +42,7 @@ class Handle(Saved):
         comm = owner.comm
         self._owner = owner
         self._named = named
-        # No two handles of a module draw the same numbers.
+        # Each handle of a module draws different random numbers.
         first = state.attached << _STEP_BITS
         state.attached += 1
         members = members_of(plan, seed, comm.rank, first)
@@ -53,7 +53,7 @@ class Handle(Saved):
         self._switch = Switch(plan, owner, self._rehearse)
         self._buckets = Buckets(by_parameter, owner, self._switch, self._adopt)
         self._buckets.backward.watch(model)
-        # A module that is let go without `detach` issues nothing more either.
+        # A module that is deleted without `detach` starts no collective any more.
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
         self._state: HookState | None = state
         state.reducer = self._buckets
@@ -76,12 +76,12 @@ class Handle(Saved):
         coalesce_bytes: int | None = None,
         **codec_options: object,
     ) -> Update:
-        """Change what `attach` was told, while training runs: what is not given stays as it is.
+        """Change arguments of `attach` during training; omitted arguments stay as they are.
 
-        Call it on every rank with the same arguments; ranks may call at different steps. The new
-        plan is prepared in the background, and adopted by all ranks at the same pass, a pass or two
-        after the last of them has prepared it. Residuals stay, and what a new plan has no residual
-        for is added to the next gradient.
+        Call it on every rank with the same arguments; ranks may call it at different steps. The new
+        plan is prepared in the background, and all ranks adopt it at the same pass, one or two
+        passes after the last rank has prepared it. Residuals are kept; a residual that the new plan
+        does not have is added to the next gradient.
 
             handle.update(bits=3)
             handle.update("topk", density=0.01)
@@ -89,17 +89,17 @@ class Handle(Saved):
             handle.update(algorithm="ring")
 
         Args:
-            codec: of what the rules leave to the default; its options count from their own
-                defaults. Without it, `codec_options` change the codec that there is.
-            codecs: come before those that there are; a pattern that there is gets another codec.
-            include, exclude, error_feedback, algorithm, options, coalesce_bytes: as of `attach`.
+            codec: the new default codec; options that are not given have their defaults. Without
+                it, `codec_options` change the present default codec.
+            codecs: these precede the present ones; a known pattern gets the new codec.
+            include, exclude, error_feedback, algorithm, options, coalesce_bytes: as in `attach`.
 
         Returns:
-            The update on its way: `wait()` until it is prepared here, `in_force`.
+            The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
 
         Raises:
-            ConfigError: what `attach` raises for such arguments. If ranks differ, the module's
-                next forward raises it, once, on every rank, and the plan before stays in force.
+            ConfigError: as `attach`. If ranks differ, the module's next forward raises it, once,
+                on every rank, and the present plan stays in force.
         """
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
@@ -108,7 +108,7 @@ class Handle(Saved):
         given = {name: value for name, value in rules.items() if value is not _SAME}
         if coalesce_bytes is not None:
             check_coalesce_bytes(coalesce_bytes)
-        _options(options, algorithm, self.plan.options)  # raised here, not where it is prepared
+        _options(options, algorithm, self.plan.options)  # raises here, not in the background
 
         def changed(before: Plan) -> Plan:
             return make_plan(
@@ -123,12 +123,11 @@ class Handle(Saved):
         return self._switch.ask(changed)
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
-        """Have `observer` told of every parameter's average, as it is there: gradient, what was
-        sent, average, seconds. It is called on gradwire's own threads, and costs a copy of each
-        gradient.
+        """Call `observer` with every parameter's gradient, contribution and average, as soon as the
+        average is known. It is called on gradwire's own threads, and costs a copy of each gradient.
 
         Returns:
-            What ends it.
+            A function that removes the observer.
         """
         self._buckets.observers.append(observer)
         return partial(self._buckets.observers.remove, observer)
@@ -139,13 +138,13 @@ class Handle(Saved):
         return rehearse(self._owner, plan, contents, self._members)
 
     def _adopt(self) -> None:
-        """A pass begins under another plan."""
+        """Adopt a new plan, as a pass begins."""
         for planned in self.plan.parameters:
             self._members[planned.name].adopt(planned.aggregator)
         retire(self._owner)
 
     def stats(self) -> dict[str, Any]:
-        """What has been sent so far.
+        """Totals since `attach`.
 
         Returns:
             steps: synchronised backward passes.
@@ -157,22 +156,22 @@ class Handle(Saved):
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
                 encode, merge or decode), whatever its codecs; on others one for each codec in it.
-            residual_bytes: memory of aggregators' state, residuals above all.
-            shared_bytes: of memory shared with the machine's other ranks now: rings, whatever is
-                sent, and what this rank's messages take of its store.
-            lent_bytes: of wire_bytes, what ranks of this machine read where it lay (of all handles
-                of the process group).
-            peak_extra_bytes: most memory held beyond plain DDP's and rings: messages in flight (of
-                all handles of the process group), wherever they lie, and residuals.
+            residual_bytes: memory of aggregators' state, mainly residuals.
+            shared_bytes: memory shared with other ranks of this node at present: rings, which have
+                a fixed size, and this rank's messages in its store.
+            lent_bytes: the part of wire_bytes that ranks of this node read in place (of all
+                handles of the process group).
+            peak_extra_bytes: peak memory beyond plain DDP's and the rings: messages in flight (of
+                all handles of the process group) and residuals.
             parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
-                whole gradient, at most), ratio: of the plan in force.
+                gradient, at most), ratio: of the plan in force.
             plan: its version.
         """
         totals: dict[str, Any] = self._buckets.totals()
         raw = self._buckets.raw_bytes(totals.pop("gradient_bytes"))
         wire = totals["wire_bytes"]
         residual = self._state_bytes()
-        transport = self._comm.opened  # to open it would wait for the others
+        transport = self._comm.opened  # not `transport`, which would wait for other ranks
         return {
             **totals,
             "raw_bytes": round(raw),
@@ -186,9 +185,9 @@ class Handle(Saved):
         }
 
     def detach(self) -> None:
-        """Give the module back to plain averaging; within a backward pass, when that has ended.
+        """Return the module to plain averaging; during a backward pass, at its end.
 
-        The statistics and state stay readable.
+        Statistics and state stay readable.
         """
         state, self._state = self._state, None
         if state is not None:
@@ -202,7 +201,7 @@ class Handle(Saved):
 
 
 def _options(options: Options | None, algorithm: str | None, before: Options) -> Options:
-    """Of an update; an algorithm by its name leaves what belongs to the one before."""
+    """The options after an update; a new algorithm drops options of the previous one."""
     if options is None and algorithm is not None and algorithm != before.algorithm:
         return before.through(algorithm)
     return options_of(options or before, algorithm)

@@ -1,7 +1,7 @@
-"""The DDP communication hook, and its state, through which gradwire is attached and detached.
+"""The DDP communication hook and its state, for attach and detach.
 
-DDP takes a hook once and for all. While its state holds a reducer, gradients go through that; after
-`detach` the hook averages them plainly, until another reducer is set. DDP reads the hook's
+A DDP module accepts one hook, for its lifetime. If the hook's state has a reducer, the reducer
+averages gradients; after `detach` the hook averages them uncompressed. DDP reads the hook's
 annotations as objects, so this file does not postpone their evaluation.
 """
 
@@ -17,12 +17,12 @@ from gradwire.errors import ConfigError
 
 
 class HookState:
-    """What one DDP module's hook holds.
+    """The state of one DDP module's hook.
 
     Attributes:
         reducer: gets each bucket; None after detach.
-        first: called before the first bucket, unless there is a reducer then; it may attach one.
-        attached: how many handles there have been; the same on all ranks.
+        first: called before the first bucket if there is no reducer; it may attach one.
+        attached: number of handles so far; equal on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -63,8 +63,8 @@ def average(
     return future
 
 
-# Beside the modules, not in them: a copy of a module has a reducer of its own, without a hook, so
-# it must not inherit the state; and a saved module holds nothing of gradwire's.
+# Not an attribute of the module: a copied module has its own reducer without a hook, so it must not
+# inherit the state; and a saved module must not contain it.
 _states: WeakKeyDictionary[DistributedDataParallel, HookState] = WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ def hook_state(model: DistributedDataParallel) -> HookState:
     """The hook's state of `model`, registered on first use.
 
     Raises:
-        ConfigError: what `check_module` refuses, or `model` has another communication hook.
+        ConfigError: as `check_module`; or `model` has another communication hook.
     """
     check_module(model)
     state = _states.get(model)
@@ -82,20 +82,19 @@ def hook_state(model: DistributedDataParallel) -> HookState:
             model.register_comm_hook(state, hook)
         except RuntimeError as error:
             raise ConfigError(
-                f"this DDP module has a communication hook already ({error}); attach before, or "
-                "instead of, register_comm_hook and DDP(mixed_precision=...)"
+                f"this DDP module already has a communication hook ({error}): do not combine "
+                "attach with register_comm_hook or DDP(mixed_precision=...)"
             ) from error
         finally:
-            # DDP notes the hook and its state in the module, for its Python reducer alone. There
-            # they would be copied and saved with it, process group, locks and all.
+            # DDP also stores the hook and its state in the module, for its Python reducer only.
+            # There a copy or a checkpoint of the module would include the process group and locks.
             model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not state]
         _states[model] = state
     return state
 
 
 def check_module(model: DistributedDataParallel) -> None:
-    """Raises ConfigError for what is no DDP module, or one whose gradients torch.compile
-    synchronises."""
+    """Raise ConfigError for anything but a DDP module, and for one with the Python reducer."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "

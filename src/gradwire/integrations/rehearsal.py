@@ -1,11 +1,11 @@
-"""Rehearsal: what a plan will run, prepared before its first pass.
+"""Rehearsal: prepares the collectives of a new plan before its first pass.
 
-The scopes of a pass are formed as they will be, from the buckets of the last pass; aggregators go
-through their rounds on zeros, with fresh state; and nothing is sent: a collective leaves its values
-as they are. So layouts are compiled and agreed on, and kernels loaded, while another plan runs.
+The scopes are formed from the buckets of the last pass. Aggregators go through their rounds on
+zeros, with initial state, and nothing is sent: each collective leaves its values unchanged. So
+layouts are compiled and agreed on, and kernels loaded, while the present plan runs.
 
-Ranks agree on layouts, so all must rehearse the same buckets: DDP's change with its second forward,
-and ranks are there at different times.
+Ranks agree on layouts, so all must rehearse the same buckets. DDP rebuilds its buckets at its
+second forward, which ranks reach at different times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Known(Protocol):
-    """Parameters that travel together, and how many values of each."""
+    """Parameters that are sent together, with their numbers of values."""
 
     @property
     def members(self) -> Sequence[Attached]: ...
@@ -39,15 +39,15 @@ class Known(Protocol):
 K = TypeVar("K", bound=Known)
 
 _ATTEMPTS = 50
-_PAUSE_S = 0.1  # between two
+_PAUSE_S = 0.1  # between two attempts
 
 
 def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Sequence[K]:
-    """What travelled together in the last pass, once all ranks have had the same; none if they have
-    not for some seconds: then a plan's first pass prepares what it runs.
+    """The contents of the last pass, once they are equal on all ranks; empty after some seconds of
+    differences: then the plan's first pass prepares its collectives.
 
     Args:
-        name: of the exchange, used once.
+        name: of the exchange, unique.
     """
     member = owner.comm.member
     if member is None:
@@ -70,7 +70,7 @@ def alike(owner: Owner, name: str, contents: Callable[[], Sequence[K]]) -> Seque
 def rehearse(
     owner: Owner, plan: Plan, contents: Sequence[Content], members: Mapping[str, Attached]
 ) -> list[Collective]:
-    """The collectives that `plan` runs in a pass over buckets of these contents, being prepared."""
+    """Prepare the collectives that `plan` runs in a pass over buckets with these contents."""
     aggregators = {p.name: p.aggregator for p in plan.parameters}
     gather = Gather(plan.coalesce_bytes)
     found = []

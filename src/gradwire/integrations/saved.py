@@ -1,4 +1,4 @@
-"""What a handle saves and loads: steps, seed, and the state of every parameter's aggregator."""
+"""The state that a handle saves and loads: steps, seed, and every parameter's aggregator state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradwire.planner import Plan
 
 
 class Saved:
-    """The state of a handle: a base of what `attach` returns.
+    """Base class of handles, for their state.
 
     Args:
-        members: of the parameters, by name.
+        members: the parameters, by name.
         seed: of random numbers.
-        rank, world_size: of those that have a part in an average.
+        rank, world_size: among the ranks that take part in an average.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Saved:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: saved on every rank beside the model's, it resumes bit by bit.
+        """This rank's state. If every rank saves it with the model, resuming is bit-identical.
 
-        A snapshot: residuals are copied, so later training does not change it.
+        It is a snapshot: tensors are copied, so later training does not change it.
         """
         return {
             "version": 1,
@@ -58,17 +58,17 @@ class Saved:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` gave. It is copied: training does not change `state`.
+        """Load a result of `state_dict`. Tensors are copied: training does not change `state`.
 
         Args:
             state: this rank's state; or, after a change of the number of ranks, the list of all
-                old ranks' states: their residuals are shared out so that what was not sent still
-                will be. One state from another world size restores the steps and what is alike on
-                all ranks, and warns that the rest starts anew.
+                old ranks' states, whose residuals are distributed over the new ranks. A single
+                state from another world size restores the steps and the replicated state, and warns
+                that the rest starts from its initial values.
 
         Raises:
-            ConfigError: no such state, or of another plan: the first parameter that differs is
-                named, and how. Nothing is changed then.
+            ConfigError: `state` is not a handle's state, or of another plan; the message names the
+                first parameter that differs. Nothing is changed then.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         merged = merge_states(states, self.rank, self.world_size, self.plan)
@@ -88,7 +88,7 @@ class Saved:
         )
 
     def _facts(self) -> dict[str, dict[str, Any]]:
-        """Of each parameter: codec or aggregator, numel, payload_bytes, ratio."""
+        """Per parameter: codec or aggregator, numel, payload_bytes, ratio."""
         parameters = {}
         for p in self.plan.parameters:
             raw_payload = p.numel * p.dtype.itemsize

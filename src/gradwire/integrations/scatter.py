@@ -1,9 +1,9 @@
-"""What FSDP2 calls in place of torch's collectives, for one group of parameters.
+"""The objects that FSDP2 calls in place of torch's collectives, for one group of parameters.
 
-A parameter's values for another rank are encoded once; each rank sums what came with its own
-values, which stay exact. Under HSDP the sum then is averaged over the replicas, through the same
-codec; what that leaves unsent stands in the residual where the own shard is, which the scatter has
-no error of.
+A parameter's values for another rank are encoded once. Each rank sums the received values and its
+own values, which stay exact. Under HSDP the sum is then averaged over the replicas through the same
+codec. The error of that average is kept in the part of the residual that belongs to the own shard,
+for which the scatter has no error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scattered:
-    """What a group of parameters last scattered.
+    """The layout of the last reduce-scatter of a group of parameters.
 
     Attributes:
-        members: of the parameters, in FSDP's order.
-        lengths: of each, how many values each rank gets.
-        stride: values for each rank, with padding.
+        members: the parameters, in FSDP's order.
+        shards: per parameter, the number of values of each rank.
+        stride: values per rank, with padding.
     """
 
     members: tuple[Attached, ...]
@@ -50,16 +50,16 @@ class Scattered:
 
     @property
     def lengths(self) -> list[int]:
-        """Values of each parameter, whole."""
+        """The number of values of each parameter, over all ranks."""
         return [sum(lengths) for lengths in self.shards]
 
     @property
     def reaches_all(self) -> bool:
-        """Whether every rank gets something from every other."""
+        """Whether every rank gets values from every other."""
         return all(map(any, zip(*self.shards, strict=True)))
 
     def specs(self, aggregators: Mapping[str, Aggregator]) -> list[Spec]:
-        """What all ranks know of it, with these aggregators, by parameter."""
+        """Its description, equal on all ranks, with these aggregators by parameter."""
         found = []
         for member, lengths in zip(self.members, self.shards, strict=True):
             aggregator = aggregators[member.name]
@@ -76,10 +76,10 @@ class Scatter(FSDPReduceScatter):
 
     Args:
         handle: runs it.
-        members: of the parameters, by FSDP's records.
+        members: the parameters, by FSDP's records.
 
     Attributes:
-        last: what it was last given.
+        last: the layout of its last call.
     """
 
     def __init__(self, handle: Sharded, members: Mapping[Any, Attached]) -> None:
@@ -100,7 +100,7 @@ class Scatter(FSDPReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor`, of all ranks' stretches, into `output_tensor`, this rank's."""
+        """Reduce `input_tensor`, which has a part per rank, into `output_tensor`, this rank's."""
         handle, (reduction, factor) = self.handle, factor_of(op)
         rank, ranks, owner = handle.groups.shard, handle.groups.shards, handle.owner
         stride, device = output_tensor.numel(), input_tensor.device
@@ -138,7 +138,7 @@ class Scatter(FSDPReduceScatter):
         raw_bytes = input_tensor.nbytes * (ranks - 1) // ranks
         least = handle.run(owner, specs, items, what.operation, raw_bytes, version)
         for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
-            output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding: hooks may look
+            output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
         if what.reaches_all:
             handle.know(least)
         elif not handle.is_told:
@@ -149,10 +149,10 @@ class Scatter(FSDPReduceScatter):
 
 
 class WeightGather(FSDPAllGather):
-    """The all-gather of one group's weights, as it was before.
+    """The all-gather of one group's weights, passed on unchanged.
 
     Args:
-        before: FSDP's own.
+        before: FSDP's own all-gather.
     """
 
     def __init__(self, before: FSDPAllGather) -> None:
@@ -174,12 +174,12 @@ class WeightGather(FSDPAllGather):
 
 
 class Replicas(dist.ProcessGroup):
-    """Stands for the process group between HSDP's replicas; FSDP calls nothing but `allreduce`.
+    """Replaces the process group between HSDP's replicas; FSDP only calls its `allreduce`.
 
     Args:
         group: that process group.
         handle: runs the all-reduces.
-        members: of the parameters, by FSDP's records.
+        members: the parameters, by FSDP's records.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Replicas(dist.ProcessGroup):
         self.handle = handle
         self.members = members
 
-    # torch looks the group up, to tell of an error, among those that it has listed.
+    # Equal to `group`, since torch looks groups up in a table for its error messages.
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.group
@@ -199,7 +199,7 @@ class Replicas(dist.ProcessGroup):
         return hash(self.group)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduce what this rank's shards of all parameters are, in place."""
+        """Reduce this rank's shards of all parameters, in place."""
         handle, (values,), (reduction, factor) = self.handle, tensors, factor_of(opts.reduceOp)
         owner, groups = handle.replicas, handle.groups
         shard, shards = groups.shard, groups.shards
@@ -208,7 +208,7 @@ class Replicas(dist.ProcessGroup):
         for piece in scattered(values.numel() * shards, shards):
             member, device = _member(self.members, piece.parameter), values.device
             if not piece.lengths[shard]:
-                member.step += 1  # as where there is something of it: shards count alike
+                member.step += 1  # as on ranks that have values of it: steps stay equal
                 continue
             residual = _residual(member, values, device, groups)
             part = values[piece.at :][: piece.lengths[shard]]
@@ -229,14 +229,14 @@ class Replicas(dist.ProcessGroup):
 
 
 class Completed(dist.Work):
-    """Of a collective that has ended."""
+    """The Work of a completed collective."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
 
 def codec_of(aggregator: Aggregator, dtype: torch.dtype) -> Codec | None:
-    """What a parameter's values travel through, which FSDP2 reduces in this dtype."""
+    """The codec of a parameter that FSDP2 reduces in this dtype; None: uncompressed."""
     inner = getattr(aggregator, "inner", aggregator)
     return inner.codec if isinstance(inner, Compressed) and dtype in FLOATS else None
 
@@ -244,8 +244,8 @@ def codec_of(aggregator: Aggregator, dtype: torch.dtype) -> Codec | None:
 def _member(members: Mapping[Any, Attached], parameter: Any) -> Attached:
     if parameter not in members:
         raise ConfigError(
-            f"FSDP2 reduces the gradient of {parameter}, which was not there at attach: detach and "
-            "attach anew"
+            f"FSDP2 reduces the gradient of {parameter}, which did not exist at attach: detach and "
+            "attach again"
         )
     return members[parameter]
 
@@ -253,18 +253,18 @@ def _member(members: Mapping[Any, Attached], parameter: Any) -> Attached:
 def _residual(
     member: Attached, values: torch.Tensor, device: torch.device, groups: Groups
 ) -> torch.Tensor | None:
-    """A parameter's residual, if its values go through a codec, and it keeps one."""
+    """A parameter's residual, if its aggregator keeps one and its dtype can be compressed."""
     state = member.context(values, device, groups.rank, groups.size).state
     return state.get(RESIDUAL) if values.dtype in FLOATS else None
 
 
 def _own(residual: torch.Tensor, piece: Piece, rank: int) -> torch.Tensor:
-    """Of a whole parameter's residual, where this rank's shard is."""
+    """The part of a parameter's residual that belongs to this rank's shard."""
     return residual[sum(piece.lengths[:rank]) :][: piece.lengths[rank]]
 
 
 def _pay(owed: torch.Tensor, own: torch.Tensor) -> None:
-    """The own shard is exact: what a residual holds of it, from another number of ranks, is added
-    to it, and no longer owed."""
+    """Add the residual of the own shard, left by another number of ranks, to the own values, which
+    are sent exactly; then clear it."""
     own += owed.to(own.dtype)
     owed.zero_()

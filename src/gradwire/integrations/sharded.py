@@ -1,7 +1,7 @@
-"""FSDP2: gradients are reduced and scattered through codecs, each parameter through its own.
+"""The handle of FSDP2 modules: gradients are reduce-scattered through a codec per parameter.
 
-FSDP calls, for every group of parameters of every module, objects that this file puts in place of
-its own (integrations/scatter.py). Weights are gathered as they are.
+For every group of parameters, this file replaces the collectives that FSDP calls by the objects of
+integrations/scatter.py. Weights are gathered uncompressed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Sharded(Saved):
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._switch = Switch(plan, self._owners[0], self._rehearse)
         self._pass = running()
-        self._version = 0  # that this rank offers in this pass
-        self._least: int | None = None  # that any rank has offered, as far as it is known
+        self._version = 0  # the plan version that this rank offers in this pass
+        self._least: int | None = None  # the least version that any rank offers, if known
         self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
@@ -89,20 +89,21 @@ class Sharded(Saved):
 
     @property
     def owner(self) -> Owner:
-        """Of what is scattered."""
+        """The owner of reduce-scatters."""
         assert self.groups.scatter is not None
         return self._owners[0]
 
     @property
     def replicas(self) -> Owner:
-        """Of what goes between replicas."""
+        """The owner of all-reduces between replicas."""
         assert self.groups.replicas is not None
         return self._owners[-1]
 
     # ---- passes
 
     def begin(self) -> int:
-        """A scatter begins: the version of plans that this rank offers in the running pass."""
+        """Called as a scatter begins; returns the plan version that this rank offers in the running
+        pass."""
         self._backward.enter()
         now = running()
         if now != self._pass:
@@ -126,7 +127,7 @@ class Sharded(Saved):
         raw_bytes: int,
         version: int = 0,
     ) -> int:
-        """Run a collective to its end; returns the least version that reached this rank."""
+        """Run a collective to its end; returns the least plan version that this rank received."""
         collective = prepare(owner, specs, _OPTIONS, operation, items[0].values.device)
         collective.check(items)
         ticket = owner.ticket(version)
@@ -145,17 +146,18 @@ class Sharded(Saved):
         return ticket.version
 
     def know(self, least: int) -> None:
-        """A scatter has told the least version that any rank offers in this pass."""
+        """Note the least version that any rank offers in this pass, from a scatter's headers."""
         self._least = least if self._least is None else min(self._least, least)
 
     @property
     def is_told(self) -> bool:
-        """Whether some scatter of a pass brings every rank a message of every other; ranks agree on
-        that."""
+        """Whether a scatter of each pass sends a message from every rank to every other; equal on
+        all ranks."""
         return any(s.last is not None and s.last.reaches_all for s in self._scatters)
 
     def ask(self, version: int, device: torch.device) -> None:
-        """Where no scatter tells, for want of rows: exchange the versions that ranks offer."""
+        """Exchange the versions that ranks offer, if no scatter does since there are too few
+        rows."""
         values = torch.tensor([version], dtype=torch.int32, device=device)
         least = Operation("all_reduce", "min")
         spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
@@ -163,7 +165,7 @@ class Sharded(Saved):
         self.know(int(values.item()))
 
     def _reduces(self, module: torch.nn.Module) -> bool:
-        """Whether a backward of the module will reduce anything; FSDP2's way of no_sync."""
+        """Whether a backward of the module reduces gradients, by FSDP2's equivalent of no_sync."""
         return any(getattr(record, "reduce_grads", True) for record, *_ in self._replaced)
 
     def _forward(self) -> None:
@@ -172,7 +174,7 @@ class Sharded(Saved):
             raise refusal
 
     def _abandoned(self) -> None:
-        """Backward ended by an exception: peers would wait for what it has not scattered."""
+        """Backward ended with an exception: fail the owners, since peers wait for its scatters."""
         for owner in self._owners:
             rank = owner.comm.rank
             error = TransportError(
@@ -199,16 +201,15 @@ class Sharded(Saved):
         error_feedback: bool = _SAME,
         **codec_options: object,
     ) -> Update:
-        """Change what `attach` was told, while training runs: as `Handle.update`, for what FSDP2
-        modules have.
+        """Change arguments of `attach` during training, as `Handle.update`.
 
         Raises:
             ConfigError: as `Handle.update`; or the module has replicas (HSDP).
         """
         if self.groups.replicas is not None:
             raise ConfigError(
-                "update: a plan of a module with replicas (HSDP) is for good: detach, and attach "
-                "anew"
+                "update: the plan of a module with replicas (HSDP) cannot change: detach and "
+                "attach again"
             )
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
@@ -223,7 +224,7 @@ class Sharded(Saved):
         return self._switch.ask(changed)
 
     def _rehearse(self, plan: Plan) -> list[Collective]:
-        """What `plan` will run, of what all ranks have last scattered alike."""
+        """Prepare the collectives of `plan`, from the scatters that all ranks last ran equally."""
         name = f"{self.owner.key}/plan {plan.version}"
         known = alike(self.owner, name, lambda: [s.last for s in self._scatters if s.last])
         aggregators: dict[str, Aggregator] = {p.name: p.aggregator for p in plan.parameters}
@@ -232,10 +233,10 @@ class Sharded(Saved):
             for last in known
         ]
 
-    # ---- what a user asks
+    # ---- statistics, state, detach
 
     def stats(self) -> dict[str, Any]:
-        """What has been sent so far.
+        """Totals since `attach`.
 
         Returns:
             calls: reduce-scatters, and all-reduces between replicas.
@@ -261,14 +262,14 @@ class Sharded(Saved):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict`; `shards` says how many there were."""
+        """As `Handle.state_dict`, with the number of shards as `shards`."""
         return {**super().state_dict(), "shards": self.groups.shards}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """As `Handle.load_state_dict`.
 
         Raises:
-            ConfigError: as there; or residuals that cannot be moved to another mesh.
+            ConfigError: as there; or residuals cannot be moved to this mesh.
         """
         for one in [state] if isinstance(state, Mapping) else state:
             if isinstance(one, Mapping) and one.get("aggregators"):
@@ -276,16 +277,16 @@ class Sharded(Saved):
         super().load_state_dict(state)
         if self.groups.size == 1 and any(member.state for member in self._members.values()):
             warnings.warn(
-                "load_state_dict: one rank reduces nothing under FSDP2, so what the residuals of "
-                "this state hold is left out",
+                "load_state_dict: a single rank reduces nothing under FSDP2, so the residuals of "
+                "this state are dropped",
                 stacklevel=2,
             )
             for member in self._members.values():
                 member.keep({})
 
     def _check_mesh(self, state: Mapping[str, Any]) -> None:
-        """A residual has the values of each shard side by side, and counts those of the own shard
-        for all of them where there are replicas."""
+        """A residual has the values of all shards in order; with replicas, those of the own shard
+        have the weight of all shards. So another mesh needs another layout."""
         here = self.groups.size, self.groups.shards
         there = state.get("world_size"), state.get("shards")
         if there == here:
@@ -294,18 +295,18 @@ class Sharded(Saved):
         if there[1] is None:
             raise ConfigError(
                 "load_state_dict: this state is of a DDP module, whose residuals have another "
-                "layout; load it with an empty 'aggregators' to start them anew"
+                "layout; load it with an empty 'aggregators' to start from zero residuals"
             )
         if there[0] != there[1] or here[0] != here[1] or columns:
             what = f"parameter {columns[0]}, sharded by columns," if columns else "replicas (HSDP)"
             raise ConfigError(
-                f"load_state_dict: this state is of {there[0]} ranks in {there[1]} shards, here "
-                f"are {here[0]} in {here[1]}: residuals of {what} cannot be moved; load it with "
-                "an empty 'aggregators' to start them anew"
+                f"load_state_dict: this state is of {there[0]} ranks in {there[1]} shards; this "
+                f"group has {here[0]} in {here[1]}: residuals of {what} cannot be moved; load it "
+                "with an empty 'aggregators' to start from zero residuals"
             )
 
     def detach(self) -> None:
-        """Give the module back to plain collectives, between two steps. Statistics and state stay
+        """Restore FSDP2's own collectives; call it between two steps. Statistics and state stay
         readable."""
         self._backward.unwatch()
         for record, scatter, gather, mesh in self._replaced:
@@ -322,7 +323,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class PlannedShards:
-    """FSDP modules that may be attached to."""
+    """FSDP modules that have passed the checks on this rank, and their plan."""
 
     model: torch.nn.Module
     trained: Trained
@@ -344,16 +345,16 @@ def plan_sharded(
     like: Groups | None = None,
     ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
 ) -> PlannedShards:
-    """What `attach` finds on this rank, on every FSDP module in `model`, before ranks agree.
+    """Check and plan every FSDP module in `model` on this rank, before ranks agree.
 
     Args:
-        like: leave out modules over other process groups than these, and those that cannot have a
+        like: skip modules over other process groups than these, and modules that cannot have a
             handle.
-        ours: whether what travels over a process group is compressed.
+        ours: whether gradients over a process group are compressed.
 
     Raises:
-        ConfigError: a module cannot have a handle, modules over several process groups, an
-            aggregator that is not one codec, or what `make_plan` refuses.
+        ConfigError: a module cannot have a handle, modules use several process groups, an
+            aggregator is not a single codec, or as `make_plan`.
     """
     trained = trained_of(model, like, ours)
     return PlannedShards(
@@ -361,6 +362,6 @@ def plan_sharded(
     )
 
 
-_STEP_BITS = 32  # of a handle's steps
-# No two handles of a group draw the same numbers.
+_STEP_BITS = 32  # bits of a handle's step counter
+# Each handle of a group draws different random numbers.
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

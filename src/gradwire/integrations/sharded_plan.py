@@ -1,4 +1,4 @@
-"""What is in an FSDP2 module, by parameter, before a handle is attached to it."""
+"""The parameters and the plan of FSDP2 modules, before a handle is attached."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Trained:
     """The parameters that have gradients.
 
     Attributes:
-        named: names and whole shapes, on no device.
-        names: by FSDP's records.
-        records: FSDP's of groups of parameters.
-        groups: the process groups of all of them.
+        named: names, and meta tensors of the unsharded shapes.
+        names: by FSDP's record of the parameter.
+        records: FSDP's records of groups of parameters.
+        groups: the process groups, common to all.
     """
 
     named: list[tuple[str, torch.Tensor]]
@@ -36,37 +36,40 @@ class Trained:
 def make_sharded_plan(
     named: Sequence[tuple[str, torch.Tensor]], rules: Rules, ranks: int, version: int = 0
 ) -> Plan:
-    """How each parameter goes; raises ConfigError as `make_plan`, and for what is no codec."""
+    """The plan; raises ConfigError as `make_plan`, and for aggregators other than codecs."""
     plan = make_plan(named, rules, ranks, version=version)
     for p in plan.parameters:
         if not isinstance(p.inner, (Compressed, Dense)):
             raise ConfigError(
-                f"parameter {p.name}: what FSDP2 scatters goes through a codec, not through {p.how}"
+                f"parameter {p.name}: FSDP2's reduce-scatter takes a codec, not {p.how}"
             )
     return plan
 
 
 def not_free(where: str, record: Any) -> str | None:
-    """Why a handle cannot have a group of parameters, or None.
+    """Why a handle cannot be attached to a group of parameters, or None.
 
     Args:
-        where: its module, in words.
+        where: its module, for the message.
     """
     if is_attached(record):
-        return f"module {where} has a handle attached: call its detach() before attaching anew"
+        return (
+            f"module {where} already has a handle attached: call its detach() before attaching "
+            "again"
+        )
     if not hasattr(record.mesh_info, "shard_mesh_size"):
         return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
     scatter = type(record._reduce_scatter_comm)
     if not scatter.__module__.startswith("torch."):
         return (
-            f"module {where} has a reduce-scatter of its own, {scatter.__name__} "
-            "(set_custom_reduce_scatter), in whose place gradwire's would come: leave one of them"
+            f"module {where} has a custom reduce-scatter, {scatter.__name__} "
+            "(set_custom_reduce_scatter), which gradwire would replace: use one of the two"
         )
     return None
 
 
 def is_attached(record: Any) -> bool:
-    """Whether a group of parameters has objects of a handle's."""
+    """Whether a handle has replaced the collectives of a group of parameters."""
     between = getattr(record.mesh_info, "replicate_process_group", None)
     return isinstance(record._reduce_scatter_comm, Scatter) or isinstance(between, Replicas)
 
@@ -74,7 +77,7 @@ def is_attached(record: Any) -> bool:
 def trained_of(
     model: torch.nn.Module, like: Groups | None, ours: Callable[[dist.ProcessGroup], bool]
 ) -> Trained:
-    """What is trained in `model`; see `attach_sharded`."""
+    """The parameters of `model` that have gradients; arguments as of `plan_sharded`."""
     names_of: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         names_of.setdefault(parameter, name)
@@ -95,10 +98,10 @@ def trained_of(
         found.setdefault(groups, where)
         records.append(record)
         for parameter in record.fsdp_params:
-            # Frozen ones, too: they may be trained later.
+            # Including frozen parameters, which may be trained later.
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
-                # Within a backward pass modules hold whole parameters; then FSDP knows their names.
+                # During backward, modules hold unsharded parameters; then FSDP knows the names.
                 name = names_of.get(parameter.sharded_param) or parameter._param_fqn
                 names[parameter] = name
                 dtype = parameter.sharded_param.dtype
@@ -107,11 +110,11 @@ def trained_of(
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise ConfigError(
-            f"modules {first} and {second} are sharded over unlike process groups: attach to each "
-            "part by itself"
+            f"modules {first} and {second} are sharded over different process groups: attach to "
+            "each of them separately"
         )
     if not found:
-        raise ConfigError("no module in this one is sharded by fully_shard: nothing to attach to")
+        raise ConfigError("fully_shard has sharded no module in this one: nothing to attach to")
     if not trained:
         raise ConfigError(
             "the module has no parameter that requires a gradient: nothing to attach to"

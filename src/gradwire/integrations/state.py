@@ -1,9 +1,9 @@
-"""Loading a handle's state, also into another number of ranks.
+"""Loads a handle's state, also into another number of ranks.
 
-A state is checked whole before any of it is used: the kernels read and write a residual by its
-address, so one of another size or dtype would reach beyond its memory; and what one codec left
-unsent says nothing about another's. What becomes of a tensor in another number of ranks, its
-declaration says (gradwire.aggregators.StateSpec).
+A state is checked completely before any of it is used: kernels access a residual by its address, so
+a wrong size or dtype would corrupt memory; and the residual of one codec is meaningless for
+another. A tensor's declaration (gradwire.aggregators.StateSpec) determines how it is redistributed
+over another number of ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _KEYS = {
 def merge_states(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, plan: Plan
 ) -> dict[str, Any]:
-    """The state that `rank` of `world_size` starts from; nothing is changed here.
+    """The state from which `rank` of `world_size` starts; a pure function.
 
     Args:
-        states: one rank's state, or those of all ranks of the job that was saved.
+        states: one rank's state, or those of all ranks of the saved job.
         plan: of the handle that loads.
 
     Raises:
-        ConfigError: no state, another format, missing ranks, or another plan: the first parameter
-            that differs is named.
+        ConfigError: no state, another format, missing ranks, or another plan: the message names the
+            first parameter that differs.
     """
     if not states:
         raise ConfigError("load_state_dict: the list of states is empty")
@@ -64,14 +64,14 @@ def merge_states(
     if len(states) == 1 and old > 1:
         if _tensors(first, plan, "per_rank", "sharded"):
             warnings.warn(
-                f"load_state_dict: this state is rank {first['rank']}'s of {old} ranks, now there "
-                f"are {world_size} and this is rank {rank}: residuals start at zero. Give the "
-                "list of all ranks' states to keep them",
+                f"load_state_dict: this state is of rank {first['rank']} of {old}, and this is "
+                f"rank {rank} of {world_size}: residuals start at zero. Give the list of all "
+                "ranks' states to keep them",
                 stacklevel=3,
             )
         return {**first, "aggregators": _tensors(first, plan, "replicated")}
     if sorted(s["rank"] for s in states) != list(range(old)):
-        raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
+        raise ConfigError(f"load_state_dict: give the state of each of the {old} old ranks once")
     moved = _tensors(first, plan, "replicated")
     for shared in (
         _share_out(states, plan, rank, world_size),
@@ -86,24 +86,24 @@ def merge_states(
 
 
 def _check_form(state: object) -> None:
-    """It is the state_dict of a handle, in this version's format."""
+    """Check that `state` is a handle's state_dict in this version's format."""
     if not isinstance(state, Mapping) or state.get("version") != 1:
         raise ConfigError("load_state_dict: not the state_dict of a gradwire handle (version 1)")
     for key, kind in _KEYS.items():
         if not isinstance(state.get(key), kind):
             found = f"has {state[key]!r} for {key!r}" if key in state else f"lacks {key!r}"
             raise ConfigError(
-                f"load_state_dict: the state {found}: not one that Handle.state_dict made"
+                f"load_state_dict: the state {found}: it is not a result of Handle.state_dict"
             )
     if not 0 <= state["rank"] < state["world_size"]:
         raise ConfigError(
-            f"load_state_dict: the state is of rank {state['rank']} of {state['world_size']}: not "
-            "one that Handle.state_dict made"
+            f"load_state_dict: the state is of rank {state['rank']} of {state['world_size']}: it "
+            "is not a result of Handle.state_dict"
         )
 
 
 def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
-    """It was saved from this plan: the same parameters, each synchronised in the same way."""
+    """Check that the state was saved from this plan: equal parameters with equal codecs."""
     here = {p.name: p.facts() for p in plan.parameters}
     there = state["parameters"]
     for key in ("parameters", "steps"):
@@ -117,12 +117,12 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
     for name, facts in here.items():
         for fact, value in facts.items():
             if fact == "feedback" and 1 in (world_size, state["world_size"]):
-                continue  # one rank alone has none, whatever was asked for
+                continue  # a single rank has no error feedback, whatever the arguments
             found = there[name].get(fact) if isinstance(there[name], Mapping) else None
             if found != value:
                 raise ConfigError(
                     f"load_state_dict: parameter {name} has {fact} {found} in the state and "
-                    f"{value} here: a state belongs to the plan that it was saved from"
+                    f"{value} here: load a state with the same plan with which it was saved"
                 )
         if not isinstance(state["steps"][name], int):
             raise ConfigError(
@@ -132,13 +132,13 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
 
 
 def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
-    """Each is declared, and as declared. Before the first step there are none."""
+    """Check that each tensor is as declared. A state from before the first step has none."""
     rank, world_size = state["rank"], state["world_size"]
     planned = {p.name: p for p in plan.parameters}
     for name, tensors in state["aggregators"].items():
         declared = _declared(planned[name], ranks == 1) if name in planned else {}
         if not isinstance(tensors, Mapping):
-            raise ConfigError(f"load_state_dict: the state of {name} is no mapping of tensors")
+            raise ConfigError(f"load_state_dict: the state of {name} is not a mapping of tensors")
         for key, tensor in tensors.items():
             if key not in declared:
                 raise ConfigError(
@@ -151,7 +151,7 @@ def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
 
 
 def _declared(parameter: ParameterPlan, alone: bool) -> dict[str, StateSpec]:
-    """The state that a parameter may have; `alone`: of one rank, which drops its residual."""
+    """The state that a parameter may have; `alone`: with one rank, which drops its residual."""
     kept = ErrorFeedback(parameter.inner) if alone else parameter.aggregator
     return {**kept.states(parameter.shape), OWED: StateSpec((parameter.numel,))}
 
@@ -174,7 +174,7 @@ def _check_tensor(what: str, tensor: object, shape: tuple[int, ...], dtype: torc
 def _tensors(
     state: Mapping[str, Any], plan: Plan, *kinds: str
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a state that are declared to be of these kinds."""
+    """The tensors of a state with one of these declared kinds."""
     planned = {p.name: p for p in plan.parameters}
     found = {}
     for name, tensors in state["aggregators"].items():
@@ -188,10 +188,9 @@ def _tensors(
 def _share_out(
     states: Sequence[Mapping[str, Any]], plan: Plan, rank: int, world_size: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Of what is per rank: new rank r takes that of old ranks r, r + world_size, ...
+    """Redistribute per-rank state: new rank r gets the sum over old ranks r, r + world_size, ...
 
-    It counts in the average with weight 1 / number of ranks, so it is scaled by new / old: then the
-    average of what is still to be sent stays what it was.
+    It is scaled by new / old number of ranks, which preserves the average over ranks.
     """
     old = len(states)
     shared: dict[str, dict[str, torch.Tensor]] = {}
@@ -199,7 +198,7 @@ def _share_out(
         for name, tensors in _tensors(state, plan, "per_rank").items():
             target = shared.setdefault(name, {})
             for key, value in tensors.items():
-                # Also where no old rank's comes here: a state that started anew need not be zero.
+                # Zeros also if this rank gets nothing: an initial state need not be zero.
                 target.setdefault(key, torch.zeros_like(value, device="cpu"))
                 if state["rank"] % world_size == rank:
                     target[key] += value.cpu() * (world_size / old)
@@ -207,7 +206,7 @@ def _share_out(
 
 
 def _owe(tensors: dict[str, torch.Tensor]) -> None:
-    """One rank alone has no error feedback: what its residual held, its next gradient gets."""
+    """With one rank there is no error feedback: its residual is added to the next gradient."""
     if RESIDUAL in tensors:
         residual = tensors.pop(RESIDUAL)
         tensors[OWED] = tensors[OWED] + residual if OWED in tensors else residual
@@ -216,7 +215,7 @@ def _owe(tensors: dict[str, torch.Tensor]) -> None:
 def _cut(
     states: Sequence[Mapping[str, Any]], plan: Plan, rank: int, world_size: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Of what is sharded: all shards together, cut anew."""
+    """Reshard sharded state: concatenate all shards, and cut them for the new ranks."""
     planned = {p.name: p for p in plan.parameters}
     by_rank = [_tensors(s, plan, "sharded") for s in sorted(states, key=lambda s: int(s["rank"]))]
     found: dict[str, dict[str, torch.Tensor]] = {}

@@ -1,17 +1,18 @@
-"""Plans in turn: a new one is prepared while the old one runs, and adopted by all ranks at once.
+"""Switches plans: a new plan is prepared while the old one runs, and all ranks adopt it at the same
+pass.
 
 A *pass* is one synchronised backward pass. Versions count from 0; each `update` has the next.
 
-    prepare   on a thread that nobody waits for: ranks compare the plan, then compile what it will
-              run, and agree on that, version after version
-    offer     as a pass begins, each rank notes the newest version that it has prepared; messages
-              carry it, and whoever merges messages takes the least (engine/message.py)
-    adopt     so when a pass has ended, every rank knows the least that any had noted; with the next
-              pass that version is in force, on all ranks
+    prepare   on a background thread: ranks compare the plan, then compile its collectives and
+              agree on their layouts, version after version
+    offer     as a pass begins, each rank samples the newest version that it has prepared; messages
+              carry it, and merges take the minimum (engine/message.py)
+    adopt     at the end of a pass every rank knows the minimum over all ranks; this version is in
+              force from the next pass on
 
-Nobody waits, and no two plans meet within a pass. Where messages keep a stream's order no host sees
-them: there one more number is all-reduced per pass, on the device, and a rank that has offered a
-version waits for it once, as the next pass begins.
+Training does not wait, and a pass has one plan on all ranks. In stream order the host sees no
+message headers: there one more number is all-reduced per pass, on the device, and a rank that has
+offered a new version waits for it once, as the next pass begins.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from gradwire.planner import Plan
 
 log = logging.getLogger("gradwire")
 
-MOST_VERSIONS = 1 << 16  # that a message header can tell apart
+MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 
 class Update:
     """What `Handle.update` returns.
 
     Attributes:
-        version: of the plan that it asks for.
+        version: of the requested plan.
     """
 
     def __init__(self, version: int, switch: Switch) -> None:
@@ -50,10 +51,10 @@ class Update:
         return self._switch.plan.version >= self.version
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until this rank has prepared it; it is adopted once all have.
+        """Wait until this rank has prepared it; it is adopted once all ranks have.
 
         Raises:
-            ConfigError: ranks asked for unlike plans; the one before stays in force.
+            ConfigError: ranks requested different plans; the previous plan stays in force.
             TransportError: a peer did not answer, or has failed.
             TimeoutError: after `timeout` seconds.
         """
@@ -64,13 +65,13 @@ class Switch:
     """The plans of one handle.
 
     Args:
-        plan: in force from the beginning.
-        owner: whose rounds follow it.
-        rehearse: the collectives that a plan will run, being prepared (integrations/rehearsal.py).
+        plan: the initial plan.
+        owner: of the rounds that use it.
+        rehearse: prepares the collectives of a plan (integrations/rehearsal.py).
 
     Attributes:
-        plan: in force.
-        newest: the plan that was asked for last.
+        plan: the plan in force.
+        newest: the plan requested last.
     """
 
     def __init__(
@@ -81,24 +82,26 @@ class Switch:
         self._owner = owner
         self._rehearse = rehearse
         self._lock = threading.Lock()
-        self._plans = {plan.version: plan}  # in force, and prepared
+        self._plans = {plan.version: plan}  # the plan in force, and prepared ones
         self._prepared = plan.version
         self._waiting: list[tuple[Plan, Update]] = []
         self._busy = False
         self._refused: ConfigError | None = None
 
-    # ---- asking for a plan ---------------------------------------------------------------------
+    # ---- requests and preparation --------------------------------------------------------------
 
     def ask(self, make: Callable[[Plan], Plan]) -> Update:
-        """Have the plan that `make` makes of the newest one prepared and adopted.
+        """Request a plan, made by `make` from the newest one: prepare it, and adopt it.
 
         Raises:
-            ConfigError: what `make` raises; or as many updates as versions can be told apart.
+            ConfigError: raised by `make`; or the handle has had `MOST_VERSIONS` updates.
         """
         with self._lock:
             plan = make(self.newest)
             if plan.version >= MOST_VERSIONS:
-                raise ConfigError(f"{MOST_VERSIONS} updates of one handle: detach and attach anew")
+                raise ConfigError(
+                    f"a handle has at most {MOST_VERSIONS} updates: detach and attach again"
+                )
             self.newest = plan
             update = Update(plan.version, self)
             self._waiting.append((plan, update))
@@ -120,7 +123,7 @@ class Switch:
             except ConfigError as error:
                 self._refuse(plan, update, error)
             except BaseException as error:
-                # Alone with this failure, we would keep the others from ever switching.
+                # Peers could never switch if only this rank failed, so fail the owner everywhere.
                 self._owner.comm.fail_owner(self._owner, error)
                 update._prepared.set_exception(error)
             else:
@@ -130,11 +133,11 @@ class Switch:
                 update._prepared.set_result(None)
 
     def _prepare(self, plan: Plan) -> None:
-        """Until this rank can run `plan`; raises ConfigError on all ranks, or on none."""
+        """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
         comm, name = self._owner.comm, f"{self._owner.key}/plan {plan.version}"
         what = "an update of what is attached"
         comm.agreement(name, what, plan.describe()).result()
-        # What goes wrong on one rank alone must be known to all before one of them goes on.
+        # An error on one rank must reach all ranks before any of them continues.
         collectives: Sequence[Collective] = ()
         verdict = "rehearsed"
         try:
@@ -148,7 +151,8 @@ class Switch:
             collective.prepared.reserve()
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
-        """All ranks find so: this version is the one before, and the next forward says why."""
+        """Refuse `plan`, on all ranks: its version gets the previous plan, and the next forward
+        raises the error."""
         with self._lock:
             same = replace(self._plans[self._prepared], version=plan.version)
             if self.newest is plan:
@@ -160,7 +164,7 @@ class Switch:
         update._prepared.set_exception(error)
 
     def refusal(self) -> ConfigError | None:
-        """Why an update was refused, once."""
+        """The error of a refused update; returned once."""
         with self._lock:
             error, self._refused = self._refused, None
         return error
@@ -168,7 +172,7 @@ class Switch:
     # ---- passes --------------------------------------------------------------------------------
 
     def begin(self, least: int) -> int:
-        """A pass begins, after one in which `least` was the least version that any rank offered.
+        """Begin a pass; `least` is the least version that any rank offered in the previous one.
 
         Returns:
             The version that this rank offers; `plan` is in force.

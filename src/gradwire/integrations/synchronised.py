@@ -1,4 +1,4 @@
-"""Which parameters a DDP module synchronises: those that its reducer keeps."""
+"""The parameters that a DDP module synchronises, as listed by its reducer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradwire.errors import ConfigError
 def synchronised(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
     """Names and parameters in the module's order; a tied parameter comes with each of its names.
 
-    DDP settles them when it wraps the module: a parameter frozen later still has its place in a
-    bucket, one that is unfrozen later gets none. So the reducer is asked, not `requires_grad`.
+    DDP selects them when it wraps the module: a parameter frozen later stays in its bucket, one
+    unfrozen later gets no bucket. So this asks the reducer, and ignores `requires_grad`.
 
     Raises:
-        ConfigError: sparse gradients, or a parameter that has left the module since.
+        ConfigError: gradients are sparse, or a parameter was removed from the module.
     """
     try:
-        # The buckets come with zeros in place of gradients: memory that goes at once.
+        # The buckets have zeros in place of gradients; this memory is released at once.
         buckets = model.reducer._get_zeros_like_grad_buckets()
     except RuntimeError as error:
         raise ConfigError(

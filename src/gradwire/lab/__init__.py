@@ -1,10 +1,10 @@
-"""The lab: emulated machines on a slow network, on this one.
+"""The lab: emulated machines on a slow network, all on this machine.
 
     from gradwire.lab import Network, launch
     codes = launch(["python", "train.py"], nodes=4, net=Network.parse("1gbit,1ms"))
 
-Read in this order: `network` (what is emulated), `links` (how), `supervisor` (who holds it),
-`client` (the handle on it), `run` (a command on every node). docs/lab.md tells the same to users.
+Read in this order: `network` (what is emulated), `links` (how), `supervisor` (the process that owns
+it), `client` (the API), `run` (a command on every node). docs/lab.md is the user's page.
 """
 
 from gradwire.lab.client import Lab, NodeProcess, available

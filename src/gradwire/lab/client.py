@@ -29,8 +29,8 @@ from gradwire.lab import links, program
 from gradwire.lab.network import Network
 from gradwire.lab.supervisor import MESSAGE_BYTES
 
-# The supervisor must not import torch (seconds, threads), so the package's own __init__ is stepped
-# over: an empty package of the same name, whose modules are found in the same folder.
+# The supervisor must not import torch (it takes seconds and starts threads). So it bypasses the
+# package's __init__ with an empty package of the same name and path.
 _BOOTSTRAP = """
 import sys, types
 package = types.ModuleType("gradwire")
@@ -48,12 +48,12 @@ _PORT = 29500
 
 
 class NodeProcess:
-    """A process on a node: what `subprocess.Popen` offers, as far as it makes sense here.
+    """A process on a node, with the part of `subprocess.Popen`'s interface that applies here.
 
     Attributes:
         rank: the node that it runs on.
         argv: its command.
-        pid: its process number inside the lab, not on the host.
+        pid: its process id inside the lab, not on the host.
         returncode: None while it runs; then its exit code, negative for a signal.
     """
 
@@ -91,16 +91,16 @@ class Lab:
     """`nodes` emulated machines on `net`, from `__enter__` to `__exit__`.
 
     Args:
-        nodes: how many, 1 to 1024.
-        net: the network between them; on `none` all "nodes" are this machine, over loopback.
+        nodes: number of nodes, 1 to 1024.
+        net: the network between them; on `none` all nodes are processes on this machine's loopback.
         latency_by: "netem" or "line" (the delay line); by default netem where the kernel has it.
 
     Attributes:
         latency_by: once entered, what carries the packets: "netem", "line", "bridge" (no latency
-            asked for) or "loopback" (net none).
+            requested) or "loopback" (net none).
 
     Raises:
-        ConfigError: a bad argument; or, on entering, the reason why this machine can make no lab.
+        ConfigError: a bad argument; or, on entering, the reason why no lab works on this machine.
     """
 
     def __init__(self, nodes: int, net: Network, latency_by: str | None = None) -> None:
@@ -150,7 +150,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs and return once nothing of the lab is left."""
+        """Kill all running processes and return once the lab is gone."""
         with contextlib.suppress(OSError):  # raised if the supervisor has ended before us
             self._control.shutdown(socket.SHUT_RDWR)
         self._supervisor.wait()
@@ -158,9 +158,9 @@ class Lab:
         self._control.close()
 
     def describe(self) -> str:
-        """One line for people: how many nodes, on what network, made by what."""
+        """One line for people: the number of nodes, the network and its implementation."""
         if self.latency_by == "loopback":
-            return f"{self.nodes} nodes on loopback: one machine, nothing shaped (net none)"
+            return f"{self.nodes} nodes on loopback: one machine, no rate limit (net none)"
         means = {
             "netem": "latency by the kernel's netem",
             "line": "latency by the delay line",
@@ -182,7 +182,8 @@ class Lab:
         Args:
             env: the whole environment; by default this process's own. See `torchrun_env`.
             cwd: its working directory; by default this process's own.
-            stdout, stderr: a file, a descriptor or `subprocess.DEVNULL`; by default ours.
+            stdout, stderr: a file, a descriptor or `subprocess.DEVNULL`; by default this process's
+                own.
 
         A command that cannot be run ends with code 127 or 126 and a message, as in a shell.
         """
@@ -204,20 +205,20 @@ class Lab:
         return process
 
     def running(self) -> list[NodeProcess]:
-        """The processes that have not ended, in the order of their start."""
+        """The running processes, in the order of their start."""
         return [process for process in self._processes.values() if process.poll() is None]
 
     def set_link(self, rank: int, up: bool) -> None:
-        """Pull node `rank`'s cable out, or plug it in; packets are lost while it is out."""
+        """Set node `rank`'s link up or down; packets are lost while it is down."""
         if not self.net.shaped:
             raise ConfigError("nodes on loopback (net none) have no link of their own to drop")
         self._ask("link", rank=rank, up=up)
 
     def torchrun_env(self, per_node: int = 1) -> list[dict[str, str]]:
-        """What torchrun would set, per rank, with a fresh port: `per_node` processes on each of the
-        nodes, side by side.
+        """The environment variables that torchrun would set, per rank, for `per_node` processes on
+        each node. The port is fresh.
 
-        On `net none` the nodes share loopback, so the port is one that is free right now.
+        On `net none` the nodes share loopback, so the port is one that is free at present.
         """
         shaped = self.net.shaped
         shared = {
@@ -256,27 +257,27 @@ class Lab:
         with self._asking:
             number = next(self._ids)
             message = json.dumps({"number": number, "op": op, **request}).encode()
-            with contextlib.suppress(ConnectionError):  # then the listener knows, and answers
+            with contextlib.suppress(ConnectionError):  # the listener reports it as an answer
                 socket.send_fds(self._control, [message], fds)
             answer = self._answers.get()
-            # A Ctrl-C may have left the answer to an earlier request behind.
+            # After a Ctrl-C the queue may still hold the answer to an earlier request.
             while answer is not None and answer.get("number", number) != number:
                 answer = self._answers.get()
         if answer is None:
             self._answers.put(None)
-            raise TransportError("the lab has ended; its supervisor's own message is above")
+            raise TransportError("the lab has ended; see its supervisor's message above")
         if "error" in answer:
             todo = f"; {_WHAT_TO_DO}" if op == "build" else ""
             raise ConfigError(f"the lab cannot {op}: {answer['error']}{todo}")
         return answer["ok"]
 
     def _listen(self) -> None:
-        """Thread: sort what the supervisor says into answers and ends of processes."""
+        """Thread: receive the supervisor's answers and the exit codes of processes."""
         while True:
             try:
                 data = self._control.recv(MESSAGE_BYTES)
             except ConnectionResetError:
-                continue  # reported once, ahead of the supervisor's last words, which come next
+                continue  # reported once; the supervisor's last messages follow it
             if not data:
                 break
             message = json.loads(data)
@@ -294,7 +295,7 @@ class Lab:
 def available() -> str | None:
     """None if this machine can emulate a shaped network; else the reason why it cannot.
 
-    It tries: a lab of two nodes, with latency, is made and thrown away (0.3 s, once a process).
+    It builds a lab of two nodes with latency and closes it (0.3 s, once per process).
     """
     try:
         with Lab(2, Network.parse("1gbit,1ms")):

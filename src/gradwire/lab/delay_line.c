@@ -3,13 +3,13 @@
  *   delay_line LATENCY_NS PORT...
  *
  * PORT i is the switch's end of the link to node i, whose address is 02:00:00:00:HH:LL with
- * HHLL = i + 1, so the address is the routing table; anything else (broadcast) is dropped. Packets
- * are read from a memory-mapped ring per port (AF_PACKET, TPACKET_V2), so a burst waits in the
- * ring while this process is off its core, and the kernel's arrival time, not ours, starts the
- * clock. PACKET_VNET_HDR carries segmentation and checksum requests across, so 60 kB pass per call
- * and nothing is checksummed twice. The queue towards a port is bounded by memory alone: a full
- * link pushes back on this queue instead of losing packets. Rates are not our business: htb shapes
- * both ends of every link. Whatever is lost all the same is reported on standard error.
+ * HHLL = i + 1, so no routing table is needed; other packets (broadcast) are dropped. Packets are
+ * read from a memory-mapped ring per port (AF_PACKET, TPACKET_V2), so a burst waits in the ring
+ * while this process is off its core, and the latency counts from the kernel's arrival time.
+ * PACKET_VNET_HDR forwards segmentation and checksum requests, so up to 60 kB pass per call and no
+ * checksum is computed twice. Only memory bounds the queue of a port: a full link delays this queue
+ * and loses no packets. htb at both ends of every link limits the rate. Any lost packet is reported
+ * on standard error.
  *
  * Packet sockets, unlike TAP devices, need no device node, so this works in a user namespace.
  */
@@ -33,10 +33,10 @@
 
 enum {
     SLOT = 1 << 16,          /* one packet; the nodes' gso_max_size keeps packets below this */
-    SLOTS = 256,             /* 16 MB a port */
-    SEND_BUFFER = 4 << 20,   /* as root; else what the system's wmem_max allows */
-    QUEUE_BYTES = 256 << 20, /* a port's queue beyond this is a flood, not a burst */
-    NAP_NS = 500000,         /* so long we may leave the rings alone */
+    SLOTS = 256,             /* 16 MB per port */
+    SEND_BUFFER = 4 << 20,   /* as root; else the system's wmem_max is the limit */
+    QUEUE_BYTES = 256 << 20, /* per port; packets beyond this are dropped */
+    NAP_NS = 500000,         /* longest sleep without polling the rings */
     MAX_PORTS = 1024,
 };
 
@@ -117,8 +117,8 @@ static void enqueue(struct port *from, struct tpacket2_hdr *slot, int64_t now, i
     const uint32_t header = sizeof(struct virtio_net_hdr), size = slot->tp_snaplen + header;
     struct packet *k = malloc(sizeof *k + size);
     if (!k) die("out of memory at", p->name);
-    /* The kernel stamps with the wall clock, which may be set while we run: only the packet's age
-     * is taken from it, and an age that cannot be counts as none. */
+    /* The kernel's time stamps are of the wall clock, which may be set at any time: only the
+     * packet's age is taken from it, and an impossible age counts as 0. */
     int64_t age = wall - (slot->tp_sec * 1000000000LL + slot->tp_nsec);
     if (age < 0 || age > 1000000000LL) age = 0;
     *k = (struct packet){.due = now - age + latency, .size = size};
@@ -148,7 +148,7 @@ static void send_due(struct port *p, int64_t now) {
         if (send(p->fd, k->bytes, k->size, 0) < 0) {
             p->blocked = errno == EAGAIN || errno == ENOBUFS;
             if (p->blocked) return;
-            /* A link that is down loses what is sent to it, as a pulled cable does. */
+            /* Packets to a link that is down are lost, as on real hardware. */
             if (errno != ENETDOWN && errno != ENXIO) die("cannot send to", p->name);
         }
         p->head = k->next;
@@ -164,10 +164,10 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: delay_line LATENCY_NS PORT...\n");
         return 2;
     }
-    prctl(PR_SET_PDEATHSIG, 9);   /* never outlive the lab */
-    prctl(PR_SET_TIMERSLACK, 1);  /* wake on time: the default is 50 us late */
-    /* Root only: the nodes keep all cores busy, and we need a tenth of one, on time. Niceness would
-     * not do: it counts within a session where the kernel groups processes by session. */
+    prctl(PR_SET_PDEATHSIG, 9);   /* end with the lab */
+    prctl(PR_SET_TIMERSLACK, 1);  /* the default adds up to 50 us to each wake-up */
+    /* Root only. The nodes keep all cores busy, and this process needs a tenth of one, on time. A
+     * nice value does not help: with autogrouping it applies only within a session. */
     sched_setscheduler(0, SCHED_FIFO, &(struct sched_param){.sched_priority = 1});
     for (int i = 0; i < port_count; i++) {
         ports[i].name = argv[i + 2];
@@ -183,14 +183,14 @@ int main(int argc, char **argv) {
             if (p->head && !p->blocked && p->head->due < next) next = p->head->due;
         }
         int64_t wait = next == INT64_MAX ? 1000000000 : next > now ? next - now : 0;
-        /* What arrives before the next departure is due after it: no need to wake up for it. */
+        /* A packet that arrives before the next departure is due after it: no wake-up needed. */
         int in = wait > NAP_NS ? POLLIN : 0;
         for (int i = 0; i < port_count; i++)
             polls[i] = (struct pollfd){ports[i].fd, in | (ports[i].blocked ? POLLOUT : 0), 0};
         struct timespec timeout = {wait / 1000000000, wait % 1000000000};
         if (ppoll(polls, port_count, &timeout, 0) < 0 && errno != EINTR) die("poll", "");
         for (int i = 0; i < port_count; i++) {
-            if (polls[i].revents & POLLERR) { /* the link went down: clear the error, go on */
+            if (polls[i].revents & POLLERR) { /* the link went down: clear the error */
                 int error;
                 socklen_t size = sizeof error;
                 getsockopt(ports[i].fd, SOL_SOCKET, SO_ERROR, &error, &size);

@@ -1,8 +1,8 @@
-"""Linux namespaces from Python 3.10, where `os` has no `unshare` and no `setns` yet.
+"""Linux namespaces for Python 3.10, whose `os` has no `unshare` and no `setns` yet.
 
-Everything here changes the calling *process*, and a user namespace may only be entered by a process
-with one thread, so these are for the supervisor (`supervisor.py`), never for a training process.
-Every function raises OSError, whose text names the step that failed.
+These functions change the calling *process*, and only a process with one thread may enter a user
+namespace. So they are for the supervisor (`supervisor.py`), never for a training process. Every
+function raises OSError whose text names the failed step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave_host() -> None:
-    """Give this process mounts, network and host name of its own, and its children new pids.
+    """Give this process its own mounts, network and host name, and its children a pid namespace.
 
-    As root without a user namespace; where that is forbidden, or without root, inside one in which
-    the caller is root.
+    As root, no user namespace is needed. Without root, or where that is forbidden, the process
+    enters a user namespace in which it is root.
     """
     private = _NEWNS | _NEWUTS | _NEWNET | _NEWPID
     if os.geteuid() == 0 and _libc.unshare(private) == 0:
@@ -41,9 +41,10 @@ def leave_host() -> None:
 
 
 def settle(hosts: str) -> None:
-    """Finish as the first process of the new pid namespace: its /proc, and `hosts` as /etc/hosts.
+    """Called by the first process of the new pid namespace: mount its /proc, and `hosts` as
+    /etc/hosts.
 
-    The hosts file is a bind mount of a file that is deleted at once: nothing is left to clean up.
+    The hosts file is a bind mount of a file that is deleted at once, so it needs no cleanup.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("proc", "/proc", "proc", 0)
@@ -56,7 +57,7 @@ def settle(hosts: str) -> None:
 
 
 class Node:
-    """A network and a host name of their own, kept alive by two descriptors and nothing else.
+    """A network namespace with its own host name, kept alive by two descriptors alone.
 
     `settings`: of the network, by their path under /proc/sys/net.
     """
@@ -78,7 +79,7 @@ class Node:
 
 @contextlib.contextmanager
 def _returning() -> Iterator[None]:
-    """Come back to the present network and host name when the block ends."""
+    """Return to the present network and host name when the block ends."""
     homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
     try:
         yield
@@ -91,7 +92,7 @@ def _returning() -> Iterator[None]:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent`, its parent's pid, dies."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -101,7 +102,7 @@ def inherit_orphans() -> None:
 
 
 def kill_descendants() -> None:
-    """Kill this process's children, and theirs as they are inherited, until there are none."""
+    """Kill this process's children, and their orphans as they are inherited, until none is left."""
     me = os.getpid()
     with contextlib.suppress(ChildProcessError):
         while True:

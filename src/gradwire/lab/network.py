@@ -1,8 +1,8 @@
 """The network that the lab emulates: a rate and a one-way latency, as a frozen value.
 
-Vocabulary: *rate*, bits per second that a node may send, and that it may receive; *latency*, the
-time from one node to another, so a round trip takes two. `none` is this machine's loopback as it
-is: no limit, no added latency.
+Vocabulary: *rate*, the bits per second that a node may send, and that it may receive; *latency*,
+the time from one node to another, half a round trip. `none` is this machine's loopback, with no
+limit and no added latency.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _RATES = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LATENCIES_NS = {"s": 10**9, "ms": 10**6, "us": 10**3}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 
-# Outside of these the kernel's shaper or the delay line would not do what the text promises.
+# Outside these bounds the kernel's shaper or the delay line is not accurate.
 _RATE_BOUNDS = (64 * 10**3, 100 * 10**9)
 _LATENCY_MAX_NS = 10 * 10**9
 
 
 @dataclass(frozen=True)
 class Network:
-    """What each node's link does. Build one with `parse`; `str` gives the text back.
+    """The properties of each node's link. `parse` builds one from text; `str` is the inverse.
 
     Attributes:
         rate_bits_per_s: rate of a node's egress and, separately, of its ingress; `inf` for `none`.
@@ -40,10 +40,10 @@ class Network:
         """Read `"1gbit,1ms"`, `"200mbit,0.5ms"`, `"10gbit"` (no added latency) or `"none"`.
 
         Args:
-            emulated: False for a network that is only calculated with: any rate, any latency.
+            emulated: False for a network that is only simulated: any rate, any latency.
 
         Raises:
-            ConfigError: an unknown unit, a missing part, or a value that the lab cannot emulate.
+            ConfigError: a unit is unknown, a part is missing, or the lab cannot emulate a value.
         """
         parts = [part.strip() for part in text.strip().lower().split(",")]
         if parts == ["none"]:
@@ -80,7 +80,7 @@ class Network:
 
 
 def _quantity(text: str, name: str, part: str, units: dict[str, int]) -> int:
-    """`part` ("1.5gbit") in the smallest unit that the lab knows: bits per second, nanoseconds."""
+    """`part` ("1.5gbit") in the smallest unit: bits per second or nanoseconds."""
     match = _QUANTITY.fullmatch(part)
     if match is None:
         raise _bad(text, f"its {name} {part!r} is not a number with a unit")

@@ -1,4 +1,4 @@
-"""Where the nodes' output goes: prefixed lines, node 0's alone, or files."""
+"""The nodes' output: prefixed lines, node 0's lines alone, or files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TextIO
 
-# A grandchild that has left its session may hold a pipe open on net none; nobody waits for it.
+# On net none a grandchild that has left its session may hold a pipe open; readers wait no longer.
 _LAST_LINES_S = 5.0
 
 
 class Outputs:
-    """The receiving ends of all nodes' streams, one thread each, which ends with its writer.
+    """The receiving ends of all nodes' streams: one thread per stream, which ends with its writer.
 
-    A context, to be left after the writers have ended: only then are all lines there.
+    Leave the context after the writers have ended; only then have all lines arrived.
 
     Args:
         mode: "prefix", "rank0" or "files", as `launch` explains them.
@@ -49,7 +49,7 @@ class Outputs:
             reader.join(max(0.0, deadline - time.monotonic()))
 
     def end(self, ends: ExitStack, rank: int, stream: str) -> int | IO[bytes]:
-        """The descriptor for node `rank`'s `stream` ("out" or "err"), ours until `ends` closes."""
+        """The descriptor for node `rank`'s `stream` ("out" or "err"); `ends` closes it."""
         if self._folder is not None:
             return ends.enter_context(open(self._folder / f"node{rank}.{stream}", "wb"))
         if self._mode == "rank0" and stream == "out" and rank > 0:

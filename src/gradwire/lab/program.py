@@ -14,12 +14,12 @@ SOURCE = Path(__file__).with_name("delay_line.c")
 
 
 def delay_line() -> str:
-    """The path of the compiled delay line; compiles it unless the cache has this very source.
+    """The path of the compiled delay line; compiles it unless the cache has this source's program.
 
     Raises:
-        ConfigError: there is no C compiler, it fails, or there is no private folder.
+        ConfigError: there is no C compiler, it fails, or there is no private cache folder.
     """
-    # Here, not above: the supervisor imports this package and must not import torch (client.py).
+    # Imported here since the supervisor imports this package and must not import torch (client.py).
     from gradwire.lang.jit import CompileError, cache_folder, compiler
 
     name = f"delay_line-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
@@ -30,14 +30,14 @@ def delay_line() -> str:
             _compile(gcc, program)
     except CompileError as error:
         raise ConfigError(
-            f"the lab cannot compile its delay line, which stands in for netem: {error}; "
-            "install a C compiler, or ask for no latency, as in '1gbit,0ms'"
+            f"the lab cannot compile its delay line, which replaces netem: {error}; "
+            "install a C compiler, or set no latency, as in '1gbit,0ms'"
         ) from error
     return str(program)
 
 
 def _compile(compiler: str, program: Path) -> None:
-    """Under a name of its own, then renamed: labs that start together do not meet halfway."""
+    """Compile to a private path, then rename, so that labs that start together do not conflict."""
     with tempfile.TemporaryDirectory(dir=program.parent) as folder:
         fresh = Path(folder) / program.name
         done = subprocess.run(

@@ -19,7 +19,7 @@ from gradwire.lab.output import Outputs
 
 _OUTPUTS = ("prefix", "rank0", "files")
 # After SIGTERM (or SIGINT, on Ctrl-C), before SIGKILL.
-_LAST_WORDS_S = 5.0
+_TERMINATION_S = 5.0
 _POLL_S = 0.05
 
 
@@ -40,28 +40,29 @@ def launch(
 ) -> list[int]:
     """Run `argv` on each of `nodes` emulated machines, `per_node` times, and wait for all.
 
-    Each process gets our environment, what torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, ...;
-    GLOO_SOCKET_IFNAME; OMP_NUM_THREADS=1 unless set), and `env` on top. One line on `stderr` says
-    what was built. On Ctrl-C the nodes are interrupted too, then killed, and it is raised again.
+    Each process gets this process's environment, the variables that torchrun would set (RANK,
+    WORLD_SIZE, MASTER_ADDR and so on, GLOO_SOCKET_IFNAME, and OMP_NUM_THREADS=1 unless set), and
+    `env` on top. One line on `stderr` describes the lab. On Ctrl-C the nodes are interrupted, then
+    killed, and KeyboardInterrupt is raised again.
 
     Args:
         net: on `none`, the same processes run on loopback, without namespaces.
-        timeout: seconds that the whole run may take.
+        timeout: limit for the whole run, in seconds.
         stdout, stderr: text streams; by default this process's own.
         output: "prefix": every line of every node with "[node 2] " before it;
-            "rank0": node 0's standard output as it is, that of the others discarded, standard
+            "rank0": node 0's standard output unchanged, that of the others discarded, standard
             error with prefixes;
             "files": `log_dir`/node2.out and node2.err, for each node.
-        grace: seconds that the others have, once one node has failed, before they are terminated.
+        grace: seconds after a node has failed before the others are terminated.
         latency_by: as in `Lab`.
-        per_node: processes on each node; errors and outputs call each of them a node.
+        per_node: processes per node; messages and output label each of them as a node.
 
     Returns:
         The exit code of each process, in rank order; negative for a signal.
 
     Raises:
-        ConfigError: a bad argument, or a machine that cannot make the lab, with the reason.
-        TimeoutError: `timeout` has passed; the message names the nodes that still ran.
+        ConfigError: a bad argument, or no lab works on this machine; the message has the reason.
+        TimeoutError: `timeout` has passed; the message names the nodes that were still running.
     """
     if output not in _OUTPUTS:
         raise ConfigError(f"output is one of {', '.join(_OUTPUTS)}, not {output!r}")
@@ -72,7 +73,7 @@ def launch(
     out = stdout if stdout is not None else sys.stdout
     err = stderr if stderr is not None else sys.stderr
     processes: list[NodeProcess] = []
-    # Left in this order: the lab, whose end ends every writer, then the readers of its output.
+    # Exit order: first the lab, which ends every writer, then the readers of its output.
     with Outputs(output, log_dir, out, err) as outputs, Lab(nodes, net, latency_by) as lab:
         print(f"lab: {lab.describe()}", file=err, flush=True)
         try:
@@ -85,7 +86,7 @@ def launch(
                     processes.append(lab.spawn(node, argv, full, cwd, node_out, node_err))
             return _wait(processes, timeout, grace)
         except BaseException as error:
-            # Asked of the lab: a Ctrl-C may come before `processes` has the latest.
+            # Not `processes`: a Ctrl-C may come before the newest process is appended to it.
             interrupted = isinstance(error, KeyboardInterrupt)
             _stop(lab.running(), signal.SIGINT if interrupted else signal.SIGTERM)
             raise
@@ -100,10 +101,10 @@ def run_command(
     log_dir: str | os.PathLike[str] | None = None,
     grace: float = 30.0,
 ) -> int:
-    """What `gradwire lab run` does: `launch`, and one exit code for all nodes, as a shell has it.
+    """`gradwire lab run`: `launch`, and one exit code for all nodes, by the shell's conventions.
 
-    The code of the first node that failed by itself, 128 + the signal if one was killed, 124 after
-    a timeout, 130 after Ctrl-C; 0 if all went well. Raises ConfigError as `launch` does.
+    The exit code of the first node that failed by itself, 128 + the signal if one was killed, 124
+    after a timeout, 130 after Ctrl-C, 0 on success. Raises ConfigError as `launch` does.
     """
     if not argv:
         raise ConfigError("nothing to run: write the command after --")
@@ -130,9 +131,9 @@ def run_command(
 
 
 def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> list[int]:
-    """Their exit codes, once all have ended by themselves or, after a failure, by our hand."""
+    """The exit codes, once all have ended by themselves or, after a failure, were terminated."""
     deadline = time.monotonic() + timeout if timeout is not None else None
-    last_call = None
+    terminate_at = None
     while True:
         running = [p for p in processes if p.poll() is None]
         if not running:
@@ -140,29 +141,29 @@ def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> 
         now = time.monotonic()
         if deadline is not None and now > deadline:
             ranks = ", ".join(str(p.rank) for p in running)
-            raise TimeoutError(f"the lab's nodes {ranks} still ran after {timeout:g} s")
-        if last_call is None and any(p.poll() for p in processes):
-            last_call = now + grace
-        if last_call is not None and now > last_call:
+            raise TimeoutError(f"the lab's nodes {ranks} were still running after {timeout:g} s")
+        if terminate_at is None and any(p.poll() for p in processes):
+            terminate_at = now + grace
+        if terminate_at is not None and now > terminate_at:
             _stop(running, signal.SIGTERM)
-            last_call = math.inf
+            terminate_at = math.inf
         _ended(running[0], _POLL_S)
 
 
 def _stop(processes: list[NodeProcess], gently: signal.Signals) -> None:
-    """Signal all that still run, give them a moment, then kill."""
+    """Signal all running processes, wait for up to `_TERMINATION_S`, then kill them."""
     for process in processes:
         process.send_signal(gently)
-    deadline = time.monotonic() + _LAST_WORDS_S
+    deadline = time.monotonic() + _TERMINATION_S
     for process in processes:
         if not _ended(process, deadline - time.monotonic()):
             process.send_signal(signal.SIGKILL)
 
 
-def _ended(process: NodeProcess, patience: float) -> bool:
-    """Whether it has ended, or does within `patience` seconds."""
+def _ended(process: NodeProcess, timeout: float) -> bool:
+    """Whether it ends within `timeout` seconds."""
     try:
-        process.wait(max(0.0, patience))
+        process.wait(max(0.0, timeout))
     except subprocess.TimeoutExpired:
         return False
     return True

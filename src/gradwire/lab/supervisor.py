@@ -1,20 +1,20 @@
-"""The process that holds a lab: it owns every namespace, builds the links, runs the nodes.
+"""The process that owns a lab: it holds every namespace, builds the links and runs the nodes.
 
-It is the first process (pid 1) of a pid namespace, and every other namespace is anonymous, held by
-its descriptors. So nothing of a lab has a name that could be left behind: when this process ends,
-in whatever way, the kernel kills all that runs in the lab and frees the rest. It ends when its
-control socket closes or when its caller dies, whichever it sees first.
+It is the first process (pid 1) of a pid namespace, and its descriptors hold every other namespace.
+So nothing of a lab has a name on the host: when this process ends, for any reason, the kernel kills
+all processes of the lab and frees the rest. It ends when its control socket closes or its caller
+dies, whichever comes first.
 
-On `--net none` the same supervisor runs without namespaces: each process that it starts asks the
-kernel to be killed with it, and it inherits their orphans, to kill them when it ends.
+On `--net none` the same supervisor runs without namespaces. Each process that it starts asks the
+kernel to be killed with the supervisor, which inherits their orphans and kills them when it ends.
 
 The control socket carries one JSON object per datagram. Requests: `build`, `spawn` (with three
-descriptors: the new process's standard input, output and error), `kill`, `link`; each has a
-number and gets one answer with it, `{"ok": value}` or `{"error": text}`. In between come
-`{"exited": id, "code": code}`.
+descriptors: the new process's standard input, output and error), `kill`, `link`. Each request has a
+number and gets one answer with the same number, `{"ok": value}` or `{"error": text}`. The
+supervisor also sends `{"exited": id, "code": code}` when a node's process ends.
 
-It is started by `client.py` as a bare interpreter that imports nothing but the standard library:
-it must have one thread, and be there in a tenth of a second.
+`client.py` starts it as a bare interpreter that imports only the standard library: it must have one
+thread, and start within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
 def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
-    """Serve the control socket until it closes or `caller_pid`, our parent, dies."""
+    """Serve the control socket until it closes or `caller_pid`, the parent, dies."""
     caller = os.pidfd_open(caller_pid)
     if os.getppid() != caller_pid:
         return
@@ -52,7 +52,7 @@ def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
         _send(control, {"error": _reason(error)})
         return
     inner = namespaces.fork(lambda: Supervisor(control, caller, isolated=True).serve())
-    # This outer process stays, so that its end tells the caller that everything is gone.
+    # This outer process stays, so that its end tells the caller that the lab is gone.
     control.close()
     os.waitpid(inner, 0)
 
@@ -87,7 +87,7 @@ class Supervisor:
                 if self.control.fileno() in ready and not self._serve_one():
                     break
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the caller is gone, and so are we
+            pass  # the caller has ended, so the supervisor ends too
         namespaces.kill_descendants()
 
     def _serve_one(self) -> bool:
@@ -118,10 +118,11 @@ class Supervisor:
     def build(
         self, nodes: int, rate: int, latency_ns: int, latency_by: str | None, line: str | None
     ) -> dict[str, str]:
-        """Make the nodes and their links; which means carries the latency: `{"latency_by": ...}`.
+        """Make the nodes and their links; returns what carries the latency: `{"latency_by": ...}`.
 
-        `latency_by` asks for "netem" or "line"; None takes netem where the kernel has it. The
-        answer "compile" means: nothing was built, ask again with `line`, the delay line's program.
+        `latency_by` requests "netem" or "line"; None takes netem where the kernel has it. The
+        answer "compile" means that nothing was built: the caller must repeat the request with
+        `line`, the path of the delay line's program.
         """
         if latency_ns and latency_by is None:
             latency_by = "line" if self._try("tc", links.tc_try_netem()) else "netem"
@@ -147,7 +148,7 @@ class Supervisor:
             self.line = subprocess.Popen([line, str(latency_ns), *ports], stdout=subprocess.PIPE)
             assert self.line.stdout is not None
             if not self.line.stdout.readline():
-                raise RuntimeError("the delay line did not start; its own message is above")
+                raise RuntimeError("the delay line did not start; see its message above")
         return {"latency_by": str(latency_by)}
 
     def spawn(
@@ -159,7 +160,7 @@ class Supervisor:
         env: dict[str, str],
         cwd: str,
     ) -> int:
-        """Run `argv` on node `rank`, as the leader of a new session; its pid in the lab."""
+        """Run `argv` on node `rank` as the leader of a new session; returns its pid in the lab."""
         supervisor = os.getpid()
 
         def child() -> None:
@@ -176,8 +177,7 @@ class Supervisor:
                 os.chdir(cwd)
                 os.execvpe(argv[0], argv, env)
             except OSError as error:
-                # As a shell does: 127 for a command that does not exist, 126 for one that will
-                # not run.
+                # As in a shell: 127 if the command does not exist, 126 if it cannot be executed.
                 print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
                 os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
@@ -186,7 +186,7 @@ class Supervisor:
         return pid
 
     def kill(self, id: int, signal_number: int) -> None:
-        """Signal a node's process and all that it has started in its session's group."""
+        """Signal the process group of a node's process."""
         for pid, owner in self.pids.items():
             if owner == id:
                 _signal_group(pid, signal_number)
@@ -203,7 +203,7 @@ class Supervisor:
         raise RuntimeError("the bridge's ports do not come up")
 
     def _reap(self) -> None:
-        """Report every child that has ended; orphans come to us as well, and are forgotten."""
+        """Report every child that has ended; inherited orphans are reaped without a report."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -224,7 +224,7 @@ class Supervisor:
             raise RuntimeError(problem)
 
     def _try(self, tool: str, batch: list[str], node: namespaces.Node | None = None) -> str | None:
-        """Run a batch of `ip` or `tc` commands in `node`, or in the switch; what went wrong."""
+        """Run a batch of `ip` or `tc` commands in `node`, or in the switch; returns the error."""
         done = subprocess.run(
             [_program(tool), "-batch", "-"],
             input="\n".join(batch) + "\n",
@@ -239,7 +239,7 @@ class Supervisor:
 
 
 def _program(tool: str) -> str:
-    """The path of `ip` or `tc`, which a user's PATH often leaves out."""
+    """The path of `ip` or `tc`, whose folder is often missing from a user's PATH."""
     path = shutil.which(tool, path=_SYSTEM_PATH)
     if path is None:
         raise RuntimeError(f"the program {tool} is missing (package iproute2)")

@@ -1,4 +1,4 @@
-"""Plans: which parameter is averaged how."""
+"""Plans: how each parameter is averaged."""
 
 from gradwire.planner.plan import ParameterPlan, Plan, make_plan
 from gradwire.planner.rules import Rules

@@ -1,7 +1,7 @@
-"""A plan: how each parameter of a module is averaged, and how its collectives run; by version.
+"""A versioned plan: how each parameter of a module is averaged, and how its collectives run.
 
-Codecs, and aggregators other than the dense one, take fp32, fp16 and bf16. A parameter of another
-dtype (float64, complex) is averaged as it is; rules 1 and 3 must not ask for more.
+Codecs, and all aggregators but `Dense`, take fp32, fp16 and bf16. A parameter of another dtype
+(float64, complex) is averaged uncompressed; it is an error if rule 1 or 3 asks to compress it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParameterPlan:
 
     Attributes:
         name, shape, dtype: of the parameter.
-        aggregator: makes its average; equal ones of a plan are one object.
+        aggregator: computes its average; equal aggregators of a plan are one object.
         rotation: see gradwire.partition.
     """
 
@@ -43,19 +43,19 @@ class ParameterPlan:
 
     @property
     def feedback(self) -> bool:
-        """Whether a residual keeps what was not sent."""
+        """Whether error feedback keeps a residual."""
         return isinstance(self.aggregator, ErrorFeedback)
 
     @property
     def inner(self) -> Aggregator:
-        """The aggregator that error feedback is around, if it is."""
+        """The aggregator without error feedback."""
         return (
             self.aggregator.inner if isinstance(self.aggregator, ErrorFeedback) else self.aggregator
         )
 
     @property
     def codec(self) -> Codec | None:
-        """What its values travel through, where that is all; else None."""
+        """The codec, if the aggregator does nothing but encode the gradient with one; else None."""
         return self.inner.codec if isinstance(self.inner, Compressed) else None
 
     @property
@@ -81,10 +81,10 @@ class Plan:
     """How a module is synchronised.
 
     Attributes:
-        version: 0 at attach; each update has the next.
-        rules: from which it was made.
+        version: 0 at attach; each update adds 1.
+        rules: the rules from which the plan was made.
         options: of every collective.
-        coalesce_bytes: DDP's buckets wait for each other until they hold as many.
+        coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes.
         parameters: every parameter's plan, in the module's order.
     """
 
@@ -95,7 +95,7 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
 
     def describe(self) -> list[str]:
-        """What ranks compare: one line for all, and one per parameter."""
+        """The lines that ranks compare: one for the plan, and one per parameter."""
         return [
             f"version {self.version}, buckets of {self.coalesce_bytes} bytes, {self.options}",
             *map(str, self.parameters),
@@ -113,13 +113,11 @@ def make_plan(
     """Apply the rules to the parameters that are synchronised.
 
     Args:
-        named_parameters: a tied parameter comes with each of its names. The plan knows it by the
-            first.
+        named_parameters: a tied parameter comes once per name. The plan uses the first.
 
     Raises:
-        ConfigError: a pattern that matches nothing, a rule that asks for a codec where there can be
-            none, a codec that is not defined in the algorithm or with error feedback, or no
-            parameter at all.
+        ConfigError: a pattern matches nothing, a rule asks for a codec for an unsupported dtype, a
+            codec is not defined in the algorithm or with error feedback, or there is no parameter.
     """
     options = options or Options()
     names: dict[torch.Tensor, list[str]] = {}
@@ -130,7 +128,7 @@ def make_plan(
             "the module has no parameter that requires a gradient: nothing to attach to"
         )
     rules.check(tuple(known) for known in names.values())
-    one_of: dict[Aggregator, Aggregator] = {}  # equal aggregators are one, which gets all at once
+    unique: dict[Aggregator, Aggregator] = {}  # equal aggregators share one object and its rounds
     planned = []
     for number, (parameter, known) in enumerate(names.items()):
         chosen, rule = rules.choose(tuple(known), parameter.dim())
@@ -139,10 +137,10 @@ def make_plan(
                 raise _no_codec(rule, known[0], parameter)
             chosen = Dense()
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
-        # One rank alone sends nothing, so there is no error to keep.
+        # A single rank sends nothing, so there is no error to keep.
         if wrapped and world_size > 1 and not isinstance(chosen, ErrorFeedback):
             chosen = ErrorFeedback(chosen)
-        chosen = one_of.setdefault(chosen, chosen)
+        chosen = unique.setdefault(chosen, chosen)
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
         planned.append(ParameterPlan(known[0], shape, parameter.dtype, chosen, turn))
     for one in {p.aggregator: p for p in planned}.values():
@@ -154,10 +152,10 @@ def make_plan(
 
 
 def _no_codec(rule: str, name: str, parameter: torch.Tensor) -> ConfigError:
-    remedy = f"leave it out: exclude=[{name!r}]"
+    remedy = f"exclude it: exclude=[{name!r}]"
     if rule.startswith("codecs"):
-        remedy = f"give it None, before that pattern: codecs={{{name!r}: None, ...}}"
+        remedy = f"map it to None before that pattern: codecs={{{name!r}: None, ...}}"
     return ConfigError(
-        f"{rule} asks to compress parameter {name}, which is {parameter.dtype}: codecs take "
-        f"float32, float16 and bfloat16, and the rest is averaged as it is; {remedy}"
+        f"{rule} asks to compress parameter {name} of dtype {parameter.dtype}: codecs take "
+        f"float32, float16 and bfloat16; other dtypes are averaged uncompressed; {remedy}"
     )

@@ -1,11 +1,12 @@
-"""Rules: what a user says of a module's parameters, before these are known.
+"""Rules: the user's choice of codecs by parameter name.
 
-First match wins (CGX 4.1's layer filters):
-  1. `codecs`: a pattern of names -> a codec or aggregator, or None for dense;
-  2. `exclude`: patterns of names that go dense;
-  3. `include`: patterns of names that are compressed, whatever their shape;
-  4. parameters of fewer than two dimensions (biases, norms) go dense: they are small and sensitive;
-  5. the rest goes through the default.
+The first match wins (CGX 4.1's layer filters):
+  1. `codecs`: a name pattern -> a codec or aggregator, or None for uncompressed;
+  2. `exclude`: name patterns of parameters that are sent uncompressed;
+  3. `include`: name patterns of parameters that are compressed, whatever their shape;
+  4. parameters of fewer than two dimensions (biases, norms) are sent uncompressed, since they are
+     small and sensitive;
+  5. all others use the default.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _DENSE = Dense()
 
 @dataclass(frozen=True)
 class Rules:
-    """How gradients are averaged, by name of their parameters.
+    """How gradients are averaged, by parameter name.
 
     Attributes:
-        default: of rules 3 and 5.
+        default: the aggregator of rules 3 and 5.
         include, exclude: patterns.
-        overrides: patterns, with what rule 1 gives them.
-        feedback: whether all that is compressed keeps what was not sent.
+        overrides: (pattern, aggregator) of rule 1.
+        feedback: whether error feedback applies to all compressed parameters.
     """
 
     default: Aggregator = _DENSE
@@ -39,15 +40,15 @@ class Rules:
     feedback: bool = False
 
     def changed(self, options: Mapping[str, Any] | None = None, **arguments: Any) -> Rules:
-        """These rules with other arguments of `attach`: codec, include, exclude, codecs or
+        """These rules, changed by arguments of `attach`: codec, include, exclude, codecs or
         error_feedback.
 
         Args:
-            options: of the codec; without a `codec`, of the default that there is.
-            arguments: `codecs` come before those that there are; the others replace.
+            options: of the codec; without a `codec`, of the present default.
+            arguments: new `codecs` precede the present ones; other arguments replace.
 
         Raises:
-            ConfigError: an argument of a wrong type, an unknown codec or option.
+            ConfigError: an argument has a wrong type, or a codec or an option is unknown.
         """
         options = dict(options or {})
         rules = self
@@ -71,8 +72,8 @@ class Rules:
         return replace(rules, include=include, exclude=exclude, feedback=feedback)
 
     def check(self, names: Iterable[tuple[str, ...]]) -> None:
-        """Raises ConfigError unless every pattern matches one of the parameters, whose names these
-        are."""
+        """Raise ConfigError unless every pattern matches a parameter; `names` has the names of
+        each."""
         known = list(names)
         overridden = tuple(pattern for pattern, _ in self.overrides)
         for argument, patterns in (
@@ -86,10 +87,10 @@ class Rules:
                     )
 
     def choose(self, names: tuple[str, ...], dimensions: int) -> tuple[Aggregator, str]:
-        """(what averages a parameter, the argument that says so, in words; "" for other rules).
+        """(the aggregator of a parameter, the argument that selects it or "" for rules 2, 4 and 5).
 
         Args:
-            names: of one that is tied several; a pattern that matches one of them matches it.
+            names: all names of the parameter; several if it is tied. One must match.
         """
         for pattern, aggregator in self.overrides:
             if matches(names, pattern):
@@ -103,7 +104,7 @@ class Rules:
 
 
 def check_coalesce_bytes(coalesce_bytes: object) -> None:
-    """Raises ConfigError unless it is a number of bytes."""
+    """Raise ConfigError unless it is a number of bytes."""
     if type(coalesce_bytes) is not int or coalesce_bytes < 0:
         raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
 

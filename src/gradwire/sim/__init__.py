@@ -1,9 +1,9 @@
-"""The simulator: the engine's graphs on a virtual clock, on modelled links (HIPRESS 3.3).
+"""The simulator: runs the engine's graphs on a virtual clock and modelled links (HIPRESS 3.3).
 
-Read in this order: `models` and `buckets` (what DDP hands over), `work` and `curves` (what a
-collective's tasks take), `rank` (the scheduler core on that clock), `fabric` (the links), `run`
-(all ranks, or by `symmetry` one node for all), `predict` (a row). docs/simulator.md tells users the
-same.
+Read in this order: `models` and `buckets` (the buckets that DDP passes to its hook), `task_times`
+and `curves` (the time per task of a collective), `rank` (the scheduler core on the virtual clock),
+`fabric` (the links), `run` (all ranks, or by `symmetry` one node that represents all), `predict`
+(one result row). docs/simulator.md is the user's page.
 """
 
 from gradwire.sim.curves import Curves

@@ -1,4 +1,4 @@
-"""How DDP hands a model's gradients over: in buckets, the last parameters first."""
+"""DDP's gradient buckets: the last parameters come first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gradwire.sim.models import Shapes
 
 Bucket = tuple[Spec, ...]
 
-# DDP closes a bucket when it has reached its size; the first is small, so that sending begins soon.
+# DDP closes a bucket when it reaches its size limit. The first is small, so that sending starts
+# early.
 _FIRST_BYTES = 1 << 20
 _BYTES = 25 << 20
 
 
-def buckets(shapes: Shapes, codec: Codec, feedback: bool, world_size: int) -> list[Bucket]:
+def ddp_buckets(shapes: Shapes, codec: Codec, feedback: bool, world_size: int) -> list[Bucket]:
     """The buckets of fp32 gradients of these shapes, in the order in which they become ready.
 
-    Parameters of fewer than two dimensions are sent dense, as in gradwire.planner.
+    Parameters of fewer than two dimensions are sent uncompressed, as in gradwire.planner.
     """
     specs = []
     for number, shape in enumerate(shapes):

@@ -1,8 +1,8 @@
-"""What the engine costs beside kernels and links, from what a tiny all-reduce takes.
+"""Fit the engine's overheads from the time of a tiny all-reduce.
 
-Posting, latency and checksums are measured as they are. What a tiny all-reduce takes beyond the
-simulation with those alone is the start of a collective, and what every task adds: two unknowns,
-found from two numbers of segments.
+The costs of posting, latency and checksums are measured directly. The rest of the time of a tiny
+all-reduce has two unknowns: the start of a collective and the overhead per task. Two measurements,
+with different numbers of segments, determine them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NUDGE_S = 1e-5
 
 
 def engine(kernels: Curves, found: Mapping[str, float]) -> Curves:
-    """`kernels` with the overheads that two ranks found.
+    """`kernels` with the overheads that two ranks measured.
 
     Args:
-        kernels: has curves of Identity.
-        found: seconds: "trip" (one way of a small message), "post", "check"; "check_byte" and
-            "stack" for each byte; "tiny 1" and "tiny 8" (an all-reduce of `VALUES` fp32 values
-            between two ranks, in so many segments); "memory", bytes a second.
+        kernels: contains curves of Identity.
+        found: in seconds: "trip" (a small message, one way), "post", "check", "tiny 1" and
+            "tiny 8" (an all-reduce of `VALUES` fp32 values between two ranks, in 1 or 8 segments);
+            in seconds per byte: "check_byte" and "stack"; in bytes per second: "memory".
     """
     posts = Overheads(post=found["post"], check=found["check"], check_byte=found["check_byte"])
     link = Software(
@@ -40,7 +40,7 @@ def engine(kernels: Curves, found: Mapping[str, float]) -> Curves:
     nudged = replace(base, engine=replace(posts, task=_NUDGE_S))
     one, many = SEGMENTS
     left = {s: found[f"tiny {s}"] - _seconds(base, s) for s in SEGMENTS}
-    # How many tasks come one after the other on the longest way, as the simulator sees it.
+    # The number of tasks on the critical path, according to the simulator.
     tasks = {s: (_seconds(nudged, s) - _seconds(base, s)) / _NUDGE_S for s in SEGMENTS}
     task = max((left[many] - left[one]) / (tasks[many] - tasks[one]), 0.0)
     start = max(left[one] - tasks[one] * task, 0.0)

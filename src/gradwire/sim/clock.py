@@ -1,4 +1,4 @@
-"""A virtual clock, and what takes time on it: cores, and threads that work on them."""
+"""A virtual clock, and the cores and threads that work on it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-Act = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class Clock:
-    """Runs acts in the order of their times; those of one time in the order they were made.
+    """Runs callbacks in order of time; callbacks of the same time run in the order of scheduling.
 
     Attributes:
         now: seconds.
@@ -19,48 +19,48 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._acts: list[tuple[float, int, Act]] = []
-        self._made = 0
+        self._events: list[tuple[float, int, Callback]] = []
+        self._sequence = 0
 
-    def at(self, when: float, act: Act) -> None:
-        """Run `act` at `when`, which is not before now."""
-        self._made += 1
-        heapq.heappush(self._acts, (max(when, self.now), self._made, act))
+    def at(self, when: float, callback: Callback) -> None:
+        """Run `callback` at time `when`, or now if `when` is in the past."""
+        self._sequence += 1
+        heapq.heappush(self._events, (max(when, self.now), self._sequence, callback))
 
     def run(self) -> None:
-        """Run all acts, and those that they make, until none is left."""
-        acts = self._acts
-        while acts:
-            self.now, _, act = heapq.heappop(acts)
-            act()
+        """Run all callbacks, and those that they schedule, until none is left."""
+        events = self._events
+        while events:
+            self.now, _, callback = heapq.heappop(events)
+            callback()
 
 
 class Cores:
-    """A number of cores that all busy threads share equally, as an operating system does.
+    """Cores that all busy threads share equally, as under an operating system.
 
     Args:
-        count: how many; `inf`: every thread has its own.
+        count: number of cores; `inf`: one core per thread.
     """
 
     def __init__(self, clock: Clock, count: float = math.inf) -> None:
         self.clock = clock
         self.count = count
-        # How much work a thread that was always busy would have done by now; shared equally, all
-        # that are busy get on alike, so work that begins here ends that much further on.
+        # Seconds of work that an always busy thread would have done by now. All busy threads
+        # progress at the same speed, so work of s seconds that begins now ends at _done + s.
         self._done = 0.0
         self._seen = 0.0
-        self._ends: list[tuple[float, int, Act]] = []
-        self._made = 0
+        self._ends: list[tuple[float, int, Callback]] = []
+        self._sequence = 0
         self._alarm = 0
 
-    def work(self, seconds: float, then: Act) -> None:
-        """Call `then` when a core has spent `seconds` on it."""
+    def work(self, seconds: float, then: Callback) -> None:
+        """Call `then` after `seconds` of core time."""
         if math.isinf(self.count):
             self.clock.at(self.clock.now + seconds, then)
             return
         self._progress()
-        self._made += 1
-        heapq.heappush(self._ends, (self._done + seconds, self._made, then))
+        self._sequence += 1
+        heapq.heappush(self._ends, (self._done + seconds, self._sequence, then))
         self._set_alarm()
 
     @property
@@ -77,13 +77,13 @@ class Cores:
         if self._ends:
             left = max(self._ends[0][0] - self._done, 0.0) / self._speed
             alarm = self._alarm
-            self.clock.at(self.clock.now + left, lambda: self._ring(alarm))
+            self.clock.at(self.clock.now + left, lambda: self._on_alarm(alarm))
 
-    def _ring(self, alarm: int) -> None:
+    def _on_alarm(self, alarm: int) -> None:
         if alarm != self._alarm:
-            return  # others began or ended since it was set
+            return  # work began or ended since the alarm was set
         self._progress()
-        # The first has ended by construction, whatever rounding says; with it all of its time.
+        # The first has ended by construction, whatever the rounding; so has all work of its time.
         end, _, first = heapq.heappop(self._ends)
         self._done = max(self._done, end)
         ended = [first]
@@ -95,23 +95,23 @@ class Cores:
 
 
 class Thread:
-    """Does one thing after the other, on one core at most."""
+    """Runs work items one after the other, on at most one core."""
 
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
-        self._queue: deque[tuple[float, Act]] = deque()
-        self._first: deque[tuple[float, Act]] = deque()
+        self._queue: deque[tuple[float, Callback]] = deque()
+        self._first: deque[tuple[float, Callback]] = deque()
         self._busy = False
         self.seconds = 0.0
 
-    def do(self, seconds: float, then: Act) -> None:
-        """Work for `seconds` after all that waits here, then call `then`."""
+    def do(self, seconds: float, then: Callback) -> None:
+        """Append a work item of `seconds`, which ends with a call of `then`."""
         self._queue.append((seconds, then))
         if not self._busy:
             self._next()
 
-    def do_first(self, seconds: float, then: Act) -> None:
-        """As `do`, but before what waits: what an act that ends now has still to do itself."""
+    def do_first(self, seconds: float, then: Callback) -> None:
+        """As `do`, but ahead of the queue: for follow-up work of the item that ends now."""
         self._first.append((seconds, then))
         if not self._busy:
             self._next()
@@ -124,7 +124,7 @@ class Thread:
         self.seconds += seconds
         self._cores.work(seconds, lambda: self._end(then))
 
-    def _end(self, then: Act) -> None:
-        then()  # while busy, so that what it adds with `do_first` comes next
+    def _end(self, then: Callback) -> None:
+        then()  # still busy, so that an item it adds with `do_first` comes next
         self._busy = False
         self._next()

@@ -1,4 +1,4 @@
-"""What kernels and the engine cost on some machine: a file of numbers, measured or given.
+"""The costs of kernels and of the engine on a machine, in a file, measured or written by hand.
 
     {"machine": "...", "threads": 1,
      "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
@@ -6,9 +6,10 @@
      "link": {"goodput": ..., "shared": ..., "settling": ..., "overhead": ..., "stack": ...,
               "memory": ...}}
 
-A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is how many
-a merge sums; `engine` and `link` are the fields of `Overheads` and `Software`, whose defaults cost
-nothing. `gradwire sim --curves FILE` measures this machine's if there is no such file.
+A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is the
+number of payloads that a merge sums. `engine` and `link` hold the fields of `Overheads` and
+`Software`; the defaults cost no time. `gradwire sim --curves FILE` measures this machine if FILE
+does not exist.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Curve = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Software:
-    """Of gradwire.sim.fabric.Link: what does not depend on the network."""
+    """The fields of gradwire.sim.fabric.Link that do not depend on the network."""
 
     goodput: float = 1.0
     shared: float = 1.0
@@ -43,10 +44,10 @@ class Curves:
     """The costs of one machine.
 
     Attributes:
-        machine: what it is, for people.
-        threads: of a kernel.
+        machine: a description.
+        threads: threads per kernel.
         codecs: str(codec) -> form -> its curve.
-        engine, link: what messages cost.
+        engine, link: costs of messages.
     """
 
     machine: str
@@ -56,17 +57,17 @@ class Curves:
     link: Software = field(default_factory=Software)
 
     def seconds(self, codec: Codec, form: str, values: float, payloads: int) -> float:
-        """Of one kernel call.
+        """The seconds of one kernel call.
 
         Raises:
-            ConfigError: that codec, or form, was not measured.
+            ConfigError: the codec or the form was not measured.
         """
         try:
             call, value, payload = self.codecs[str(codec)][form]
         except KeyError:
             raise ConfigError(
-                f"no curve for {form} of {codec}: known are {', '.join(self.codecs)}; measure "
-                "again without --curves, or add it to the file"
+                f"no curve for {form} of {codec}; known codecs: {', '.join(self.codecs)}; measure "
+                "again without --curves, or add the curve to the file"
             ) from None
         return call + values * (value + payloads * payload)
 
@@ -82,7 +83,7 @@ def load(file: Path) -> Curves:
     """Read the file.
 
     Raises:
-        ConfigError: there is none, it is not such a file, or a number in it is negative.
+        ConfigError: the file does not exist, is not a file of curves, or has a negative number.
     """
     try:
         data = json.loads(file.read_text())
@@ -108,14 +109,16 @@ def load(file: Path) -> Curves:
 def _curve(numbers: Any) -> Curve:
     call, value, payload = (float(number) for number in numbers)
     if not all(math.isfinite(n) and n >= 0 for n in (call, value, payload)):
-        raise ValueError(f"{numbers}: three numbers, none negative")
+        raise ValueError(f"{numbers}: give three numbers, none negative")
     return call, value, payload
 
 
 def _software(named: dict[str, Any]) -> Software:
     software = Software(**_seconds(named))
     if not (0 < software.goodput <= 1 and 0 < software.shared <= 1 and software.memory):
-        raise ValueError(f"{named}: goodput and shared are shares above 0, and memory is not 0")
+        raise ValueError(
+            f"{named}: goodput and shared must be above 0 and at most 1, and memory above 0"
+        )
     return software
 
 

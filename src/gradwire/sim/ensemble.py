@@ -1,4 +1,4 @@
-"""Makes the jobs of the ranks that are simulated: of all, or of one node that stands for all."""
+"""Builds the jobs of the simulated ranks: of all ranks, or of one node that represents all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradwire.engine import Graph, Kind
 from gradwire.errors import ConfigError
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
-from gradwire.sim.rank import Timed
+from gradwire.sim.rank import TimedGraph
 from gradwire.sim.symmetry import Symmetry
-from gradwire.sim.work import Amounts, amounts, level, timed
+from gradwire.sim.task_times import BucketContents, bucket_contents, equal_chunks, timed_graph
 
-# Of all ranks together: up to here all are simulated, in some ten seconds.
+# Messages of all ranks together. Up to this number all ranks are simulated, in about ten seconds.
 EXACT_MESSAGES = 200_000
 
 
@@ -22,7 +22,7 @@ class Ensemble:
     """Ranks, an algorithm and a machine's curves.
 
     Args:
-        per_node: ranks of a node.
+        per_node: ranks per node.
     """
 
     def __init__(
@@ -35,40 +35,41 @@ class Ensemble:
         chunks = options.partitions or algorithm.chunks(ranks)
         columns = algorithm.columns(ranks) if isinstance(algorithm, Hierarchical) else 0
         self.rotation = Symmetry(ranks, per_node, chunks, columns)
-        # A model's layers repeat, and so do its buckets.
-        self._amounts: dict[Hashable, Amounts] = {}
-        self._timed: dict[Hashable, Timed] = {}
+        # Caches: a model's layers repeat, and so do its buckets.
+        self._known_contents: dict[Hashable, BucketContents] = {}
+        self._known_jobs: dict[Hashable, TimedGraph] = {}
 
     def jobs(
-        self, handed: Sequence[Bucket], exact: bool | None
-    ) -> tuple[Symmetry | None, list[list[Timed]]]:
-        """(the rotation under which ranks are alike, or None: all are here, each rank's jobs).
+        self, buckets: Sequence[Bucket], exact: bool | None
+    ) -> tuple[Symmetry | None, list[list[TimedGraph]]]:
+        """(the rotation under which ranks are symmetric, or None if all are simulated; the jobs of
+        each simulated rank).
 
         Args:
-            exact: whether all ranks are to be simulated; None: if messages are few, or if ranks
-                are not alike.
+            exact: whether all ranks are simulated; None: if messages are few, or if ranks are not
+                symmetric.
 
         Raises:
-            ConfigError: `exact` is False, and ranks are not alike; a codec has no curve.
+            ConfigError: `exact` is False and ranks are not symmetric, or a codec has no curve.
         """
-        alike = not exact and self._alike(handed[0])
-        if exact is False and not alike:
+        symmetric = not exact and self._symmetric(buckets[0])
+        if exact is False and not symmetric:
             raise ConfigError(
-                "the ranks of this algorithm are not alike, so one node cannot stand for all"
+                "the ranks of this algorithm are not symmetric, so one node cannot represent all"
             )
-        if exact is None and alike:
-            each = sum(self._job(bucket, 0, True).graph.kind.count(Kind.SEND) for bucket in handed)
-            alike = each * self.ranks > EXACT_MESSAGES
-        count = self.rotation.ranks if alike else self.ranks
-        jobs = [[self._job(bucket, rank, alike) for bucket in handed] for rank in range(count)]
-        return (self.rotation if alike else None), jobs
+        if exact is None and symmetric:
+            each = sum(self._job(bucket, 0, True).graph.kind.count(Kind.SEND) for bucket in buckets)
+            symmetric = each * self.ranks > EXACT_MESSAGES
+        count = self.rotation.ranks if symmetric else self.ranks
+        jobs = [[self._job(bucket, rank, symmetric) for bucket in buckets] for rank in range(count)]
+        return (self.rotation if symmetric else None), jobs
 
-    def _alike(self, bucket: Bucket) -> bool:
-        """Whether the next node, that in the next row, the farthest and the last do what node 0
-        does."""
+    def _symmetric(self, bucket: Bucket) -> bool:
+        """Whether the tasks of node 0, rotated, are those of four other nodes: the next one, the
+        one in the next row, the farthest and the last."""
         if self.rotation.nodes < 2 or not self.rotation.possible:
             return False
-        sizes = self._held(bucket, True).sizes
+        sizes = self._contents(bucket, True).sizes
 
         def build(rank: int) -> Graph:
             return self.algorithm.build(rank, self.ranks, sizes)
@@ -76,24 +77,29 @@ class Ensemble:
         r = self.rotation
         return r.holds(build, tuple(sorted({1, r.columns or 1, r.nodes // 2, r.nodes - 1})))
 
-    def _held(self, bucket: Bucket, alike: bool) -> Amounts:
-        key = _key(bucket, alike)
-        if key not in self._amounts:
+    def _contents(self, bucket: Bucket, symmetric: bool) -> BucketContents:
+        key = _key(bucket, symmetric)
+        if key not in self._known_contents:
             in_memory = self.rotation.ranks >= self.ranks
-            held = amounts(bucket, self.algorithm, self.options, self.ranks, in_memory)
-            self._amounts[key] = level(held, self.rotation.chunks) if alike else held
-        return self._amounts[key]
+            contents = bucket_contents(bucket, self.algorithm, self.options, self.ranks, in_memory)
+            self._known_contents[key] = (
+                equal_chunks(contents, self.rotation.chunks) if symmetric else contents
+            )
+        return self._known_contents[key]
 
-    def _job(self, bucket: Bucket, rank: int, alike: bool) -> Timed:
-        key = rank, _key(bucket, alike)
-        if key not in self._timed:
-            held = self._held(bucket, alike)
-            self._timed[key] = timed(held, self.algorithm, rank, self.ranks, self.curves)
-        return self._timed[key]
+    def _job(self, bucket: Bucket, rank: int, symmetric: bool) -> TimedGraph:
+        key = rank, _key(bucket, symmetric)
+        if key not in self._known_jobs:
+            contents = self._contents(bucket, symmetric)
+            self._known_jobs[key] = timed_graph(
+                contents, self.algorithm, rank, self.ranks, self.curves
+            )
+        return self._known_jobs[key]
 
 
-def _key(bucket: Bucket, alike: bool) -> Hashable:
-    """What a bucket's cut depends on; in chunks of one size, not on where they begin."""
-    return alike, tuple(
-        (spec.numel, spec.codec, spec.feedback, 0 if alike else spec.rotation) for spec in bucket
+def _key(bucket: Bucket, symmetric: bool) -> Hashable:
+    """What a bucket's contents depend on; the rotation has no effect on chunks of equal size."""
+    return symmetric, tuple(
+        (spec.numel, spec.codec, spec.feedback, 0 if symmetric else spec.rotation)
+        for spec in bucket
     )

@@ -1,13 +1,13 @@
 """The links between nodes, on a virtual clock.
 
-A node has one link, full duplex: its egress serves at the link's rate, and so does its ingress.
-A message occupies both, the latter from a latency later on. Messages from one rank to another go
-one after the other; those to several ranks share the egress in turns, a *parcel* at a time, as
-TCP's connections do. What comes from several nodes queues at the ingress. Ranks of one node talk
-over memory, one message of the node at a time.
+A node has one full-duplex link: its egress and its ingress each serve at the link's rate. A message
+occupies both; it reaches the ingress one latency after the egress. Messages from one rank to
+another leave one after the other. Messages to several ranks share the egress round-robin, one
+*parcel* at a time, as TCP connections do. Messages from several nodes queue at the ingress. Ranks
+of one node communicate through memory, one message per node at a time.
 
-A message leaves when its sender has posted it, and word has come that its receiver has posted the
-receive: gloo sends nothing that nobody asked for.
+A message leaves when its sender has posted it and has been told that its receiver has posted the
+receive, as in gloo.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradwire.sim.clock import Act, Clock, Thread
+from gradwire.sim.clock import Callback, Clock, Thread
 
-_PARCEL_BYTES = 1 << 16  # what the kernel hands to a link at a time
-_SETTLING = 0.3  # of the time that a parcel takes, until all is lost
-_PARCELS = 16  # of a large message, at most: shares of a link stay fair enough
+_PARCEL_BYTES = 1 << 16  # the kernel passes as many to a link at a time
+_SETTLING = 0.3  # largest settling loss per parcel, as a share of the parcel's time
+_PARCELS = 16  # per large message, at most: connections still share a link fairly
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a node's link, and the software at both of its ends, do.
+    """A node's link, and the software at both ends.
 
     Attributes:
-        rate: bytes a second, in each direction; `inf` for no limit.
-        goodput: the share of it that messages to one rank get; headers take the rest.
-        shared: the share that messages to several ranks get together.
-        settling: seconds that connections lose which begin to share an idle link: they leave some
-            of it unused until they have found out what the others do not use.
+        rate: bytes per second in each direction; `inf` for no limit.
+        goodput: the share of the rate that messages to one rank get; headers take the rest.
+        shared: the share of the rate that messages to several ranks get together.
+        settling: seconds lost when several connections start to share an idle link, before TCP
+            has adapted to its share.
         latency: seconds from one node to another.
-        overhead: seconds that a message takes beyond those, whatever its size.
-        stack: seconds of a core that sending a byte takes, and receiving it again.
-        memory: bytes a second between ranks of a node.
+        overhead: seconds per message beyond latency and rate, whatever its size.
+        stack: seconds of core time per byte, once to send it and once to receive it.
+        memory: bytes per second between ranks of a node.
     """
 
     rate: float
@@ -50,11 +50,11 @@ class Link:
     memory: float = float("inf")
 
 
-class End(Protocol):
-    """A rank, as its links see it.
+class Endpoint(Protocol):
+    """A rank, as the fabric sees it.
 
     Attributes:
-        node: where it is.
+        node: the index of its node.
         stack: the thread that serves its connections.
     """
 
@@ -68,25 +68,25 @@ class End(Protocol):
 
 @dataclass
 class Message:
-    """One message on its way.
+    """One message in transit.
 
     Attributes:
-        name: by which its receiver knows it.
-        sender, receiver: who posts it, and who gets it on this clock.
-        peer: the rank it goes to: what goes to one rank goes in order.
-        beside: whether the two are on one node.
-        left: bytes that have not left yet.
-        sent: called when its memory is free again.
-        number: messages that were posted before.
+        name: the name under which its receiver expects it.
+        sender, receiver: the simulated ranks that send and receive it.
+        peer: the destination rank; messages to one rank stay in order.
+        same_node: whether sender and receiver are on one node.
+        left: bytes not yet sent.
+        sent: called when the send buffer is free again.
+        number: the order of posting.
     """
 
     name: Hashable
-    sender: End
-    receiver: End
+    sender: Endpoint
+    receiver: Endpoint
     peer: int
-    beside: bool
+    same_node: bool
     left: int
-    sent: Act
+    sent: Callback
     number: int = 0
 
 
@@ -95,7 +95,7 @@ class Fabric:
 
     Args:
         largest: bytes of the largest message.
-        nodes: how many.
+        nodes: number of nodes.
 
     Attributes:
         moved: bytes that left each node.
@@ -106,7 +106,7 @@ class Fabric:
         self.link = link
         self.moved = [0] * nodes
         self._parcel = max(_PARCEL_BYTES, -(-largest // _PARCELS))
-        self._asked: set[Hashable] = set()
+        self._requested: set[Hashable] = set()
         self._posted: dict[Hashable, Message] = {}
         self._leaving: list[Message] = []
         self._number = 0
@@ -114,38 +114,39 @@ class Fabric:
         self._ingress = [0.0] * nodes
         self._memory = [0.0] * nodes
 
-    def expect(self, name: Hashable, beside: bool) -> None:
-        """Its receiver has posted the receive of a message; `beside` its sender, on one node."""
-        away = 0.0 if beside else self.link.latency
-        self.clock.at(self.clock.now + away + self.link.overhead, lambda: self._ask(name))
+    def expect(self, name: Hashable, same_node: bool) -> None:
+        """The receiver of a message has posted the receive."""
+        latency = 0.0 if same_node else self.link.latency
+        self.clock.at(self.clock.now + latency + self.link.overhead, lambda: self._request(name))
 
     def send(self, message: Message) -> None:
-        """Its sender has posted a message."""
+        """The sender has posted a message."""
         self._number += 1
         message.number = self._number
-        if message.name in self._asked:
-            self._asked.remove(message.name)
+        if message.name in self._requested:
+            self._requested.remove(message.name)
             self._leave(message)
         else:
             self._posted[message.name] = message
 
-    def _ask(self, name: Hashable) -> None:
+    def _request(self, name: Hashable) -> None:
+        """The sender learns that the receive is posted."""
         message = self._posted.pop(name, None)
         if message is None:
-            self._asked.add(name)
+            self._requested.add(name)
             return
         if not self._leaving:
             self.clock.at(self.clock.now, self._leave_together)
         self._leaving.append(message)
 
     def _leave_together(self) -> None:
-        """What several ranks ask for at one time leaves in the order in which it was posted."""
+        """Messages requested at the same time leave in the order of posting."""
         leaving, self._leaving = self._leaving, []
         for message in sorted(leaving, key=lambda message: message.number):
             self._leave(message)
 
     def _leave(self, message: Message) -> None:
-        if message.beside:
+        if message.same_node:
             self._copy(message)
         else:
             self._queue(message)
@@ -186,7 +187,7 @@ class Fabric:
         if egress.is_shared:
             seconds += egress.settle(seconds * _SETTLING)
         receiver, last = message.receiver, message.left == 0
-        # All latencies are alike, so parcels reach an ingress in the order in which they left.
+        # All latencies are equal, so parcels reach an ingress in the order in which they left.
         begin = max(self._ingress[receiver.node], self.clock.now + self.link.latency)
         end = self._ingress[receiver.node] = begin + seconds
         end += self.link.overhead
@@ -207,22 +208,22 @@ class Fabric:
         self.clock.at(self.clock.now + seconds, served)
 
 
-def _arrival(receiver: End, name: Hashable) -> Act:
+def _arrival(receiver: Endpoint, name: Hashable) -> Callback:
     return lambda: receiver.arrived(name)
 
 
 def _nothing() -> None:
-    """What nobody waits for."""
+    pass
 
 
 class _Egress:
-    """The messages that wait to leave a node: a queue for each connection, served in turns."""
+    """The messages that wait to leave a node: one queue per connection, served round-robin."""
 
     def __init__(self) -> None:
         self.busy = False
-        self.unsettled = 0.0  # seconds that sharing is still to cost
-        self._turns: deque[tuple[End, int]] = deque()
-        self._queues: dict[tuple[End, int], deque[Message]] = {}
+        self.unsettled = 0.0  # seconds of settling that are still to be lost
+        self._turns: deque[tuple[Endpoint, int]] = deque()
+        self._queues: dict[tuple[Endpoint, int], deque[Message]] = {}
 
     def add(self, message: Message) -> None:
         connection = message.sender, message.peer
@@ -233,7 +234,7 @@ class _Egress:
             self._turns.append(connection)
 
     def settle(self, most: float) -> float:
-        """How much of this time is lost."""
+        """The seconds of settling that this parcel loses, at most `most`."""
         lost = min(self.unsettled, most)
         self.unsettled -= lost
         return lost
@@ -244,11 +245,11 @@ class _Egress:
         return len(self._turns) > 1
 
     def next(self) -> Message | None:
-        """The message of the connection whose turn it is, taken off."""
+        """Pop the first message of the connection whose turn it is."""
         return self._queues[self._turns[0]].popleft() if self._turns else None
 
     def served(self, rest: Message | None) -> None:
-        """The turn is over; `rest` has more to send."""
+        """End the turn; `rest` is the message if it has more to send."""
         connection = self._turns.popleft()
         queue = self._queues[connection]
         if rest is not None:

@@ -1,7 +1,7 @@
-"""Parameter shapes of well-known models, in the order of their modules, by short formulas.
+"""Parameter shapes of well-known models, in the order of their modules, from short formulas.
 
-Only shapes matter here: which parameters are matrices, how large each is, and their order. Tied
-parameters count once. Totals are checked against the published ones in tests/sim/test_models.py.
+The simulator needs only which parameters are matrices, their sizes and their order. Tied parameters
+count once. tests/sim/test_models.py checks the totals against the published ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Shapes = tuple[Shape, ...]
 def shapes(text: str) -> Shapes:
     """The shapes of a model by name, or of a list of sizes such as "1e6,4096x1024".
 
-    A size without x is a matrix of one row: sizes are given to be compressed.
+    A size without x is a matrix of one row, so that it is compressed.
 
     Raises:
-        ConfigError: neither; the message lists the models.
+        ConfigError: `text` is neither; the message lists the models.
     """
     name = text.strip().lower()
     if name in MODELS:
@@ -46,7 +46,7 @@ def _size(text: str, part: str) -> Shape:
 
 
 def numel(shapes: Shapes) -> int:
-    """How many values there are."""
+    """The number of values."""
     return sum(map(math.prod, shapes))
 
 
@@ -63,7 +63,7 @@ def _convolution(out: int, into: int, kernel: int) -> Shape:
 
 
 def _resnet50() -> Iterator[Shape]:
-    """He et al. 2015: bottlenecks of widths 64 to 512, which end four times as wide."""
+    """He et al. 2015: bottlenecks of widths 64 to 512, whose outputs are four times as wide."""
     yield _convolution(64, 3, 7)
     yield from _norm(64)
     into = 64

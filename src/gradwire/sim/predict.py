@@ -1,4 +1,4 @@
-"""One prediction: a model, a codec and an algorithm on some ranks and links -> a row."""
+"""Predict one row: a model, a codec and an algorithm on given ranks and links."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gradwire.engine import Kind
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.sim import models
-from gradwire.sim.buckets import buckets
+from gradwire.sim.buckets import ddp_buckets
 from gradwire.sim.curves import Curves
 from gradwire.sim.ensemble import Ensemble
 from gradwire.sim.fabric import Link
 from gradwire.sim.run import Machines, run
-from gradwire.sim.work import algorithm_on
+from gradwire.sim.task_times import algorithm_on
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Net:
     """The nodes' links.
 
     Attributes:
-        text: what the user called them.
+        text: as the user wrote it.
         rate_bits_per_s: in each direction; `inf` for no limit.
-        latency_s: one way.
+        latency_s: one-way latency.
     """
 
     text: str
@@ -41,23 +41,23 @@ class Scenario:
     """What is simulated.
 
     Attributes:
-        ranks: how many.
-        net: between nodes.
-        codec: of all parameters that are matrices; the others go dense.
+        ranks: number of ranks.
+        net: the network between nodes.
+        codec: for all parameters that are matrices; the others are sent uncompressed.
         model: as `models.shapes` takes it.
-        options: algorithm, segments, partitions ...; kernels' options do not matter here.
+        options: algorithm, segments, partitions and so on; kernel options have no effect.
         feedback: whether residuals are kept.
-        per_node: ranks of a node, which share its link and talk over memory.
-        cores: that all ranks share; `inf`: every thread has its own.
-        backward: seconds that backward takes, in which gradients become ready at an even pace;
-            0: all are ready at the start.
+        per_node: ranks per node; they share its link and communicate through memory.
+        cores: number of cores that all ranks share; `inf`: one per thread.
+        backward: seconds of the backward pass, during which gradients become ready at a constant
+            rate; 0: all are ready at the start.
         exact: whether all ranks are simulated; None: if they are few.
         barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
-            collectives`, and not all at once. gloo's passes the word on from r to r + 2^k.
+            collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
 
     Raises:
         ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
-            that makes no sense.
+            out of range.
     """
 
     ranks: int
@@ -75,14 +75,14 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("ranks", "per_node"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
+                raise ConfigError(f"{name}={getattr(self, name)}: give a number of at least 1")
         if not self.cores > 0:
-            raise ConfigError(f"cores={self.cores}: more than 0")
+            raise ConfigError(f"cores={self.cores}: give a number above 0")
         if not 0 <= self.backward < math.inf:
-            raise ConfigError(f"backward={self.backward}: seconds, 0 or more")
+            raise ConfigError(f"backward={self.backward}: give a number of seconds, 0 or more")
         nodes = self.options.nodes
         if nodes is not None and len(nodes) != self.ranks:
-            raise ConfigError(f"nodes={nodes}: a machine for each of {self.ranks} ranks")
+            raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
         check_defined(self.options.algorithm, self.codec)
         if self.feedback:
             check_feedback(self.codec)
@@ -90,29 +90,29 @@ class Scenario:
 
 
 def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
-    """Simulate one step's collectives.
+    """Simulate the collectives of one step.
 
     Returns:
-        A row: model, numel, algorithm, ranks, per_node, net, seconds (until the last rank has the
-        last average, from the start of backward), compute_seconds (of kernels, on the busiest
-        rank), wire_bytes (that rank 0 sends), limit_seconds (bytes that leave its node / rate +
-        rounds * latency, and not less than backward; None without a rate), of_limit
-        (limit_seconds / seconds), backward_seconds, buckets, messages (of rank 0), exact (whether
-        every rank was simulated; else one node stood for all).
+        A row: model, numel, algorithm, ranks, per_node, net, seconds (from the start of backward
+        until the last rank has the last average), compute_seconds (kernel time of the busiest
+        rank), wire_bytes (sent by rank 0), limit_seconds (bytes that leave its node / rate + rounds
+        * latency, and at least backward; None without a rate), of_limit (limit_seconds / seconds),
+        backward_seconds, buckets, messages (sent by rank 0), exact (whether every rank was
+        simulated; otherwise one node represented all).
 
     Raises:
-        ConfigError: a codec without a curve.
+        ConfigError: a codec has no curve.
     """
     shapes = models.shapes(scenario.model)
     n = scenario.ranks
-    handed = buckets(shapes, scenario.codec, scenario.feedback, n)
+    buckets = ddp_buckets(shapes, scenario.codec, scenario.feedback, n)
     algorithm = algorithm_on(scenario.options, n, scenario.per_node)
     in_memory = scenario.per_node >= n
     if not (not in_memory if scenario.options.checksum is None else scenario.options.checksum):
         curves = replace(curves, engine=replace(curves.engine, check_byte=0.0))
     ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
-    rotation, jobs = ensemble.jobs(handed, True if scenario.barrier else scenario.exact)
-    numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in handed))
+    rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
+    numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
     ready = [scenario.backward * done / numels[-1] for done in numels]
     machines = Machines(
         world_size=n,
@@ -143,7 +143,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
         "limit_seconds": limit,
         "of_limit": None if limit is None or not seconds else limit / seconds,
         "backward_seconds": scenario.backward,
-        "buckets": len(handed),
+        "buckets": len(buckets),
         "messages": sum(job.graph.kind.count(Kind.SEND) for job in jobs[0]),
         "exact": rotation is None,
     }

@@ -1,4 +1,4 @@
-"""One rank on a virtual clock: the scheduler core, driven by the times that its actions take.
+"""One rank on a virtual clock: the scheduler core, driven by the durations of its actions.
 
 The lanes are those of gradwire.engine.thread_driver: a thread runs kernels in the order in which
 their inputs arrive, and posts the sends that they release; each scope's receives are awaited by a
@@ -19,16 +19,16 @@ from gradwire.sim.clock import Clock, Cores, Thread
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A collective on one rank: its graph, and what its tasks take.
+class TimedGraph:
+    """A collective on one rank: its graph, and the durations of its tasks.
 
     Attributes:
         graph: as the algorithm built it.
-        seconds: of the kernels of each task; 0 of sends and receives.
-        nbytes: of the message of each buffer, its header included.
-        largest: of the messages of all ranks.
-        tables: of the message of each buffer, what of it says how long its rows are, 0 for most: it
-            travels over a network, and not in memory.
+        seconds: kernel time of each task; 0 for sends and receives.
+        nbytes: bytes of the message of each buffer, header included.
+        largest: bytes of the largest message of all ranks.
+        tables: bytes of the length table in the message of each buffer, 0 for most. The table is
+            sent over a network but not through memory.
     """
 
     graph: Graph
@@ -40,14 +40,15 @@ class Timed:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the engine costs beside kernels.
+    """The engine's costs beyond kernels, in seconds.
 
     Attributes:
-        start: seconds that a collective takes before its first task, and after its last.
-        task: seconds that a kernel or a receive takes beside its work, to be noticed and begun.
-        post: seconds that posting a send or a receive takes; or a receive whose message is here
-            when its thread comes to it, so that nobody has to be woken.
-        check: seconds that checking a message takes, and `check_byte` for each of its bytes.
+        start: per collective, before its first task and after its last.
+        task: per kernel or receive, to notice that it is ready and to start it.
+        post: per posted send or receive; also per receive whose message has already arrived when
+            its thread reaches it, so that no thread has to be woken.
+        check: per checked message.
+        check_byte: per byte of a checked message.
     """
 
     start: float = 0.0
@@ -57,15 +58,15 @@ class Overheads:
     check_byte: float = 0.0
 
 
-class Post(Protocol):
-    """What carries messages between ranks."""
+class Router(Protocol):
+    """Carries messages between ranks."""
 
-    def beside(self, rank: int, peer: int) -> bool:
+    def same_node(self, rank: int, peer: int) -> bool:
         """Whether two ranks are on one node."""
         ...
 
     def expect(self, rank: SimulatedRank, job: int, graph: Graph, task: int) -> Hashable:
-        """`rank` has posted a receive; the message's name."""
+        """`rank` has posted a receive; returns the name of its message."""
         ...
 
     def send(
@@ -77,16 +78,16 @@ class Post(Protocol):
         nbytes: int,
         sent: Callable[[], None],
     ) -> None:
-        """`rank` has posted a send; `sent` is called when its memory is free again."""
+        """`rank` has posted a send; `sent` is called when the send buffer is free again."""
         ...
 
 
 @dataclass
 class _Scope:
-    """One collective under way: the receives that it awaits, the first of them first."""
+    """One collective in flight, with its pending receives in order."""
 
     number: int
-    timed: Timed
+    timed: TimedGraph
     inbound: Thread
     outbound: Thread
     awaited: deque[tuple[Hashable, int]] = field(default_factory=deque)
@@ -98,15 +99,15 @@ class SimulatedRank:
 
     Args:
         number: the rank.
-        node: the machine it is on, as the fabric counts them.
-        cores: on which its threads work.
-        post: carries its messages.
-        window: as of an owner.
+        node: the index of its node in the fabric.
+        cores: the cores on which its threads work.
+        router: carries its messages.
+        window: collectives that may be in flight, as for an owner.
 
     Attributes:
-        ended: when each job had its result in place, in seconds.
-        sent_bytes: handed to the transport.
-        kernel_seconds: of work, all jobs together.
+        ended: per job, the time in seconds at which its result was in place.
+        sent_bytes: bytes passed to the transport.
+        kernel_seconds: kernel time of all jobs.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SimulatedRank:
         node: int,
         clock: Clock,
         cores: Cores,
-        post: Post,
+        router: Router,
         overheads: Overheads,
         window: int = 2,
     ) -> None:
@@ -127,19 +128,19 @@ class SimulatedRank:
         self.kernel_seconds = 0.0
         self._clock = clock
         self._cores = cores
-        self._post = post
+        self._router = router
         self._overheads = overheads
         self._core = Core(window)
         self._compute = Thread(cores)
         self._awaiting: dict[Hashable, Run] = {}
-        self._here: set[Hashable] = set()
+        self._arrived: set[Hashable] = set()
 
-    def submit_at(self, seconds: Sequence[float], jobs: Sequence[Timed]) -> None:
-        """Submit `jobs`, each at its time, which does not fall from one to the next."""
+    def submit_at(self, seconds: Sequence[float], jobs: Sequence[TimedGraph]) -> None:
+        """Submit each of `jobs` at its time; the times do not decrease."""
         for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
             self._clock.at(when, partial(self._submit, number, timed))
 
-    def _submit(self, number: int, timed: Timed) -> None:
+    def _submit(self, number: int, timed: TimedGraph) -> None:
         place = self._core.issue()
         self._core.expect(place)
         self._core.close(place)
@@ -148,7 +149,7 @@ class SimulatedRank:
         self._perform(actions, self._compute)
 
     def _perform(self, actions: Actions, thread: Thread) -> None:
-        """Do what the core says; `thread` found it out, and posts what is to be sent."""
+        """Perform the core's actions; `thread`, which caused them, posts the sends."""
         o = self._overheads
         for do, run, tasks in actions:
             scope: _Scope = run.job
@@ -168,13 +169,13 @@ class SimulatedRank:
     def _event(
         self, thread: Thread, seconds: float, event: Callable[..., Actions], *arguments: object
     ) -> None:
-        """Tell the core when `thread` has worked for so long."""
+        """Report `event` to the core after `seconds` of work on `thread`."""
         thread.do(seconds, lambda: self._perform(event(*arguments), thread))
 
     def _expect(self, run: Run, receives: Sequence[int]) -> None:
         scope: _Scope = run.job
         for task in receives:
-            name = self._post.expect(self, scope.number, run.graph, task)
+            name = self._router.expect(self, scope.number, run.graph, task)
             self._awaiting[name] = run
             scope.awaited.append((name, task))
 
@@ -186,22 +187,24 @@ class SimulatedRank:
         def sent() -> None:
             self._perform(self._core.sent(run, task), scope.outbound)
 
-        self._post.send(self, scope.number, run.graph, task, nbytes, sent)
+        self._router.send(self, scope.number, run.graph, task, nbytes, sent)
         self._perform(self._core.posted(run, task), thread)
 
     def arrived(self, message: Hashable) -> None:
-        """Of gradwire.sim.fabric.End."""
-        self._here.add(message)
+        """See gradwire.sim.fabric.Endpoint."""
+        self._arrived.add(message)
         self._receive(self._awaiting[message], self._overheads.task)
 
     def _receive(self, run: Run, begun: float) -> None:
-        """Receives of a scope end in the order of its graph, whatever has arrived; it takes
-        `begun` seconds to begin the next."""
+        """Start the next receive, which takes `begun` seconds to begin.
+
+        The receives of a scope end in the order of its graph, whatever the order of arrival.
+        """
         scope: _Scope = run.job
-        if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._here:
+        if scope.receiving or not scope.awaited or scope.awaited[0][0] not in self._arrived:
             return
         name, task = scope.awaited.popleft()
-        self._here.remove(name)
+        self._arrived.remove(name)
         del self._awaiting[name]
         scope.receiving = True
 
@@ -215,7 +218,7 @@ class SimulatedRank:
 
     def _nbytes(self, run: Run, task: int) -> int:
         """Bytes of the message of a send or receive."""
-        timed: Timed = run.job.timed
+        timed: TimedGraph = run.job.timed
         buffers, peer = run.graph.message(task), run.graph.peer[task]
         nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
-        return nbytes - (table if self._post.beside(self.number, peer) else 0)
+        return nbytes - (table if self._router.same_node(self.number, peer) else 0)

@@ -1,4 +1,4 @@
-"""All ranks' graphs on one virtual clock, or, where they are alike, those of one node for all."""
+"""Run the graphs of all ranks on one virtual clock, or of one node if ranks are symmetric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gradwire.engine import Graph
 from gradwire.sim.clock import Clock, Cores
 from gradwire.sim.fabric import Fabric, Link, Message
-from gradwire.sim.rank import Overheads, SimulatedRank, Timed
+from gradwire.sim.rank import Overheads, SimulatedRank, TimedGraph
 from gradwire.sim.symmetry import Symmetry
 
 
@@ -21,12 +21,12 @@ class Machines:
 
     Attributes:
         world_size: number of ranks.
-        ranks: of a node; the last node may have fewer.
+        ranks: ranks per node; the last node may have fewer.
         link: of each node.
         overheads: of the engine.
-        cores: that all simulated ranks share, as the lab's nodes do; `inf`: each thread has its
-            own.
-        in_flight: collectives that may own memory at a time.
+        cores: number of cores that all simulated ranks share, as the lab's nodes do; `inf`: one
+            per thread.
+        in_flight: collectives that may hold memory at the same time.
     """
 
     world_size: int
@@ -43,13 +43,13 @@ class Machines:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
-        ended: of each job: seconds until the slowest rank had its result, by its own start.
-        sent_bytes: of each simulated rank, handed to its transport.
-        moved_bytes: that left each simulated node.
-        kernel_seconds: of each simulated rank.
+        ended: per job, seconds until the slowest rank had its result, from that rank's start.
+        sent_bytes: per simulated rank, bytes passed to the transport.
+        moved_bytes: per simulated node, bytes that left it.
+        kernel_seconds: per simulated rank.
     """
 
     ended: tuple[float, ...]
@@ -58,10 +58,10 @@ class Result:
     kernel_seconds: tuple[float, ...]
 
 
-class _Office:
-    """Finds the rank on the clock that a message goes to, and the name it knows it by.
+class _FabricRouter:
+    """Maps a message to the simulated rank that receives it, and to the name it has there.
 
-    A name is (sender, receiver, job, role, segment, chunk), as the receiver has it.
+    A name is (sender, receiver, job, role, segment, chunk), from the receiver's view.
     """
 
     def __init__(self, machines: Machines, fabric: Fabric, rotation: Symmetry | None) -> None:
@@ -74,7 +74,7 @@ class _Office:
         b, peer = graph.message(task)[0], graph.peer[task]
         role, segment, chunk = graph.buffer_role, graph.buffer_segment, graph.buffer_chunk
         name = (peer, rank.number, job, role[b], segment[b], chunk[b])
-        self._fabric.expect(name, self.beside(rank.number, peer))
+        self._fabric.expect(name, self.same_node(rank.number, peer))
         return name
 
     def send(
@@ -87,11 +87,11 @@ class _Office:
         sent: Callable[[], None],
     ) -> None:
         peer = graph.peer[task]
-        beside = self.beside(rank.number, peer)
+        same_node = self.same_node(rank.number, peer)
         receiver, name = self._delivery(rank.number, peer, job, graph, graph.message(task)[0])
-        self._fabric.send(Message(name, rank, receiver, peer, beside, nbytes, sent))
+        self._fabric.send(Message(name, rank, receiver, peer, same_node, nbytes, sent))
 
-    def beside(self, rank: int, peer: int) -> bool:
+    def same_node(self, rank: int, peer: int) -> bool:
         return rank // self._per_node == peer // self._per_node
 
     def _delivery(
@@ -108,7 +108,7 @@ class _Office:
 
 def run(
     machines: Machines,
-    jobs: Sequence[Sequence[Timed]],
+    jobs: Sequence[Sequence[TimedGraph]],
     ready: Sequence[float],
     rotation: Symmetry | None = None,
     starts: Sequence[float] | None = None,
@@ -117,46 +117,47 @@ def run(
 
     Args:
         machines: the ranks, and what they run on.
-        jobs: of each rank, its jobs in order; with `rotation` of the ranks of node 0 alone.
-        ready: when each job's values are there, in seconds; they do not fall.
-        rotation: under which all graphs are alike; None: simulate all ranks.
-        starts: when each rank begins, in seconds; None: all at once. Each counts from there.
+        jobs: the jobs of each rank, in order; with `rotation`, of the ranks of node 0 alone.
+        ready: per job, the time at which its values are ready, in seconds; non-decreasing.
+        rotation: the symmetry of all graphs; None: simulate all ranks.
+        starts: per rank, the time at which it starts, in seconds; None: all at 0. A rank's times
+            count from its start.
     """
     starts = starts or [0.0] * len(jobs)
     clock = Clock()
-    # With a rotation, cores that all ranks share are shared by all that node 0 stands for.
-    alike = 1 if rotation is None else rotation.nodes
-    cores = Cores(clock, machines.cores / alike)
+    # Node 0 gets its share of the cores, also where it represents the others.
+    represented = 1 if rotation is None else rotation.nodes
+    cores = Cores(clock, machines.cores / represented)
     nodes = 1 if rotation is not None else machines.nodes
     largest = max((job.largest for job in jobs[0]), default=1)
     fabric = Fabric(clock, machines.link, largest, nodes)
-    office = _Office(machines, fabric, rotation)
+    router = _FabricRouter(machines, fabric, rotation)
     for number, mine in enumerate(jobs):
         node = number // machines.ranks
         rank = SimulatedRank(
-            number, node, clock, cores, office, machines.overheads, machines.in_flight
+            number, node, clock, cores, router, machines.overheads, machines.in_flight
         )
-        office.ranks.append(rank)
+        router.ranks.append(rank)
         rank.submit_at([starts[number] + when for when in ready], mine)
-    with _uncollected():
+    with _gc_disabled():
         clock.run()
-    for rank in office.ranks:
-        assert len(rank.ended) == len(ready), f"rank {rank.number} waits for ever"
-    own = list(zip(office.ranks, starts, strict=True))
+    for rank in router.ranks:
+        assert len(rank.ended) == len(ready), f"rank {rank.number} never finishes"
+    own = list(zip(router.ranks, starts, strict=True))
     return Result(
         ended=tuple(
             max(rank.ended[job] - start for rank, start in own) for job in range(len(ready))
         ),
-        sent_bytes=tuple(rank.sent_bytes for rank in office.ranks),
+        sent_bytes=tuple(rank.sent_bytes for rank in router.ranks),
         moved_bytes=tuple(fabric.moved),
-        kernel_seconds=tuple(rank.kernel_seconds for rank in office.ranks),
+        kernel_seconds=tuple(rank.kernel_seconds for rank in router.ranks),
     )
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within it Python looks for no cycles: none are made, and its passes over all that waits on a
-    clock take a third of the time."""
+def _gc_disabled() -> Iterator[None]:
+    """Disable the cyclic garbage collector: a run creates no cycles, and collections take a third
+    of its time."""
     was = gc.isenabled()
     gc.disable()
     try:

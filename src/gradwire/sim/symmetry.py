@@ -1,14 +1,15 @@
-"""Graphs that are alike on all nodes but for a rotation, so that one node stands for all.
+"""Rotational symmetry: where the graphs of all nodes are rotations of each other, one node
+represents all.
 
-Ranks are rotated by whole nodes: with M ranks a node, rank r becomes r + M, and chunks move on with
-their owners. If every rank's graph is its predecessor's, rotated, then so is all that happens on
-the clock, and what a rank of node 0 sends to rank M k + q at some time arrives there as what rank q
-of node 0 receives, at the same time, from the node k places behind. So node 0 is simulated with its
-egress looped back to its ingress: exactly, if all chunks are of one size and all ranks list their
-tasks in the same order, rotated.
+Ranks are rotated by whole nodes: with M ranks per node, rank r becomes r + M, and chunks move with
+their owners. If every rank's graph is a rotation of its predecessor's, then so are all events on
+the clock: when a rank of node 0 sends to rank M k + q, rank q of node 0 receives the rotated
+message at the same time from the node k places behind. So node 0 is simulated with its egress
+looped back to its ingress. The result is exact if all chunks have the same size and all ranks list
+their tasks in the same order, rotated.
 
-Nodes that stand in rows are rotated along rows and columns, each by itself: node (row, column) is
-as many rows and columns from node 0, modulo their numbers.
+Nodes in a grid are rotated along rows and columns independently: node (row, column) is that many
+rows and columns from node 0, modulo the grid's size.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Symmetry:
 
     Attributes:
         world_size: number of ranks, a multiple of `ranks`.
-        ranks: of a node.
-        chunks: into how many the algorithm cuts the values. What stands beyond (a chunk in another
-            form) turns with the chunk it is.
-        columns: of the rows in which nodes stand; 0: all are in one.
+        ranks: ranks per node.
+        chunks: number of chunks into which the algorithm cuts the values. A higher chunk index is
+            another form of a chunk, and rotates with it.
+        columns: number of columns of the grid of nodes; 0: one row.
     """
 
     world_size: int
@@ -42,19 +43,19 @@ class Symmetry:
 
     @property
     def possible(self) -> bool:
-        """Whether chunks can move on with their owners."""
+        """Whether chunks can rotate with their owners."""
         whole = self.world_size % self.ranks == 0
         whole = whole and (not self.columns or self.nodes % self.columns == 0)
         return whole and (self.chunks == 1 or self.chunks % self.nodes == 0)
 
     def rank(self, rank: int, steps: int) -> int:
-        """Where the rotation that takes node 0 to node `steps` takes a rank; -`steps` is the one
-        that takes that node to node 0."""
+        """The image of a rank under the rotation of node 0 to node `steps`; a negative number is
+        the inverse rotation."""
         node, place = divmod(rank, self.ranks)
         return self._node(node, steps) * self.ranks + place
 
     def chunk(self, chunk: int, steps: int) -> int:
-        """Where it takes a chunk."""
+        """The image of a chunk under that rotation."""
         if self.chunks == 1:
             return chunk
         form, place = divmod(chunk, self.chunks)
@@ -63,7 +64,7 @@ class Symmetry:
         return form * self.chunks + self._node(node, steps) * each + place
 
     def _node(self, node: int, steps: int) -> int:
-        """Where it takes a node."""
+        """The image of a node under that rotation."""
         columns = self.columns or self.nodes
         sign = -1 if steps < 0 else 1
         (row, column), (down, right) = divmod(node, columns), divmod(abs(steps), columns)
@@ -73,7 +74,8 @@ class Symmetry:
     def holds(self, build: Callable[[int], Graph], nodes: tuple[int, ...]) -> bool:
         """Whether the graphs of the ranks on these nodes have node 0's tasks, rotated.
 
-        The order in which a merge sums may differ, since it takes no time; and that of tasks.
+        The order in which a merge sums may differ, as it does not affect time, and so may the
+        order of tasks.
         """
         if not self.possible:
             return False
@@ -81,12 +83,12 @@ class Symmetry:
             first = build(rank)
             for steps in nodes:
                 found = build(self.rank(rank, steps))
-                if set(self.forms(first, steps)) != set(self.forms(found, 0)):
+                if set(self.rotated_tasks(first, steps)) != set(self.rotated_tasks(found, 0)):
                     return False
         return True
 
-    def forms(self, graph: Graph, steps: int) -> list[Hashable]:
-        """All that matters on a clock of a graph's tasks, rotated, in order."""
+    def rotated_tasks(self, graph: Graph, steps: int) -> list[Hashable]:
+        """A graph's tasks, rotated, in order; only what affects time."""
         g = graph
         buffers = [
             (role, segment, self.chunk(chunk, steps), self.rank(source, steps))

@@ -1,6 +1,6 @@
-"""The training tasks of the benchmark: what is trained, on which data, judged how.
+"""The training tasks of the benchmark: model, data and metric.
 
-`REGISTRY` is the table of them; a new task is one file and one line here.
+A new task is one file and one line in `REGISTRY`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def get(name: str, **options: object) -> Task:
     """The task called `name`, with its fields set from `options`.
 
     Raises:
-        ConfigError: unknown name, or unknown option; the message lists the known ones.
+        ConfigError: the name or an option is unknown; the message lists the known ones.
     """
     if name not in REGISTRY:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(sorted(REGISTRY))}")

@@ -1,9 +1,9 @@
 """`gpt`: a byte-level GPT on the Python standard library's own source.
 
 Pre-norm blocks, learned positions, attention by torch's fused kernel, AdamW. Nearly all parameters
-sit in the blocks' matrices (12 x width^2 a layer), as in models that people train, so what the
-network carries for a step is set by `layers` and `width`, and what a step computes by `sequences`
-x `context` as well: the benchmark sizes one against the other.
+are in the blocks' matrices (12 x width^2 per layer), as in real models. `layers` and `width`
+determine the bytes per step; `sequences` x `context` scales the computation per step alone. So the
+ratio of communication to computation can be set.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Gpt:
 
     Attributes:
         layers, width, heads: the model; `heads` divides `width`.
-        context: bytes a sequence.
-        sequences: sequences a rank and step.
+        context: bytes per sequence.
+        sequences: sequences per rank and step.
         tied: whether the output matrix is the embedding.
         peak_learning_rate: AdamW's, reached after `warmup` steps.
-        validation_sequences: evenly spaced held-out sequences that every evaluation scores.
+        validation_sequences: number of held-out sequences per evaluation, evenly spaced.
     """
 
     layers: int = 6
@@ -55,7 +55,7 @@ class Gpt:
     def describe(self) -> str:
         return (
             f"byte-level GPT, {self.layers} layers of width {self.width}, {self.sequences} x "
-            f"{self.context} bytes a rank, on {self._text().origin}"
+            f"{self.context} bytes per rank, on {self._text().origin}"
         )
 
     def model(self, seed: int) -> nn.Module:
@@ -135,13 +135,13 @@ class GptModel(nn.Module):
         return logits
 
     def _initialise(self, size: Gpt) -> None:
-        """Bytes must be told apart from the first step on, since runs are a few hundred steps: an
-        embedding ten times larger than GPT-2's saves a third of them (measured: 2.50 nats against
-        2.86 after 200 steps of 256 bytes at width 192).
+        """Embeddings start ten times larger than GPT-2's, so that short runs of a few hundred steps
+        learn to distinguish bytes early: this saves a third of the steps (measured: 2.50 nats
+        against 2.86 after 200 steps of 256 bytes at width 192).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # Matrices that write into the residual stream shrink with depth, as in GPT-2.
+                # Matrices that write into the residual stream are scaled by depth, as in GPT-2.
                 writes = name.endswith(("attention.output.weight", "contract.weight"))
                 depth = math.sqrt(2 * size.layers) if writes else 1.0
                 nn.init.normal_(parameter, std=0.5 / math.sqrt(size.width) / depth)

@@ -1,8 +1,8 @@
 """`image`: a small convolutional network on Fashion-MNIST (or digits), with SGD and momentum.
 
-BatchNorm gives the model buffers, and `channels_last` gives the gradients strides that are not
-contiguous: two things a communication hook must not mind. Most parameters sit in one dense layer,
-as in VGG, so the network matters.
+BatchNorm gives the model buffers, and `channels_last` gives the gradients non-contiguous strides; a
+communication hook must handle both. Most parameters are in one fully connected layer, as in VGG, so
+communication matters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Image:
     Attributes:
         data: "auto", "fashion" or "digits" (`image_data.load`).
         channels: of the first convolution; the second has twice as many.
-        hidden: width of the dense layer.
-        images: images a rank and step, drawn with replacement.
+        hidden: width of the fully connected layer.
+        images: images per rank and step, drawn with replacement.
         channels_last: whether model and images use that memory format.
         peak_learning_rate, momentum: SGD's.
-        test_images: how many test images an evaluation scores (the first ones).
+        test_images: number of test images per evaluation (the first ones).
     """
 
     data: str = "auto"
@@ -53,8 +53,8 @@ class Image:
 
     def describe(self) -> str:
         return (
-            f"CNN with BatchNorm, {self.channels} channels, dense layer of {self.hidden}, "
-            f"{self.images} images a rank, on {self._data().origin}"
+            f"CNN with BatchNorm, {self.channels} channels, hidden layer of {self.hidden}, "
+            f"{self.images} images per rank, on {self._data().origin}"
         )
 
     def model(self, seed: int) -> nn.Module:

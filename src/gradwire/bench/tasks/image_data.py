@@ -1,8 +1,8 @@
-"""Images without a network: Fashion-MNIST from Debian's package, or scikit-learn's digits.
+"""Images that need no download: Fashion-MNIST from Debian's package, or scikit-learn's digits.
 
 The Debian package `dataset-fashion-mnist` installs the four idx files (LeCun's format, gzipped,
-which torchvision reads too). Without it the 1797 digits of scikit-learn stand in, and `origin` says
-so: digits are far easier, so rows of the two data sets never compare.
+which torchvision reads too). Without it the 1797 digits of scikit-learn replace it, and `origin`
+says so. Digits are far easier, so rows of the two data sets are not comparable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradwire.errors import ConfigError
 
-DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # the package's own, by its file list
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # by the package's file list
 DATA_SETS = ("auto", "fashion", "digits")
 _FASHION_MEAN, _FASHION_DEVIATION = 0.286, 0.353  # of the training images, scaled to [0, 1]
 _DIGITS_HELD_OUT = 300
@@ -31,7 +31,7 @@ class ImageData:
     """Images as fp32 [n, 1, side, side], about standard normal; labels as int64 [n] in 0..9.
 
     Attributes:
-        origin: which data set, for people; names what is missing if a substitute was taken.
+        origin: the data set's name, for people; if it is a substitute, also what is missing.
     """
 
     train_images: Tensor
@@ -50,7 +50,7 @@ def load(data: str, folder: Path = DEBIAN_FOLDER) -> ImageData:
     """The data set `data`: "fashion", "digits", or "auto" (fashion where its files are).
 
     Raises:
-        ConfigError: unknown name; files missing or damaged; scikit-learn missing.
+        ConfigError: the name is unknown, files are missing or damaged, or scikit-learn is missing.
     """
     if data not in DATA_SETS:
         raise ConfigError(f"unknown image data {data!r}; known: {', '.join(DATA_SETS)}")
@@ -92,7 +92,7 @@ def _digits(remark: str) -> ImageData:
             "neither is installed"
         ) from error
     digits = load_digits()
-    # The file's order is by writer, so the held-out images come from a fixed shuffle.
+    # The file is ordered by writer, so a fixed shuffle precedes the split.
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order]).float().unsqueeze(1)
     labels = torch.from_numpy(digits.target[order]).long()
@@ -104,10 +104,10 @@ def _digits(remark: str) -> ImageData:
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """A gzipped idx file of unsigned bytes, in its own shape.
+    """The array of a gzipped idx file of unsigned bytes.
 
     Raises:
-        ConfigError: not such a file, or truncated; the message names it.
+        ConfigError: the file has another format or is truncated; the message names it.
     """
     try:
         raw = gzip.decompress(path.read_bytes())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def warm_up_then_decay(step: int, steps: int, warmup: int, floor: float = 0.1) -> float:
-    """A linear rise over `warmup` steps, then a linear fall to `floor` at the last step.
+    """Linear warm-up over `warmup` steps, then linear decay to `floor` at the last step.
 
     Returns:
-        the factor on the peak learning rate, in (0, 1].
+        The factor on the peak learning rate, in (0, 1].
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -1,7 +1,7 @@
-"""Text that is on every machine: the Python standard library's own source.
+"""Text that is on every machine: the source of the Python standard library.
 
-About 12 MB without its tests. Which bytes exactly depends on the Python version, so rows of two
-machines compare only under the same version; `SourceText.origin` says which it was.
+It has about 12 MB without its tests. The text depends on the Python version, so rows of two
+machines are comparable only with the same version, which `SourceText.origin` names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.errors import ConfigError
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_VALIDATION_SHARE = 10  # one file in this many
+_VALIDATION_SHARE = 10  # one file in ten
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class SourceText:
     """Bytes to train on and to validate on, split by file: no file is in both.
 
     Attributes:
-        train: uint8, flat; files in the order of their paths, each ended by a zero byte.
+        train: uint8, flat; files in the order of their paths, each followed by a zero byte.
         validation: the same for the held-out files.
-        origin: where the text came from, for people.
+        origin: the source of the text, for people.
     """
 
     train: Tensor
@@ -39,12 +39,12 @@ class SourceText:
 
 
 def read(folder: Path) -> SourceText:
-    """The text of all `*.py` files below `folder`, tests and installed packages left out.
+    """The text of all `*.py` files below `folder`, without tests and installed packages.
 
-    The split hashes the path below `folder`, so it does not depend on what else is there.
+    The split hashes a file's path below `folder`, so it does not depend on the other files.
 
     Raises:
-        ConfigError: there are no such files, or all would fall on one side of the split.
+        ConfigError: there are no such files, or one side of the split is empty.
     """
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
@@ -65,7 +65,7 @@ def read(folder: Path) -> SourceText:
 
 @lru_cache(maxsize=1)
 def standard_library() -> SourceText:
-    """The running Python's standard library, read once a process."""
+    """The running Python's standard library, read once per process."""
     return read(Path(sysconfig.get_path("stdlib")))
 
 

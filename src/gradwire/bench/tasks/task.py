@@ -1,11 +1,11 @@
-"""What a task owes the benchmark.
+"""The interface of a benchmark task.
 
-A task is a frozen dataclass: its fields are the sizes of the model and the recipe, its methods make
-everything that a run needs. Nothing in it knows of ranks' communication: methods (`bench.methods`)
-compare precisely because every one of them gets the same task.
+A task is a frozen dataclass: its fields are the model's sizes and the recipe, its methods make the
+model, the optimizer and the data. It does not communicate, so all methods (`bench.methods`) train
+the same task.
 
-Data arrive by (seed, rank, step) and by nothing else, so that two methods train on the same batches
-and a run can be repeated, whatever else the process does.
+A batch depends only on (seed, rank, step), so that all methods train on the same batches and a run
+can be repeated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over a part of the validation data; those of all parts add up to the whole's.
+    """Sums over a part of the validation data; the sums of all parts add up to the total.
 
     Attributes:
         loss: sum of the losses, in nats.
-        correct: how many predictions were right.
-        count: how many predictions there were.
+        correct: number of correct predictions.
+        count: number of predictions.
     """
 
     loss: float
@@ -35,7 +35,7 @@ class Score:
     count: float
 
     def tensor(self) -> Tensor:
-        """The three sums as a float64 vector, ready to be summed over ranks."""
+        """The three sums as a float64 vector, for an all-reduce over ranks."""
         return torch.tensor([self.loss, self.correct, self.count], dtype=torch.float64)
 
     @classmethod
@@ -52,17 +52,17 @@ class Score:
 
 @runtime_checkable
 class Task(Protocol):
-    """Duties of a task."""
+    """The methods of a task."""
 
     @property
     def metric(self) -> str:
-        """What `metric_of` returns, in words, unit included."""
+        """The name of the metric that `metric_of` returns, unit included."""
 
     def describe(self) -> str:
-        """One line on the model and the data, with every substitution that was made."""
+        """One line on the model and the data, including any substitution."""
 
     def model(self, seed: int) -> nn.Module:
-        """The model, initialised from `seed` alone: all methods and ranks start from one point."""
+        """The model, initialised from `seed` alone: equal for all methods and ranks."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer, at the peak learning rate."""
@@ -70,7 +70,7 @@ class Task(Protocol):
     def learning_rate(self, step: int, steps: int) -> float:
         """The factor on the peak learning rate at `step` (from 0) of a run of `steps` steps.
 
-        Must not depend on `steps` while `step < warmup`, since a run may settle its length then.
+        It must not depend on `steps` while `step < warmup`, when a run may still change `steps`.
         """
 
     @property
@@ -87,4 +87,4 @@ class Task(Protocol):
         """The score on the `part`-th of `parts` disjoint shares of the validation data."""
 
     def metric_of(self, score: Score) -> float:
-        """The metric that people use for this task."""
+        """The usual metric of this task."""

@@ -1,4 +1,4 @@
-"""Functions that take turns (A B A B), so that what else the machine does meets all of them."""
+"""Interleaved timing (A B A B): other load on the machine affects all functions equally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # spent on a function's turns
+SECONDS_EACH = {"c": 1.0, "eager": 3.0}  # budget per function
 TURNS = {"c": (7, 41), "eager": (3, 5)}  # at least, at most
 QUICK_TURNS = {"c": (3, 9), "eager": (1, 1)}
 EVENTS, QUICK_EVENTS = 31, 9  # turns on a GPU
@@ -18,7 +18,7 @@ EVENTS, QUICK_EVENTS = 31, 9  # turns on a GPU
 def medians(
     functions: Sequence[Callable[[], None]], threads: int, target: str, quick: bool
 ) -> list[float]:
-    """Median seconds of each: on `threads` threads, or for target "triton" on the stream."""
+    """Median seconds per function: on `threads` threads, or for target "triton" on the stream."""
     if target == "triton":
         return _on_stream(functions, QUICK_EVENTS if quick else EVENTS)
     before = torch.get_num_threads()
@@ -32,7 +32,7 @@ def medians(
 def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: bool) -> list[float]:
     fewest, most = QUICK_TURNS[target] if quick else TURNS[target]
     budget = len(functions) * SECONDS_EACH[target] / (20 if quick else 1)
-    for function in functions:  # pages, compiled code
+    for function in functions:  # warm up: page faults, compilation
         function()
     times: list[list[float]] = [[] for _ in functions]
     begin = time.perf_counter()
@@ -47,8 +47,8 @@ def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: boo
 
 
 def _on_stream(functions: Sequence[Callable[[], None]], turns: int) -> list[float]:
-    """What the stream takes, launches included where it must wait for them."""
-    for _ in range(3):  # compiled code, clocks
+    """Seconds on the stream, including launches that the stream must wait for."""
+    for _ in range(3):  # warm up: compilation, GPU clocks
         for function in functions:
             function()
     torch.cuda.synchronize()

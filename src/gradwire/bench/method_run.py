@@ -1,7 +1,7 @@
-"""One method in training on one rank: model, optimizer, hook, and its own clock.
+"""The training run of one method on one rank: model, optimizer, hook and clock.
 
-The worker holds a contestant per method and lets them train in turn, so that a machine that slows
-down for a minute slows all of them.
+The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
+affects all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gradwire.bench.tasks import Score, Task
 
 
 @dataclass
-class Contestant:
+class MethodRun:
     """State of one method's run with one seed.
 
     Attributes:
         step: steps trained.
-        step_seconds: of each step, from fetching the batch to the end of the optimizer's step.
+        step_seconds: per step, from fetching the batch to the end of the optimizer's step.
         link_bytes: bytes that left this node's interface during steps; None without a lab.
         last_loss: this rank's training loss of the last step.
     """
@@ -42,11 +42,11 @@ class Contestant:
     last_loss: float = float("nan")
 
     @classmethod
-    def enter(cls, method: Method, task: Task, seed: int) -> Contestant:
-        """A fresh run of `method`: the same weights for every method and rank.
+    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
+        """A new run of `method`; the initial weights are equal for every method and rank.
 
         Raises:
-            ConfigError: the method's codec or options are not known.
+            ConfigError: the method's codec or options are unknown.
         """
         model = method.distribute(task.model(seed))
         optimizer = task.optimizer(model.module)
@@ -65,16 +65,18 @@ class Contestant:
             self.step += 1
 
     def ideal_step(self) -> float:
-        """Seconds of a step that communicates nothing. Ranks diverge: for after the last score."""
+        """Seconds of a step without communication. Call it after the last evaluation, since ranks
+        diverge."""
         start = time.perf_counter()
         with self.model.no_sync():
             self._one_step(self.step, self.step + 1)
         return time.perf_counter() - start
 
     def evaluate(self) -> Score:
-        """The score on the validation data, of which every rank takes its share.
+        """The score on the validation data; every rank evaluates a share.
 
-        Buffers come from rank 0 first, as DDP does before each step: one model is judged.
+        Rank 0's buffers are broadcast first, as DDP does before each step, so that all ranks
+        evaluate the same model.
         """
         model = self.model.module
         for buffer in model.buffers():
@@ -89,8 +91,8 @@ class Contestant:
         """Bytes and memory so far."""
         return self.applied.traffic(self.step)
 
-    def leave(self) -> None:
-        """Gives back what the method holds."""
+    def close(self) -> None:
+        """Release the method's resources."""
         self.applied.remove()
 
     def _one_step(self, step: int, total: int) -> None:
@@ -108,7 +110,7 @@ class Contestant:
 def interface_bytes() -> int | None:
     """Bytes that this node's network interface has sent; None if all ranks share loopback.
 
-    The lab gives each node its own interface and names it in gloo's variable.
+    The lab gives each node its own interface, named in GLOO_SOCKET_IFNAME.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface == "lo":
@@ -116,5 +118,5 @@ def interface_bytes() -> int | None:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
-            return int(counters.split()[8])  # the first eight count what was received
+            return int(counters.split()[8])  # the first eight count received traffic
     return None

@@ -1,7 +1,7 @@
-"""From a bucket to what its tasks take: cut as gradwire.collectives does, timed by curves.
+"""The durations of a bucket's tasks: the bucket is cut as in gradwire.collectives and timed by
+curves.
 
-Where one node is simulated for all, chunks are given their mean size first, so that all ranks do
-the same.
+Where one node represents all, chunks first get their mean size, so that all ranks are symmetric.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from gradwire.engine.topology import Topology
 from gradwire.lang import Codec
 from gradwire.sim.buckets import Bucket
 from gradwire.sim.curves import Curves
-from gradwire.sim.rank import Timed
+from gradwire.sim.rank import TimedGraph
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """What the messages of a bucket hold.
+class BucketContents:
+    """The contents of a bucket's messages.
 
     Attributes:
-        sizes: bytes of payloads, as algorithms take them; where lengths depend on data, those that
-            codecs expect, and the table that says them.
-        tables: what of these is the table.
-        kinds: (codec, whether a residual travels with the values).
-        values: float64[chunk, segment, kind]: how many values.
+        sizes: bytes of payloads, as algorithms take them; where lengths depend on data, the
+            codec's expected length plus the table of lengths.
+        tables: bytes of these tables.
+        kinds: (codec, whether error feedback applies).
+        values: float64[chunk, segment, kind]: number of values.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -44,14 +44,14 @@ class Amounts:
 
 
 def algorithm_on(options: Options, world_size: int, per_node: int) -> Algorithm:
-    """What runs an all-reduce on nodes of `per_node` ranks."""
+    """The algorithm of an all-reduce on nodes of `per_node` ranks."""
     nodes = tuple(rank // per_node for rank in range(world_size))
     return algorithm_of(AVERAGE, Topology(0, world_size, nodes), options)
 
 
-def amounts(
+def bucket_contents(
     bucket: Bucket, algorithm: Algorithm, options: Options, world_size: int, in_memory: bool = False
-) -> Amounts:
+) -> BucketContents:
     """Cut a bucket for an algorithm; `in_memory` if all ranks are on one node."""
     parts = cut(CollectiveLayout(AVERAGE, bucket), algorithm, world_size, options, in_memory)
     feedback = np.array([spec.feedback for spec in bucket], dtype="i8")
@@ -60,53 +60,59 @@ def amounts(
     message = parts.chunk * len(parts.sizes) + parts.segment
     place = message * len(kinds) + parts.kind * 2 + feedback[parts.item]
     values = np.bincount(place, parts.numel, int(np.prod(shape))).reshape(shape)
-    return Amounts(*expected(parts), kinds, values)
+    return BucketContents(*expected(parts), kinds, values)
 
 
-def level(held: Amounts, chunks: int) -> Amounts:
-    """The same values in chunks of equal size; `chunks` at a time have one form."""
-    forms = len(held.values) // chunks
+def equal_chunks(contents: BucketContents, chunks: int) -> BucketContents:
+    """The same values in chunks of equal size; each `chunks` chunks have one form."""
+    forms = len(contents.values) // chunks
 
     def means(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         sums = (np.array(segment).reshape(forms, chunks).sum(axis=1) for segment in sizes)
         found = (np.ceil(of_forms / chunks).repeat(chunks) for of_forms in sums)
         return tuple(tuple(align(int(mean)) for mean in segment) for segment in found)
 
-    values = held.values.reshape(forms, chunks, *held.values.shape[1:]).sum(axis=1) / chunks
-    return Amounts(means(held.sizes), means(held.tables), held.kinds, values.repeat(chunks, axis=0))
+    values = contents.values.reshape(forms, chunks, *contents.values.shape[1:]).sum(axis=1) / chunks
+    return BucketContents(
+        means(contents.sizes), means(contents.tables), contents.kinds, values.repeat(chunks, axis=0)
+    )
 
 
-def timed(held: Amounts, algorithm: Algorithm, rank: int, world_size: int, curves: Curves) -> Timed:
-    """A cut bucket on `rank`.
+def timed_graph(
+    contents: BucketContents, algorithm: Algorithm, rank: int, world_size: int, curves: Curves
+) -> TimedGraph:
+    """The graph of a bucket on `rank`, with the durations of its tasks.
 
     Raises:
-        ConfigError: a codec without a curve.
+        ConfigError: a codec has no curve.
     """
-    graph = algorithm.build(rank, world_size, held.sizes)
-    nbytes = message_bytes(graph, held.sizes)
+    graph = algorithm.build(rank, world_size, contents.sizes)
+    nbytes = message_bytes(graph, contents.sizes)
     seconds = [
-        _seconds(graph, task, held, nbytes, curves) if peer < 0 else 0.0
+        _seconds(graph, task, contents, nbytes, curves) if peer < 0 else 0.0
         for task, peer in enumerate(graph.peer)
     ]
     places = zip(graph.buffer_segment, graph.buffer_chunk, strict=True)
-    tables = [held.tables[segment][chunk] for segment, chunk in places]
+    tables = [contents.tables[segment][chunk] for segment, chunk in places]
     moved = (
         sum(nbytes[b] for b in graph.message(t)) for t, peer in enumerate(graph.peer) if peer >= 0
     )
-    largest = max(message(max(map(max, held.sizes))), *moved, 0)
-    return Timed(graph, seconds, nbytes, largest, tables)
+    largest = max(message(max(map(max, contents.sizes))), *moved, 0)
+    return TimedGraph(graph, seconds, nbytes, largest, tables)
 
 
-def _seconds(graph: Graph, task: int, held: Amounts, nbytes: list[int], curves: Curves) -> float:
-    """A kernel's curve for each codec and form, and a check for each message that is made.
+def _seconds(
+    graph: Graph, task: int, contents: BucketContents, nbytes: list[int], curves: Curves
+) -> float:
+    """The kernel time of a task: the curve of each codec and form, and a checksum per message made.
 
-    Target c runs them in one call, but a curve does not tell Python's part of what a call costs.
+    Target c runs all codecs in one call, but a curve does not separate Python's share of a call.
     """
     covered = covered_messages(graph, task)
     chunks = [graph.buffer_chunk[b] for b in covered]
-    values = held.values[chunks, [graph.buffer_segment[b] for b in covered]].cumsum(axis=0)[-1]
+    values = contents.values[chunks, [graph.buffer_segment[b] for b in covered]].cumsum(axis=0)[-1]
     calls: dict[tuple[Codec, str], float] = {}
-    for (codec, feedback), numel in zip(held.kinds, values.tolist(), strict=True):
+    for (codec, feedback), numel in zip(contents.kinds, values.tolist(), strict=True):
         if numel:
             call = codec, form(graph, task, feedback)
             calls[call] = calls.get(call, 0.0) + numel

@@ -1,4 +1,4 @@
-"""How what an aggregator asks for runs: looked up every step, found and checked once."""
+"""Resolve an aggregator's requests into collectives: checked once, then cached."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from gradwire.partition import Spec
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """Which collective of a round something goes into: what is asked for in the same words has the
-    same."""
+class Route:
+    """The collective of a round that carries a request. Equal requests share one object."""
 
     operation: Operation
     options: Options
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResolvedRequest:
     """How one request of a parameter runs.
 
     Attributes:
-        codec: that it asks for.
-        given: options that it was found for.
-        way: the collective.
-        spec: what all ranks know of it.
+        codec: the request's codec.
+        given: the options with which it was resolved.
+        route: the collective that carries it.
+        spec: its description, equal on all ranks.
         keys: of its random numbers.
     """
 
     codec: Codec | None
     given: Options
-    way: Way
+    route: Route
     spec: Spec
     keys: rng.Keys
 
 
-def asked(
+def resolve(
     request: Request,
     name: str,
     keys: rng.Keys,
@@ -46,36 +45,38 @@ def asked(
     number: int,
     given: Options,
     world_size: int,
-) -> Asked:
-    """How a request runs.
+) -> ResolvedRequest:
+    """Resolve and check a request.
 
     Args:
         name, keys, rotation: of its parameter.
-        number: how many requests of the parameter the round has before it.
+        number: its index among the parameter's requests of the round.
         given: the handle's options.
 
     Raises:
-        ConfigError: a field of the request is none, or `check_legal` refuses it.
+        ConfigError: a field of the request is invalid, or `check_legal` refuses it.
     """
     request.check()
-    way = _way(request.operation, given, request.algorithm, request.segments)
+    route = _route(request.operation, given, request.algorithm, request.segments)
     spec = request.spec(f"{name} ({number + 1})" if number else name, rotation, world_size)
-    check_legal(way.operation, spec, way.options, world_size)
+    check_legal(route.operation, spec, route.options, world_size)
     if number:
         more = number * rng.GOLDEN
         keys = rng.Keys(rng.mix64(keys.own + more), rng.mix64(keys.shared + more))
-    return Asked(request.codec, given, way, spec, keys)
+    return ResolvedRequest(request.codec, given, route, spec, keys)
 
 
 @lru_cache(maxsize=256)
-def _way(operation: Operation, given: Options, algorithm: str | None, segments: int | None) -> Way:
-    """A request runs as it says, else as the handle's options do; collectives that lack their
-    algorithm run by sra."""
+def _route(
+    operation: Operation, given: Options, algorithm: str | None, segments: int | None
+) -> Route:
+    """The request's own options, else the handle's. Collectives other than all_reduce use sra by
+    default."""
     if segments is not None:
         given = replace(given, segments=segments)
     reduces = operation.verb == "all_reduce"
     if algorithm is None and not reduces:
         algorithm = "sra"
     if algorithm in (None, given.algorithm) and reduces:
-        return Way(operation, given)
-    return Way(operation, given.through(algorithm or "sra"))
+        return Route(operation, given)
+    return Route(operation, given.through(algorithm or "sra"))
