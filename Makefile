@@ -38,7 +38,7 @@ unit-all: $(VENV)/.test
 
 # A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
-	$(BIN)/python -m build
+	GRADWIRE_BUILD=all $(BIN)/python -m build
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
