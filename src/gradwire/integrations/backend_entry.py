@@ -1,9 +1,9 @@
 """Makes the name "gradwire" known to torch.distributed.
 
-`import torch` calls `autoload`, through the entry point group `torch.backends`, in the middle of its
-own import; an error would end every `import torch` on this machine. So loading this file imports
-nothing that can fail (of gradwire, only the `__init__` files of its packages), `autoload` never
-raises, and the backend itself is imported when the first process group is made.
+`import torch` calls `autoload` through the entry point group `torch.backends`. An error there would
+end every `import torch` on this machine. So loading this file imports nothing that can fail (of
+gradwire, only the `__init__` files of its packages), `autoload` never raises, and the backend
+itself is imported when the first process group is made.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An FSDP module has groups of parameters, each of which is reduced and scattered by itself, through a
 replaceable object. What that object is given does not say which parameters it holds: those without
 a gradient have been left out. The list of those that are in it is an argument of the function that
-calls the object (torch 2.9 to 2.15), and is read there; sizes say nothing.
+calls the object, and is read there; sizes say nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from gradwire.errors import ConfigError
+from gradwire.integrations.torch_versions import SUPPORTED, parameter_groups_of
 
 _ARGUMENT = "fsdp_params"
 _REDUCTIONS = (
@@ -39,11 +40,7 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     seen: list[Any] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # Several of a module since torch 2.12; one, or none, before.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            groups = parameter_groups_of(module._get_fsdp_state())
             new = [group for group in groups if not any(group is one for one in seen)]
             seen += new
             yield from ((name, group) for group in new)
@@ -147,7 +144,7 @@ def _local(frame: FrameType | None, name: str) -> Any:
     if frame is None or name not in frame.f_locals:
         raise ConfigError(
             f"torch {torch.__version__} does not say which gradients FSDP2 scatters where gradwire "
-            f"looks (foreach_reduce's {name}): use torch 2.9 to 2.15"
+            f"looks (foreach_reduce's {name}): use torch {SUPPORTED}"
         )
     return frame.f_locals[name]
 
