@@ -7,6 +7,7 @@ version numbers: a nightly build and a build with patches have what their names 
 | --- | --- | --- |
 | 2.12 | `FSDPState._fsdp_param_groups`, a list | `_fsdp_param_group`, one or None |
 | 2.13 | `ProcessGroup.reduce_scatter_single` | `_reduce_scatter_base` |
+| 2.13 | DDP's buckets hold a complex gradient as pairs of real values | as complex values |
 | 2.13, 2.14 | more operations of a process group: `ADDED` | `OPERATIONS` |
 | 2.14 | a backend's sequence numbers start at 0 | whoever makes it sets them |
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 SUPPORTED = "2.9 to 2.15"
@@ -71,6 +73,12 @@ def parameter_groups_of(state: Any) -> list[Any]:
     if groups is not None:
         return list(groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def values_of(bucket: dist.GradBucket) -> torch.Tensor:
+    """A DDP bucket's values; a complex gradient lies there as pairs."""
+    buffer = bucket.buffer()
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def number_from_zero(backend: Any) -> None:
