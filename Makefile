@@ -10,7 +10,7 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean
+.PHONY: demo test test-all lint types unit unit-all test-torch wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -36,9 +36,33 @@ unit: $(VENV)/.test
 unit-all: $(VENV)/.test
 	$(PYTEST) --exhaustive
 
+# The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
+# (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.
+TORCH_VENV ?= .venv-torch-$(VERSION)
+TORCH_TESTS = tests/integrations tests/middle/test_handles.py tests/middle/test_groups.py \
+	tests/middle/test_backward.py tests/multiprocess/test_backend*.py \
+	tests/multiprocess/test_sharded*.py tests/multiprocess/test_corners.py
+TORCH_TOOLS = pytest pytest-xdist pytest-timeout hypothesis expecttest
+
+test-torch: $(if $(VERSION),$(TORCH_VENV)/.test,no-version)
+	$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(TORCH_VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TORCH_TESTS)
+
+# Each torch asks for its own Triton.
+$(TORCH_VENV)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint $(TORCH_VENV)/constraints.txt --editable . torch==$(VERSION) $(TORCH_TOOLS)
+	touch $@
+
+.PHONY: no-version
+no-version:
+	$(error make test-torch takes a version of torch: make test-torch VERSION=2.15.0)
+
 # A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
-	$(BIN)/python -m build
+	GRADWIRE_BUILD=all $(BIN)/python -m build
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,4 +85,4 @@ debian:
 		echo "dataset-fashion-mnist is not installed: the image task will use scikit-learn's digits"
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

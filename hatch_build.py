@@ -1,11 +1,14 @@
-"""Build hook of hatchling that adds prebuilt kernels to a wheel.
+"""Puts prebuilt kernels into a wheel, where the environment asks for them.
 
-The kernels are those of `gradwire codec build` (docs/kernels.md), built in a temporary folder.
-Without gcc the wheel contains none and fits every platform; an editable install never contains any.
-Two environment variables restrict what is built, for tests and for small images:
+hatchling calls this hook while it builds a wheel. The kernels are those of `gradwire codec build`
+(docs/kernels.md). Without these variables a wheel has no kernels, so `pip install .` compiles
+nothing: kernels are compiled on first use. An editable install never has any.
 
-    GRADWIRE_BUILD      what to build, such as "identity qsgd:bits=3 shm", or "none" for no kernels
-    GRADWIRE_BUILD_ISA  instruction set levels, such as "x86-64-v2 x86-64-v4"
+    GRADWIRE_BUILD      what to build: "all", or names such as "identity qsgd:bits=3 shm";
+                        `make wheel` sets "all"
+    GRADWIRE_BUILD_ISA  levels of instruction sets, such as "x86-64-v2 x86-64-v4"; all if not set
+
+If GRADWIRE_BUILD is set, a missing gcc is an error.
 """
 
 from __future__ import annotations
@@ -32,20 +35,23 @@ class Kernels(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the wheel is packed."""
         chosen = os.environ.get("GRADWIRE_BUILD", "").split()
-        if self.target_name != "wheel" or version == "editable" or chosen == ["none"]:
+        if self.target_name != "wheel" or version == "editable" or not chosen:
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
         from gradwire import wheel
+        from gradwire.errors import ConfigError
         from gradwire.lang import build, isa, jit
 
         try:
             levels = build.levels(os.environ.get("GRADWIRE_BUILD_ISA", "").split() or None)
-        except jit.CompileError as error:
-            self.app.display_warning(f"no prebuilt kernels in this wheel: {error}")
-            return
+            units = wheel.units(None if chosen == ["all"] else chosen)
+        except (jit.CompileError, ConfigError) as error:
+            raise SystemExit(
+                f"GRADWIRE_BUILD={' '.join(chosen)} asks for prebuilt kernels: {error}. Unset it "
+                "for a wheel without them"
+            ) from None
         if any(level.machine != isa.machine() for level in levels):
             raise SystemExit("GRADWIRE_CC builds for another machine: build wheels natively")
-        units = wheel.units(chosen or None)
         self.made = tempfile.TemporaryDirectory(prefix="gradwire-")
         files = []
         for row in build.build(units, levels, Path(self.made.name)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,8 @@ def updates_without_rows(rank: int) -> None:
 def passes_without_sync(rank: int) -> None:
     """An exception in a backward that reduces nothing does not affect peers."""
     model = fully_shard(two(), mesh=line())
+    if not hasattr(model, "reset_iter_state"):
+        return  # before torch 2.13 FSDP2 does not go on after an exception
     gw.attach(model, "identity")
     model.set_requires_gradient_sync(False)
     out = model(torch.ones(1, 8))
@@ -204,7 +207,12 @@ def thawed_later(rank: int) -> None:
 
 
 def replicated(rank: int) -> None:
-    ours = replicate(two(), mesh=line())
+    if "mesh" in inspect.signature(replicate).parameters:
+        ours = replicate(two(), mesh=line())
+    else:  # torch 2.9
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
+        ours = replicate(two(), device_mesh=mesh)
     step(ours)
     torch.testing.assert_close(gradients(ours)[3], torch.ones(8))
 

@@ -163,14 +163,46 @@ def test_training_needs_no_compiler(python: Path, levels: list[str], tmp_path: P
     assert not list(home.rglob("*.so")), "something was compiled"
 
 
-def test_without_a_compiler_a_wheel_has_no_kernels_and_says_so(tmp_path: Path) -> None:
-    made, said = build(tmp_path, "--no-isolation", GRADWIRE_CC="no-such-compiler")
+def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
+    """`pip install .` builds such a wheel, in seconds: no compiler is called."""
+    called, compiler = tmp_path / "called", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
+    compiler.chmod(0o755)
+    made, _ = build(tmp_path, "--no-isolation", GRADWIRE_BUILD="", GRADWIRE_CC=str(compiler))
+    assert not called.exists()
     assert made.name.endswith("-py3-none-any.whl")
-    assert (
-        "no prebuilt kernels in this wheel: GRADWIRE_CC=no-such-compiler is not a program" in said
-    )
     with zipfile.ZipFile(made) as archive:
-        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        names = archive.namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert "gradwire/py.typed" in names
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (
+            {"GRADWIRE_BUILD": "all", "GRADWIRE_CC": "no-such-compiler"},
+            "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is no pro",
+        ),
+        (
+            {"GRADWIRE_BUILD": "identity nonsense"},
+            "GRADWIRE_BUILD=identity nonsense asks for prebuilt kernels: ",
+        ),
+    ],
+)
+def test_kernels_that_cannot_be_built_end_the_build(
+    environment: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        build(tmp_path, "--no-isolation", **environment)
+    assert reason in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_make_wheel_asks_for_all_kernels() -> None:
+    command = ["make", "--dry-run", "--always-make", "wheel"]
+    assert "GRADWIRE_BUILD=all .venv/bin/python -m build" in run(command, 20, ROOT)
 
 
 def test_an_editable_install_builds_nothing(tmp_path: Path) -> None:

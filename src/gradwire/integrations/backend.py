@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.errors import ConfigError
+from gradwire.integrations import torch_versions
 from gradwire.integrations.backend_blob import Blobs
 from gradwire.integrations.backend_entry import NAME
 from gradwire.integrations.backend_models import Models
@@ -100,8 +101,7 @@ class Group(dist.ProcessGroup):
             if record is not None and isinstance(record._reduce_scatter_comm, Scatter):
                 record._reduce_scatter_comm(output, input, self, opts.reduceOp)
                 return Completed()
-        new = hasattr(self._plain, "reduce_scatter_single")  # since torch 2.13
-        name = "reduce_scatter_single" if new else "_reduce_scatter_base"
+        name = torch_versions.reduce_scatter_name()
         plain: dist.Work = self._plain_call(name, output, input, opts)
         return plain
 
@@ -169,33 +169,6 @@ class Group(dist.ProcessGroup):
         return {**totals, "ratio": ratio, "left_alone": dict(self.models.left)}
 
 
-# All operations of a process group, under the names of torch 2.9 and later.
-_OPERATIONS = (
-    "_allgather_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
-
-
 def _passed_on(name: str) -> Callable[..., Any]:
     """A method that passes a call on to the plain group.
 
@@ -212,9 +185,8 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return _untraced(method)
 
 
-for _name in _OPERATIONS:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(Group, _name, _passed_on(_name))
+for _name in torch_versions.passed_on():
+    setattr(Group, _name, _passed_on(_name))
 
 
 def _asked(
@@ -266,7 +238,7 @@ def _gloo(options: Any) -> Any:
     )
     backend.options.global_ranks_in_group = options.global_ranks_in_group
     backend.options.group_name = options.group_id
-    backend._set_sequence_number_for_group()
+    torch_versions.number_from_zero(backend)
     return backend
 
 
@@ -278,7 +250,7 @@ def _nccl(options: Any, given: object) -> Any:
     chosen.global_ranks_in_group = options.global_ranks_in_group
     chosen.group_name = options.group_id
     backend = c10d.ProcessGroupNCCL(store, options.group_rank, options.group_size, chosen)
-    backend._set_sequence_number_for_group()
+    torch_versions.number_from_zero(backend)
     return backend
 
 

@@ -1,8 +1,9 @@
 """Registers the backend "gradwire" with torch.distributed.
 
-`import torch` calls `autoload` through the entry point group `torch.backends`. That happens in the
-middle of other imports, possibly gradwire's own, so nothing of gradwire is imported before a
-process group is made.
+`import torch` calls `autoload` through the entry point group `torch.backends`. An error there would
+break every `import torch` on this machine. So this file imports nothing that can fail (of gradwire,
+only the `__init__` files of its packages), `autoload` never raises, and the backend itself is
+imported when the first process group is made.
 """
 
 from __future__ import annotations
@@ -16,11 +17,32 @@ NAME = "gradwire"
 
 
 def autoload() -> None:
-    """Register the backend once; no effect if torch was built without distributed."""
-    import torch.distributed as dist
+    """Register the backend once; no effect if torch was built without distributed.
 
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+    Never raises: a failure ends in one RuntimeWarning that gives the reason.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and NAME not in dist.Backend.backend_list:
+            dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+    except Exception as error:
+        _warn(
+            f"gradwire could not register its backend with torch.distributed: "
+            f"{type(error).__name__}: {error}. `import torch` goes on; "
+            f'init_process_group("{NAME}") does not work in this process, gradwire.attach does'
+        )
+
+
+def _warn(text: str) -> None:
+    """A RuntimeWarning; where filters make warnings errors (-W error), the same text on stderr."""
+    import sys
+    import warnings
+
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        print(f"RuntimeWarning: {text}", file=sys.stderr)
 
 
 def _make(options: Any, backend_options: object) -> dist.ProcessGroup:

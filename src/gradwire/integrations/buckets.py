@@ -21,6 +21,7 @@ from gradwire.errors import ConfigError, TransportError
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.gather import Gather, Share, Split
 from gradwire.integrations.switch import Switch
+from gradwire.integrations.torch_versions import values_of
 from gradwire.lang import rng
 from gradwire.partition import Spec
 
@@ -79,11 +80,11 @@ class Buckets:
         A rank that has joined early (`with model.join()`) mirrors the others' buckets outside any
         backward; then this call waits for the average.
         """
-        buffer = bucket.buffer()
+        buffer = values_of(bucket)
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
         self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
-        ready = _Bucket(buffer, content, future_on(buffer.device))
+        ready = _Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
         for shares in self._gather.add(content.split, content.nbytes, is_last):
@@ -145,7 +146,7 @@ class Buckets:
         """Complete the buckets that wait to be combined, without averaging them."""
         for stale in self._pass:
             if stale.unstarted:
-                stale.future.set_result(stale.buffer)
+                stale.future.set_result(stale.result)
         self._pass.clear()
         self._arrived.clear()
 
@@ -212,7 +213,7 @@ class Buckets:
             self._totals["seconds"] += sum(now - bucket.ready for bucket in ended)
         for bucket in ended:
             if not bucket.future.done():
-                bucket.future.set_result(bucket.buffer)
+                bucket.future.set_result(bucket.result)
 
     def raw_bytes(self, nbytes: float) -> float:
         """Bytes that each rank sends in an uncompressed all-reduce of `nbytes`."""
@@ -313,11 +314,14 @@ class _Bucket:
     """A bucket of DDP in flight.
 
     Attributes:
+        buffer: its values; complex ones as pairs.
+        result: DDP's own tensor, which shares the memory.
         ready: time.perf_counter when DDP submitted it.
         left, unstarted: number of its scopes that have not ended, or not started.
     """
 
     buffer: torch.Tensor
+    result: torch.Tensor
     content: Content
     future: torch.futures.Future[torch.Tensor]
     ready: float = field(default_factory=time.perf_counter)

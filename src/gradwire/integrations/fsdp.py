@@ -3,7 +3,7 @@
 An FSDP module has groups of parameters. Each group is reduce-scattered through a replaceable
 object. The tensor that this object gets does not tell which parameters it contains, since
 parameters without a gradient are left out. Their list is an argument of the function that calls the
-object (torch 2.9 to 2.15), and is read from its frame.
+object, and is read from its frame.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from gradwire.errors import ConfigError
+from gradwire.integrations.torch_versions import SUPPORTED, parameter_groups_of
 
 _ARGUMENT = "fsdp_params"
 _REDUCTIONS = (
@@ -39,11 +40,7 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     seen: list[Any] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # A module has a list of groups since torch 2.12; before, one or none.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            groups = parameter_groups_of(module._get_fsdp_state())
             new = [group for group in groups if not any(group is one for one in seen)]
             seen += new
             yield from ((name, group) for group in new)
@@ -147,7 +144,7 @@ def _local(frame: FrameType | None, name: str) -> Any:
     if frame is None or name not in frame.f_locals:
         raise ConfigError(
             f"torch {torch.__version__}: FSDP2's foreach_reduce has no {name}, from which gradwire "
-            "reads which gradients it scatters: use torch 2.9 to 2.15"
+            "reads which gradients it scatters: use torch {SUPPORTED}"
         )
     return frame.f_locals[name]
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
+from gradwire.integrations.torch_versions import values_of
 
 
 class HookState:
@@ -47,9 +48,13 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
         first()
     if state.reducer is not None:
         return state.reducer.reduce(bucket)
-    averaged = average(bucket.buffer(), state.group)
-    future: torch.futures.Future[torch.Tensor] = averaged.then(lambda f: f.value()[0])
-    return future
+    buffer = bucket.buffer()
+
+    def ended(averaged: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        averaged.value()  # raises what the all-reduce ended with
+        return buffer
+
+    return average(values_of(bucket), state.group).then(ended)
 
 
 def average(
