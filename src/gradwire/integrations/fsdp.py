@@ -144,7 +144,7 @@ def _local(frame: FrameType | None, name: str) -> Any:
     if frame is None or name not in frame.f_locals:
         raise ConfigError(
             f"torch {torch.__version__}: FSDP2's foreach_reduce has no {name}, from which gradwire "
-            "reads which gradients it scatters: use torch {SUPPORTED}"
+            f"reads which gradients it scatters: use torch {SUPPORTED}"
         )
     return frame.f_locals[name]
 
