@@ -7,11 +7,12 @@ unfair to all alike. A turn begins with an average that is not timed: TCP's conn
 after the pause that the others' turns are, and training makes no such pauses.
 
 A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (median over rounds of the
-slowest rank), wire_bytes (rank 0 sends, to ranks of its own machine too), link_bytes (all ranks of
-its machine send to others; where machines have one rank, wire_bytes), limit_seconds (link_bytes /
-rate + rounds * latency; None without an emulated network), of_limit (limit_seconds / seconds), nmse
-(against the average in float64). Where machines have several ranks, link_bytes are what the
-machine's network interface has counted, headers of TCP and Ethernet included.
+slowest rank), seconds_quartiles (of these), wire_bytes (rank 0 sends, to ranks of its own machine
+too), link_bytes (all ranks of its machine send to others; where machines have one rank,
+wire_bytes), limit_seconds (link_bytes / rate + rounds * latency; None without an emulated network),
+of_limit (limit_seconds / seconds), nmse (against the average in float64). Where machines have
+several ranks, link_bytes are what the machine's network interface has counted, headers of TCP and
+Ethernet included.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench import methods as method_table
+from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available, launch
 
@@ -49,6 +51,7 @@ class Config:
     per_node: int
 
 
+@stamped
 def run(
     ranks: int = 4,
     net: str = "1gbit,1ms",

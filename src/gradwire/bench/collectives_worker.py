@@ -17,6 +17,7 @@ from gradwire import algorithms
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.bench import methods as method_table
 from gradwire.bench.collectives import Config
+from gradwire.bench.turns import quartiles
 from gradwire.groups import communicator
 from gradwire.transport import Mixed
 
@@ -113,6 +114,7 @@ class _Contestant:
             "transport": _transport() if ours else "gloo",
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
+            "seconds_quartiles": quartiles(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
             "link_bytes": self.linked[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
             "rounds": reductions * _rounds(algorithm, per_node),

@@ -8,7 +8,8 @@ one JSON object a line, each with an `event`:
 - `step`: a contestant trained: `method, seed, step, steps, seconds, train_loss`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, wire_bytes, link_bytes,
   peak_extra_bytes`;
-- `finished`: `method, seed, step_seconds, ideal_step_seconds, peak_extra_bytes`;
+- `finished`: `method, seed, step_seconds, step_seconds_quartiles, ideal_step_seconds,
+  peak_extra_bytes`;
 - `done`.
 
 Methods take turns: each trains up to the next evaluation, in an order that rotates. Evaluating is
@@ -33,6 +34,7 @@ from gradwire.bench import methods
 from gradwire.bench.contestant import Contestant
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.turns import quartiles
 
 _STEP_EVENT_SECONDS = 0.25  # live progress, no more often than this
 
@@ -173,6 +175,7 @@ class Training:
                 method=contestant.name,
                 seed=contestant.seed,
                 step_seconds=statistics.median(counted) if counted else None,
+                step_seconds_quartiles=quartiles(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[contestant.name][1:]),
                 peak_extra_bytes=contestant.traffic().peak_extra_bytes,
             )
