@@ -150,11 +150,13 @@ def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[st
         one.get("time_to_target_by_seed") or [one["time_to_target"]] for one in (row, baseline)
     )
     verdict = by_seeds(mine, theirs, resolution)
+    near = verdict is Verdict.NOISE and by_seeds(mine, theirs) is not Verdict.NOISE
+    why = f": evaluations are up to {seconds(resolution)} apart" if near else ""
     told = f"takes {ratio:.2f} times as long as {baseline['method']} to reach it"
     clause = {
         Verdict.LESS: f"{told}: less time",
         Verdict.MORE: f"{told}: more time",
-        Verdict.NOISE: f"{told}, which is within noise",
+        Verdict.NOISE: f"{told}, which is within noise{why}",
         Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
     }[verdict]
     word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)

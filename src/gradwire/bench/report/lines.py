@@ -87,10 +87,8 @@ def _positive(one: Line, axes: Axes) -> Line:
     """Without what a logarithmic axis cannot show."""
 
     def shown(y: Sequence[float | None]) -> list[float | None]:
-        pairs = zip(one.x, y, strict=False)
-        if axes.log_y:
-            pairs = ((x, v if v is not None and v > 0 else None) for x, v in pairs)
-        return [v for x, v in pairs if x > 0 or not axes.log_x]
+        above = [v if v is not None and (v > 0 or not axes.log_y) else None for v in y]
+        return [v for x, v in zip(one.x, above, strict=False) if x > 0 or not axes.log_x]
 
     x = [x for x in one.x if x > 0 or not axes.log_x]
     low, high = shown(one.low), shown(one.high)

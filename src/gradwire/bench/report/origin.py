@@ -10,21 +10,17 @@ from gradwire.bench.report.parts import Cell, Question, Section, Table
 from gradwire.bench.report.quantities import network, plural
 from gradwire.bench.report.rows import Row
 
-_KEYS = (
-    ("command", "command"),
-    ("note", "note"),
-    ("commit", "commit"),
-    ("gradwire", "gradwire"),
-    ("machine", "machine"),
-    ("torch", "torch"),
-    ("python", "Python"),
-    ("load", "load before"),
-    ("date", "date"),
-)
+_NAMES = {
+    "commit": "commit",
+    "gradwire": "gradwire",
+    "machine": "machine",
+    "torch": "torch",
+    "python": "Python",
+}
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """A table for each run that rows tell of, and how many tell of none."""
+    """What all runs have in common, what each run was, and how many rows tell of none."""
     runs: dict[str, tuple[dict[str, Any], list[Row]]] = {}
     silent: list[Row] = []
     for row in rows:
@@ -33,28 +29,39 @@ def section(rows: Sequence[Row]) -> Section:
             runs.setdefault(json.dumps(run, sort_keys=True), (run, []))[1].append(row)
         else:
             silent.append(row)
-    questions = [
-        _run(run, mine, len(runs) > 1, at) for at, (run, mine) in enumerate(runs.values(), 1)
-    ]
+    about = []
     if silent:
-        count = plural(len(silent), "row")
-        text = (
-            f"{count} of {len(rows)} do not say what command, commit and machine made them: files "
-            "written before gradwire recorded that, or by something else."
+        about.append(
+            f"{plural(len(silent), 'row')} of {len(rows)} do not say what command, commit and "
+            "machine made them: files written before gradwire recorded that, or by something else."
         )
-        questions.append(Question("Rows of unknown origin", [text]))
-    return Section("What was run", (), questions)
+    found = list(runs.values())
+    common = [key for key in _NAMES if len({str(run.get(key)) for run, _ in found}) == 1]
+    questions = []
+    if len(found) > 1 and common:
+        cells = [[Cell(_NAMES[key]), _value(found[0][0], key)] for key in common]
+        questions.append(Question("", table=Table((), cells)))
+    for place, (run, mine) in enumerate(found, 1):
+        own = [key for key in _NAMES if len(found) == 1 or key not in common]
+        title = f"Run {place}" if len(found) > 1 else ""
+        questions.append(Question(title, table=Table((), _run(run, mine, own))))
+    return Section("What was run", about, questions)
 
 
-def _run(run: dict[str, Any], rows: Sequence[Row], several: bool, place: int) -> Question:
-    table = []
-    for key, name in _KEYS:
-        if key in run:
-            value = run[key]
-            absent = "not in a git checkout" if key == "commit" else "not recorded"
-            table.append([Cell(name), Cell(absent if value is None else str(value))])
+def _run(run: dict[str, Any], rows: Sequence[Row], own: Sequence[str]) -> list[list[Cell]]:
+    cells = [[Cell("command"), _value(run, "command")]]
+    if "note" in run:
+        cells.append([Cell("note"), _value(run, "note")])
+    cells += [[Cell(_NAMES[key]), _value(run, key)] for key in own]
     nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
     if nets:
-        table.append([Cell("network"), Cell("; ".join(network(net) for net in nets))])
-    table.append([Cell("rows"), Cell(f"{len(rows):,}")])
-    return Question(f"Run {place}" if several else "", table=Table((), table))
+        cells.append([Cell("network"), Cell("; ".join(network(net) for net in nets))])
+    when = _value(run, "date").text
+    load = f", load {run['load']} in the minute before" if "load" in run else ""
+    return [*cells, [Cell("date"), Cell(f"{when}{load}; {plural(len(rows), 'row')}")]]
+
+
+def _value(run: dict[str, Any], key: str) -> Cell:
+    if key == "commit" and key in run and run[key] is None:
+        return Cell("not in a git checkout")
+    return Cell("not recorded" if run.get(key) is None else str(run[key]))

@@ -16,15 +16,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; every row has a cell per heading. A long one is folded."""
+    """A table; every row has a cell per heading. A long one is folded; a narrow one
+    stands beside its figure, where the screen is wide."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    caption: str = ""
 
     @property
     def folded(self) -> bool:
         return len(self.rows) > 24
+
+    @property
+    def narrow(self) -> bool:
+        return len(self.headings) <= 6 and not self.folded
 
 
 @dataclass(frozen=True)

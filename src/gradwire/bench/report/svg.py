@@ -16,7 +16,7 @@ from html import escape
 from gradwire.bench.report.quantities import short
 
 WIDTH = 400.0
-_LETTER = 6.1  # of a letter of 11 units, roughly
+_LETTER = 6.6  # of a letter of 12 units, roughly
 
 STYLE = """
 :root {
@@ -31,7 +31,7 @@ STYLE = """
     --g0: #ff8c42; --g1: #2fc79b; --g2: #e8b33f; --g3: #f07ab8; --g4: #c79a6d;
   }
 }
-svg.figure text { fill: var(--ink); font: 11px system-ui, "DejaVu Sans", sans-serif; }
+svg.figure text { fill: var(--ink); font: 12px system-ui, "DejaVu Sans", sans-serif; }
 svg.figure text.soft { fill: var(--soft); }
 svg.figure .grid { stroke: var(--line); stroke-width: 1; }
 svg.figure .axis { stroke: var(--soft); stroke-width: 1; }
@@ -177,10 +177,10 @@ def bottom_axis(
     shown = list(scale.ticks() if ticks is None else ticks)
     for value in shown:
         found.append(line(scale(value), top, scale(value), bottom, "grid"))
-        label, at = form(value), scale(value)
-        half = _LETTER * len(label) / 2
+        told, at = form(value), scale(value)
+        half = _LETTER * len(told) / 2
         anchor = "start" if at < half else "end" if at + half > WIDTH else "middle"
-        found.append(text(at, bottom + 15, label, anchor, soft=True))
+        found.append(text(at, bottom + 15, told, anchor, soft=True))
     found.append(line(scale.start, bottom, scale.end, bottom, "axis"))
     found.append(text(scale.end, bottom + 31, label, "end"))
     return found
