@@ -26,6 +26,8 @@ addEventListener("load", () => {
     const box = one.getBoundingClientRect();
     if (box.width && box.right > view.innerWidth + 0.5) wide.push(one.tagName);
   }
+  for (const one of view.document.querySelectorAll(".wide"))
+    if (one.scrollWidth > one.clientWidth) wide.push(one.textContent.trim().slice(0, 40));
   const heights = [...view.document.querySelectorAll("svg text")].map(
     (one) => one.getBoundingClientRect().height);
   const outside = [...view.document.querySelectorAll("svg text")].filter((one) => {

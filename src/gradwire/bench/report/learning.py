@@ -206,8 +206,10 @@ def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
         return DASH, ""
     ratio = row["final_loss"] / baseline["final_loss"]
     change = percent(ratio)
-    beside = f"{abs(ratio - 1) * 100:.2f} % {'below' if ratio < 1 else 'above'}"
-    told = f"ends with a loss {beside} that of {baseline['method']}"
+    told = f"ends with a loss {change.lstrip('+-')} {'below' if ratio < 1 else 'above'} that of "
+    told = f"{told}{baseline['method']}"
+    if change == "0.00 %":
+        told = f"ends with the loss of {baseline['method']}, to 0.01 %"
     verdict = by_seeds(_losses(row), _losses(baseline))
     if row["final_loss"] == baseline["final_loss"]:
         verdict = Verdict.NOISE

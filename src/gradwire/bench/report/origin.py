@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.bench.report.parts import Cell, Question, Section, Table
-from gradwire.bench.report.quantities import network, plural
+from gradwire.bench.report.quantities import DASH, network, plural
 from gradwire.bench.report.rows import Row
 
 _NAMES = {
@@ -36,29 +36,36 @@ def section(rows: Sequence[Row]) -> Section:
             "machine made them: files written before gradwire recorded that, or by something else."
         )
     found = list(runs.values())
+    if not found:
+        return Section("What was run", about)
     common = [key for key in _NAMES if len({str(run.get(key)) for run, _ in found}) == 1]
-    questions = []
-    if len(found) > 1 and common:
-        cells = [[Cell(_NAMES[key]), _value(found[0][0], key)] for key in common]
-        questions.append(Question("", table=Table((), cells)))
-    for place, (run, mine) in enumerate(found, 1):
-        own = [key for key in _NAMES if len(found) == 1 or key not in common]
-        title = f"Run {place}" if len(found) > 1 else ""
-        questions.append(Question(title, table=Table((), _run(run, mine, own))))
-    return Section("What was run", about, questions)
+    first, mine = found[0]
+    if len(found) == 1:
+        keys = _run_keys(found, list(_NAMES))
+        cells = [[Cell(name), _cell(first, mine, key)] for key, name in keys.items()]
+        return Section("What was run", about, [Question("", table=Table((), cells))])
+    shared = Table((), [[Cell(_NAMES[key]), _value(first, key)] for key in common])
+    keys = _run_keys(found, [key for key in _NAMES if key not in common])
+    each = Table(list(keys.values()), [[_cell(*one, key) for key in keys] for one in found])
+    return Section("What was run", about, [Question("", table=shared), Question("", table=each)])
 
 
-def _run(run: dict[str, Any], rows: Sequence[Row], own: Sequence[str]) -> list[list[Cell]]:
-    cells = [[Cell("command"), _value(run, "command")]]
-    if "note" in run:
-        cells.append([Cell("note"), _value(run, "note")])
-    cells += [[Cell(_NAMES[key]), _value(run, key)] for key in own]
-    nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
-    if nets:
-        cells.append([Cell("network"), Cell("; ".join(network(net) for net in nets))])
-    when = _value(run, "date").text
-    load = f", load {run['load']} in the minute before" if "load" in run else ""
-    return [*cells, [Cell("date"), Cell(f"{when}{load}; {plural(len(rows), 'row')}")]]
+def _run_keys(
+    found: Sequence[tuple[dict[str, Any], list[Row]]], more: Sequence[str]
+) -> dict[str, str]:
+    """The keys of runs that are shown, and their names."""
+    keys = {"command": "command"}
+    if any("note" in run for run, _ in found):
+        keys["note"] = "note"
+    keys |= {key: _NAMES[key] for key in more}
+    return {**keys, "net": "network", "load": "load before", "date": "date", "rows": "rows"}
+
+
+def _cell(run: dict[str, Any], rows: Sequence[Row], key: str) -> Cell:
+    if key == "net":
+        nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
+        return Cell("; ".join(network(net) for net in nets) or DASH)
+    return Cell(f"{len(rows):,}") if key == "rows" else _value(run, key)
 
 
 def _value(run: dict[str, Any], key: str) -> Cell:

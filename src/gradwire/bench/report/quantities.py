@@ -77,7 +77,8 @@ def network(net: str) -> str:
 
 def percent(ratio: float) -> str:
     """ "+0.12 %" of 1.0012."""
-    return f"{(ratio - 1) * 100:+.2f} %"
+    text = f"{(ratio - 1) * 100:+.2f} %"
+    return "0.00 %" if text[1:] == "0.00 %" else text
 
 
 def plural(count: int, word: str) -> str:
