@@ -31,6 +31,7 @@ def test_by_seeds() -> None:
     assert by_seeds([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]) is Verdict.LESS
     assert by_seeds([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]) is Verdict.MORE
     assert by_seeds([1.0, 2.1, 1.2], [1.1, 2.0, 1.3]) is Verdict.NOISE
+    assert by_seeds([1.1, 1.2, 2.0], [1.0, 1.0, 1.0]) is Verdict.FEW
     assert by_seeds([1.0, 1.1, 1.2], [2.0, 2.1, 2.3], resolution=1.5) is Verdict.NOISE
     assert by_seeds([1.0], [2.0]) is Verdict.UNKNOWN
     assert by_seeds([1.0], [2.0], resolution=1.5) is Verdict.NOISE
@@ -80,6 +81,12 @@ def test_losses_are_told_as_plainly() -> None:
     slow = {**COLLECTIVE, "method": "torch-fp16-hook", "seconds_quartiles": [0.1, 0.11]}
     slow["seconds"] = 0.1
     assert "takes 2.00 times as long as torch-fp16-hook: slower" in told([slow, COLLECTIVE])
+
+
+def test_a_higher_loss_with_every_seed_is_not_called_noise() -> None:
+    text = told(train_rows(losses=(3.1, 3.5, 3.8), baseline=(3.0, 3.0, 3.0)))
+    assert "ends with a loss 15.56 % above that of torch-fp32, and so with every seed" in text
+    assert "+15.56 %, too few seeds to judge" in text
 
 
 def test_a_seed_that_misses_the_target_is_told() -> None:

@@ -157,6 +157,7 @@ def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[st
         Verdict.LESS: f"{told}: less time",
         Verdict.MORE: f"{told}: more time",
         Verdict.NOISE: f"{told}, which is within noise{why}",
+        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
         Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
     }[verdict]
     word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
@@ -217,6 +218,7 @@ def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
         Verdict.LESS: f"{told}, more than noise",
         Verdict.MORE: f"{told}, more than noise: it costs accuracy here",
         Verdict.NOISE: f"{told}, which is within noise",
+        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
         Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
     }[verdict]
     word = {Verdict.LESS: "lower", Verdict.MORE: "higher"}.get(verdict, verdict.value)

@@ -3,7 +3,9 @@
 Two cases are known. A quantity has a spread of its own (the quartiles of a step's time): two differ
 if their spreads do not overlap. Or it was measured with several seeds, and both methods had the
 same ones: then they differ if the mean of the differences is farther from zero than the half width
-of its 95 % confidence interval (Student's t). Where neither spread is known, nothing is judged.
+of its 95 % confidence interval (Student's t). Differences that all have one sign, but vary more
+than that, are not called noise: there are too few of them. Where neither spread is known, nothing
+is judged.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Verdict(enum.Enum):
     LESS = "less"
     MORE = "more"
     NOISE = "within noise"
+    FEW = "too few seeds to judge"
     UNKNOWN = "spread unknown"
 
 
@@ -55,5 +58,6 @@ def by_seeds(
     t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
     half = t * statistics.stdev(differences) / math.sqrt(len(differences))
     if abs(mean) <= half:
-        return Verdict.NOISE
+        one_sign = min(differences) > 0 or max(differences) < 0
+        return Verdict.FEW if one_sign else Verdict.NOISE
     return Verdict.LESS if mean < 0 else Verdict.MORE

@@ -16,7 +16,7 @@ from html import escape
 from gradwire.bench.report.quantities import short
 
 WIDTH = 400.0
-_LETTER = 6.6  # of a letter of 12 units, roughly
+_LETTER = 7.0  # of a letter of 12 units, roughly
 
 STYLE = """
 :root {
