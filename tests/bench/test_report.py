@@ -209,6 +209,7 @@ def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
     parsed = Page(text)
     assert text.startswith("<svg ")
     assert "training time, s" in parsed.text
+    assert "gpt, 4 ranks, 300 Mbit/s, 1 ms latency" in parsed.text
     assert "prefers-color-scheme: dark" in text
     assert not parsed.links
     assert re.search(r'width="\d+(\.\d+)?" height="\d', text)

@@ -39,7 +39,7 @@ _CONFIG = TrainConfig(
     net="none",
     methods=train.COMPARED,
     steps=300,
-    evaluate_every=10,
+    evaluate_every=5,
     budget_seconds=150.0,
     timeout_seconds=600.0,
 )

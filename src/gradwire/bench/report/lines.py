@@ -53,7 +53,10 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
     """The figure, every line to its own end."""
     if axes.log_x or axes.log_y:
         drawn = [_positive(one, axes) for one in drawn]
-    parts, top = svg.legend([(_sample(one), one.label) for one in drawn], 0.0)
+    entries = [(_sample(one), one.label) for one in drawn]
+    if axes.rule is not None:
+        entries.append((svg.line(0, 0, 22, 0, "rule"), axes.rule[1]))
+    parts, top = svg.legend(entries, 0.0)
     top += 20
     bottom = top + _PLOT
     xs = [x for one in drawn for x in one.x]
@@ -79,7 +82,6 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
     if axes.rule is not None:
         level = up(axes.rule[0])
         parts.append(svg.line(_LEFT, level, _RIGHT, level, "rule"))
-        parts.append(svg.text(_LEFT + 4, level - 4, axes.rule[1]))
     return svg.figure(parts, bottom + 36, axes.title)
 
 

@@ -22,6 +22,7 @@ from gradwire.bench.report import (
     training,
 )
 from gradwire.bench.report.parts import Section
+from gradwire.bench.report.quantities import network
 from gradwire.bench.report.rows import Row, grouped, read, sort
 from gradwire.errors import ConfigError
 
@@ -61,10 +62,10 @@ def picture(files: Iterable[Path], file: Path) -> None:
             "--svg draws the evaluations of one `gradwire bench train`; these files have "
             f"{len(runs)} such runs"
         )
-    (evaluations,) = runs.values()
+    ((task, net, ranks, *_), evaluations), *_ = runs.items()
     targets = [row["target"] for row in rows if row["row"] == "summary"]
     drawn = learning.against_seconds(evaluations, targets[0] if targets else None)
-    _write(file, svg.alone(drawn))
+    _write(file, svg.alone(drawn, f"{task}, {ranks} ranks, {network(net)}"))
 
 
 def render(rows: Sequence[Row], title: str = TITLE) -> str:

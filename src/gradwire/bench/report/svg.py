@@ -198,18 +198,19 @@ def figure(parts: Iterable[str], height: float, title: str) -> str:
     )
 
 
-def alone(drawn: str) -> str:
-    """A figure as a file of its own, on a ground of its own, so that it reads on any page."""
+def alone(drawn: str, heading: str) -> str:
+    """A figure as a file of its own below a line of text, on a ground that reads on any page."""
     box = re.search(r'viewBox="0 0 (\S+) (\S+)"', drawn)
     assert box is not None
-    width, height = float(box[1]) + 24, float(box[2]) + 24
+    width, height = float(box[1]) + 24, float(box[2]) + 46
     ground = (
         element("style", STYLE) + '<rect width="100%" height="100%" rx="6" fill="var(--card)"/>'
     )
-    inner = drawn.replace("<svg ", f'<svg x="12" y="12" width="{box[1]}" height="{box[2]}" ', 1)
+    said = element("svg", text(12, 22, shortened(heading, WIDTH)), class_="figure")
+    inner = drawn.replace("<svg ", f'<svg x="12" y="34" width="{box[1]}" height="{box[2]}" ', 1)
     return element(
         "svg",
-        ground + inner,
+        ground + said + inner,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {_number(width)} {_number(height)}",
         width=_number(1.6 * width),
