@@ -11,6 +11,7 @@ from report_rows import COLLECTIVE, METHODS, train_rows
 
 from gradwire.bench.report import bars, learning, page, svg
 from gradwire.bench.report.noise import Verdict, by_seeds, by_spreads
+from gradwire.bench.turns import quartiles
 
 
 def told(rows: list[dict[str, Any]]) -> str:
@@ -157,3 +158,12 @@ def test_ticks_are_round_and_within(log: bool) -> None:
         ticks = scale.ticks()
         assert 2 <= len(ticks) <= 9
         assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds"), [([3.0], (3.0, 3.0)), ([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))]
+)
+def test_quartiles_are_the_bounds_of_the_middle_half(
+    values: list[float], bounds: tuple[float, float]
+) -> None:
+    assert quartiles(values) == bounds
