@@ -395,10 +395,18 @@ def demo(
 def report(
     files: Annotated[list[Path], typer.Argument(help="Rows that --json FILE wrote.")],
     page: Annotated[Path, typer.Option("--output", help="The HTML page.")] = Path("report.html"),
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="Loss against time alone, instead of a page."),
+    ] = None,
 ) -> None:
     """Make one self-contained HTML page with plots from benchmark rows."""
     from gradwire.bench import report as reports
 
+    if svg is not None:
+        reports.picture(files, svg)
+        typer.echo(f"wrote {svg}")
+        return
     reports.write(files, page)
     typer.echo(f"wrote {page}")
 

@@ -15,7 +15,7 @@ from gradwire.lang import layout
 
 KEYS = {
     "codec", "options", "target", "device", "threads", "numel", "op", "seconds", "gbps",
-    "limit_seconds", "of_limit", "copy_gbps",
+    "limit_seconds", "of_limit", "copy_gbps", "run",
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from products import EXHAUSTIVE
 
 KEYS = {
     "method", "algorithm", "transport", "ranks", "net", "numel", "per_node",
-    "seconds", "wire_bytes", "link_bytes", "limit_seconds", "of_limit", "nmse",
+    "seconds", "seconds_quartiles", "run", "wire_bytes", "link_bytes", "limit_seconds",
+    "of_limit", "nmse",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The report: every row in one place, losses told, nothing fetched, nothing unescaped."""
+"""The report's page: every row in one section, what was run, nothing fetched, nothing unescaped."""
 
 from __future__ import annotations
 
@@ -9,101 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_rows import (
+    COLLECTIVE,
+    EVERYTHING,
+    KERNEL,
+    PROFILE,
+    RUN,
+    SWEPT,
+    TRANSPORT,
+    UNKNOWN,
+    VALIDATED,
+    train_rows,
+)
 
-from gradwire.bench import plots, report, report_format, report_train
+from gradwire.bench import report
+from gradwire.bench.report import page, quantities
 from gradwire.errors import ConfigError
-
-METHODS = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")
-
-
-def train_rows(net: str = "300mbit,1ms", gradwire_step: float = 0.2) -> list[dict[str, Any]]:
-    """Rows as `bench train` makes them."""
-    common = {"task": "gpt", "net": net, "ranks": 4, "parameters": 10, "metric_name": "bits"}
-    steps = dict(zip(METHODS, (1.0, 0.5, gradwire_step), strict=True))
-    rows: list[dict[str, Any]] = []
-    for method, seconds in steps.items():
-        for step in (0, 10, 20):
-            rows.append(
-                {
-                    **common,
-                    "row": "evaluation",
-                    "method": method,
-                    "seed": 0,
-                    "step": step,
-                    "seconds": step * seconds,
-                    "metric": 1.0,
-                    "loss": 5.0 - step / 10,
-                    "wire_bytes": step,
-                    "link_bytes": None,
-                    "peak_extra_bytes": None,
-                }
-            )
-    for method, seconds in steps.items():
-        late = method == "gradwire-qsgd4" and gradwire_step > 0.5
-        rows.append(
-            {
-                **common,
-                "row": "summary",
-                "method": method,
-                "seeds": [0],
-                "steps": 20,
-                "target": 3.03,
-                "target_from": "torch-fp32",
-                "time_to_target": None if late else 20 * seconds,
-                "final_metric": 1.0,
-                "final_loss": 3.5 if late else 3.0,
-                "seconds": 20 * seconds,
-                "step_seconds": seconds,
-                "ideal_step_seconds": 0.1,
-                "wire_bytes": 2_350_000_000,
-                "link_bytes": None,
-                "peak_extra_bytes": None,
-            }
-        )
-    return rows
-
-
-COLLECTIVE = {
-    "method": "qsgd",
-    "algorithm": "sra",
-    "transport": "torch_p2p",
-    "ranks": 4,
-    "net": "1gbit,1ms",
-    "numel": 25_000_000,
-    "seconds": 0.2,
-    "wire_bytes": 19_000_000,
-    "limit_seconds": 0.15,
-    "of_limit": 0.75,
-    "nmse": 0.01,
-}
-KERNEL = {
-    "codec": "qsgd",
-    "target": "c",
-    "device": "cpu",
-    "threads": 1,
-    "numel": 1 << 24,
-    "op": "encode",
-    "seconds": 0.0057,
-    "gbps": 11.8,
-    "limit_seconds": 0.003,
-    "of_limit": 0.5,
-}
 
 
 class Page(html.parser.HTMLParser):
-    """Checks that tags nest, and collects text and links."""
+    """Checks that tags nest, and collects tags, text and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
+        self.tags: list[str] = []
         self.links: list[str] = []
         self.text = ""
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
         if tag not in ("meta", "link", "br", "img", "input"):
             self.open.append(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
         self.links += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href") and v]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -119,79 +59,119 @@ class Page(html.parser.HTMLParser):
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     files = []
-    for name, rows in {"train": train_rows(), "other": [COLLECTIVE, KERNEL, {"x": 1}]}.items():
+    for name, rows in {"train": train_rows(), "other": [COLLECTIVE, KERNEL, *UNKNOWN]}.items():
         file = tmp_path / f"{name}.jsonl"
         file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
         files.append(file)
-    page = tmp_path / "report.html"
-    report.write(files, page, "A <title>", ["A & note"])
-    text = page.read_text()
+    made = tmp_path / "report.html"
+    report.write(files, made, "A <title>")
+    text = made.read_text()
     parsed = Page(text)
-    assert all(link.startswith("#") for link in parsed.links)
-    assert not re.search(r"url\((?!#)", text)
-    assert "<script" not in text
-    for expected in ("A <title>", "A & note", "Training gpt", "All-reduce of 25.0 M", "Kernels"):
+    assert not parsed.links
+    assert "url(" not in text
+    assert "script" not in parsed.tags
+    for expected in ("A <title>", "Training gpt", "All-reduce of 25.0 M values", "Kernels"):
         assert expected in parsed.text
-    assert "15 rows" in parsed.text
-    assert text.count("<svg") == 4
+    assert "16 rows" in parsed.text
+    assert parsed.tags.count("svg") == 6
 
 
 def test_every_row_lands_in_one_section() -> None:
-    odd = [{"transport": "shm", "bytes": 8, "latency_us": 1.5}, {"a": None, "b": True}]
-    made = report.sections([*train_rows(), *train_rows("none"), COLLECTIVE, KERNEL, *odd])
-    titles = [section.title for section in made]
-    assert titles == [
-        "Training gpt: 4 ranks, 300mbit,1ms",
-        "Training gpt: 4 ranks, loopback, nothing shaped",
-        "All-reduce of 25.0 M values: 4 ranks, 1gbit,1ms",
+    made = page.sections([*EVERYTHING, *train_rows("none")])
+    assert [section.title for section in made] == [
+        "What was run",
+        "Training gpt, 4 ranks",
+        "Training gpt, 4 ranks",
+        "All-reduce of 25.0 M values",
         "Kernels",
-        "Other rows",
+        "Simulation of resnet50",
+        "The simulator against the lab",
+        "Transports",
+        "Profile of a bucket",
+        "Rows of an unknown kind",
     ]
-    assert [len(table.rows) for section in made for table in section.tables] == [3, 3, 1, 1, 1, 1]
-    for section in made:
-        for table in section.tables:
-            assert all(len(row) == len(table.headings) for row in table.rows)
+    tables = [q.table for section in made[1:] for q in section.questions if q.table is not None]
+    assert [len(table.rows) for table in tables] == [3] * 8 + [1, 1, 3, 1, 4, 2, 1, 1]
+    for table in tables:
+        assert all(len(row) == len(table.headings) for row in table.rows)
+    for section in made[1:-1]:
+        assert all(question.figure is not None for question in section.questions)
 
 
-def test_gains_are_told() -> None:
-    told = " ".join(report_train.findings(train_rows()[-3:]))
-    assert "gradwire-qsgd4 is first to the target loss of 3.030: 4.00 s" in told
-    assert "torch-fp16-hook takes 10.0 s" in told
-    assert "0.40 of the step time of torch-fp16-hook: faster than 16 bit here" in told
+def test_the_page_tells_what_was_run() -> None:
+    two = [*train_rows(), {**KERNEL, "run": {**RUN, "command": "gradwire bench kernels"}}]
+    text = Page(page.render([*two, COLLECTIVE])).text
+    for expected in ("gradwire bench train --seeds 0", "gradwire bench kernels", "a machine"):
+        assert expected in text
+    assert "not in a git checkout" in text
+    assert "300 Mbit/s, 1 ms latency" in text
+    assert "1 row of 14 do not say what command, commit and machine made them" in text
 
 
-def test_losses_are_told_as_plainly() -> None:
-    rows = train_rows(gradwire_step=0.8)
-    told = " ".join(report_train.findings(rows[-3:]))
-    assert "gradwire-qsgd4 did not reach the target in 20 steps" in told
-    assert "1.60 of the step time of torch-fp16-hook: no faster than 16 bit here" in told
-    cells = [cell for row in report.sections(rows)[0].tables[0].rows for cell in row]
-    bad = {cell.text for cell in cells if cell.verdict == "bad"}
-    assert bad == {"1.60×", "+16.67 %", "not reached"}
+@pytest.mark.parametrize("rows", [SWEPT, [VALIDATED], TRANSPORT, PROFILE, UNKNOWN, [KERNEL]])
+def test_every_kind_of_rows_makes_a_page_alone(rows: list[dict[str, Any]]) -> None:
+    Page(page.render(rows))
+
+
+def _hostile(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("evaluation", "summary", "300mbit,1ms"):
+        return f"{value}</td></svg></style><script>alert(1)</script>\"' onload=x &amp;"
+    if isinstance(value, dict):
+        return {key: _hostile(one) for key, one in value.items()}
+    return value
+
+
+def test_hostile_strings_stay_text() -> None:
+    rows = [{key: _hostile(value) for key, value in row.items()} for row in EVERYTHING]
+    rows.append({"<script>alert(2)</script>": "<img src=x onerror=alert(3)>"})
+    parsed = Page(page.render(rows, _hostile("title")))
+    assert not {"script", "img", "iframe"} & set(parsed.tags)
+    assert not parsed.links
+    assert "<script>alert(2)</script>" in parsed.text
 
 
 def test_rows_without_values_are_drawn_all_the_same() -> None:
     rows = train_rows()
     for row in rows:
-        for key in ("loss", "final_loss", "target", "time_to_target", "ideal_step_seconds"):
+        for key in (
+            *("loss", "final_loss", "target", "time_to_target", "ideal_step_seconds"),
+            *("step_seconds", "wire_bytes", "step_seconds_quartiles"),
+        ):
             if key in row:
                 row[key] = None
-    Page(report.render(rows))
-    Page(report.render([row for row in train_rows() if row["row"] == "evaluation"]))
-    Page(report.render([{**COLLECTIVE, "net": "none", "limit_seconds": None, "of_limit": None}]))
+        for key in ("time_to_target_by_seed", "final_loss_by_seed", "parameters", "run"):
+            row.pop(key, None)
+    assert "not finite" in Page(page.render(rows)).text
+    Page(page.render([row for row in train_rows() if row["row"] == "evaluation"]))
+    Page(page.render([row for row in train_rows() if row["row"] == "summary"]))
+    Page(page.render([{**COLLECTIVE, "net": "none", "limit_seconds": None, "of_limit": None}]))
+    zero = {**COLLECTIVE, "seconds": 0.0, "limit_seconds": 0.0, "method": "torch-fp16-hook"}
+    Page(page.render([zero, {**COLLECTIVE, "seconds": 0.0}]))
+    Page(page.render([{**KERNEL, "of_limit": 0.0}]))
+    Page(page.render([{**TRANSPORT[0], "latency_us": 0.0, "bytes": 1}]))
+    Page(page.render([{**SWEPT[0], "seconds": 0.0, "limit_seconds": None}]))
+    Page(page.render([{**SWEPT[0], "value": "fp16"}, {**SWEPT[1], "value": "fp32"}]))
 
 
-def test_plots_take_the_pages_colour_and_differ_in_ids() -> None:
-    rows = train_rows()
-    first = plots.curves(rows[:9], 3.03)
-    assert first == plots.curves(rows[:9], 3.03)
-    assert "currentColor" in first
-    assert "#010203" not in first
-    ids = [
-        set(re.findall(r'id="(clip|[a-z]\w{10,})"', svg))
-        for svg in (first, plots.step_times(rows[-3:]))
-    ]
-    assert not ids[0] & ids[1]
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({**COLLECTIVE, "seconds": "fast"}, "'seconds' is \"fast\", where a number is needed"),
+        ({**KERNEL, "numel": None}, "'numel' is null, where a number"),
+        ({k: v for k, v in KERNEL.items() if k != "target"}, "bench kernels` has no 'target'"),
+        ({**train_rows()[0], "loss": [1]}, r"'loss' is \[1\], where a number or null"),
+        ({**train_rows()[0], "method": 3}, "'method' is 3, where a text is needed"),
+        ({**COLLECTIVE, "seconds": float("nan")}, "'seconds' is NaN"),
+    ],
+)
+def test_a_row_that_is_not_as_its_kind_is_named(row: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        page.render([*EVERYTHING, row])
+
+
+def test_no_rows_are_no_report() -> None:
+    with pytest.raises(ConfigError, match="no rows to report on"):
+        page.render([])
 
 
 @pytest.mark.parametrize(
@@ -214,6 +194,31 @@ def test_unusable_files_are_named(tmp_path: Path, content: Any, complaint: str) 
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(KERNEL))
+    with pytest.raises(ConfigError, match=r"cannot write .*no-folder"):
+        report.write([file], tmp_path / "no-folder" / "report.html")
+
+
+def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
+    file.write_text("\n".join(json.dumps(row) for row in train_rows()))
+    report.picture([file], drawn)
+    text = drawn.read_text()
+    parsed = Page(text)
+    assert text.startswith("<svg ")
+    assert "training time, s" in parsed.text
+    assert "gpt, 4 ranks, 300 Mbit/s, 1 ms latency" in parsed.text
+    assert "prefers-color-scheme: dark" in text
+    assert not parsed.links
+    assert re.search(r'width="\d+(\.\d+)?" height="\d', text)
+    for rows, runs in (([KERNEL], 0), ([*train_rows(), *train_rows("none")], 2)):
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
+            report.picture([file], drawn)
+
+
 def test_missing_packages_are_told_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'gradwire\[report\]'"):
@@ -225,14 +230,14 @@ def test_missing_packages_are_told_before_anything_is_made(monkeypatch: pytest.M
     [(None, "–"), (0, "0 s"), (12.345, "12.3 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs")],
 )
 def test_seconds(value: float | None, text: str) -> None:
-    assert report_format.seconds(value) == text
+    assert quantities.seconds(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (0, "0 B"), (999, "999 B"), (2_350_000_000, "2.35 GB")]
 )
 def test_sizes(value: float | None, text: str) -> None:
-    assert report_format.size(value) == text
+    assert quantities.size(value) == text
 
 
 @pytest.mark.parametrize(
@@ -240,4 +245,17 @@ def test_sizes(value: float | None, text: str) -> None:
     [(0, "0"), (1234.5, "1234"), (0.00123, "0.00123"), (1e-9, "1.00e-09"), (float("inf"), "inf")],
 )
 def test_digits(value: float, text: str) -> None:
-    assert report_format.digits(value) == text
+    assert quantities.digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("net", "text"),
+    [
+        ("300mbit,1ms", "300 Mbit/s, 1 ms latency"),
+        ("1.5gbit,200us", "1.5 Gbit/s, 200 µs latency"),
+        ("none", "loopback, no network emulated"),
+        ("<odd>", "<odd>"),
+    ],
+)
+def test_networks(net: str, text: str) -> None:
+    assert quantities.network(net) == text

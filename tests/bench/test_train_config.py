@@ -110,7 +110,8 @@ def test_the_demo_takes_the_fastest_network_that_shows_communication(ideal: floa
         r for r in RATES if sent * 8 / lab.Network.parse(r + ",1ms").rate_bits_per_s >= 5 * ideal
     ]
     assert rate == (long_enough[0] if long_enough else RATES[-1])
-    assert ("hidden by computing" in choice.reason) == (rate != RATES[0])
+    assert "hide" not in choice.reason  # what was not measured is not claimed
+    assert "on a faster network the gain is smaller" in choice.reason
 
 
 def test_ring_bytes() -> None:

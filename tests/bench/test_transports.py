@@ -14,7 +14,7 @@ from products import EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_rows() -> None:
     rows = list(transports.run([64, 1 << 22], quick=True))
-    assert all(row.keys() == {"transport", "bytes", "latency_us", "gbps"} for row in rows)
+    assert all(row.keys() == {"transport", "bytes", "latency_us", "gbps", "run"} for row in rows)
     assert len({(row["transport"], row["bytes"]) for row in rows}) == len(rows) == 4
     for row in rows:
         assert row["latency_us"] > 0

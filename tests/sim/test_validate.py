@@ -12,7 +12,7 @@ from products import EXHAUSTIVE
 
 KEYS = {
     "ranks", "net", "method", "algorithm", "numel", "measured_seconds", "simulated_seconds",
-    "error", "of_limit", "runs", "spread",
+    "error", "of_limit", "runs", "spread", "run",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from gradwire.sim.curves import Curves
 KEYS = {
     "method", "codec", "algorithm", "ranks", "per_node", "net", "model", "numel", "seconds",
     "compute_seconds", "wire_bytes", "limit_seconds", "of_limit", "backward_seconds", "buckets",
-    "messages", "exact", "machine",
+    "messages", "exact", "machine", "run",
 }  # fmt: skip
 
 

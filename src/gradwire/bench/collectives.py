@@ -7,7 +7,7 @@ turn begins with an untimed all-reduce: after a pause, TCP connections restart s
 has no such pauses.
 
 A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (of the slowest rank,
-median over rounds), wire_bytes (sent by rank 0, including to ranks of its own node), link_bytes
+median over rounds), seconds_quartiles (over rounds), wire_bytes (sent by rank 0, including to ranks of its own node), link_bytes
 (sent by all ranks of rank 0's node to other nodes; equal to wire_bytes with one rank per node),
 limit_seconds (link_bytes / rate + rounds * latency; None without an emulated network), of_limit
 (limit_seconds / seconds), nmse (against the average in float64). With several ranks per node,
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench import methods as method_table
+from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available, launch
 
@@ -49,6 +50,7 @@ class Config:
     per_node: int
 
 
+@stamped
 def run(
     ranks: int = 4,
     net: str = "1gbit,1ms",

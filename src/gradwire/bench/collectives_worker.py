@@ -17,6 +17,7 @@ from gradwire import algorithms
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.bench import methods as method_table
 from gradwire.bench.collectives import Config
+from gradwire.bench.interleaved import quartiles
 from gradwire.groups import communicator
 from gradwire.transport import Mixed
 
@@ -114,6 +115,7 @@ class _TimedMethod:
             "transport": _transport() if ours else "gloo",
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
+            "seconds_quartiles": quartiles(self.seconds),
             "wire_bytes": self.sent[-1] - self.sent[-2],
             "link_bytes": self.link_sent[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
             "rounds": reductions * _rounds(algorithm, per_node),

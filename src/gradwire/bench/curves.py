@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from gradwire import __version__
+from gradwire.bench.provenance import processor
 from gradwire.codecs import Identity
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
@@ -68,7 +68,7 @@ def measured(codecs: Iterable[Codec], threads: int = 1, fresh: bool = False) -> 
     file = _cache(threads)
     known = None if fresh or not file.exists() else curves.load(file)
     if known is None:
-        known = engine(Curves(_processor(), threads, _all([Identity()], threads)), _overheads())
+        known = engine(Curves(processor(), threads, _all([Identity()], threads)), _overheads())
     known = replace(known, link=replace(known.link, **_GOODPUT))
     missing = [codec for codec in wanted if str(codec) not in known.codecs]
     if missing:
@@ -156,16 +156,8 @@ def _overheads() -> dict[str, float]:
     return found
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def _cache(threads: int) -> Path:
-    key = f"{_processor()}, {threads} threads, gradwire {__version__}, torch {torch.__version__}"
+    key = f"{processor()}, {threads} threads, gradwire {__version__}, torch {torch.__version__}"
     key += " ".join(jit.kernel_flags())  # flags change the kernels' speed
     name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return jit.cache_folder() / f"curves-{name}.json"

@@ -29,6 +29,14 @@ def medians(
         torch.set_num_threads(before)
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The bounds of the middle half of the values, between the least and the greatest."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 def _on_threads(functions: Sequence[Callable[[], None]], target: str, quick: bool) -> list[float]:
     fewest, most = QUICK_TURNS[target] if quick else TURNS[target]
     budget = len(functions) * SECONDS_EACH[target] / (20 if quick else 1)

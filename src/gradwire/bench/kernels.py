@@ -29,6 +29,7 @@ import torch
 
 from gradwire import codecs as codec_table
 from gradwire.bench import interleaved, methods
+from gradwire.bench.provenance import stamped
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
@@ -46,6 +47,7 @@ MOST_SETS = 4
 T = TypeVar("T")
 
 
+@stamped
 def run(
     codecs: Sequence[str] | None = None,
     targets: Sequence[str] | None = None,

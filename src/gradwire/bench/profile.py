@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.methods import parse
+from gradwire.bench.provenance import stamped
 from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
@@ -59,6 +60,7 @@ class Config:
     trace: str | None
 
 
+@stamped
 def run(
     ranks: int = 2,
     net: str = "none",

@@ -17,6 +17,7 @@ from typing import Any
 from gradwire import codecs as codec_table
 from gradwire.bench import curves as measuring
 from gradwire.bench import methods
+from gradwire.bench.provenance import stamped
 from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -57,6 +58,7 @@ class Wanted:
     fresh: bool = False
 
 
+@stamped
 def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
     """Yield a row for each point of the sweep, algorithm and codec.
 

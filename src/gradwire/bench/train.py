@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import lab
+from gradwire.bench.provenance import stamped
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_nodes import TrainError, events
 from gradwire.bench.train_summary import Summary
@@ -104,6 +105,7 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+@stamped
 def run(
     config: TrainConfig,
     progress: Callable[[Progress], None] | None = None,

@@ -25,6 +25,7 @@ class Summary:
         targets, origin = self._targets()
         for method in self.config.methods:
             last = self._last(method)
+            times = self._times_to(targets, method)
             ended = [event for event in self.finished if event["method"] == method]
             yield {
                 "method": method,
@@ -32,11 +33,16 @@ class Summary:
                 "steps": last[0]["step"],
                 "target": _mean(targets),
                 "target_from": origin,
-                "time_to_target": self._time_to(targets, method),
+                "time_to_target": _median(times),
+                "time_to_target_by_seed": times,
                 "final_metric": _mean([event["metric"] for event in last]),
                 "final_loss": _mean([event["loss"] for event in last]),
+                "final_loss_by_seed": [event["loss"] for event in last],
                 "seconds": _median([event["seconds"] for event in last]),
                 "step_seconds": _median([event["step_seconds"] for event in ended]),
+                "step_seconds_quartiles": _widest(
+                    [event["step_seconds_quartiles"] for event in ended]
+                ),
                 "ideal_step_seconds": _median([event["ideal_step_seconds"] for event in ended]),
                 "wire_bytes": _median([event["wire_bytes"] for event in last]),
                 "link_bytes": _median([event["link_bytes"] for event in last]),
@@ -63,12 +69,12 @@ class Summary:
             return [None] * len(seeds), f"{baseline} (its loss was not finite)"
         return [loss * (1 + self.config.tolerance) for loss in losses], baseline
 
-    def _time_to(self, targets: list[float | None], method: str) -> float | None:
-        """Median over seeds of the training time at the first evaluation that meets the target.
+    def _times_to(self, targets: list[float | None], method: str) -> list[float | None]:
+        """With each seed, the training time at the first evaluation that meets its target.
 
         None if a seed never meets its target. The time is not interpolated between evaluations.
         """
-        times = []
+        times: list[float | None] = []
         for seed, target in zip(self.config.seeds, targets, strict=True):
             reached = (
                 float(event["seconds"])
@@ -78,7 +84,7 @@ class Summary:
                 and event["loss"] <= target
             )
             times.append(next(reached, None))
-        return _median(times)
+        return times
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -91,3 +97,11 @@ def _median(values: list[float | None]) -> float | None:
     """The median; None as in `_mean`."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known and len(known) == len(values) else None
+
+
+def _widest(spreads: list[list[float] | None]) -> list[float] | None:
+    """From the least lower bound to the greatest upper one; None as in `_mean`."""
+    known = [spread for spread in spreads if spread is not None]
+    if not known or len(known) < len(spreads):
+        return None
+    return [min(low for low, _ in known), max(high for _, high in known)]

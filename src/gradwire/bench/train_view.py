@@ -12,7 +12,7 @@ from rich.table import Table
 
 from gradwire.bench import train
 from gradwire.bench.baselines import FULL, SIXTEEN_BIT
-from gradwire.bench.report_format import digits, seconds, size
+from gradwire.bench.report.quantities import digits, seconds, size
 from gradwire.bench.train_config import TrainConfig
 
 Row = dict[str, Any]

@@ -8,7 +8,8 @@ JSON object per line, each with the key `event`:
 - `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, wire_bytes, link_bytes,
   peak_extra_bytes`;
-- `finished`: `method, seed, step_seconds, ideal_step_seconds, peak_extra_bytes`;
+- `finished`: `method, seed, step_seconds, step_seconds_quartiles, ideal_step_seconds,
+  peak_extra_bytes`;
 - `done`.
 
 Methods are interleaved: each trains up to the next evaluation, in an order that rotates. Their
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import methods
+from gradwire.bench.interleaved import quartiles
 from gradwire.bench.method_run import MethodRun
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
@@ -174,6 +176,7 @@ class Training:
                 method=run.name,
                 seed=run.seed,
                 step_seconds=statistics.median(counted) if counted else None,
+                step_seconds_quartiles=quartiles(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[run.name][1:]),
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
             )

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, launch
 from gradwire.transport import shm_library
@@ -36,6 +37,7 @@ class Config:
     output: str
 
 
+@stamped
 def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
     """Yield a row for each transport and size.
 

@@ -22,6 +22,7 @@ from typing import Any
 from gradwire import codecs as codec_table
 from gradwire.bench import collectives
 from gradwire.bench import curves as measuring
+from gradwire.bench.provenance import stamped
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available
@@ -45,6 +46,7 @@ _LAB_BITS_PER_S = 5e9
 _SWITCH_S = 0.36e-9
 
 
+@stamped
 def run(
     ranks: Sequence[int] = RANKS,
     nets: Sequence[str] = NETS,

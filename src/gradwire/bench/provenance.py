@@ -1,0 +1,105 @@
+"""Where rows come from: every row of a benchmark carries `run`, what was run, where and when.
+
+    command     as it was typed
+    gradwire    its version
+    commit      of the checkout that gradwire runs from, "+changes" if files differ from it; null
+                outside of git
+    machine     processor, cores, memory, system
+    torch, python
+    load        processes that ran or waited for a core, on average in the minute before
+    date        when it began, UTC
+
+Rows of several files can so be mixed, and each still says where it is from.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+
+import gradwire
+
+Row = dict[str, Any]
+P = ParamSpec("P")
+
+
+def stamped(rows: Callable[P, Iterator[Row]]) -> Callable[P, Iterator[Row]]:
+    """A function that yields rows, each with `run`."""
+
+    @functools.wraps(rows)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
+        stamp = here()
+        for row in rows(*args, **kwargs):
+            yield {**row, "run": stamp}
+
+    return made
+
+
+def here() -> dict[str, Any]:
+    """The value of `run`, now and on this machine."""
+    return {
+        "command": _command(),
+        "gradwire": gradwire.__version__,
+        "commit": _commit(),
+        "machine": _machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    ours = program.name == "gradwire" or program.parent.name == "gradwire"  # python -m gradwire
+    return shlex.join(["gradwire" if ours else program.name, *sys.argv[1:]])
+
+
+@functools.cache
+def _commit() -> str | None:
+    package = Path(gradwire.__file__).resolve().parent
+    found = _git(package, "rev-parse", "--show-toplevel", "HEAD")
+    if found is None:
+        return None
+    top, commit = found.split("\n")
+    if package != Path(top).resolve() / "src" / "gradwire":
+        return None  # installed into an environment inside of somebody's own repository
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return commit[:12] + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _machine() -> str:
+    parts = [processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts.append(f"{memory / 2**30:.0f} GiB")
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])

@@ -1,0 +1,225 @@
+"""The report on what training reaches: time to a loss, and loss after the same steps."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.bench.baselines import FULL, SIXTEEN_BIT
+from gradwire.bench.report import svg
+from gradwire.bench.report.lines import Axes, Line, lines
+from gradwire.bench.report.noise import Verdict, by_seeds
+from gradwire.bench.report.parts import Cell, Figure, Question, Table
+from gradwire.bench.report.quantities import DASH, digits, percent, plural, seconds
+from gradwire.bench.report.rows import Row
+
+TITLE = "How long until the model reaches the baseline's loss?"
+_LEARNED = "Does compression change what is learned?"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A method's evaluations over its seeds: at each step the means, and the losses' extremes."""
+
+    steps: Sequence[float]
+    seconds: Sequence[float]
+    loss: Sequence[float | None]
+    low: Sequence[float | None]
+    high: Sequence[float | None]
+
+
+def curves(evaluations: Sequence[Row]) -> dict[str, Curve]:
+    """Each method's curve, to its own end. A step that a seed lacks, or where its loss was not
+    finite, has no mean."""
+    found = {}
+    for method in dict.fromkeys(row["method"] for row in evaluations):
+        mine = [row for row in evaluations if row["method"] == method]
+        seeds = len({row["seed"] for row in mine})
+        steps = sorted({row["step"] for row in mine})
+        at = [[row for row in mine if row["step"] == step] for step in steps]
+        losses = [[row["loss"] for row in rows] for rows in at]
+        whole = [None not in some and len(some) == seeds for some in losses]
+        found[method] = Curve(
+            steps,
+            [statistics.mean(row["seconds"] for row in rows) for rows in at],
+            [statistics.mean(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
+            [min(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
+            [max(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
+        )
+    return found
+
+
+def against_seconds(evaluations: Sequence[Row], target: float | None) -> str:
+    """The figure of loss against training time; a point where a mean first meets the target."""
+    return _figure(evaluations, target, by_time=True)
+
+
+def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> str:
+    strokes = svg.strokes(row["method"] for row in evaluations)
+    drawn = []
+    for method, curve in curves(evaluations).items():
+        x = curve.seconds if by_time else curve.steps
+        points = [(a, b) for a, b in zip(x, curve.loss, strict=True) if b is not None]
+        met = [point for point in points if target is not None and point[1] <= target]
+        drawn.append(
+            Line(
+                method,
+                strokes[method],
+                x,
+                curve.loss,
+                curve.low,
+                curve.high,
+                wide=method == FULL and not by_time,  # others lie on it
+                mark=met[0] if met and by_time else None,
+            )
+        )
+    axes = Axes(
+        x="training time, s" if by_time else "step",
+        y="validation loss, nats",
+        title="Validation loss against " + ("training time" if by_time else "steps"),
+        rule=(target, f"target {digits(target, 4)}") if target is not None and by_time else None,
+    )
+    return lines(drawn, axes)
+
+
+def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
+    """Time to the target loss, against torch's fp16 hook."""
+    target = summaries[0]["target"] if summaries else None
+    by_method = {row["method"]: row for row in summaries}
+    baseline = by_method.get(SIXTEEN_BIT)
+    answers, table = [_target(summaries)] if summaries else [], []
+    for row in summaries:
+        word, clause = _time_verdict(row, baseline, _resolution(evaluations, row, baseline))
+        if row["time_to_target"] is None and target is not None:
+            answers.append(
+                f"{row['method']} did not reach the target in {row['steps']} steps{_some(row)}."
+            )
+        elif clause and row["method"] != FULL:
+            answers.append(f"{row['method']} {clause}.")
+        times = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
+        spread = f"{seconds(min(times))} to {seconds(max(times))}" if len(times) > 1 else DASH
+        reached = row["time_to_target"] is not None
+        text = seconds(row["time_to_target"]) if reached else "not reached" if target else DASH
+        table.append([Cell(row["method"]), Cell(text, True), Cell(spread, True), Cell(word)])
+    figure = None
+    if evaluations:
+        caption = (
+            "Mean over seeds; the band reaches from the least to the greatest. Points: the first "
+            "evaluation at or below the target. Time is rank 0's, evaluations excluded, start-up "
+            "and compilation of kernels included."
+        )
+        figure = Figure(caption, against_seconds(evaluations, target))
+    headings = ["method", "time to target", "over seeds", f"against {SIXTEEN_BIT}"]
+    return Question(TITLE, answers, figure, Table(headings, table) if table else None)
+
+
+def _target(summaries: Sequence[Row]) -> str:
+    target, origin = summaries[0]["target"], summaries[0].get("target_from", "given")
+    if target is None:
+        return f"There is no target loss: it was to come from {origin}."
+    whose = "as given" if origin == "given" else f"the last loss of {origin}, plus the tolerance"
+    return f"The target is a validation loss of {digits(target, 4)}: {whose}."
+
+
+def _some(row: Row) -> str:
+    times = row.get("time_to_target_by_seed") or ()
+    reached = sum(time is not None for time in times)
+    return f" with {len(times) - reached} of {plural(len(times), 'seed')}" if reached else ""
+
+
+def _resolution(evaluations: Sequence[Row], *rows: Row | None) -> float:
+    """The longest time between two evaluations: what a time to target is known to."""
+    methods = {row["method"] for row in rows if row is not None}
+    gaps = [0.0]
+    for method, curve in curves(evaluations).items():
+        if method in methods:
+            gaps += [b - a for a, b in itertools.pairwise(curve.seconds)]
+    return max(gaps)
+
+
+def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[str, str]:
+    """For the table and for the answer; empty where there is nothing to compare."""
+    if baseline is None or row is baseline or not baseline["time_to_target"]:
+        return DASH, ""
+    if row["time_to_target"] is None:
+        return "not reached", ""
+    ratio = row["time_to_target"] / baseline["time_to_target"]
+    mine, theirs = (
+        one.get("time_to_target_by_seed") or [one["time_to_target"]] for one in (row, baseline)
+    )
+    verdict = by_seeds(mine, theirs, resolution)
+    near = verdict is Verdict.NOISE and by_seeds(mine, theirs) is not Verdict.NOISE
+    why = f": evaluations are up to {seconds(resolution)} apart" if near else ""
+    told = f"takes {ratio:.2f} times as long as {baseline['method']} to reach it"
+    clause = {
+        Verdict.LESS: f"{told}: less time",
+        Verdict.MORE: f"{told}: more time",
+        Verdict.NOISE: f"{told}, which is within noise{why}",
+        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
+        Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
+    }[verdict]
+    word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
+    return f"{ratio:.2f}×, {word}", clause
+
+
+def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
+    """Loss after the same number of steps, against fp32."""
+    by_method = {row["method"]: row for row in summaries}
+    baseline = by_method.get(FULL)
+    answers, table = [], []
+    for row in summaries:
+        word, clause = _loss_verdict(row, baseline)
+        if clause:
+            answers.append(f"{row['method']} {clause}.")
+        losses = [loss for loss in _losses(row) if loss is not None]
+        spread = (
+            f"{digits(min(losses), 4)} to {digits(max(losses), 4)}" if len(losses) > 1 else DASH
+        )
+        table.append(
+            [
+                Cell(row["method"]),
+                Cell(digits(row["final_loss"], 4), True),
+                Cell(spread, True),
+                Cell(word),
+                Cell(digits(row.get("final_metric"), 4), True),
+            ]
+        )
+    figure = None
+    if evaluations:
+        caption = "Mean over seeds; the band reaches from the least to the greatest."
+        figure = Figure(caption, _figure(evaluations, None, by_time=False))
+    metric = str(summaries[0].get("metric_name") or "metric") if summaries else ""
+    headings = ["method", "last loss", "over seeds", f"against {FULL}", metric]
+    return Question(_LEARNED, answers, figure, Table(headings, table) if table else None)
+
+
+def _losses(row: Row) -> list[float | None]:
+    return row.get("final_loss_by_seed") or [row["final_loss"]]
+
+
+def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
+    """For the table and for the answer."""
+    if row["final_loss"] is None:
+        return "not finite", "ended with a loss that is not finite, with one seed or more"
+    if baseline is None or row is baseline or not baseline["final_loss"]:
+        return DASH, ""
+    ratio = row["final_loss"] / baseline["final_loss"]
+    change = percent(ratio)
+    told = f"ends with a loss {change.lstrip('+-')} {'below' if ratio < 1 else 'above'} that of "
+    told = f"{told}{baseline['method']}"
+    if change == "0.00 %":
+        told = f"ends with the loss of {baseline['method']}, to 0.01 %"
+    verdict = by_seeds(_losses(row), _losses(baseline))
+    if row["final_loss"] == baseline["final_loss"]:
+        verdict = Verdict.NOISE
+    clause = {
+        Verdict.LESS: f"{told}, more than noise",
+        Verdict.MORE: f"{told}, more than noise: it costs accuracy here",
+        Verdict.NOISE: f"{told}, which is within noise",
+        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
+        Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
+    }[verdict]
+    word = {Verdict.LESS: "lower", Verdict.MORE: "higher"}.get(verdict, verdict.value)
+    return f"{change}, {word}", clause

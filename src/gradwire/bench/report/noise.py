@@ -1,0 +1,63 @@
+"""Whether a difference is more than noise; for quantities of which less is better.
+
+Two cases are known. A quantity has a spread of its own (the quartiles of a step's time): two differ
+if their spreads do not overlap. Or it was measured with several seeds, and both methods had the
+same ones: then they differ if the mean of the differences is farther from zero than the half width
+of its 95 % confidence interval (Student's t). Differences that all have one sign, but vary more
+than that, are not called noise: there are too few of them. Where neither spread is known, nothing
+is judged.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Sequence
+
+Spread = tuple[float, float]
+
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
+
+
+class Verdict(enum.Enum):
+    """What may be said of a method against a baseline."""
+
+    LESS = "less"
+    MORE = "more"
+    NOISE = "within noise"
+    FEW = "too few seeds to judge"
+    UNKNOWN = "spread unknown"
+
+
+def by_spreads(mine: Spread | None, baseline: Spread | None) -> Verdict:
+    """Of two quantities with a spread each."""
+    if mine is None or baseline is None:
+        return Verdict.UNKNOWN
+    if mine[1] < baseline[0]:
+        return Verdict.LESS
+    return Verdict.MORE if mine[0] > baseline[1] else Verdict.NOISE
+
+
+def by_seeds(
+    mine: Sequence[float | None], baseline: Sequence[float | None], resolution: float = 0.0
+) -> Verdict:
+    """Of values with the same seeds; a mean difference below `resolution` is noise in any case."""
+    pairs = [
+        (a, b) for a, b in zip(mine, baseline, strict=False) if a is not None and b is not None
+    ]
+    if not pairs or len(pairs) < max(len(mine), len(baseline)):
+        return Verdict.UNKNOWN
+    differences = [a - b for a, b in pairs]
+    mean = statistics.mean(differences)
+    if abs(mean) <= resolution:
+        return Verdict.NOISE
+    if len(differences) < 2:
+        return Verdict.UNKNOWN
+    freedom = len(differences) - 1
+    t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
+    half = t * statistics.stdev(differences) / math.sqrt(len(differences))
+    if abs(mean) <= half:
+        one_sign = min(differences) > 0 or max(differences) < 0
+        return Verdict.FEW if one_sign else Verdict.NOISE
+    return Verdict.LESS if mean < 0 else Verdict.MORE

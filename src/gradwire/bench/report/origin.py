@@ -1,0 +1,74 @@
+"""The report's first part: what was run, on which machine, at which commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire.bench.report.parts import Cell, Question, Section, Table
+from gradwire.bench.report.quantities import DASH, network, plural
+from gradwire.bench.report.rows import Row
+
+_NAMES = {
+    "commit": "commit",
+    "gradwire": "gradwire",
+    "machine": "machine",
+    "torch": "torch",
+    "python": "Python",
+}
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """What all runs have in common, what each run was, and how many rows tell of none."""
+    runs: dict[str, tuple[dict[str, Any], list[Row]]] = {}
+    silent: list[Row] = []
+    for row in rows:
+        run = row.get("run")
+        if isinstance(run, dict):
+            runs.setdefault(json.dumps(run, sort_keys=True), (run, []))[1].append(row)
+        else:
+            silent.append(row)
+    about = []
+    if silent:
+        about.append(
+            f"{plural(len(silent), 'row')} of {len(rows)} do not say what command, commit and "
+            "machine made them: files written before gradwire recorded that, or by something else."
+        )
+    found = list(runs.values())
+    if not found:
+        return Section("What was run", about)
+    common = [key for key in _NAMES if len({str(run.get(key)) for run, _ in found}) == 1]
+    first, mine = found[0]
+    if len(found) == 1:
+        keys = _run_keys(found, list(_NAMES))
+        cells = [[Cell(name), _cell(first, mine, key)] for key, name in keys.items()]
+        return Section("What was run", about, [Question("", table=Table((), cells))])
+    shared = Table((), [[Cell(_NAMES[key]), _value(first, key)] for key in common])
+    keys = _run_keys(found, [key for key in _NAMES if key not in common])
+    each = Table(list(keys.values()), [[_cell(*one, key) for key in keys] for one in found])
+    return Section("What was run", about, [Question("", table=shared), Question("", table=each)])
+
+
+def _run_keys(
+    found: Sequence[tuple[dict[str, Any], list[Row]]], more: Sequence[str]
+) -> dict[str, str]:
+    """The keys of runs that are shown, and their names."""
+    keys = {"command": "command"}
+    if any("note" in run for run, _ in found):
+        keys["note"] = "note"
+    keys |= {key: _NAMES[key] for key in more}
+    return {**keys, "net": "network", "load": "load before", "date": "date", "rows": "rows"}
+
+
+def _cell(run: dict[str, Any], rows: Sequence[Row], key: str) -> Cell:
+    if key == "net":
+        nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
+        return Cell("; ".join(network(net) for net in nets) or DASH)
+    return Cell(f"{len(rows):,}") if key == "rows" else _value(run, key)
+
+
+def _value(run: dict[str, Any], key: str) -> Cell:
+    if key == "commit" and key in run and run[key] is None:
+        return Cell("not in a git checkout")
+    return Cell("not recorded" if run.get(key) is None else str(run[key]))

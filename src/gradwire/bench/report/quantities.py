@@ -1,0 +1,86 @@
+"""How the report and the tables of the terminal write quantities: few digits, a unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+DASH = "–"
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
+def seconds(value: float | None) -> str:
+    """ "1.23 s", "45.6 ms", "7.8 µs"."""
+    if value is None:
+        return DASH
+    for unit, scale in _TIMES:
+        if abs(value) >= scale:
+            return f"{digits(value / scale)} {unit}"
+    return f"{digits(value * 1e6)} µs" if value else "0 s"
+
+
+def time_unit(values: Iterable[float]) -> tuple[str, float]:
+    """The unit for an axis of these seconds, and how many seconds it is."""
+    most = max(values, default=1.0)
+    return next(((unit, scale) for unit, scale in _TIMES if most >= scale), _TIMES[-1])
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units, as network rates are."""
+    if value is None:
+        return DASH
+    for scale, unit in _SIZES:
+        if value >= scale:
+            return f"{digits(value / scale)} {unit}"
+    return f"{value:.0f} B"
+
+
+def size_unit(values: Iterable[float]) -> tuple[str, float]:
+    """The unit for an axis of these bytes, and how many bytes it is."""
+    most = max(values, default=1.0)
+    return next(((unit, scale) for scale, unit in _SIZES if most >= scale), ("B", 1.0))
+
+
+def digits(value: float | None, count: int = 3) -> str:
+    """`value` with `count` significant digits, without an exponent where that stays short."""
+    if value is None:
+        return DASH
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    magnitude = math.floor(math.log10(abs(value)))
+    if -4 <= magnitude < 7:
+        return f"{value:.{max(0, count - 1 - magnitude)}f}"
+    return f"{value:.{count - 1}e}"
+
+
+def short(value: float) -> str:
+    """`value` for a tick: without trailing zeros, "2.5k", "16M" from a thousand on."""
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def network(net: str) -> str:
+    """ "300 Mbit/s, 1 ms latency" of "300mbit,1ms"; loopback of "none"."""
+    if net == "none":
+        return "loopback, no network emulated"
+    found = re.fullmatch(r"([\d.]+)([kmg]?)bit,([\d.]+)(us|ms|s)", net)
+    if found is None:
+        return net
+    rate, prefix, latency, unit = found.groups()
+    prefix, unit = prefix.upper().replace("K", "k"), unit.replace("u", "µ")
+    return f"{rate} {prefix}bit/s, {latency} {unit} latency"
+
+
+def percent(ratio: float) -> str:
+    """ "+0.12 %" of 1.0012."""
+    text = f"{(ratio - 1) * 100:+.2f} %"
+    return "0.00 %" if text[1:] == "0.00 %" else text
+
+
+def plural(count: int, word: str) -> str:
+    """ "1 seed", "3 seeds"."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"

@@ -1,0 +1,189 @@
+"""The report on `bench train`: four questions for each task, network and number of ranks.
+
+Times are compared with torch's fp16 hook, losses with fp32, as docs/benchmarks.md argues; `noise`
+says which differences count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire.bench.baselines import FULL, SIXTEEN_BIT
+from gradwire.bench.report import learning, svg
+from gradwire.bench.report.bars import Bar, bars
+from gradwire.bench.report.noise import Spread, Verdict, by_spreads
+from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
+from gradwire.bench.report.quantities import (
+    DASH,
+    network,
+    plural,
+    seconds,
+    size,
+    size_unit,
+    time_unit,
+)
+from gradwire.bench.report.rows import Row, grouped
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """One section per task, network, number of ranks and model."""
+    found = grouped(rows, "task", "net", "ranks", "parameters")
+    return [_section(mine) for mine in found.values()]
+
+
+def _section(rows: Sequence[Row]) -> Section:
+    evaluations = [row for row in rows if row["row"] == "evaluation"]
+    summaries = [row for row in rows if row["row"] == "summary"]
+    first = rows[0]
+    seeds = list(dict.fromkeys(row["seed"] for row in evaluations))
+    about = f"{first['ranks']} ranks, {network(first['net'])}"
+    if isinstance(first.get("parameters"), int):
+        about += f"; a model of {first['parameters']:,} parameters"
+    if seeds:
+        about += f"; {plural(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"
+    told = [about + "; every method had the same initial weights and the same batches."]
+    if len(seeds) == 1:
+        told.append(
+            "With one seed, the spread over seeds is unknown: differences in loss and in time to "
+            "a loss are given, and not judged."
+        )
+    if not summaries:
+        told.append("There are no summary rows: the run did not end, or they are in another file.")
+    questions = [
+        learning.time_to_loss(evaluations, summaries),
+        learning.what_is_learned(evaluations, summaries),
+    ]
+    if summaries:
+        questions += [_steps(summaries), _bytes(summaries)]
+    return Section(f"Training {first['task']}, {first['ranks']} ranks", told, questions)
+
+
+def _steps(summaries: Sequence[Row]) -> Question:
+    """Median step, its quartiles, and how much of it is computing."""
+    by_method = {row["method"]: row for row in summaries}
+    baseline = by_method.get(SIXTEEN_BIT)
+    answers, table = [], []
+    for row in summaries:
+        judged = "" if row is baseline else _against(row, baseline)
+        if judged and row["method"] != FULL:
+            answers.append(f"A step of {row['method']} takes {judged}.")
+        middle = _quartiles(row)
+        table.append(
+            [
+                Cell(row["method"]),
+                Cell(seconds(row["step_seconds"]), True),
+                Cell(" to ".join(map(seconds, middle)) if middle else "not recorded", True),
+                Cell(seconds(row["ideal_step_seconds"]), True),
+                Cell(seconds(_exposed(row)), True),
+                Cell(_verdict_cell(row, baseline)),
+            ]
+        )
+    known = [row for row in summaries if row["step_seconds"] is not None]
+    unit, scale = time_unit(row["step_seconds"] for row in known)
+    strokes = svg.strokes(row["method"] for row in summaries)
+    drawn = []
+    for row in known:
+        exposed, middle = _exposed(row), _quartiles(row)
+        whole = row["step_seconds"]
+        parts = [whole] if exposed is None else [whole - exposed, exposed]
+        drawn.append(
+            Bar(
+                row["method"],
+                strokes[row["method"]].colour,
+                [part / scale for part in parts],
+                seconds(whole),
+                (middle[0] / scale, middle[1] / scale) if middle else None,
+            )
+        )
+    caption = (
+        "Median step of rank 0. Computing is a step without communication, measured at the end of "
+        "the same run; the rest is communication that computing does not hide. "
+        "The spread is that of the middle half of the steps."
+    )
+    title = "How long does a step take, and where does it go?"
+    parts_of = ("computing", "exposed communication")
+    figure = Figure(caption, bars(drawn, f"{unit} per step", title, parts_of)) if drawn else None
+    headings = ["method", "step", "middle half", "computing", "exposed", f"against {SIXTEEN_BIT}"]
+    return Question(title, answers, figure, Table(headings, table))
+
+
+def _against(row: Row, baseline: Row | None) -> str:
+    """A row's step against the baseline's in a clause; "" where one is unknown."""
+    if baseline is None or not baseline["step_seconds"] or row["step_seconds"] is None:
+        return ""
+    ratio = row["step_seconds"] / baseline["step_seconds"]
+    times = f"{ratio:.2f} times as long as one of {baseline['method']}"
+    verdict = by_spreads(_quartiles(row), _quartiles(baseline))
+    return {
+        Verdict.LESS: f"{times}: faster",
+        Verdict.MORE: f"{times}: slower, it does not pay here",
+        Verdict.NOISE: f"{times}, which is within noise: the middle halves of the steps overlap",
+        Verdict.UNKNOWN: f"{times}; the spread of the steps is not recorded, so this is not judged",
+    }[verdict]
+
+
+def _verdict_cell(row: Row, baseline: Row | None) -> str:
+    if row is baseline or not _against(row, baseline):
+        return DASH
+    assert baseline is not None
+    verdict = by_spreads(_quartiles(row), _quartiles(baseline))
+    word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
+    return f"{row['step_seconds'] / baseline['step_seconds']:.2f}×, {word}"
+
+
+def _quartiles(row: Row) -> Spread | None:
+    found: Any = row.get("step_seconds_quartiles")
+    return (float(found[0]), float(found[1])) if found else None
+
+
+def _exposed(row: Row) -> float | None:
+    """Seconds of a step that are not computing."""
+    if row["step_seconds"] is None or row["ideal_step_seconds"] is None:
+        return None
+    return max(0.0, float(row["step_seconds"]) - float(row["ideal_step_seconds"]))
+
+
+def _bytes(summaries: Sequence[Row]) -> Question:
+    """Bytes per rank and step, by the method's own count and by the kernel's."""
+    by_method = {row["method"]: row for row in summaries}
+    baseline = by_method.get(SIXTEEN_BIT)
+    strokes = svg.strokes(by_method)
+    known = [row for row in summaries if _per_step(row, "wire_bytes") is not None]
+    unit, scale = size_unit(_per_step(row, "wire_bytes") or 0.0 for row in known)
+    drawn, table, answers = [], [], []
+    for row in summaries:
+        sent = _per_step(row, "wire_bytes")
+        base = _per_step(baseline, "wire_bytes") if baseline is not None else None
+        ratio = sent / base if sent is not None and base else None
+        if sent is not None:
+            colour = strokes[row["method"]].colour
+            drawn.append(Bar(row["method"], colour, [sent / scale], size(sent)))
+        if ratio is not None and row is not baseline and row["method"] != FULL:
+            answers.append(f"{row['method']} sends {ratio:.2f} of the bytes of {SIXTEEN_BIT}.")
+        table.append(
+            [
+                Cell(row["method"]),
+                Cell(size(sent), True),
+                Cell(DASH if ratio is None else f"{ratio:.2f}×", True),
+                Cell(size(_per_step(row, "link_bytes")), True),
+                Cell(size(row["wire_bytes"]), True),
+                Cell(size(row.get("peak_extra_bytes")), True),
+            ]
+        )
+    caption = (
+        "Sent by rank 0: torch's methods by formula, gradwire as counted, headers included. The "
+        "link is what the network interface counted, TCP and IP included. Memory is what a method "
+        "holds beyond plain DDP, where it counts it."
+    )
+    title = "How many bytes are sent?"
+    figure = Figure(caption, bars(drawn, f"{unit} per rank and step", title)) if drawn else None
+    headings = [
+        "method", "per step", f"of {SIXTEEN_BIT}", "on the link, per step", "in all", "memory"
+    ]  # fmt: skip
+    return Question(title, answers, figure, Table(headings, table))
+
+
+def _per_step(row: Row, key: str) -> float | None:
+    value = row.get(key)
+    return None if value is None or not row["steps"] else float(value) / row["steps"]
