@@ -36,7 +36,7 @@ unit: $(VENV)/.test
 unit-all: $(VENV)/.test
 	$(PYTEST) --exhaustive
 
-# A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
+# A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
 	$(BIN)/python -m build
 
@@ -49,7 +49,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable .[dev]
 	touch $@
 
-# Whether target triton is right on this machine's GPU, and how fast (docs/kernels.md); minutes. Uses
+# Whether target triton is right on this machine's GPU, and how fast (docs/reference/kernels.md); minutes. Uses
 # the Python that is there: torch, Triton and numpy, nothing else.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) scripts/gpu_check.py

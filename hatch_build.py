@@ -1,6 +1,6 @@
 """Puts prebuilt kernels into wheels: hatchling calls this hook while it builds one.
 
-The kernels are those of `gradwire codec build` (docs/kernels.md), made in a folder that is gone
+The kernels are those of `gradwire codec build` (docs/reference/kernels.md), made in a folder that is gone
 when the wheel is done. Without a gcc the wheel has none and fits every platform; an editable
 install never has any. Two variables narrow what is built, for tests and for small images:
 

@@ -6,7 +6,7 @@ To write your own: copy this file, rename the class, and change `aggregate`: yie
 their results, return an average for each context. What all parameters of a bucket yield in a round
 travels together. State, checkpoints, error feedback and the checks between ranks come with it.
 tests/examples/test_skeleton_aggregator.py shows the tests an aggregator should pass;
-docs/writing-an-aggregator.md says what it may do.
+docs/how-to/writing-an-aggregator.md says what it may do.
 """
 
 from __future__ import annotations

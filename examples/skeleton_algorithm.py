@@ -7,7 +7,7 @@ does, in the order in which the rank expects it to become possible; what waits f
 the buffers. Then state the same in `hop`, `wire_bytes`, `rounds` and `seconds`. A line in the
 registry makes it known by its name, wherever options are taken.
 tests/examples/test_skeleton_algorithm.py shows the tests an algorithm should pass;
-docs/algorithms.md says what holds for all.
+docs/reference/algorithms.md says what holds for all.
 """
 
 from __future__ import annotations

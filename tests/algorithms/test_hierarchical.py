@@ -170,7 +170,7 @@ def test_expected_time_counts_links_between_machines() -> None:
 
 @pytest.mark.parametrize("inside", ["codec", "full"])
 def test_memory_is_as_documented(inside: str) -> None:
-    """docs/algorithms.md, three machines of two; results that end here lie where locals did."""
+    """docs/reference/algorithms.md: three machines of two; results take the memory of locals."""
     machines, ranks = 3, 2
     algorithm = Hierarchical((0, 0, 1, 1, 2, 2), inside)
     graph = algorithm.build(0, 6, with_locals(algorithm, [[160] * 6]))

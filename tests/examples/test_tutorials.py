@@ -28,7 +28,7 @@ LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def fences(page: str) -> Iterator[tuple[str, str]]:
     """(info string, text) of every fenced block, in order."""
-    text = (ROOT / "docs" / page).read_text("utf-8")
+    text = (ROOT / "docs" / "how-to" / page).read_text("utf-8")
     for match in re.finditer(r"^```(\S.*?)\n(.*?)^```$", text, re.M | re.S):
         yield match[1], match[2]
 

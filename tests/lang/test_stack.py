@@ -46,7 +46,7 @@ from gradwire.lang.ops import (
 )
 from products import EXHAUSTIVE, one_in
 
-STACK = 256 << 10  # what docs/kernels.md promises to stay below, in bytes
+STACK = 256 << 10  # what docs/internals/kernels.md promises to stay below, in bytes
 MOST = 65536  # values of a block
 
 

@@ -23,7 +23,7 @@ KEYS = {
 def test_a_slow_link_takes_what_is_predicted(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound is wide: docs/simulator.md has what a quiet machine shows, point by point.
+    """The bound is wide: docs/internals/simulator.md has what a quiet machine shows.
 
     On such a link it hardly matters whether this machine's curves are measured, which takes long.
     """

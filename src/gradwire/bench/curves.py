@@ -43,8 +43,8 @@ _TURNS = 9
 _SLOW_S = 0.2  # of a call: larger ones are not tried
 _TIMEOUT_S = 120.0
 # Shares of a link's rate that TCP gets in the lab, with one connection busy and with several, and
-# the seconds that several lose at first (docs/simulator.md). Not measured here, since not every
-# machine has a lab.
+# the seconds that several lose at first (docs/internals/simulator.md). Not measured here, since not
+# every machine has a lab.
 _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 
 

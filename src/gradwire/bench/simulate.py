@@ -2,7 +2,8 @@
 
 A row: method, codec, algorithm, ranks, per_node, net, model, numel, seconds, compute_seconds,
 wire_bytes, limit_seconds, of_limit, backward_seconds, buckets, messages, exact, machine (whose
-curves), and sweep and value where a parameter was swept. docs/simulator.md says what they mean.
+curves), and sweep and value where a parameter was swept. docs/reference/simulator.md says what they
+mean.
 """
 
 from __future__ import annotations

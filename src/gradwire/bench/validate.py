@@ -39,9 +39,10 @@ QUICK: dict[str, Any] = {
     "ranks": (2,), "nets": NETS[1:2], "codecs": CODECS[:1], "algorithms": ALGORITHMS[:2],
 }  # fmt: skip
 
-# Beyond what all nodes together may send, the lab's switch is what is measured (docs/lab.md).
+# Beyond what all nodes together may send, the lab's switch is what is measured
+# (docs/internals/lab.md).
 _LAB_BITS_PER_S = 5e9
-# Of a core for each byte, halved over its two ends: 9 % of one at 1 Gbit/s (docs/lab.md).
+# Of a core for each byte, halved over its two ends: 9 % of one at 1 Gbit/s (docs/internals/lab.md).
 _SWITCH_S = 0.36e-9
 
 

@@ -23,8 +23,8 @@ class ThreeLC(Codec):
     encoding, 1.6 bits a value). Where the paper encodes runs of bytes that stand for zeros, here a
     block of zeros costs its flag only, a byte: that needs no scan over what came before. The
     default block is a compromise: half of it saves a quarter of the bytes of Gaussian values with
-    s = 1 and takes twice the time; docs/wire-format.md has the measurements. One non-finite value
-    makes the whole row decode to non-finite values.
+    s = 1 and takes twice the time; docs/internals/kernels.md has the measurements. One
+    non-finite value makes the whole row decode to non-finite values.
     """
 
     sparsity: float = 1.0

@@ -48,7 +48,7 @@ def all_reduce(
         codec: a name (see `gradwire codec list`) with its options as keywords, a Codec, or None:
             the values travel as they are, integers and float64 too.
         op: "sum", "avg", "min" or "max"; the last two without a codec.
-        algorithm: a name (docs/algorithms.md); None leaves it to `options`.
+        algorithm: a name (docs/reference/algorithms.md); None leaves it to `options`.
         group: a process group; None is the default one.
         async_op: return a future at once; its `wait()` gives the tensor. Over NCCL nothing waits
             on the host, with it or without: the current stream does.
@@ -60,8 +60,8 @@ def all_reduce(
         options: algorithm, segments, checksum.
 
     Raises:
-        ConfigError: unknown codec, op or algorithm; what docs/algorithms.md does not list; ranks
-            that disagree.
+        ConfigError: unknown codec, op or algorithm; what docs/reference/algorithms.md does not
+            list; ranks that disagree.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """

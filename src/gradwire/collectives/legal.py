@@ -1,7 +1,7 @@
 """What may be combined: one table of collectives, and what an error says where it is not in it.
 
-`LEGAL` is printed in docs/algorithms.md. Every algorithm of an all-reduce but all_gather encodes
-sums; `EXCEPTIONS` are the codecs that do not stand that.
+`LEGAL` is printed in docs/reference/algorithms.md. Every algorithm of an all-reduce but all_gather
+encodes sums; `EXCEPTIONS` are the codecs that do not stand that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Legal:
     algorithms: str
 
     def columns(self) -> tuple[str, ...]:
-        """As docs/algorithms.md has it."""
+        """As docs/reference/algorithms.md has it."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         travels = "through a codec, or as they are" if self.codecs else "as they are"
         feedback = "yes" if self.feedback else "no"

@@ -31,7 +31,7 @@ class Options:
         between: of the algorithm hierarchical: how machines exchange, "sra", "grid", or "auto": a
             grid of rows and columns from about 32 machines on.
         coordinated: of the algorithms sra and parameter_server: send in rounds in which every rank
-            has one receiver and one sender (docs/algorithms.md).
+            has one receiver and one sender (docs/reference/algorithms.md).
         batched: one kernel call for all tensors of a task; False makes one for each, to show what
             batching is worth.
 

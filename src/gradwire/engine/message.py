@@ -3,10 +3,10 @@
 48 bytes, little-endian: magic, version, flags, plan digest, number of the ticket and round, the
 call's digest, payload length, checksum, segment, chunk, plan version. Payload segments carry no
 header of their own: the plan, which ranks compare before its first use, says what each byte is
-(docs/wire-format.md). What may change from call to call, and must be the same on every rank, is in
-the call's digest. Where a payload's length depends on data, the length field says how much of it is
-in use, and collectives/packed.py how it travels. The version is the newest that the sender can use,
-and all whose values it has summed (gradwire.integrations.switch).
+(docs/reference/wire-format.md). What may change from call to call, and must be the same on every
+rank, is in the call's digest. Where a payload's length depends on data, the length field says how
+much of it is in use, and collectives/packed.py how it travels. The version is the newest that the
+sender can use, and all whose values it has summed (gradwire.integrations.switch).
 
 The checksum is the sum modulo 2^64 of the payload's 64-bit words, and the version. It catches every
 change confined to one word, so every flipped bit, and runs at the speed of memory; the transport's

@@ -64,7 +64,8 @@ def attach(
         error_feedback: keep what was not sent, one fp32 residual per compressed parameter, and add
             it to the next step's gradient. "powersgd" and "artopk" always do.
         seed: of random numbers; not negative.
-        algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
+        algorithm: of every all-reduce, a name (docs/reference/algorithms.md); None leaves it to
+            `options`.
         options: algorithm, segments, checksum, kernels.
         coalesce_bytes: DDP's buckets smaller than this wait for the next ones, until they have as
             many bytes together, or there are no more; 0 sends each alone, as do modules whose DDP

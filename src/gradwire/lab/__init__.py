@@ -4,7 +4,8 @@
     codes = launch(["python", "train.py"], nodes=4, net=Network.parse("1gbit,1ms"))
 
 Read in this order: `network` (what is emulated), `links` (how), `supervisor` (who holds it),
-`client` (the handle on it), `run` (a command on every node). docs/lab.md tells the same to users.
+`client` (the handle on it), `run` (a command on every node). docs/reference/lab.md tells the same
+to users.
 """
 
 from gradwire.lab.client import Lab, NodeProcess, available

@@ -16,7 +16,8 @@ before it ends, so that a payload in use is a prefix of its greatest size:
 Planes: a code of `bits` bits is cut from its lowest bit up into planes of 8, 4, 2 and 1 bits. In a
 plane of w bits, m values take L = ceil(m * w / 8) bytes, and byte j holds the values j, j + L,
 j + 2L, ... from its lowest bits up; a trit does so with the base 3, and five in a byte. A row
-without values has an empty payload. docs/wire-format.md says the same for readers of the format.
+without values has an empty payload. docs/reference/wire-format.md says the same for readers of the
+format.
 """
 
 from __future__ import annotations

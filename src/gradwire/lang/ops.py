@@ -96,7 +96,7 @@ def reduce(function: object, value: Value) -> Value:
     """The minimum, maximum or sum (pass Python's `min`, `max` or `sum`).
 
     Over `g.blocks(n)` it gives one value a block, else one for the tensor. min and max propagate
-    NaN and never give -0; sum adds in the fixed order that docs/wire-format.md states.
+    NaN and never give -0; sum adds in the fixed order that docs/reference/wire-format.md states.
     """
     location = here()
     name = _REDUCTIONS.get(function)

@@ -2,8 +2,8 @@
 
 Read in this order: `models` and `buckets` (what DDP hands over), `work` and `curves` (what a
 collective's tasks take), `rank` (the scheduler core on that clock), `fabric` (the links), `run`
-(all ranks, or by `symmetry` one node for all), `predict` (a row). docs/simulator.md tells users the
-same.
+(all ranks, or by `symmetry` one node for all), `predict` (a row). docs/reference/simulator.md tells
+users the same.
 """
 
 from gradwire.sim.curves import Curves
