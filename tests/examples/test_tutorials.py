@@ -73,7 +73,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_page_is_exact(page: str, least: int, tmp_path: Path) -> None:
     programs = 0
     for info, text in fences(page):
-        kind, _, name = info.partition(" ")
+        kind, name, *_ = [*info.split(), ""]
         if kind == "python":
             (tmp_path / name).write_text(text, "utf-8")
             continue
