@@ -10,7 +10,7 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all lint types unit unit-all wheel gpu-check debian clean
+.PHONY: demo test test-all lint types unit unit-all docs docs-check wheel gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -35,6 +35,14 @@ unit: $(VENV)/.test
 
 unit-all: $(VENV)/.test
 	$(PYTEST) --exhaustive
+
+# The pages that are made from the source.
+docs: $(VENV)/.test
+	$(BIN)/python scripts/api_reference.py
+
+# Links, commands, figures and code blocks of README and docs (tests/docs/rules.py); part of `unit`.
+docs-check: $(VENV)/.test
+	$(PYTEST) tests/docs
 
 # A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test

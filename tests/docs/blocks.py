@@ -7,7 +7,8 @@ block's info string may say otherwise:
     ```python ranks=1        rank 0 alone runs it
     ```python fails=NAME     it must raise that error
     ```python NAME.py        a program of its own, kept under that name so that others import it;
-                             args=... are its arguments, separated by commas
+                             args=... are its arguments, separated by commas; it begins and ends
+                             without a process group
 """
 
 from __future__ import annotations

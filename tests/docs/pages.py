@@ -14,6 +14,7 @@ SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 LINK = re.compile(r"(?<!\\)\[[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
 # A variable before a command, such as GRADWIRE_CC=gcc.
 VARIABLE = re.compile(r"^[A-Z][A-Z0-9_]*=\S*$")
+ROOT = Path(__file__).parents[2]
 PROGRAMS = ("gradwire", "make", "pip", "python", "python3", "torchrun", "pytest")
 NUMBER = r"(?<![\w.,:=/#-])\d+(?:[.,]\d+)*"
 # Settings of a network (1gbit,1ms; 10 Gbit/s) are no results, so Gbit/s is not among the units.
@@ -55,8 +56,8 @@ class Section:
 
     @cached_property
     def spans(self) -> list[str]:
-        """What stands in backticks, line breaks as spaces."""
-        return [" ".join(m[2].split()) for m in SPAN.finditer(self.prose)]
+        """What stands in backticks, line breaks as spaces; in a table "|" is written "\\|"."""
+        return [" ".join(m[2].replace("\\|", "|").split()) for m in SPAN.finditer(self.prose)]
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ def figures(section: Section) -> list[str]:
 
 def names_its_command(section: Section) -> bool:
     """Whether backticks or a block of the section hold a command, or a file that fixes figures."""
-    spans = section.spans
-    lines = (line for m in FENCE.finditer(section.text) for line in _lines(m[4]))
-    return any(is_command(s) or PROOF.match(s) for s in spans) or any(map(is_command, lines))
+    commands = (line for m in FENCE.finditer(section.text) for line in _lines(m[4]))
+    return any(is_command(s) or _fixes(s) for s in section.spans) or any(commands)
+
+
+def _fixes(span: str) -> bool:
+    return bool(PROOF.match(span)) and (ROOT / span).exists()
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pages import VARIABLE, Page, figures, names_its_command
+from pages import ROOT, VARIABLE, Page, figures, names_its_command
 
 from gradwire.cli import app
 
-ROOT = Path(__file__).parents[2]
 FIRST = "After this page you"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_figures_name_their_command() -> None:
 
 def test_pages_begin_with_what_the_reader_can_do() -> None:
     assert broken(rules.beginning, PAGES[1:]) == []
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "api_reference.py"))["page"]()
+    written = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
+    assert written == made, "run make docs"
 
 
 PROGRAMS = [path for path in PAGES if any(b.kind == "python" for b in Page.read(path).blocks)]
