@@ -19,7 +19,8 @@ import gradwire as gw
 from gradwire.aggregators import Aggregator
 from gradwire.lang import Codec
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference" / "api.md"
 BEGINNING = """\
 # API
 
@@ -67,7 +68,9 @@ def _contents(groups: dict[str, list[str]]) -> str:
 
 def entry(name: str, value: Any) -> str:
     """A name's heading, signature and docstring, and those of its methods."""
-    text = f"### {name}\n\n```text\n{signature(name, value)}\n```\n\n{markdown(value)}"
+    file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT)
+    text = f"### {name}\n\n```text\n{signature(name, value)}\n```\n\nDefined in `{file}`.\n\n"
+    text += markdown(value)
     if not isinstance(value, type):
         return text
     for method, found in methods(value):
