@@ -60,9 +60,13 @@ def commands(page: Page) -> Iterator[str]:
 
 
 def command_error(command: str) -> str | None:
-    """What is wrong with a command; None if nothing is. Alternatives are divided by "|"."""
+    """What is wrong with a command; None if nothing is.
+
+    Alternatives stand behind "|", as in --ir | --c; a pipe, or another command, is left out.
+    """
+    alone = re.split(r" (?:\|(?! -)|>|&&|;) ", command)[0]
     try:
-        words = shlex.split(command.replace(" | ", " "))
+        words = shlex.split(alone.replace(" | ", " "))
     except ValueError as error:
         return str(error)
     while VARIABLE.match(words[0]):
