@@ -10,7 +10,8 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all lint types unit unit-all test-torch wheel gpu-check debian clean
+.PHONY: demo test test-all lint types unit unit-all test-torch docs docs-check wheel gpu-check \
+	debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
@@ -60,7 +61,15 @@ $(TORCH_VENV)/.test: pyproject.toml constraints.txt
 no-version:
 	$(error make test-torch takes a version of torch: make test-torch VERSION=2.15.0)
 
-# A wheel with kernels for every CPU of this machine's family (docs/kernels.md); minutes, and a gcc.
+# The pages that are made from the source.
+docs: $(VENV)/.test
+	$(BIN)/python scripts/api_reference.py
+
+# Links, commands, figures and code blocks of README and docs (tests/docs/rules.py); part of `unit`.
+docs-check: $(VENV)/.test
+	$(PYTEST) tests/docs
+
+# A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
 	GRADWIRE_BUILD=all $(BIN)/python -m build
 
@@ -73,7 +82,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --editable .[dev]
 	touch $@
 
-# Whether target triton is right on this machine's GPU, and how fast (docs/kernels.md); minutes. Uses
+# Whether target triton is right on this machine's GPU, and how fast (docs/reference/kernels.md); minutes. Uses
 # the Python that is there: torch, Triton and numpy, nothing else.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) scripts/gpu_check.py

@@ -1,7 +1,7 @@
 """Puts prebuilt kernels into a wheel, where the environment asks for them.
 
 hatchling calls this hook while it builds a wheel. The kernels are those of `gradwire codec build`
-(docs/kernels.md). Without these variables a wheel has no kernels, so `pip install .` compiles
+(docs/reference/kernels.md). Without these variables a wheel has no kernels, so `pip install .` compiles
 nothing: kernels are compiled on first use. An editable install never has any.
 
     GRADWIRE_BUILD      what to build: "all", or names such as "identity qsgd:bits=3 shm";

@@ -6,7 +6,7 @@ To write your own, copy this file, rename the class, and change `aggregate`: yie
 their results, return an average for each context. Requests of all parameters of a bucket in a round
 share messages. State, checkpoints, error feedback and the checks between ranks are provided.
 tests/examples/test_skeleton_aggregator.py shows the tests that an aggregator should pass;
-docs/writing-an-aggregator.md explains the rules.
+docs/how-to/writing-an-aggregator.md explains the rules.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ To write your own, copy this file, rename the class, and change `build`. It list
 rank, in the order in which they are expected to become ready; the buffers determine the
 dependencies. Then change `hop`, `wire_bytes`, `rounds` and `seconds` to match. A line in the
 registry makes its name known to all options. tests/examples/test_skeleton_algorithm.py shows the
-tests that an algorithm should pass; docs/algorithms.md has the rules for all algorithms.
+tests that an algorithm should pass; docs/reference/algorithms.md has the rules for all algorithms.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ To write your own codec, copy this file, rename the class, and change `encode` a
 are traced on symbols, so they use the operators of `gradwire.lang.ops`, and `where` instead of `if`
 on data. The language derives everything else: payload sizes, the error-feedback and reducing forms,
 and compiled kernels. tests/examples/test_skeleton_codec.py shows the tests a codec should pass;
-docs/writing-a-codec.md goes from an empty file to a trained model.
+docs/how-to/writing-a-codec.md goes from an empty file to a trained model.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def test_servers_spread_over_the_ranks() -> None:
     ],
 )
 def test_memory_is_as_documented(name: str, n: int, payloads: float) -> None:
-    """docs/algorithms.md: the most memory for messages on any rank, in payloads."""
+    """docs/reference/algorithms.md: the most memory for messages on any rank, in payloads."""
     algorithm = REGISTRY[name]
     chunks = algorithm.chunks(n)
     sizes = [[1600] * chunks]

@@ -170,8 +170,8 @@ def test_expected_time_counts_links_between_machines() -> None:
 
 @pytest.mark.parametrize("inside", ["codec", "full"])
 def test_memory_is_as_documented(inside: str) -> None:
-    """docs/algorithms.md, three machines of two; results that are not forwarded reuse locals'
-    memory."""
+    """docs/reference/algorithms.md, three machines of two; results that are not forwarded reuse
+    locals' memory."""
     machines, ranks = 3, 2
     algorithm = Hierarchical((0, 0, 1, 1, 2, 2), inside)
     graph = algorithm.build(0, 6, with_locals(algorithm, [[160] * 6]))

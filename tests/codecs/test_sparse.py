@@ -184,7 +184,7 @@ def test_adacomp_adapts_to_the_residual() -> None:
 def test_an_index_costs_far_less_than_32_bits(
     codec: type[TopK | MSTopK | DGC], density: float, bits: float
 ) -> None:
-    """docs/wire-format.md states these."""
+    """docs/reference/wire-format.md states these."""
     made = codec(density, "fp16")
     room = max(f.capacity.of(MILLION) for f in layout(made).fields if f.capacity is not None)
     assert 8 * (layout(made).nbytes(MILLION) - 2 * room) / room <= bits + 0.05

@@ -227,7 +227,8 @@ def test_attach_takes_every_algorithm() -> None:
     [("sra", 40000.0), ("parameter_server", 40000.0), ("all_gather", 40000.0), ("ring", 26368.0)],
 )
 def test_where_partial_sums_of_fp16_saturate(algorithm: str, average: float) -> None:
-    """docs/algorithms.md: finite everywhere, and exact where no partial sum travels in fp16."""
+    """docs/reference/algorithms.md: finite everywhere, and exact where no partial sum travels in
+    fp16."""
 
     def body(comm: Communicator) -> tuple[float, float]:
         x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)

@@ -23,7 +23,7 @@ from typed_values import EVERY_DTYPE, check_group, generator, same_bits, values
 
 ODD = [torch.uint16, torch.float8_e4m3fn]  # dtypes that are only copied
 ALGORITHMS = list(OF["all_reduce"])
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md"
 
 
 def call(

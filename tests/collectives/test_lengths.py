@@ -1,7 +1,7 @@
 """Payloads whose length depends on data travel at that length: over algorithm x codec x world size.
 
-The hub shows every message on its way. `account` reads them as docs/wire-format.md says, with no
-help from the code that made them.
+The hub shows every message on its way. `account` reads them as docs/reference/wire-format.md says,
+with no help from the code that made them.
 """
 
 from __future__ import annotations

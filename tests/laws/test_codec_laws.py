@@ -281,7 +281,7 @@ def test_every_size_round_trips(codec: Codec, target: str) -> None:
 
 
 def codes(n: int, block: int, bits: int) -> int:
-    """Bytes of codes, block by block, computed from docs/wire-format.md."""
+    """Bytes of codes, block by block, computed from docs/reference/wire-format.md."""
     sizes = [block] * (n // block) + [n % block] * (n % block > 0)
     return sum(-(-m * w // 8) for m in sizes for w in (8, 4, 2, 1) if bits & w)
 
@@ -293,7 +293,7 @@ def entries(n: int, block: int, k: int, bits: int) -> int:
     return 2 * -(-n // block) + codes(k, 128, place) + value
 
 
-# (codec, bytes of n values, from docs/wire-format.md)
+# (codec, bytes of n values, from docs/reference/wire-format.md)
 SIZES: list[tuple[Codec, Callable[[int], int]]] = [
     (Identity(), lambda n: 4 * n),
     (Cast("bf16"), lambda n: 2 * n),
@@ -322,7 +322,7 @@ SIZES: list[tuple[Codec, Callable[[int], int]]] = [
     ("codec", "nbytes"), SIZES, ids=lambda x: repr(x) if isinstance(x, Codec) else ""
 )
 def test_bytes_are_accounted(codec: Codec, nbytes: Callable[[int], int]) -> None:
-    """Law 5: a payload has the size that docs/wire-format.md says."""
+    """Law 5: a payload has the size that docs/reference/wire-format.md says."""
     assert layout(codec).nbytes(0) == 0
     for n in (1, 7, 63, 64, 99, 100, 1023, 1024, 1025, 5000, 100_003):
         assert layout(codec).nbytes(n) == nbytes(n), n

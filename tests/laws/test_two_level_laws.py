@@ -209,7 +209,7 @@ def test_law_10_a_dead_peer_is_named_by_every_survivor(inside: str, dead: int) -
 
 
 def test_error_is_that_of_the_encodings() -> None:
-    """In units of one encoding of one rank's values, docs/algorithms.md: 4 machines of 2, QSGD."""
+    """docs/reference/algorithms.md: 4 machines of 2, QSGD, in encodings of one rank's values."""
     made = torch.Generator().manual_seed(0)
     data = [torch.randn(200_000, generator=made) for _ in range(8)]
     mean = torch.stack(data).double().mean(0)

@@ -7,11 +7,12 @@ turn begins with an untimed all-reduce: after a pause, TCP connections restart s
 has no such pauses.
 
 A row: method, algorithm, transport, ranks, per_node, net, numel, seconds (of the slowest rank,
-median over rounds), seconds_quartiles (over rounds), wire_bytes (sent by rank 0, including to ranks of its own node), link_bytes
-(sent by all ranks of rank 0's node to other nodes; equal to wire_bytes with one rank per node),
-limit_seconds (link_bytes / rate + rounds * latency; None without an emulated network), of_limit
-(limit_seconds / seconds), nmse (against the average in float64). With several ranks per node,
-link_bytes is the count of the node's network interface, which includes TCP and Ethernet headers.
+median over rounds), seconds_quartiles (over rounds), wire_bytes (sent by rank 0, including to ranks
+of its own node), link_bytes (sent by all ranks of rank 0's node to other nodes; equal to wire_bytes
+with one rank per node), limit_seconds (link_bytes / rate + rounds * latency; None without an
+emulated network), of_limit (limit_seconds / seconds), nmse (against the average in float64). With
+several ranks per node, link_bytes is the count of the node's network interface, which includes TCP
+and Ethernet headers.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ _TURNS = 9
 _SLOW_S = 0.2  # if a call takes longer, larger sizes are skipped
 _TIMEOUT_S = 120.0
 # The shares of a link's rate that TCP gets in the lab, with one busy connection and with several,
-# and the seconds that several lose at first (docs/simulator.md). They are constants because not
-# every machine has a lab.
+# and the seconds that several lose at first (docs/internals/simulator.md). They are constants
+# because not every machine has a lab.
 _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 
 

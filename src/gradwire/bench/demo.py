@@ -110,8 +110,9 @@ def fastest(ideal: float, parameters: int, nodes: int) -> Choice:
     reason = (
         f"Network {chosen}, {LATENCY}: a step computes for {ideal * 1e3:.0f} ms here ({ranks}), "
         f"and the fp16 hook's {sent / 1e6:.1f} MB per rank and step take {wire * 1e3:.0f} ms on "
-        f"the wire. It is the fastest of {', '.join(RATES)} on which that is {_WIRE_TO_COMPUTE:g} times "
-        "as long as computing, or the slowest of them; on a faster network the gain is smaller."
+        f"the wire. It is the fastest of {', '.join(RATES)} on which that is {_WIRE_TO_COMPUTE:g} "
+        "times as long as computing, or the slowest of them; on a faster network the gain is "
+        "smaller."
     )
     return Choice(f"{chosen},{LATENCY}", reason)
 

@@ -8,7 +8,7 @@ is 16 bit, not 32. Every row names its method:
 - a row per method at the end (`row: summary`): time to target, step time, and the ideal step time,
   which is the time of a step without communication, measured in the same run.
 
-`run` yields rows as they come. docs/benchmarks.md lists every key.
+`run` yields rows as they come. docs/reference/benchmarks.md lists every key.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ QUICK: dict[str, Any] = {
     "ranks": (2,), "nets": NETS[1:2], "codecs": CODECS[:1], "algorithms": ALGORITHMS[:2],
 }  # fmt: skip
 
-# Total rate of all nodes, at most. Beyond it the lab's switch is the bottleneck (docs/lab.md).
+# Total rate of all nodes, at most. Beyond it the lab's switch is the bottleneck
+# (docs/internals/lab.md).
 _LAB_BITS_PER_S = 5e9
-# The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/lab.md).
+# The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/internals/lab.md).
 _SWITCH_S = 0.36e-9
 
 

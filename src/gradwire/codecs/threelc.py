@@ -23,8 +23,8 @@ class ThreeLC(Codec):
     (quartic encoding, 1.6 bits per value). The paper run-length encodes zero bytes; here a block of
     zeros costs only its flag, one byte, which needs no scan over earlier values. The default block
     is a compromise: half of it saves a quarter of the bytes of Gaussian values with s = 1 and takes
-    twice the time; docs/wire-format.md has the measurements. One non-finite value makes the whole
-    row non-finite.
+    twice the time; docs/internals/kernels.md has the measurements. One non-finite value makes
+    the whole row non-finite.
     """
 
     sparsity: float = 1.0

@@ -51,7 +51,7 @@ def all_reduce(
             the values travel uncompressed, integers and float64 too.
         op: "sum", "avg", "min" or "max", or torch's ReduceOp.SUM, AVG, MIN or MAX; the last two
             without a codec.
-        algorithm: a name (docs/algorithms.md); None leaves it to `options`.
+        algorithm: a name (docs/reference/algorithms.md); None leaves it to `options`.
         group: a process group; None is the default one.
         async_op: return a future at once; its `wait()` gives the tensor. Over NCCL nothing waits
             on the host, with it or without: the current stream does.
@@ -63,8 +63,8 @@ def all_reduce(
         options: algorithm, segments, checksum.
 
     Raises:
-        ConfigError: unknown codec, op or algorithm; what docs/algorithms.md does not list; ranks
-            that disagree.
+        ConfigError: unknown codec, op or algorithm; what docs/reference/algorithms.md does not
+            list; ranks that disagree.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """

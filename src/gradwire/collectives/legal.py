@@ -1,7 +1,7 @@
 """Legal combinations of operation, dtype, codec and algorithm: one table, and its checks.
 
-docs/algorithms.md prints `LEGAL`. Every all-reduce algorithm except all_gather encodes sums;
-`RESTRICTIONS` lists the codecs that do not allow this.
+docs/reference/algorithms.md prints `LEGAL`. Every all-reduce algorithm except all_gather encodes
+sums; `RESTRICTIONS` lists the codecs that do not allow this.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Legal:
     algorithms: str
 
     def columns(self) -> tuple[str, ...]:
-        """The row in docs/algorithms.md."""
+        """The row in docs/reference/algorithms.md."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         travels = "through a codec, or as they are" if self.codecs else "as they are"
         feedback = "yes" if self.feedback else "no"

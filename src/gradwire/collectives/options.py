@@ -31,7 +31,7 @@ class Options:
         between: for hierarchical: how machines exchange, "sra", "grid", or "auto": a grid of rows
             and columns from about 32 machines on.
         coordinated: for sra and parameter_server: send in rounds in which every rank has one
-            receiver and one sender (docs/algorithms.md).
+            receiver and one sender (docs/reference/algorithms.md).
         batched: one kernel call for all tensors of a task; False: one call per tensor, to measure
             the effect of batching.
 

@@ -64,7 +64,8 @@ def attach(
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
             and add it to the next step's gradient. "powersgd" and "artopk" always do.
         seed: of random numbers; not negative.
-        algorithm: the name of the all-reduce algorithm (docs/algorithms.md); None uses `options`.
+        algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
+            `options`.
         options: algorithm, segments, checksum, kernels.
         coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes, or the
             pass ends; 0 sends each bucket by itself. It is 0 for modules with

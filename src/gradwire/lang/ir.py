@@ -30,7 +30,8 @@ Vocabulary
 | product | a, b | - | a times b transposed |
 | flatten | 1 | - | the elements of a matrix with the shape of the row |
 
-All arithmetic is fp32 without contraction. docs/wire-format.md and lang/eager.py define the rest.
+All arithmetic is fp32 without contraction. docs/reference/wire-format.md and lang/eager.py define
+the rest.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def load(file: Path) -> Curves:
         raise ConfigError(f"--curves {file}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"--curves {file}: not a file of curves ({error}); docs/simulator.md shows one"
+            f"--curves {file}: not a file of curves ({error}); "
+            "docs/reference/simulator.md shows one"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The report on `bench train`: four questions for each task, network and number of ranks.
 
-Times are compared with torch's fp16 hook, losses with fp32, as docs/benchmarks.md argues; `noise`
-says which differences count.
+Times are compared with torch's fp16 hook, losses with fp32, as docs/reference/benchmarks.md argues;
+`noise` says which differences count.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""Each rule of the docs check finds what it is for, on a page that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import blocks
+import pytest
+import rules
+from pages import Page, Section, figures
+
+
+def page(tmp_path: Path, text: str) -> Page:
+    file = tmp_path / "page.md"
+    file.write_text(text, "utf-8")
+    return Page.read(file)
+
+
+GOOD = """\
+# A page
+
+After this page you can do it. [Here](#here), [there](other.md#there-too), ![it](picture.svg).
+
+## Here
+
+It takes 3.5 ms (`gradwire bench kernels --codec qsgd`), or 2x with `make test`, of 1 GB/s.
+
+| `gradwire codec show NAME --ir \\| --c` | `gradwire sim --ranks 4 --net 10gbit,50us` |
+
+```
+$ gradwire lab run --nodes 2 -- python train.py --any   # a remark
+GRADWIRE_CC=gcc gradwire doctor
+gradwire codec list --json - | head -1
+pip install gradwire[cli,report]
+torchrun --nproc-per-node 2 examples/ddp.py
+```
+"""
+RULES = [rules.links, rules.commands, rules.figures_without_command, rules.beginning]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_good_page_passes(rule: Callable[[Page], Iterator[str]], tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Other\n\n## There, `too`\n", "utf-8")
+    (tmp_path / "picture.svg").touch()
+    assert list(rule(page(tmp_path, GOOD))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[x](gone.md)", "no such file"),
+        ("![x](gone.svg)", "no such file"),
+        ("[x](#gone)", "no such heading"),
+        ("# Page\n\n[x](page.md#pages)", "no such heading"),
+        ("```\n# Gone\n```\n\n[x](#gone)", "no such heading"),
+    ],
+)
+def test_a_bad_link(text: str, says: str, tmp_path: Path) -> None:
+    (wrong,) = rules.links(page(tmp_path, text))
+    assert says in wrong
+
+
+def test_a_stale_path_in_a_source(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text('"""docs/architecture.md and docs/nowhere.md."""\n', "utf-8")
+    (wrong,) = rules.paths(source)
+    assert "docs/nowhere.md" in wrong
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("gradwire nothing --quick", "no command"),
+        ("gradwire bench kernels --nothing", "--nothing"),
+        ("gradwire bench kernels qsgd", "no such argument"),
+        ("gradwire codec show qsgd --ir | --cc", "--cc"),
+        ("gradwire bench collectives --ranks", "requires an argument"),
+        ("GRADWIRE_CC=gcc gradwire codec list --nothing", "--nothing"),
+        ("python -m gradwire.cli doctor --nothing", "--nothing"),
+        ("make nothing", "no target"),
+        ("pip install gradwire[cli,nothing]", "no extra nothing"),
+        ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
+    ],
+)
+@pytest.mark.parametrize("form", ["`{}`", "```\n$ {}\n```", "```bash\n{}  # a remark\n```"])
+def test_a_bad_command(command: str, says: str, form: str, tmp_path: Path) -> None:
+    (wrong,) = rules.commands(page(tmp_path, form.format(command)))
+    assert says in wrong
+
+
+def test_a_command_over_two_lines(tmp_path: Path) -> None:
+    text = (
+        "```\ngradwire bench kernels \\\n    --nothing\n```\n\nand `gradwire bench\nkernels --no`"
+    )
+    assert len(list(rules.commands(page(tmp_path, text)))) == 2
+
+
+def test_a_figure_without_a_command(tmp_path: Path) -> None:
+    """A command in another section does not count, nor does a file that is not there."""
+    text = "# One\n\n`make test`\n\n## Two\n\nIt takes 3 ms (`src/gradwire/nothing.py`).\n"
+    (wrong,) = rules.figures_without_command(page(tmp_path, text))
+    assert "3 ms" in wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("takes 0.18 to 0.19 s", ["0.18 to 0.19 s"]),
+        ("| 5.7 ms | 3 % |", ["5.7 ms", "3 %"]),
+        ("1.2 times as fast, 2x, 20 GB/s", ["1.2 times", "2x", "20 GB/s"]),
+        ("a network of 1gbit,1ms and 10 Gbit/s", []),
+        ("`3 ms` of 4 ranks, 25 M values, 4 x 32, version 2.13, CGX 4.2", []),
+        ("```\n3 ms\n```", []),
+    ],
+)
+def test_what_is_a_figure(text: str, found: list[str]) -> None:
+    assert figures(Section("", 1, text)) == found
+
+
+def test_a_page_that_does_not_say_what_for(tmp_path: Path) -> None:
+    assert len(list(rules.beginning(page(tmp_path, "# A page\n\nText.")))) == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", "AssertionError"),
+        ("```python\nx = 1\n```\n\n```python new\nprint(x)\n```", "NameError"),
+        ("```python fails=ValueError\nx = 1\n```", "does not raise"),
+        ("```python x.py\nimport gone\n```", "ModuleNotFoundError"),
+    ],
+)
+def test_a_block_that_fails(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=says):
+        blocks.run(page(tmp_path, text))
+
+
+@pytest.mark.multiprocess
+def test_blocks_continue_on_two_ranks(tmp_path: Path) -> None:
+    text = (
+        "```python helper.py\nfound = 3\n```\n"
+        "```python\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n```\n"
+        "```python ranks=1\nalone = True\n```\n"
+        "```python\nfrom helper import found\n\nrank = found * dist.get_rank()\n```\n"
+        "```python new\nrank = 7\n```\n"
+    )
+    said = blocks.run(page(tmp_path, text), names)
+    assert said == [[(0, True), (7, False)], [(3, False), (7, False)]]
+
+
+def names(rank: int, found: dict[str, object]) -> tuple[object, bool]:
+    return found["rank"], "alone" in found

@@ -1,0 +1,65 @@
+"""README and docs are true: what `make docs-check` runs. rules.py and blocks.py say what holds."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import blocks
+import pytest
+import rules
+from pages import Page
+
+ROOT = rules.ROOT
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+INTERNALS = ROOT / "docs" / "internals"
+FOR_USERS = [path for path in PAGES if INTERNALS not in path.parents]
+SOURCES = [
+    path
+    for folder in ("src", "tests", "examples", "scripts")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".c", ".h") and path.parent != Path(__file__).parent
+]
+
+
+def broken(rule: Callable[[Page], Iterator[str]], pages: list[Path]) -> list[str]:
+    found = [wrong for path in pages for wrong in rule(Page.read(path))]
+    return [wrong.replace(f"{ROOT}/", "") for wrong in found]
+
+
+def test_links_resolve() -> None:
+    assert broken(rules.links, PAGES) == []
+
+
+def test_paths_of_pages_in_sources_resolve() -> None:
+    files = [*SOURCES, ROOT / "Makefile", ROOT / "hatch_build.py"]
+    assert [wrong for file in files for wrong in rules.paths(file)] == []
+
+
+def test_commands_exist() -> None:
+    assert broken(rules.commands, PAGES) == []
+
+
+def test_figures_name_their_command() -> None:
+    assert broken(rules.figures_without_command, FOR_USERS) == []
+
+
+def test_pages_begin_with_what_the_reader_can_do() -> None:
+    assert broken(rules.beginning, PAGES[1:]) == []
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "api_reference.py"))["page"]()
+    written = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
+    assert written == made, "run make docs"
+
+
+# test_readme.py runs the README's.
+PROGRAMS = [path for path in PAGES[1:] if any(b.kind == "python" for b in Page.read(path).blocks)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_run(path: Path) -> None:
+    blocks.run(Page.read(path))
