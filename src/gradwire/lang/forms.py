@@ -101,7 +101,7 @@ def derive(codec: Codec, native: str) -> Forms:
 
 
 class _Tracer:
-    """Traces the codec's methods on given nodes; every trace numbers its random streams alike."""
+    """Traces the codec's methods on given nodes, with the same stream numbers in every trace."""
 
     def __init__(self, codec: Codec, native: str) -> None:
         self.codec = codec

@@ -2,7 +2,7 @@
 
 Vocabulary
     node       a pure computation; identical nodes are one object, so `is` means "same value"
-    scope      how many values a node stands for: one per call, per row, per block, per selected
+    scope      how many values a node represents: one per call, per row, per block, per selected
                element, per element; or a matrix made of the row
     selection  some elements of a row, in the order of their positions; each is an entry
     program    what a kernel form writes: nodes stored to values, to the residual, to the payload
@@ -43,7 +43,7 @@ from enum import IntEnum
 
 
 class Scope(IntEnum):
-    """How many values a node stands for; a node's scope is the widest of its operands'."""
+    """How many values a node represents; a node's scope is the widest of its operands'."""
 
     CONSTANT = 0
     TENSOR = 1
@@ -135,7 +135,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Size:
-    """How many of n values: max(least, floor(fraction * n)), but at most n."""
+    """A number of n values: max(least, floor(fraction * n)), but at most n."""
 
     fraction: float
     least: int = 1

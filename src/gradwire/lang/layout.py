@@ -84,7 +84,7 @@ def run_nbytes(dtype: str, m: int, run: int = RUN) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a codec's payload lies in memory.
+    """The memory layout of a codec's payload.
 
     Attributes:
         fields: as given to `concat`.

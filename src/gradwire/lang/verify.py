@@ -146,7 +146,7 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
 
 
 def _misplaced(n: ir.Node, root: ir.Node) -> str | None:
-    """Why a node cannot stand in decode, or None."""
+    """Why a node cannot be used in decode, or None."""
     if n.op == "scatter" and n is not root:
         return "scatter must come last in decode: compute before it"
     if n.op == "load":
