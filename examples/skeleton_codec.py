@@ -1,12 +1,12 @@
-"""A complete codec to copy: the sign of every value, and the mean magnitude of every block.
+"""A complete codec to copy: the sign of every value and the mean magnitude of every block.
 
     python examples/skeleton_codec.py
 
-To write your own, copy this file, rename the class, and change `encode` and `decode`. They are
-traced once with symbolic values, so they use the operators of `gradwire.lang.ops`, and `where`
-instead of `if` on data. The language derives payload sizes, the error-feedback and reducing forms,
-and compiled kernels. tests/examples/test_skeleton_codec.py shows the tests that a codec should
-pass; docs/writing-a-codec.md is a tutorial from an empty file to a trained model.
+To write your own codec, copy this file, rename the class, and change `encode` and `decode`. Both
+are traced on symbols, so they use the operators of `gradwire.lang.ops`, and `where` instead of `if`
+on data. The language derives everything else: payload sizes, the error-feedback and reducing forms,
+and compiled kernels. tests/examples/test_skeleton_codec.py shows the tests a codec should pass;
+docs/writing-a-codec.md goes from an empty file to a trained model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gradwire.lang.ops import abs, bf16, concat, count, map, reduce, uint, where
 
 @dataclass(frozen=True)
 class SignMean(Codec):
-    """One bit per value: + or - the mean magnitude of its block. Biased: use error feedback.
+    """One bit per value: plus or minus the mean magnitude of its block. Biased: use error feedback.
 
     Options:
-        block: number of values that share a magnitude.
+        block: values that share a magnitude.
     """
 
     block: int = 256
@@ -45,7 +45,7 @@ class SignMean(Codec):
 
 
 def main() -> None:
-    """Encode and decode a gradient, and print the compression ratio and the error."""
+    """Encode and decode a gradient; print the compression ratio and the error."""
     gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     codec = SignMean()
     payload = encode(codec, gradient)
