@@ -25,7 +25,7 @@ class SignMean(Codec):
     """One bit per value: plus or minus the mean magnitude of its block. Biased: use error feedback.
 
     Options:
-        block: number of values that share a magnitude.
+        block: values that share a magnitude.
     """
 
     block: int = 256

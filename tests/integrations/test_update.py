@@ -177,7 +177,7 @@ def wrong_arguments_are_named(rank: int) -> None:
         ("matches no parameter", {"exclude": ["decoder.*"]}),
         ("unknown algorithm 'rings'", {"algorithm": "rings"}),
         ("coalesce_bytes=-1", {"coalesce_bytes": -1}),
-        ("write options as", {"codecs": {"*": "topk:density"}}),
+        ("expected OPTION=VALUE", {"codecs": {"*": "topk:density"}}),
     ):
         error = caught(lambda arguments=arguments: handle.update(**arguments))
         assert isinstance(error, gw.ConfigError), arguments

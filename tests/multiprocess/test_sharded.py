@@ -188,7 +188,7 @@ def mistakes(rank: int) -> None:
     handle = gw.attach(model)
     for match, call in (
         ("has a handle attached", lambda: gw.attach(model)),
-        ("through a codec, not through powersgd", lambda: gw.attach(sharded(), "powersgd")),
+        ("takes a codec, not powersgd", lambda: gw.attach(sharded(), "powersgd")),
         ("algorithm and options are for DDP", lambda: gw.attach(sharded(), algorithm="ring")),
         ("matches no parameter", lambda: gw.attach(sharded(), exclude=["decoder.*"])),
         ("unlike ranks", lambda: gw.attach(sharded(), bits=2 + rank)),

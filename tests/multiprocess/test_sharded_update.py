@@ -70,7 +70,7 @@ def unlike(rank: int) -> None:
     expected, found = backward(plain, 1), backward(model, 1)
     assert all(same(gradient, found[name]) for name, gradient in expected.items())
     for match, call in (
-        ("through a codec, not through powersgd", lambda: handle.update("powersgd")),
+        ("takes a codec, not powersgd", lambda: handle.update("powersgd")),
         ("matches no parameter", lambda: handle.update(exclude=["nothing.*"])),
     ):
         error = caught(call)
