@@ -25,11 +25,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
 from gradwire.control.host import Host
 from gradwire.control.participant import Participant
+from gradwire.control.pending_result import PendingResult
 
 PROCESSES = 2
 WATCH_S = 5.0
@@ -124,9 +124,9 @@ def client(pipe: Pipe, port: int, first: int, count: int, clients: int) -> None:
         mine = Description.of(0, clients, "plan", description)
         pipe.send("started")
         start = time.monotonic()
-        pendings: list[Awaited[int]] = []
+        pendings: list[PendingResult[int]] = []
         for connection, part in zip(connections, parts, strict=True):
-            pending: Awaited[int] = Awaited(
+            pending: PendingResult[int] = PendingResult(
                 lambda run: run(), 300.0, part.rank, "plan", lambda _: None, 1.0
             )
             connection.submit(partial(part.agree, key, mine, pending))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class GradwireError(Exception):
-    """The root of every error that gradwire raises on purpose."""
+    """The base class of all gradwire errors."""
 
 
 class ConfigError(GradwireError, ValueError):
-    """The user can mend this: an unknown codec, a bad option, ranks that disagree on a plan."""
+    """The user can fix this: an unknown codec, a bad option, ranks that disagree on a plan."""
 
 
 class CodecError(GradwireError):
-    """A payload cannot be what the plan says it is: foreign, truncated or corrupted."""
+    """A payload is not what the plan says: foreign, truncated or corrupted."""
 
 
 class TransportError(GradwireError):

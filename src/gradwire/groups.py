@@ -1,4 +1,4 @@
-"""Which communicator serves which process group: one for each, made on first use."""
+"""The communicator of each process group, made on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
-from gradwire.engine import Communicator, Seat
+from gradwire.engine import Communicator, GroupInfo
 from gradwire.errors import ConfigError, TransportError
 from gradwire.transport import Mixed, TorchP2P
 from gradwire.transport.companion import carries, companion
@@ -17,14 +17,14 @@ from gradwire.transport.queued_p2p import QueuedP2P
 from gradwire.transport.torch_p2p import timeout_of
 
 _lock = threading.Lock()
-# No group is kept: see gradwire.transport.torch_p2p.
+# Weak keys, so that no group is kept alive: see gradwire.transport.torch_p2p.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
-    """The communicator of `group` (None: the default group); it waits for nobody.
+    """The communicator of `group` (None: the default group); returns without waiting for peers.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or this rank is not in the group.
@@ -52,12 +52,13 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     def transport() -> Mixed | TorchP2P:
         return host_transport(_still(held))
 
-    seat = Seat(group.rank(), group.size(), timeout_of(group), group.get_group_store())
-    comm = Communicator(transport, seat=seat)
+    info = GroupInfo(group.rank(), group.size(), timeout_of(group), group.get_group_store())
+    comm = Communicator(transport, info=info)
     comm.links = lambda device: link(_still(held), comm, device)
-    # A group that torch has not listed ends when nobody holds it. Nor is it held here, not for a
-    # moment: it would end on the control thread, behind whoever destroys it, and rank 0's store
-    # with it, at the port that the next default group is given.
+    # A group that torch does not list ends with its last reference. `alive` runs on the control
+    # thread and must not hold one even briefly: the group, and on rank 0 its store, would then end
+    # on that thread after destroy_process_group has returned, while the next default group may
+    # already use the store's port.
     number, listed = id(group), group in _listed()
     comm.alive = lambda: not gone.is_set() and (not listed or number in map(id, _listed()))
     return comm
@@ -71,12 +72,12 @@ def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _listed() -> Collection[dist.ProcessGroup]:
-    """The process groups that torch knows of; it forgets those that are destroyed."""
+    """The process groups that torch lists; destroyed groups are removed."""
     return dist.distributed_c10d._world.pg_map
 
 
 def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
-    """What carries messages between the hosts of `group`'s ranks, who all make theirs at once."""
+    """The transport between the host memories of `group`'s ranks; all ranks must call together."""
     if carries(group, torch.device("cpu")):
         return Mixed(group)
     beside = companion(group)
@@ -86,7 +87,7 @@ def host_transport(group: dist.ProcessGroup) -> Mixed | TorchP2P:
 
 
 def link(group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> QueuedP2P | None:
-    """What carries messages between tensors on `device` in stream order; None if nothing does."""
+    """The link that carries messages between tensors on `device` in stream order, or None."""
     if not keeps_order(group, device):
         return None
     host = comm.transport
@@ -95,7 +96,7 @@ def link(group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> 
 
 
 def keeps_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether NCCL carries what is on `device`."""
+    """Whether NCCL carries messages between tensors on `device`."""
     return (
         device.type == "cuda"
         and carries(group, device)
@@ -104,7 +105,7 @@ def keeps_order(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Close the communicator of `group`, if it has one: the group has gone, or is about to."""
+    """Close the communicator of `group`, if any: the group is destroyed, or about to be."""
     with _lock:
         comm = _communicators.pop(group, None)
     if comm is not None:

@@ -93,7 +93,7 @@ def test_a_machine_is_given_for_each_rank() -> None:
 
     for error in as_threads(3, body):
         assert isinstance(error, ConfigError)
-        assert "a machine for each of 3 ranks" in str(error)
+        assert "a machine for each of the 3 ranks" in str(error)
 
 
 def test_ranks_must_choose_alike() -> None:
@@ -108,13 +108,13 @@ def test_ranks_must_choose_alike() -> None:
         assert "algorithm hierarchical" in str(error)
 
 
-EXCEPTIONS: dict[str, tuple[Codec, set[str]]] = {
+RESTRICTIONS: dict[str, tuple[Codec, set[str]]] = {
     "randomk, unbiased": (RandomK(density=0.1, unbiased=True), {"all_gather"}),
     "tbq": (TBQ(), {"sra", "parameter_server", "all_gather"}),
 }
 
 
-@pytest.mark.parametrize(("codec", "allowed"), EXCEPTIONS.values(), ids=EXCEPTIONS)
+@pytest.mark.parametrize(("codec", "allowed"), RESTRICTIONS.values(), ids=RESTRICTIONS)
 def test_what_is_not_defined_says_what_to_use(codec: Codec, allowed: set[str]) -> None:
     for name in REGISTRY:
         if name in allowed:

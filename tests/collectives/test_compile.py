@@ -255,5 +255,5 @@ def test_what_cannot_be_compiled_is_named() -> None:
         programs("all_gather", specs, 2, algorithm="ring")
     with pytest.raises(ConfigError, match="w: 1000 values cannot be cut into 3 shards"):
         programs("reduce_scatter", specs, 3)
-    with pytest.raises(ConfigError, match="a machine for each of 2 ranks"):
+    with pytest.raises(ConfigError, match="a machine for each of the 2 ranks"):
         programs("all_reduce", specs, 2, algorithm="hierarchical", nodes=(0, 0, 1))

@@ -96,7 +96,7 @@ def test_a_table_that_lies_is_refused() -> None:
         table[0] += 1
 
     assert "longer than it can be" in lie(longer)
-    assert "there are no zeros" in lie(padding, checksum=False)
+    assert "the padding of its table is not zero" in lie(padding, checksum=False)
     assert "checksum differs" in lie(padding)
     assert "checksum differs" in lie(swapped)
     assert "contradict" in lie(swapped, checksum=False)
@@ -115,7 +115,7 @@ def test_counts_that_lie_are_refused_without_a_checksum() -> None:
 
 def test_lengths_that_lie_are_refused_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a message that is read where it lies; counts, and then the header's length."""
-    monkeypatch.setattr("gradwire.collectives.arena.BORROWED_BYTES", 0)
+    monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
 
     def error(place: slice) -> str:
         def change(message: np.ndarray) -> None:

@@ -201,7 +201,7 @@ def test_borrowed_messages_stay_where_they_are(
         return reduce_all(comm, CODECS[name], options, "gaussian")
 
     plain = as_threads(3, body)
-    monkeypatch.setattr("gradwire.collectives.arena.BORROWED_BYTES", 0)
+    monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
     hub = Hub(3, lends=True)
     spy = hub.corrupt = Spy()
     over_hub = as_threads(3, body, hub)

@@ -245,10 +245,10 @@ def test_wrong_input_is_refused_before_anything_is_sent() -> None:
     for text, part in zip(
         texts,
         [
-            "input holds 9 values; with 2 ranks it must hold 8, that many times those of output",
-            "output holds 9 values",
-            "input is torch.float16 and output torch.float32",
-            "op 'mean': reduce_scatter knows 'sum', 'avg', 'min', 'max'",
+            "input has 9 values; with 2 ranks it must have 8, 2 times those of output",
+            "output has 9 values",
+            "input is torch.float16 and output is torch.float32",
+            "op 'mean': reduce_scatter takes 'sum', 'avg', 'min', 'max'",
             "residual: 4",
             "input: a dense torch.Tensor is needed, not list",
             "step is -1",

@@ -12,7 +12,7 @@ from fifo import FifoHub
 from gradwire import QSGD, Codec, Options, all_gather, all_reduce, broadcast, reduce_scatter
 from gradwire.codecs import OneBit, TopK
 from gradwire.collectives import Item, Operation, prepare
-from gradwire.collectives.legal import dense
+from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Communicator
 from products import every_pair, in_turn, one_in
 from ranks import WORLD_SIZES, as_threads
@@ -57,7 +57,7 @@ def run(
     codecs: list[Codec] | None = None,
 ) -> None:
     """One collective on all tensors, in place; law 5 holds."""
-    codecs = codecs or [dense(operation, t.dtype) for t in tensors]
+    codecs = codecs or [uncompressed(operation, t.dtype) for t in tensors]
     specs = specs_of(tensors, codecs)
     collective = prepare(comm.calls, specs, options, operation)
     items = [Item(t, keys(spec, comm), 0) for spec, t in zip(specs, tensors, strict=True)]

@@ -44,7 +44,7 @@ def request(made: Callable[[], Request]) -> Callable[[Communicator], object]:
 MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "op": (
         lambda c: gw.all_reduce(X(4), None, op="mean", group=c),
-        "op 'mean': all_reduce knows 'sum', 'avg', 'min', 'max'",
+        "op 'mean': all_reduce takes 'sum', 'avg', 'min', 'max'",
     ),
     "op of another type": (
         lambda c: gw.all_reduce(X(4), None, op=["sum"], group=c),  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     ),
     "lengths of another sum": (
         request(lambda: ReduceScatter(X(4), lengths=(1, 1))),
-        "w: its values holds 4 x torch.float32 on cpu, contiguous; it must hold 2 x",
+        "w: `values` holds 4 x torch.float32 on cpu, contiguous; it must hold 2 x",
     ),
     "lengths of another type": (
         request(lambda: ReduceScatter(X(4), lengths=[1, 3])),  # type: ignore[arg-type]
@@ -123,33 +123,33 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     ),
     "memory of another stride": (
         request(lambda: ReduceScatter(X(5), lengths=(1, 3), stride=3)),
-        "w: its values holds 5 x torch.float32 on cpu, contiguous; it must hold 6 x",
+        "w: `values` holds 5 x torch.float32 on cpu, contiguous; it must hold 6 x",
     ),
     "a stride that does not fit": (
         request(lambda: ReduceScatter(X(9), stride=3)),
-        "w: 9 values are no 2 shards, 3 values apart",
+        "w: 9 values cannot be 2 equal shards with stride 3",
     ),
     "a home of another length": (
         request(lambda: ReduceScatter(X(4), home=X(1))),
-        "w: its shard holds 1 x torch.float32 on cpu, contiguous; it must hold 2 x",
+        "w: `shard` holds 1 x torch.float32 on cpu, contiguous; it must hold 2 x",
     ),
     "a residual of another length": (
         request(lambda: ReduceScatter(X(4), residual=X(1))),
-        "w: its residual holds 1 x torch.float32 on cpu, contiguous; it must hold 4 x",
+        "w: `residual` holds 1 x torch.float32 on cpu, contiguous; it must hold 4 x",
     ),
     "lengths of other ranks": (
-        request(lambda: AllGather(X(4), lengths=(3, 3))), "has 4 values, not lengths["
+        request(lambda: AllGather(X(4), lengths=(3, 3))), "has 4 values; lengths["
     ),
     "little room": (
         request(lambda: AllGather(X(4), into=X(7))),
-        "w: its into holds 7 x torch.float32 on cpu, contiguous; it must hold 8 x",
+        "w: `into` holds 7 x torch.float32 on cpu, contiguous; it must hold 8 x",
     ),
     "room of another dtype": (
         request(lambda: AllGather(X(4), into=X(8).half())),
-        "w: its into holds 8 x torch.float16 on cpu, contiguous; it must hold 8 x torch.float32",
+        "w: `into` holds 8 x torch.float16 on cpu, contiguous; it must hold 8 x torch.float32",
     ),
     "room in rows": (
-        request(lambda: AllGather(X(4), into=X(8, 1))), "w: its into has 2 dimensions, not 1"
+        request(lambda: AllGather(X(4), into=X(8, 1))), "w: `into` has 2 dimensions, not 1"
     ),
     "a conjugated view": (
         request(lambda: Broadcast(X(4, dtype=torch.complex64).conj())),

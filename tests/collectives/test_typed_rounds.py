@@ -27,7 +27,7 @@ from gradwire.collectives import (
     prepare,
     start_round,
 )
-from gradwire.collectives.legal import dense
+from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Communicator, Outcome, Owner
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -198,7 +198,7 @@ def test_collectives_of_a_round_are_prepared_in_any_order() -> None:
     def body(comm: Communicator) -> float:
         owner, ticket_items = comm.owner("a test"), []
         for i in range(2):
-            spec = Spec(f"p{i}", 3000, torch.float32, dense(SUM, torch.float32))
+            spec = Spec(f"p{i}", 3000, torch.float32, uncompressed(SUM, torch.float32))
             collective = prepare(owner, [spec], Options(algorithm="ring"), SUM)
             late, made = 0.1 * (1 + (i + comm.rank) % 2), collective.prepared
             collective.ready = Future()
@@ -232,7 +232,7 @@ def test_one_round_beside_another_of_the_same_ticket() -> None:
             tensors = [torch.full((3072,), float(comm.rank)) for _ in part]
             rounds = []
             for operation, t in zip(part, tensors, strict=True):
-                spec = Spec("w", 3072, t.dtype, dense(operation, t.dtype))
+                spec = Spec("w", 3072, t.dtype, uncompressed(operation, t.dtype))
                 item = Item(t, rng.parameter_keys(0, "w", comm.rank), 0)
                 rounds.append((prepare(owner, [spec], None, operation), [item]))
             running = start_round(ticket, rounds)

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lang"))
 
 from triton_checks import patch_once
 
-import gradwire.collectives.arena as arena_module
 import gradwire.collectives.job as job_module
+import gradwire.collectives.placement as arena_module
 from fifo import FifoBatch, FifoHub
 from gradwire import Options, all_reduce
 from gradwire.engine import HEADER_BYTES, Communicator

@@ -156,7 +156,7 @@ def test_missing_ranks_are_named(what: str) -> None:
             assert isinstance(error, TransportError)
             assert error.peer == 1
             assert str(error).startswith(
-                f"rank {rank}: ranks 1, 3 did not come to the plan within 0.4 s"
+                f"rank {rank}: ranks 1, 3 did not reach the plan within 0.4 s"
             )
         assert 0.35 < time.monotonic() - start < 5
 
@@ -165,7 +165,7 @@ def test_many_missing_ranks_are_not_all_named() -> None:
     with channels(1) as (channel,):
         member = channel.join(dist.HashStore(), 0, 1024, 0.1, Ears())
         error = str(member.exchange("e", b"").exception(10))
-        assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and others did not come" in error
+        assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and others did not reach" in error
 
 
 def test_a_group_that_rank_0_never_joins() -> None:

@@ -65,7 +65,7 @@ def test_ticks_and_failing_listeners(caplog: pytest.LogCaptureFixture) -> None:
         assert ears[0].ticks <= ticks + 1  # one may have been under way
     texts = [record.getMessage() for record in caplog.records]
     assert sum("tick" in text for text in texts) == 2  # one each
-    assert sum("hear" in text for text in texts) == 3  # two, and the last
+    assert sum("failed on a notice" in text for text in texts) == 3  # two, and the last
 
 
 def test_what_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,8 +351,8 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
         until(lambda: len(caplog.records) == 2)
     # One for each rank, though ten entries are garbled.
     assert {record.getMessage()[:38] for record in caplog.records} == {
-        "gradwire: rank 0 ignores what it canno",
-        "gradwire: rank 1 ignores what it canno",
+        "gradwire: rank 0 ignores entries in th",
+        "gradwire: rank 1 ignores entries in th",
     }
     assert len(caplog.records) == 2
 
@@ -385,7 +385,7 @@ def test_a_counter_that_makes_no_sense_ends_its_group_only() -> None:
         groups[1][0].tell({"rings": 1})
         error = pending.exception(10)
         assert isinstance(error, TransportError)
-        assert "makes no sense" in str(error)
+        assert "invalid data" in str(error)
         for future in [member.exchange("f", b"") for member in groups[1]]:
             assert future.result(20) == [b"", b""]
 

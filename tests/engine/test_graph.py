@@ -39,13 +39,13 @@ def test_a_buffer_has_one_writer() -> None:
     graph = Graph("a")
     a = graph.buffer("a", 0, 0, 0)
     graph.encode(0, [a])
-    with pytest.raises(AssertionError, match="writes what another has written"):
+    with pytest.raises(AssertionError, match="that another task has written"):
         graph.recv(0, a, peer=1)
 
 
 def test_a_reader_stands_behind_its_writer() -> None:
     graph = Graph("a")
-    with pytest.raises(AssertionError, match="before what it reads"):
+    with pytest.raises(AssertionError, match="before the writer of a buffer"):
         graph.send(0, graph.buffer("a", 0, 0, 0), peer=1)
 
 
@@ -57,7 +57,7 @@ def test_a_task_waits_for_those_that_change_its_values() -> None:
     graph.encode(0, [b], after=[changed])
     assert graph.dependents == [[1], [2], []]
     assert graph.waits == [0, 1, 1]
-    with pytest.raises(AssertionError, match="before what it waits for"):
+    with pytest.raises(AssertionError, match="before a task that it waits for"):
         graph.decode(0, [a], after=[7])
 
 
@@ -108,7 +108,7 @@ def test_two_messages_of_a_link_do_not_share_a_name() -> None:
     graph = Graph("a")
     for source in range(2):
         graph.recv(0, graph.buffer("a", 0, 0, source), peer=1)
-    with pytest.raises(AssertionError, match="another message has its name"):
+    with pytest.raises(AssertionError, match="another message has the same name"):
         graph.slots  # noqa: B018
 
 

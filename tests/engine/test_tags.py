@@ -15,7 +15,7 @@ from gradwire.engine.identity import (
     call_tag,
     scope_tag,
 )
-from gradwire.engine.ranges import Ranges
+from gradwire.engine.tag_ranges import TagRanges
 from gradwire.errors import ConfigError
 from gradwire.transport import Hub
 
@@ -53,7 +53,7 @@ def test_ranges_are_claimed_alike_whatever_the_order() -> None:
     layouts = ["a", "b", "c", "d", "e"]
     found = []
     for seed in range(3):
-        ranges = Ranges(store.setdefault)
+        ranges = TagRanges(store.setdefault)
         order = random.Random(seed).sample(layouts, 5)
         claimed = {layout: ranges.claim(owner, layout) for layout in order}
         found.append([claimed[layout] for layout in layouts])
@@ -63,7 +63,7 @@ def test_ranges_are_claimed_alike_whatever_the_order() -> None:
 
 def test_a_range_is_used_again_once_its_owner_is_over() -> None:
     comm = Communicator(Hub(1).transport(0))
-    ranges = Ranges(lambda key, value: value)
+    ranges = TagRanges(lambda key, value: value)
     first, second = comm.owner("one"), comm.owner("another")
     for i in range(RANGES - 1):
         ranges.claim(first, str(i))

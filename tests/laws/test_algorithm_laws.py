@@ -380,7 +380,7 @@ def test_memory_of_another_device_is_refused() -> None:
         return caught(lambda: collective.start([item]))
 
     (error,) = as_threads(1, body)
-    assert "w: its values holds 10 x torch.float32 on meta" in str(error)
+    assert "w: `values` holds 10 x torch.float32 on meta" in str(error)
 
 
 class Machine:
@@ -415,7 +415,7 @@ def test_borrowed_messages_change_no_bit(
 
     plain = as_threads(n, body)
     assert not any(borrows for _, borrows in plain)
-    monkeypatch.setattr("gradwire.collectives.arena.BORROWED_BYTES", 0)
+    monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
     over_hub = as_threads(n, body, Hub(n, lends=True))
     with ends(n) as machine:
         in_memory = as_threads(n, body, Machine(machine))  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ def test_stores_take_a_quarter_of_a_limited_address_space(
             larger.connect(peer.rank, peer.fd, os.pidfd_open(os.getpid()), peer.lends)
     assert larger.lenders == {1}
     assert [r.getMessage() for r in caplog.records] == [
-        "rank 0: rank 2's messages are copied: the limit on address space leaves its store no room"
+        "rank 0: rank 2's messages are copied: the limit on address space is too low for its store"
     ]
     for end in (first, larger, *peers):
         end.close()

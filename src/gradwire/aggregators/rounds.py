@@ -140,7 +140,7 @@ class Rounds:
         if self.owner.comm.stream(self.gradients[0].device) is not None:
             self._resume(number + 1)  # on the issuing thread: rounds keep the program's order
         else:
-            self.owner.comm.flights.resume(self._resume, number + 1)
+            self.owner.comm.in_flight.resume(self._resume, number + 1)
 
     def _resume(self, number: int) -> None:
         try:

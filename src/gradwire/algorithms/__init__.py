@@ -1,7 +1,7 @@
 """Algorithms: pure functions from (rank, world_size, sizes) to a graph, each with its cost formula.
 
-`REGISTRY` is the table of those of an all-reduce; a new one is one file and one line here. `OF` has
-those of every collective.
+`REGISTRY` is the table of all-reduce algorithms; a new one is one file and one line here. `OF` has
+the algorithms of every collective.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ REGISTRY: dict[str, Algorithm] = {
     "tree": tree,
     "parameter_server": parameter_server,
     "all_gather": all_gather,
-    "hierarchical": Hierarchical(),  # whose machines are filled in when a collective is prepared
+    "hierarchical": Hierarchical(),  # its machines are filled in when a collective is prepared
 }
 
-# verb -> name -> algorithm; the root of a broadcast is filled in, too
+# verb -> name -> algorithm; a broadcast's root is filled in as well
 OF: dict[str, Mapping[str, Algorithm]] = {
     "all_reduce": REGISTRY,
     "reduce_scatter": {"sra": sra_reduce_scatter},

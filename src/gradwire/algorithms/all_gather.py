@@ -1,22 +1,22 @@
-"""All-gather of payloads: everyone's to everyone; made for sparse ones, and rounded only once.
+"""All-gather of payloads: every rank sends its payload to all others; for sparse payloads.
 
-N ranks, one chunk: whole payloads travel, and nothing is summed on the way.
+N ranks, one chunk: whole payloads travel, and no rank encodes a sum.
 
 Steps, for each segment, on rank r:
   1. encode the values; send the payload to every peer.
-  2. receive every peer's payload; merge: sum what all N payloads decode to, the own one included,
-     in the order of ranks. So replicas agree, though nobody owns the sum.
+  2. receive every peer's payload; merge: sum what all N payloads decode to, r's own included, in
+     the order of ranks. So replicas agree, although no rank owns the sum.
 
-Each value is encoded once. Sums are never encoded, so a codec that scales what it picks is right
-here, and one whose payload is a selection keeps what each rank has selected.
+Each value is encoded once. Sums are never encoded, so a codec may scale the values that it picks,
+and a codec that selects values keeps every rank's selection.
 
 Bytes sent by rank r: (N-1) * m(s, 0), summed over the segments s. Rounds: 1. Time, for P payload
-bytes of a rank: alpha + (N-1) * P * beta, so P must be small: less than 2/N of what SRA would send.
+bytes per rank: alpha + (N-1) * P * beta, so P must be small: less than 2/N of SRA's payload.
 """
 
 from __future__ import annotations
 
-from gradwire.algorithms.halves import onward
+from gradwire.algorithms.halves import peers_after
 from gradwire.algorithms.protocol import Sizes, message
 from gradwire.engine import Graph
 
@@ -33,7 +33,7 @@ def rounds(world_size: int) -> int:
 
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
-    peers = onward(rank, range(world_size))
+    peers = peers_after(rank, range(world_size))
     live = [s for s, segment in enumerate(sizes) if peers and segment[0]]
     graph = Graph(ROLES)
     for s in live:
@@ -50,7 +50,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """No message waits for another."""
+    """No message depends on another."""
     return 0
 
 

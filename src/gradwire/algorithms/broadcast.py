@@ -1,18 +1,18 @@
-"""Broadcast: every rank ends with the root's values, as its payload decodes.
+"""Broadcast: every rank ends with the root's values, decoded from the root's payload.
 
-Two ways, for N ranks. The *result* of a chunk is the root's values of it, encoded.
+Two algorithms, for N ranks. The *result* of a chunk is its encoded values.
 
 **Scatter, all-gather** (`sra`): N chunks. Steps, for each segment:
   1. the root encodes all chunks; sends chunk c to rank c, and its own chunk to every peer.
-  2. rank c sends chunk c on, unchanged, to every other rank but the root.
-  3. every rank decodes what it got, the root what it sent.
+  2. rank c forwards chunk c, unchanged, to every other rank except the root.
+  3. every rank decodes what it received, the root what it sent.
 
 Bytes sent, summed over segments s: by the root, [sum over c != root of m(s, c)] + (N-1) times
-m(s, root); by another rank r, (N-2) * m(s, r). Rounds: 2. Time, for P payload bytes in all:
+m(s, root); by another rank r, (N-2) * m(s, r). Rounds: 2. Time, for P payload bytes in total:
 2 * alpha + 2 * (N-1)/N * P * beta.
 
-**Tree** (`tree`): one chunk; the binomial tree of gradwire.algorithms.tree, downwards, with the
-ranks counted from the root. Rounds: ceil(log2 N). Bytes sent: children of r times m(s, 0). Time:
+**Tree** (`tree`): one chunk; the binomial tree of gradwire.algorithms.tree, downwards, with ranks
+counted from the root. Rounds: ceil(log2 N). Bytes sent: children of r times m(s, 0). Time:
 ceil(log2 N) * (alpha + P * beta). For small payloads: its root sends ceil(log2 N) messages, not
 2 (N-1).
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradwire.algorithms import tree
-from gradwire.algorithms.halves import onward
+from gradwire.algorithms.halves import peers_after
 from gradwire.algorithms.protocol import Sizes, message
 from gradwire.engine import Graph
 
@@ -47,7 +47,7 @@ class ScatterAllGather:
         graph = Graph(self.ROLES)
         if world_size == 1:
             return graph
-        peers = onward(rank, range(world_size))
+        peers = peers_after(rank, range(world_size))
         if rank == self.root:
             for s, segment in enumerate(sizes):
                 live = [c for c in (*peers, rank) if segment[c]]
@@ -78,7 +78,7 @@ class ScatterAllGather:
         return graph
 
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """The root's messages first, then what they bring."""
+        """The root's messages first, then the forwarded ones."""
         return int(sender != self.root)
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:
@@ -133,7 +133,7 @@ class Tree:
         return graph
 
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """Levels above the sender."""
+        """The sender's depth in the tree."""
         return ((sender - self.root) % world_size).bit_count()
 
     def wire_bytes(self, rank: int, world_size: int, sizes: Sizes) -> int:

@@ -1,17 +1,17 @@
-"""Coordinated sending (HIPRESS 3.2): link-disjoint rounds, in which a rank has one receiver and one
-sender at a time.
+"""Coordinated sending (HIPRESS 3.2): link-disjoint rounds, in which each rank sends to one rank and
+receives from one rank.
 
-Left alone, an algorithm sends each message as soon as it is ready, and the messages of several
-ranks to one meet in its link. Coordinated, messages have *rounds*, which every rank computes alike
-from (step, segment, sender, receiver): in the round of shift t, rank r sends to r + t and receives
-from r - t, modulo N. The rounds of step p of segment s come with those of step 0 of segment s + p,
-so that sums of a segment are made while contributions to the next travel.
+By default, a rank sends each message as soon as it is ready, and messages of several ranks compete
+for one receiver's link. Coordinated messages have *rounds*, which every rank computes alike from
+(step, segment, sender, receiver): in the round of shift t, rank r sends to r + t and receives from
+r - t, modulo N. The rounds of step p of segment s coincide with those of step 0 of segment s + p,
+so that a segment is summed while contributions to the next one travel.
 
-No message says when a round begins. A rank sends in a round once its sends and receives of the
-round `WINDOW` rounds before have ended, so nobody is further ahead than that; with a window of 1,
-rounds are disjoint, and each costs a latency.
+There are no synchronisation messages. A rank sends in a round once its sends and receives of the
+round `WINDOW` rounds earlier have ended, so no rank is further ahead than that; with a window of 1,
+rounds are disjoint, and each costs one latency.
 
-Bytes, and the order in which values are summed, are the algorithm's own.
+Bytes, and the order of summation, are those of the algorithm.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Round = tuple[int, int, int]  # segment and step together, step, shift
 
 @dataclass(frozen=True)
 class Coordinated:
-    """An algorithm whose ranks exchange messages with all others, sent in rounds.
+    """An all-to-all algorithm, sent in rounds.
 
     Attributes:
-        algorithm: whose graph is put in order. Its `ROLES` are its steps.
+        algorithm: its graph is reordered. Its `ROLES` are its steps.
         window: rounds that a rank may be ahead; 1 keeps rounds disjoint.
     """
 
@@ -55,7 +55,7 @@ class Coordinated:
         rounds = [self._round(graph, task, rank, world_size) for task in range(len(graph))]
         order = sorted(range(len(graph)), key=rounds.__getitem__)
         gates: list[Sequence[int]] = [()] * len(graph)
-        begun: list[tuple[Round, list[int]]] = []  # rounds, and their messages
+        begun: list[tuple[Round, list[int]]] = []  # (round, its messages)
         for task in order:
             if graph.peer[task] >= 0:
                 if not begun or begun[-1][0] != rounds[task]:
@@ -66,7 +66,7 @@ class Coordinated:
         return graph.reordered(order, gates)
 
     def _round(self, graph: Graph, task: int, rank: int, world_size: int) -> Round:
-        """When a task comes: a message in its round, a kernel after the messages that it reads."""
+        """A task's sort key: a message's round; for a kernel, after the messages that it reads."""
         kind, peer = graph.kind[task], graph.peer[task]
         messages = graph.reads[task] or graph.writes[task]
         step = max(self.ROLES.index(graph.buffer_role[buffer]) for buffer in messages)
@@ -77,10 +77,10 @@ class Coordinated:
             return at, step, (rank - peer) % world_size
         if kind is Kind.ENCODE:
             return at, step, 0
-        return at, step, world_size  # once the step's last round has brought what it needs
+        return at, step, world_size  # after the step's last round
 
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """As many rounds of a step together as a rank may be ahead."""
+        """One hop per `window` rounds of a step."""
         shift = (receiver - sender) % world_size
         step = self.algorithm.hop(role, chunk, sender, receiver, world_size)
         of_a_step = -(-(world_size - 1) // self.window)

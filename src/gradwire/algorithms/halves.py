@@ -1,13 +1,14 @@
-"""The two halves of scatter-reduce-allgather, between any ranks and for any owners of chunks.
+"""The two halves of scatter-reduce-allgather, for any set of ranks and any owners of chunks.
 
-Vocabulary. `owners[c]` is the rank that sums chunk c. A *contribution* is a chunk of one rank's
-values on its way to the owner; a *result* is the encoded sum on its way back.
+Vocabulary. `owners[c]` is the rank that sums chunk c. A *contribution* is the payload of a chunk of
+one rank's values, sent to the owner; a *result* is the payload of the sum, sent back.
 
     contribute   encode the chunks that others own; send each to its owner
     reduce       receive the contributions to the own chunks; merge; encode; send the results
     receive      receive the results of the chunks that others own; decode
 
-Peers are visited in the order rank + 1, rank + 2, ..., so that no rank is everyone's first target.
+Each rank visits its peers in the order rank + 1, rank + 2, ..., so that first sends spread over all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from gradwire.algorithms.protocol import Sizes
 from gradwire.engine import Graph
 
-# (segment, chunk) -> the task that must have changed the chunk's values before they are taken
+# (segment, chunk) -> the task that must have changed the chunk's values before they are read
 Changes = Mapping[tuple[int, int], int]
 
 
-def onward(rank: int, ranks: Iterable[int]) -> list[int]:
-    """All other ranks: those above `rank` in order, then those below it."""
+def peers_after(rank: int, ranks: Iterable[int]) -> list[int]:
+    """All other ranks in order: first those above `rank`, then those below it."""
     return sorted(set(ranks) - {rank}, key=lambda other: (other < rank, other))
 
 
 def contribute(
     graph: Graph, rank: int, owners: Sequence[int], sizes: Sizes, after: Changes | None = None
 ) -> None:
-    """For each segment one batched encode of what others own, and a send for each chunk."""
+    """For each segment, one batched encode of the chunks that others own, and one send per
+    chunk."""
     for s, segment in enumerate(sizes):
         away = [(c, owner) for c, owner in _of_others(rank, owners) if segment[c]]
         if away:
@@ -48,11 +50,11 @@ def reduce(
     after: Changes | None = None,
     encode: bool = True,
 ) -> None:
-    """For each own chunk: the peers' contributions, their sum in rank order, its way to the peers.
+    """For each own chunk: receive the peers' contributions, sum in rank order, send the result.
 
-    Without `encode` the sum stays here, in full precision.
+    Without `encode` the sum is not sent, and stays in full precision.
     """
-    peers = onward(rank, ranks)
+    peers = peers_after(rank, ranks)
     for s, segment in enumerate(sizes):
         for c, owner in enumerate(owners):
             if owner != rank or not segment[c]:
@@ -77,10 +79,10 @@ def reduce(
 def receive(
     graph: Graph, rank: int, owners: Sequence[int], sizes: Sizes, contributed: bool = True
 ) -> None:
-    """The results of the chunks that others own, decoded.
+    """Receive and decode the results of the chunks that others own.
 
-    If this rank has `contributed` to them, they take its contributions' memory: an owner has
-    received these before it has a result.
+    If this rank has `contributed` to them, results reuse the memory of its contributions: an owner
+    has received these before it sends a result.
     """
     for s, segment in enumerate(sizes):
         for c, owner in _of_others(rank, owners):
@@ -92,10 +94,10 @@ def receive(
 
 
 def _of_others(rank: int, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(chunk, owner) of what other ranks own, owner by owner."""
+    """(chunk, owner) for the chunks of other ranks, owner by owner."""
     chunks: dict[int, list[int]] = {}
     for chunk, owner in enumerate(owners):
         chunks.setdefault(owner, []).append(chunk)
-    for owner in onward(rank, owners):
+    for owner in peers_after(rank, owners):
         for chunk in chunks[owner]:
             yield chunk, owner

@@ -1,32 +1,32 @@
-"""Hierarchical (CGX 4.2, HIPRESS 5.1): inside machines first, then between them, by every rank.
+"""Hierarchical (CGX 4.2, HIPRESS 5.1): reduce inside machines, then between them, on every rank.
 
 N ranks on L machines; `nodes[r]` is the machine of rank r, any number. S is the number of ranks of
-the largest machine. The values are cut into S shares, each of these into L parts: S * L chunks. On
+the largest machine. The values are cut into S shares, and each share into L parts: S * L chunks. On
 a machine of g ranks, local rank k mod g is the *holder* of share k; its counterparts hold share k
-on the other machines. So a small machine's ranks hold several shares. The holder on machine l owns
-part l. (gradwire/algorithms/levels.py has the rule.)
+on the other machines. So the ranks of a small machine hold several shares. The holder on machine l
+owns part l. (gradwire/algorithms/levels.py has the rule.)
 
 Steps, for each segment:
-  1. inside: each rank encodes the shares that it does not hold, and sends each to its holder, who
-     adds what comes to its own values in the order of ranks. These *locals* travel through the
-     codec (`inside="codec"`) or in full precision (`inside="full"`), where chunk c uncompressed is
+  1. inside: each rank encodes the shares that it does not hold, and sends each to its holder, which
+     adds them to its own values in the order of ranks. These *locals* travel through the codec
+     (`inside="codec"`) or in full precision (`inside="full"`); then the uncompressed chunk c is
      chunk S * L + c of `sizes`.
-  2. between: the holders of a share do a scatter-reduce-allgather of its parts, through the codec.
-  3. inside: each holder sends the results of its share on, unchanged, to the machine's other ranks;
+  2. between: the holders of a share run a scatter-reduce-allgather of its parts, through the codec.
+  3. inside: each holder forwards the results of its share, unchanged, to the machine's other ranks;
      all decode.
 
-`between="grid"` does step 2 in two: machines stand in rows; a *partial* is a share of a share on
-its way to its holder in the row, who exchanges its sum with the other rows, and sends the results
-on along the row. With R rows of C machines a rank has 2 (R + C - 2) messages, not 2 (L - 1); they
-carry as many bytes. All chunks of a message from one rank to another are one message.
+`between="grid"` splits step 2 in two: machines are arranged in rows; a *partial* is a share of a
+share, sent to its holder in the row. The holder exchanges the sum with the other rows, and forwards
+the results along its row. With R rows of C machines a rank has 2 (R + C - 2) messages instead of
+2 (L - 1), with the same total bytes. All chunks from one rank to another travel in one message.
 
-A value is encoded once between machines, twice on a grid, then once in the result; inside, once
-more, without loss if in full precision.
+A value is encoded once between machines, twice on a grid, then once in the result; and once more
+inside, without loss if in full precision.
 
-Bytes sent by rank r: for each level (inside, row, between) [what it gives away to holders] + [what
-it holds there] * (counterparts - 1). With equal machines that is inside (S-1)/S of the locals and
-(S-1)/S P of results, and 2 (L-1)/L P/S between machines. Rounds: 2 at each level. Time counts links
-between machines alone, of which a machine's ranks share one: for P payload bytes, 2 * alpha +
+Bytes sent by rank r: for each level (inside, row, between) [what it sends to holders] + [what it
+holds there] * (counterparts - 1). With equal machines that is, inside, (S-1)/S of the locals and
+(S-1)/S P of results, and between machines 2 (L-1)/L P/S. Rounds: 2 per level. Time counts only
+links between machines, which the ranks of a machine share: for P payload bytes, 2 * alpha +
 2 * (L-1)/L * P * beta; on a grid, 4 * alpha.
 """
 
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from gradwire.algorithms.halves import onward
+from gradwire.algorithms.halves import peers_after
 from gradwire.algorithms.levels import Levels, Prefix, Unit
 from gradwire.algorithms.protocol import Sizes, message
 from gradwire.engine import Graph
@@ -46,8 +46,8 @@ from gradwire.engine import Graph
 INSIDE = ("codec", "full")
 BETWEEN = ("auto", "sra", "grid")
 
-# What decides between SRA and a grid where nobody has measured: what a message costs beside its
-# bytes (to post, to notice, to check), and a latency.
+# The choice between SRA and a grid without measurements: the cost of a message beside its bytes (to
+# post, to notice, to check), and the latency.
 MESSAGE_S = 5e-5
 LATENCY_S = 1e-3
 
@@ -57,10 +57,10 @@ class Hierarchical:
     """The algorithm on given machines.
 
     Attributes:
-        nodes: machine of each rank; empty: every rank on a machine of its own.
+        nodes: machine of each rank; empty: every rank has its own machine.
         inside: how locals travel, "codec" or "full".
         between: how holders exchange, "sra" or "grid"; "auto" takes a grid where the messages that
-            it spares cost more than its two rounds: from about 32 machines on.
+            it saves cost more than its two extra rounds: from about 32 machines on.
     """
 
     nodes: tuple[int, ...] = ()
@@ -76,23 +76,23 @@ class Hierarchical:
         return 2 * sum(shares > 1 for shares in self.levels(world_size).shares)
 
     def rounds_between(self, world_size: int) -> int:
-        """Those of `rounds` that leave a machine."""
+        """The number of `rounds` between machines."""
         levels = self.levels(world_size)
         if self.machines(world_size) == 1:
             return 0
         return self.rounds(world_size) - 2 * (levels.roles[0] == "local")
 
     def machines(self, world_size: int) -> int:
-        """How many there are."""
+        """The number of machines."""
         return len(set(self.nodes)) if self.nodes else world_size
 
     def columns(self, world_size: int) -> int:
-        """In how many columns machines stand; 0: in no grid."""
+        """The number of columns of the grid; 0: no grid."""
         levels = self.levels(world_size)
         return levels.shares[-2] if "partial" in levels.roles else 0
 
     def levels(self, world_size: int) -> Levels:
-        """The ranks in machines, these perhaps in rows, and these in a group of all."""
+        """The ranks, grouped in machines, the machines perhaps in rows."""
         assert len(self.nodes) in (0, world_size), (self.nodes, world_size)
         return self._levels if self.nodes else self._arranged(range(world_size))
 
@@ -109,7 +109,7 @@ class Hierarchical:
         return self._arranged(list(machines.values()), "local")
 
     def _arranged(self, units: Sequence[Unit], *roles: str) -> Levels:
-        """What is between machines, around these units."""
+        """The levels between machines, with `units` inside."""
         count = len(units)
         columns = _columns(count)
         between = self.between if self.between != "auto" else _chosen(count, columns)
@@ -126,7 +126,7 @@ class Hierarchical:
         levels = self.levels(world_size)
         listing = _Listing(graph, levels, rank, sizes, self.inside == "full")
         last = 2 * levels.depth - 1
-        # What comes early in one segment stands before what comes late in the segment before.
+        # Early steps of a segment precede late steps of the segment before it.
         for wave in range(len(sizes) + last):
             for step in range(last + 1):
                 if 0 <= wave - step < len(sizes):
@@ -137,7 +137,7 @@ class Hierarchical:
         return graph
 
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """Level by level up, and with the results down again."""
+        """Level by level up, then with the results down again."""
         levels = self.levels(world_size)
         if role != "result":
             return levels.roles.index(role)
@@ -149,7 +149,7 @@ class Hierarchical:
             return 0
         levels = self.levels(world_size)
         full = self.inside == "full"
-        of_chunk = [0] * levels.chunks, [0] * levels.chunks  # as locals, through the codec
+        of_chunk = [0] * levels.chunks, [0] * levels.chunks  # bytes: as locals, through the codec
         for segment in sizes:
             for form, held in enumerate(of_chunk):
                 first = levels.chunks * (full and not form)
@@ -159,8 +159,8 @@ class Hierarchical:
         for level, role in enumerate(levels.roles):
             others = len(levels.group(rank, level)) - 1
             sent = of_chunk[role != "local"]
-            given = (c for prefix, _ in levels.away(rank, level) for c in levels.of(prefix))
-            kept = (c for prefix in levels.held(rank, level + 1) for c in levels.of(prefix))
+            given = (c for prefix, _ in levels.away(rank, level) for c in levels.chunks_of(prefix))
+            kept = (c for prefix in levels.held(rank, level + 1) for c in levels.chunks_of(prefix))
             total += sum(map(sent.__getitem__, given))
             total += others * sum(map(of_chunk[1].__getitem__, kept))
         return total
@@ -173,21 +173,21 @@ class Hierarchical:
 
 
 def _columns(machines: int) -> int:
-    """Of a grid: about the square root, without gaps if a number near it divides all."""
+    """The columns of a grid: about the square root, preferably a divisor of `machines`."""
     root = math.isqrt(max(machines - 1, 0)) + 1
     near = (columns for columns in range(root, min(2 * root, machines)) if machines % columns == 0)
     return next(near, root)
 
 
 def _chosen(machines: int, columns: int) -> str:
-    """What takes less time, by the messages that follow one another on a rank, and latencies."""
+    """The faster of "sra" and "grid", by the number of messages per rank and the latency."""
     rows = -(-machines // columns)
     spared = (machines - 1) - (rows - 1) - (columns - 1)
     return "grid" if spared * MESSAGE_S > LATENCY_S else "sra"
 
 
 class _Listing:
-    """Lists the tasks of one rank.
+    """Appends the tasks of one rank to its graph.
 
     Args:
         full: whether locals are uncompressed.
@@ -199,14 +199,14 @@ class _Listing:
         self._rank = rank
         self._sizes = sizes
         self._full = full
-        # of each segment: the merge of what a holder keeps, and what it has encoded with a merge
+        # (segment, prefix) -> the merge that summed it; segment -> prefixes that a merge encoded
         self._added: dict[tuple[int, Prefix], int] = {}
         self._summed: dict[int, set[Prefix]] = {}
         crowded = (t for t in range(levels.depth) if len(levels.group(rank, t)) > 1)
-        self._last = next(crowded, 0)  # the level whose results go nowhere else
+        self._last = next(crowded, 0)  # the level whose results are not forwarded
 
     def up(self, s: int, level: int) -> None:
-        """Give away what others hold; add what they give to what is held here."""
+        """Send what other ranks hold to them; receive and sum what this rank holds."""
         levels, rank = self._levels, self._rank
         given = [
             (prefix, holder)
@@ -224,7 +224,7 @@ class _Listing:
             before = self._added.get((s, prefix[:-1]))
             live = self._live(s, prefix)
             peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
-            for peer in onward(rank, peers) if live else ():
+            for peer in peers_after(rank, peers) if live else ():
                 self._graph.recv(s, self._buffers(levels.roles[level], s, live, peer), peer)
             if level == levels.depth - 1:
                 if live:
@@ -235,8 +235,8 @@ class _Listing:
                 self._added[s, prefix] = before
 
     def _add(self, s: int, level: int, prefix: Prefix) -> None:
-        """Add what has come to a holder. What it gives away in turn is encoded in the same go, and
-        first; locals in full precision have no such kernel."""
+        """Sum what a holder has received. What it sends on at the next level is encoded by the same
+        kernel, and first; locals in full precision have no such kernel."""
         levels, rank = self._levels, self._rank
         given = [
             (inner, holder)
@@ -260,7 +260,7 @@ class _Listing:
     def _merge(
         self, s: int, level: int, prefix: Prefix, chunks: Sequence[int], writes: Sequence[int]
     ) -> int:
-        """What counterparts have sent of these chunks, and the own values, in their order."""
+        """Merge the counterparts' payloads of these chunks with the own values, in rank order."""
         levels, rank = self._levels, self._rank
         peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
         reads = [self._buffers(levels.roles[level], s, chunks, peer) for peer in peers]
@@ -275,18 +275,18 @@ class _Listing:
         )
 
     def down(self, s: int, level: int) -> None:
-        """Send the results of what is held here on; receive those of what others hold."""
+        """Forward the results that this rank holds; receive the others."""
         graph, levels, rank = self._graph, self._levels, self._rank
         for prefix in levels.held(rank, level + 1):
             results = self._results(s, prefix)
             peers = [p for p in levels.counterparts(rank, prefix[:-1]) if p != rank]
-            for peer in onward(rank, peers) if results else ():
+            for peer in peers_after(rank, peers) if results else ():
                 graph.send(s, results, peer)
         came = []
         for prefix, holder in levels.away(rank, level):
             results = self._results(s, prefix)
             if results:
-                # What is sent on lies in one piece; the rest takes the memory of what was given.
+                # Forwarded results are contiguous; others reuse the memory of what was sent.
                 given = self._buffers(levels.roles[level], s, self._live(s, prefix), rank)[0]
                 graph.recv(s, results, holder, reuses=given if level == self._last else None)
                 came.append(results)
@@ -296,7 +296,7 @@ class _Listing:
             graph.decode(s, results)
 
     def _buffers(self, role: str, s: int, chunks: Sequence[int], source: int) -> list[int]:
-        """What a rank gives away of these chunks."""
+        """The buffers of these chunks that a rank sends to holders."""
         beyond = self._levels.chunks * (role == "local" and self._full)
         return [self._graph.buffer(role, s, c + beyond, source) for c in chunks]
 
@@ -305,5 +305,5 @@ class _Listing:
         return [self._graph.buffer("result", s, c, owners[c]) for c in self._live(s, prefix)]
 
     def _live(self, s: int, prefix: Prefix) -> list[int]:
-        """The chunks of a prefix that hold anything."""
-        return [chunk for chunk in self._levels.of(prefix) if self._sizes[s][chunk]]
+        """The chunks of a prefix that are not empty."""
+        return [chunk for chunk in self._levels.chunks_of(prefix) if self._sizes[s][chunk]]

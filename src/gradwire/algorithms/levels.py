@@ -1,14 +1,14 @@
-"""Who holds which share of the values, in groups of ranks within groups of ranks.
+"""The rank that holds each share of the values, in nested groups of ranks.
 
 Vocabulary. A *unit* is a rank, or a group of units: a machine is a group of ranks, a row of a grid
-a group of machines, and all ranks together are the outermost group. *Level* 0 is that of the
-innermost groups. At level t values are cut into as many *shares* as the largest group has units,
-S(t); share k is its k-th unit's. In a group of g units fewer, unit u has all shares k with k mod g
-= u. A *prefix* is a share of a share: (k0, k1) is share k1, at level 1, of share k0, at level 0. A
-chunk is a prefix as long as there are levels.
+is a group of machines, and all ranks together are the outermost group. *Level* 0 is the level of
+the innermost groups. At level t, values are cut into S(t) *shares*, the number of units of the
+largest group; in that group, unit k has share k. In a smaller group of g units, unit u has all
+shares k with k mod g = u. A *prefix* is a share of a share: (k0, k1) is share k1, at level 1, of
+share k0, at level 0. A chunk is a prefix whose length is the number of levels.
 
-In each unit of level t exactly one rank holds a given prefix of length t. These ranks, one in each
-unit of a group, are *counterparts*: they exchange what the prefix stands for.
+In each unit of level t exactly one rank holds a given prefix of length t. These ranks, one per unit
+of a group, are *counterparts*: they exchange the prefix's chunks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Levels:
-    """Groups within groups; all ranks stand equally deep.
+    """Nested groups; all ranks have the same depth.
 
     Attributes:
-        outermost: the group of all.
-        roles: of what travels to holders at each level, innermost first.
+        outermost: the group of all ranks.
+        roles: per level, the role of what is sent to holders, innermost first.
     """
 
     outermost: tuple[Unit, ...]
@@ -38,7 +38,7 @@ class Levels:
 
     @cached_property
     def paths(self) -> dict[int, tuple[int, ...]]:
-        """Of each rank, which unit of its group it is in, innermost first."""
+        """Per rank, the index of its unit in its group at each level, innermost first."""
         found: dict[int, tuple[int, ...]] = {}
 
         def walk(unit: Unit, path: tuple[int, ...]) -> None:
@@ -53,21 +53,21 @@ class Levels:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """S(t) of each level, innermost first."""
+        """S(t) per level, innermost first."""
         return tuple(max(places) + 1 for places in zip(*self.paths.values(), strict=True))
 
     @property
     def depth(self) -> int:
-        """How many levels there are."""
+        """The number of levels."""
         return len(self.roles)
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return self._weights[-1]
 
     def group(self, rank: int, level: int) -> tuple[Unit, ...]:
-        """The group of `rank`'s unit."""
+        """The group of `rank` at `level`."""
         found: Unit = self.outermost
         for place in reversed(self.paths[rank][level + 1 :]):
             assert not isinstance(found, int)
@@ -76,15 +76,15 @@ class Levels:
         return found
 
     def counterparts(self, rank: int, prefix: Prefix) -> list[int]:
-        """The ranks that hold what `rank` does, itself included, unit by unit."""
+        """The ranks of `rank`'s group that hold `prefix` in their units, `rank` included."""
         return [_holder(unit, prefix) for unit in self.group(rank, len(prefix))]
 
     def shares_of(self, unit: int, rank: int, level: int) -> range:
-        """The shares that fall to a unit of `rank`'s group."""
+        """The shares of a unit in `rank`'s group."""
         return range(unit, self.shares[level], len(self.group(rank, level)))
 
     def held(self, rank: int, level: int) -> list[Prefix]:
-        """What `rank` holds of its unit of this level: prefixes of that length."""
+        """The prefixes of length `level` that `rank` holds in its unit of that level."""
         if not level:
             return [()]
         before = self.held(rank, level - 1)
@@ -92,8 +92,8 @@ class Levels:
         return [(*prefix, share) for prefix in before for share in shares]
 
     def away(self, rank: int, level: int) -> list[tuple[Prefix, int]]:
-        """(prefix, its holder) of what `rank` holds of its unit, and others of its group; the units
-        behind its own first."""
+        """(prefix, its holder) for the parts of what `rank` holds that belong to other units of its
+        group; units after its own come first."""
         units, place = len(self.group(rank, level)), self.paths[rank][level]
         found = []
         for prefix in self.held(rank, level):
@@ -103,23 +103,24 @@ class Levels:
                 found += [((*prefix, share), holders[unit]) for share in shares]
         return found
 
-    def of(self, prefix: Prefix) -> list[int]:
-        """The chunks that a prefix stands for, so that those of a longer one are a stretch."""
+    def chunks_of(self, prefix: Prefix) -> list[int]:
+        """The chunks of a prefix, in an order in which those of every longer prefix are
+        consecutive."""
         if len(prefix) == self.depth:
             return [self._number(prefix)]
         if prefix not in self._known:
             shares = range(self.shares[len(prefix)])
-            self._known[prefix] = [c for share in shares for c in self.of((*prefix, share))]
+            self._known[prefix] = [c for share in shares for c in self.chunks_of((*prefix, share))]
         return self._known[prefix]
 
     @cached_property
     def _known(self) -> dict[Prefix, list[int]]:
-        """What prefixes stand for, as they are asked for."""
+        """A cache of `chunks_of`."""
         return {}
 
     @cached_property
     def owners(self) -> list[int]:
-        """Of each chunk, the rank that makes its final sum."""
+        """Per chunk, the rank that computes its final sum."""
         found = [-1] * self.chunks
         for chunk in product(*map(range, self.shares)):
             found[self._number(chunk)] = _holder(self.outermost, chunk)
@@ -135,7 +136,7 @@ class Levels:
         return tuple(accumulate(self.shares, mul, initial=1))
 
     def _number(self, chunk: Sequence[int]) -> int:
-        """Chunks count the innermost level first: those of a machine stand side by side."""
+        """Chunk numbers count the innermost level first: a machine's chunks are consecutive."""
         return sum(map(mul, chunk, self._weights))
 
 

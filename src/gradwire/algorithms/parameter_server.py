@@ -1,20 +1,20 @@
 """Parameter server, co-located (HIPRESS 3.1): K partitions, each served by one of the ranks.
 
-N ranks, K chunks, called partitions; K is whatever number `sizes` has. Partition k is served by
-rank floor(k * N / K), so servers spread evenly, whether K is below or above N.
+N ranks, K chunks, called partitions; `sizes` determines K. Rank floor(k * N / K) serves partition
+k, so servers spread evenly, whether K is below or above N.
 
 Steps, for each segment, on rank r:
   1. encode every partition that another rank serves (one batched kernel); send each to its server.
-  2. for each partition that r serves: receive it from every peer; merge: add them to the own
-     values in the order of ranks, encode the sum, keep what the payload decodes to, and send it
-     back to every peer.
+  2. for each partition that r serves: receive it from every peer; merge: add them to r's own values
+     in the order of ranks, encode the sum, keep what the payload decodes to, and send it back to
+     every peer.
   3. receive the encoded sum of every other partition from its server; decode it.
 
 Each value is encoded twice, whatever N and K. With K = N it is scatter-reduce-allgather.
 
-Bytes sent by rank r: sum over segments s of [sum over partitions k of others of m(s, k)] + (N-1) *
-[sum over own partitions k of m(s, k)]. Rounds: 2. Time, for P payload bytes in all, at a rank that
-serves c = ceil(K/N) partitions: 2 * alpha + ((K-c)/K + (N-1) * c/K) * P * beta.
+Bytes sent by rank r: sum over segments s of [sum over other ranks' partitions k of m(s, k)] + (N-1)
+* [sum over own partitions k of m(s, k)]. Rounds: 2. Time, for P payload bytes in total, at a rank
+that serves c = ceil(K/N) partitions: 2 * alpha + ((K-c)/K + (N-1) * c/K) * P * beta.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROLES = ("contribution", "result")
 
 
 def chunks(world_size: int) -> int:
-    """Unless the user says otherwise (`Options.partitions`)."""
+    """The default; `Options.partitions` overrides it."""
     return world_size
 
 
@@ -52,7 +52,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """Contributions first, results after them."""
+    """Contributions first, then results."""
     return ROLES.index(role)
 
 

@@ -1,8 +1,8 @@
-"""What an algorithm is: functions of (rank, world_size, sizes), as a module or an object.
+"""The algorithm protocol: functions of (rank, world_size, sizes), in a module or an object.
 
-`sizes[segment][chunk]` is the payload of a chunk within a segment in bytes, without its header, 0
-where it holds nothing; it is the same on every rank. A *segment* is a pipeline unit, a *chunk* a
-share of the values; an algorithm says into how many chunks it wants them cut.
+`sizes[segment][chunk]` is the payload of a chunk within a segment in bytes, without its header; 0
+means that it is empty. It is the same on every rank. A *segment* is a pipeline unit, a *chunk* is a
+share of the values; the algorithm determines the number of chunks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ Sizes = Sequence[Sequence[int]]
 class Algorithm(Protocol):
     """An implementer's duties:
 
-    - All functions are pure, and alike on every rank.
-    - `build` lists the receives of all ranks in one order, so that none waits for another in a
-      circle: a step's receives before those of the next step, segments in order within a step.
-    - What a merge made final is what every rank ends with: its maker takes what the payload says.
-    - Every value is merged with the values of each rank once.
+    - All functions are pure, and the same on every rank.
+    - `build` lists the receives of all ranks in consistent orders, so that ranks cannot deadlock: a
+      step's receives before those of the next step, segments in order within a step.
+    - Every rank ends with the output of the final merge: the rank that computes it keeps what the
+      payload decodes to.
+    - Every value is merged with the values of each rank exactly once.
     """
 
     @property
     def ROLES(self) -> tuple[str, ...]:
-        """The roles of all buffers; a buffer's role, segment and chunk are one message a link."""
+        """The roles of all buffers; role, segment and chunk identify a message on its link."""
         ...
 
     def chunks(self, world_size: int) -> int:
-        """How many chunks the values are cut into."""
+        """The number of chunks into which the values are cut."""
         ...
 
     def rounds(self, world_size: int) -> int:
-        """Messages that follow one another on the longest way."""
+        """The number of messages on the longest dependency chain."""
         ...
 
     def build(self, rank: int, world_size: int, sizes: Sizes) -> Graph:
@@ -43,10 +44,10 @@ class Algorithm(Protocol):
         ...
 
     def hop(self, role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-        """How late a message comes: 0 or more, and more than that of every message, on any rank,
-        without which it cannot be sent. Both of its ends compute it from nothing else.
+        """A message's position in the order of dependencies: 0 or more, and greater than the hop of
+        every message, on any rank, on which it depends. Both ends compute it from these arguments.
 
-        It puts messages in an order where the transport has none to itself (engine/schedule.py).
+        It orders messages on links without tags (engine/schedule.py).
         """
         ...
 
@@ -55,10 +56,10 @@ class Algorithm(Protocol):
         ...
 
     def seconds(self, world_size: int, payload_bytes: float, alpha: float, beta: float) -> float:
-        """Expected time of a payload of so many bytes in all.
+        """Expected time (s) for `payload_bytes` in total.
 
-        `alpha`: latency of a message (s); `beta`: seconds a byte takes on a rank's link, which
-        sends and receives at the same time.
+        `alpha`: latency per message (s); `beta`: seconds per byte on a rank's link, which is full
+        duplex.
         """
         ...
 

@@ -1,20 +1,20 @@
-"""Ring (CGX 4.1.2): every rank talks to two neighbours only; the same bytes as SRA, more roundings.
+"""Ring (CGX 4.1.2): each rank exchanges with two neighbours; the bytes of SRA, more roundings.
 
 N ranks, N chunks; rank c owns chunk c. A *partial* is the encoded sum of some ranks' values, a
-*result* that of all.
+*result* is the encoded sum of all.
 
 Steps, for each segment, on rank r, with neighbours r - 1 and r + 1 modulo N:
   1. encode chunk r - 1; send it to r + 1.
-  2. for h = 1 .. N-1: receive chunk r - 1 - h from r - 1; merge: add the own values to it and
+  2. for h = 1 .. N-1: receive chunk r - 1 - h from r - 1; merge: add r's own values to it and
      encode the sum; send it to r + 1. The last is chunk r, whose sum is the result.
-  3. N-1 times: receive a result from r - 1, decode it, and send the payload on unchanged, unless
+  3. N-1 times: receive a result from r - 1, decode it, and forward the payload unchanged, unless
      r + 1 owns it.
 
 A value is encoded N times, each time in a larger sum, by another rank. With error feedback each
-keeps the error of the encoding that it made.
+rank keeps the error of its own encoding.
 
 Bytes sent by rank r: sum over segments s of 2 * [sum over c of m(s, c)] - m(s, r) - m(s, r + 1).
-Rounds: 2 (N-1). Time, for P payload bytes in all: 2 (N-1) * (alpha + P/N * beta).
+Rounds: 2 (N-1). Time, for P payload bytes in total: 2 (N-1) * (alpha + P/N * beta).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
         c = (rank - hop) % world_size
         for s in each(c):
             result = graph.buffer("result", s, c, c)
-            # The sum that we sent on has gone all the way to its owner by then.
+            # The partial that this rank has sent has reached its receiver by then.
             graph.recv(s, result, before, reuses=graph.buffer("partial", s, c, rank))
             if c != behind:
                 graph.send(s, result, behind)
@@ -71,8 +71,8 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """How far round the ring a chunk has come: a partial begins behind its owner, and its result
-    where that ends."""
+    """How far a chunk has travelled round the ring: a partial starts at the rank after its owner,
+    and its result continues from the owner."""
     first = chunk if role == "result" else chunk + 1
     before = world_size - 1 if role == "result" else 0
     return before + (sender - first) % world_size

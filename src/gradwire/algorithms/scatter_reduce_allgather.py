@@ -1,19 +1,19 @@
-"""Scatter-reduce-allgather, SRA (CGX 4.1.2): the default, and the one that rounds least.
+"""Scatter-reduce-allgather, SRA (CGX 4.1.2): the default, with the fewest roundings.
 
 N ranks, N chunks; rank c owns chunk c.
 
 Steps, for each segment, on rank r:
   1. encode every chunk but r's own (one batched kernel); send chunk c to rank c.
-  2. receive chunk r from every peer; merge: add them to the own values in the order of ranks,
-     encode the sum, and keep what the payload decodes to, so that the owner ends with what the
-     others get.
+  2. receive chunk r from every peer; merge: add them to r's own values in the order of ranks,
+     encode the sum, and keep what the payload decodes to, so that r ends with the same values as
+     its peers.
   3. send the encoded sum to every peer; receive the encoded sum of chunk p from each peer p;
      decode it.
 
 Each value is encoded twice, whatever N.
 
 Bytes sent by rank r: sum over segments s of [sum over c != r of m(s, c)] + (N-1) * m(s, r), where m
-is the payload with its header (0 for an empty one). Rounds: 2. Time, for P payload bytes in all:
+is the payload with its header (0 for an empty one). Rounds: 2. Time, for P payload bytes in total:
 2 * alpha + 2 * (N-1)/N * P * beta.
 """
 
@@ -46,7 +46,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """Contributions first, results after them."""
+    """Contributions first, then results."""
     return ROLES.index(role)
 
 

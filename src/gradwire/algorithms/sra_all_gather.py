@@ -1,19 +1,19 @@
-"""The second half of SRA as a collective of its own: every rank ends with every rank's chunk.
+"""The second half of SRA as a separate collective: every rank ends with every rank's chunk.
 
 Steps, for each segment, on rank r:
-  1. encode chunk r; send it to every peer; decode it here too, so that r ends with what the others
-     get.
+  1. encode chunk r; send it to every peer; decode it here too, so that r ends with the same values
+     as its peers.
   2. receive chunk p from each peer p; decode it.
 
 Each value is encoded once.
 
 Bytes sent by rank r: the sum of (N-1) * m(s, r) over all segments s. Rounds: 1. Time, for P payload
-bytes in all: alpha + (N-1)/N * P * beta.
+bytes in total: alpha + (N-1)/N * P * beta.
 """
 
 from __future__ import annotations
 
-from gradwire.algorithms.halves import onward, receive
+from gradwire.algorithms.halves import peers_after, receive
 from gradwire.algorithms.protocol import Sizes, message
 from gradwire.engine import Graph
 
@@ -31,7 +31,7 @@ def rounds(world_size: int) -> int:
 def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     """The graph of `rank`."""
     owners = range(world_size)
-    peers = onward(rank, owners)
+    peers = peers_after(rank, owners)
     graph = Graph(ROLES)
     for s, segment in enumerate(sizes):
         if peers and segment[rank]:
@@ -45,7 +45,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """No message waits for another."""
+    """No message depends on another."""
     return 0
 
 

@@ -1,14 +1,14 @@
-"""The first half of SRA as a collective of its own: rank c ends with the sum of chunk c.
+"""The first half of SRA as a separate collective: rank c ends with the sum of chunk c.
 
 Steps, for each segment, on rank r:
   1. encode every chunk but r's own (one batched kernel); send chunk c to rank c.
-  2. receive chunk r from every peer; merge: add them to the own values in the order of ranks. The
-     sum stays in full precision: nobody else needs it.
+  2. receive chunk r from every peer; merge: add them to r's own values in the order of ranks. The
+     sum stays in full precision: no other rank needs it.
 
-Each value is encoded once, and the owner's own never.
+Each value is encoded once; the owner's own values are never encoded.
 
 Bytes sent by rank r: the sum of m(s, c) over all segments s and chunks c != r. Rounds: 1. Time, for
-P payload bytes in all: alpha + (N-1)/N * P * beta.
+P payload bytes in total: alpha + (N-1)/N * P * beta.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """No message waits for another."""
+    """No message depends on another."""
     return 0
 
 

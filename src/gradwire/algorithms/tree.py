@@ -1,17 +1,17 @@
 """Tree (CGX 4.1.2): up to a root and down again, in 2 * floor(log2 N) rounds; for small payloads.
 
 N ranks, one chunk: whole payloads travel. The tree is binomial: the parent of rank r > 0 is r
-without its lowest bit, so below r stand the ranks from r up to the next multiple of that bit. A
-*partial* is the encoded sum of the ranks at and below one, the *result* that of all.
+without its lowest bit b, so the subtree of r has the ranks r to r + b - 1. A *partial* is the
+encoded sum of a subtree, the *result* is the encoded sum of all ranks.
 
 Steps, for each segment, on rank r:
   1. receive the partial of every child; merge: own values, then the children's in rank order, and
      encode the sum (a leaf encodes its values); send it to the parent. At rank 0 it is the result.
-  2. receive the result from the parent; send the payload unchanged to every child, the one with
-     most ranks below it first; decode it.
+  2. receive the result from the parent; send the payload unchanged to every child, the one with the
+     largest subtree first; decode it.
 
-A value is encoded once for each level that it climbs, at most floor(log2 N) times, then once in the
-result. With error feedback each rank keeps the error of the encoding that it made.
+A value is encoded once per level on its way up, at most floor(log2 N) times, then once in the
+result. With error feedback each rank keeps the error of its own encoding.
 
 Bytes sent by rank r: (children of r + (1 if r > 0)) * m(s, 0), summed over the segments s.
 Rounds: 2 * floor(log2 N). Time, for P payload bytes: 2 * floor(log2 N) * alpha + 2 * ceil(log2 N) *
@@ -35,12 +35,12 @@ def rounds(world_size: int) -> int:
 
 
 def parent(rank: int) -> int:
-    """Of any rank but 0."""
+    """The parent of a rank other than 0."""
     return rank & (rank - 1)
 
 
 def children(rank: int, world_size: int) -> list[int]:
-    """In rank order."""
+    """The children of a rank, in rank order."""
     reach = rank & -rank if rank else world_size
     bits = range((world_size - 1).bit_length())
     return [rank + 2**b for b in bits if 2**b < reach and rank + 2**b < world_size]
@@ -68,7 +68,7 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     for s in live:
         result = graph.buffer("result", s, 0, 0)
         if rank:
-            up = graph.buffer("partial", s, 0, rank)  # has reached the parent before a result comes
+            up = graph.buffer("partial", s, 0, rank)  # the parent has it before it sends a result
             graph.recv(s, result, parent(rank), reuses=up)
         for child in reversed(below):
             graph.send(s, result, child)
@@ -78,7 +78,8 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
 
 
 def hop(role: str, chunk: int, sender: int, receiver: int, world_size: int) -> int:
-    """Levels below the sender on the way up; on the way down, all of them and those above it."""
+    """On the way up, the levels below the sender; on the way down, all levels and the sender's
+    depth."""
     if role == "result":
         return world_size.bit_length() - 1 + sender.bit_count()
     below = min(sender & -sender, world_size - sender)  # ranks at and below the sender

@@ -104,9 +104,9 @@ def _profile(name: str, config: Config) -> list[dict[str, Any]]:
     for _ in range(_WARM_UP):
         model().backward()
     comm = communicator()
-    trace = comm.flights.begin_trace()
+    trace = comm.in_flight.begin_trace()
     steps = [_step(model, handle, trace) for _ in range(config.steps)]
-    comm.flights.end_trace()
+    comm.in_flight.end_trace()
     if comm.rank == 0 and config.trace is not None:
         Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
     handle.detach()

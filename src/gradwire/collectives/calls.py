@@ -1,9 +1,9 @@
-"""From a graph to kernel calls: which rows each task covers, in one table that is filled once.
+"""From a graph to kernel calls: which rows each task covers, in one table that is made once.
 
-Every encode, merge or decode of a graph becomes one kernel call for each codec, dtype and form
-among its rows; on target c, Python makes one call of these (see lang/series.py). All rows of all
-calls stand in one table, a call is a stretch of it, and a step only fills in addresses and RNG
-keys, column by column.
+Every encode, merge or decode of a graph becomes one kernel call per codec, dtype and form among its
+rows; on target c, Python runs these with one call (see lang/series.py). One table has the rows of
+all calls; a call covers a range of rows. A step only fills in addresses and RNG keys, column by
+column.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from gradwire.engine import HEADER_BYTES, Graph, Kind
 from gradwire.lang import ROW, rng
 from gradwire.partition import Partition, Spec
 
-# Which random numbers are drawn: for own values alone, the sum of all ranks, a sum of some; and
-# those that all ranks share.
+# Phases of the RNG key: encoding own values, the sum of all ranks, a partial sum; and the random
+# numbers that all ranks share.
 _PHASES = np.array([[0], [1], [2], [0]], dtype="u8")
 _SHARED = 3
 
 
 class Step(NamedTuple):
-    """One step's memory and random numbers; one entry an item.
+    """One step's memory and random numbers; one entry per item.
 
     Attributes:
         values, residuals: addresses; 0 for no residual.
-        homes: addresses like `values`, from which the chunk that this rank owns is counted.
-        keys, shared, steps: what RNG keys are made of.
+        homes: base addresses, like `values`, for the chunk that this rank owns.
+        keys, shared, steps: the parts of RNG keys.
     """
 
     values: np.ndarray
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     steps: np.ndarray
 
 
-_ADDRESSES = 3  # of a Step's columns
+_ADDRESSES = 3  # the first columns of a Step
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Calls:
     """The kernel calls of a graph, and the rows of their table, as columns.
 
     Attributes:
-        of: of each task, its calls.
-        kernel: of each call, the index of its codec and dtype among the partition's kinds.
-        form: as in `gradwire.lang.forms.FORMS`.
-        first, last: its rows of the table, [first, last).
-        rows: the table, of dtype `lang.ROW`, but for what a step has to add.
-        terms: which of the step's numbers (see `table`) is added to each, in the same columns.
+        of: per task, its calls.
+        kernel: per call, the index of its codec and dtype among the partition's kinds.
+        form: per call, its form, as in `gradwire.lang.forms.FORMS`.
+        first, last: per call, its rows of the table, [first, last).
+        rows: the table, of dtype `lang.ROW`, without the numbers that a step adds.
+        terms: per row and column, the index of the step's number (see `table`) that is added.
     """
 
     of: Sequence[range]
@@ -67,18 +67,18 @@ class Calls:
     terms: np.ndarray
 
     def forms(self, kernels: int) -> list[list[str]]:
-        """What each of so many kernels is to run, in the order of their indices."""
+        """The forms that each of `kernels` kernels runs, by kernel index."""
         found: list[list[str]] = [[] for _ in range(kernels)]
         for kernel, form in dict.fromkeys(zip(self.kernel, self.form, strict=True)):
             found[kernel].append(form)
         return found
 
     def table(self, step: Step, arena: int) -> np.ndarray:
-        """The table of one step, of dtype `lang.ROW`; messages lie at address `arena`.
+        """The table of one step, of dtype `lang.ROW`; `arena` is the address of the messages.
 
-        A rank that encodes values more than once, in sums of more and more ranks, draws other
-        random numbers each time, but the same of those that all ranks share: what was picked from
-        every contribution is picked again.
+        A rank that encodes values more than once, in sums of more and more ranks, draws different
+        random numbers each time; but the numbers that all ranks share stay the same, so that the
+        same values are picked from every contribution and from sums.
         """
         keys = rng.step_keys(np.stack([step.keys] * _SHARED + [step.shared]), step.steps, _PHASES)
         end = np.array([arena, 0], dtype="u8")
@@ -98,13 +98,13 @@ def kernel_calls(
     """The calls of a graph's kernels.
 
     Args:
-        specs: of the tensors that are cut.
-        offsets: where each buffer's message begins in the arena, in bytes.
-        rank: whose graph it is.
-        batched: one call for all rows of a task, codec, dtype and form; else one for each row.
+        specs: of the partitioned tensors.
+        offsets: offset of each buffer's message in the arena, in bytes.
+        rank: of the graph.
+        batched: one call for all rows of a task, codec, dtype and form; else one call per row.
     """
     kernels = [task for task, peer in enumerate(graph.peer) if peer < 0]
-    # Of each message that a kernel covers: place of the kernel, message, and what its rows share.
+    # For each message that a kernel covers: index of the kernel, message, what its rows share.
     covered: list[tuple[int, int, int, int, int, bool]] = []
     for place, task in enumerate(kernels):
         merges = graph.kind[task] is Kind.MERGE
@@ -124,7 +124,7 @@ def kernel_calls(
     )
     place, _, payload, source, phase, encodes = np.repeat(columns, rows, axis=0).T
 
-    # By kernel and form; within a call, rows keep the order of their messages.
+    # Sort by kernel and form; within a call, rows keep the order of their messages.
     feedback = np.array([spec.feedback for spec in specs], dtype="i8")
     kind = cut.kind[row] * 2 + encodes * feedback[cut.item[row]]
     order = (place * 2 * len(cut.kinds) + kind).argsort(kind="stable")
@@ -143,7 +143,7 @@ def kernel_calls(
     at = cut.at[row]
     itemsize = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
     count, home, feeds = len(specs), cut.chunk[row] == rank, feedback[item]
-    arena = (_ADDRESSES + len(_PHASES)) * count  # behind the keys; and behind it a zero
+    arena = (_ADDRESSES + len(_PHASES)) * count  # index of the arena; a zero follows it
     table = np.zeros(len(row), dtype=ROW)
     table["numel"], table["start"] = cut.numel[row], start
     table["values"], table["residual"] = at * itemsize[item], start * 4 * feeds
@@ -169,7 +169,7 @@ def kernel_calls(
 
 
 def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
-    """The messages whose rows a kernel's table has: those of one chunk differ in place alone."""
+    """The messages whose rows a kernel's table has; messages of one chunk differ in offset only."""
     reads = graph.reads[task]
     if graph.writes[task] or graph.kind[task] is not Kind.MERGE:
         return graph.writes[task] or reads
@@ -177,7 +177,7 @@ def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
 
 
 def form(graph: Graph, task: int, feedback: bool) -> str:
-    """The form that a task runs on rows with, or without, a residual."""
+    """The form that a task runs on rows, with or without a residual."""
     kind = graph.kind[task]
     if kind is Kind.DECODE:
         return "decode"

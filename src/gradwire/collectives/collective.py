@@ -1,7 +1,7 @@
 """A collective on a fixed set of tensors: prepared once for its owner, run every step.
 
-prepare    compile, load kernels, agree with the other ranks: on a thread that nobody waits for
-start      take the next round of a ticket; fill in addresses and RNG keys; run
+prepare    compile, load kernels, agree with the other ranks: on a worker thread
+start      begin the next round of a ticket; fill in addresses and RNG keys; run
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from gradwire.partition import Spec
 
 T = TypeVar("T")
 
-_KEPT = 1024  # more than the buckets of any model, few enough to hold
-_TURNS = 3  # changes of plan that a collective which nobody asks for is kept
+_KEPT = 1024  # more than the buckets of any model, few enough to keep in memory
+_TURNS = 3  # changes of plan after which an unused collective is dropped
 
 
 class Collective:
-    """What an owner runs on tensors of one layout.
+    """An operation on tensors of one layout, for one owner.
 
     Args:
-        owner: whose rounds these are.
-        operation: what is done.
+        owner: issues its rounds.
+        operation: verb, operator and root.
         specs: the tensors, the same on every rank.
         options: how to run it.
-        device: of the tensors: the CPU, or a GPU, from which messages go over NCCL, or by way of
-            pinned memory where the group has none.
+        device: of the tensors: the CPU, or a GPU, whose messages travel over NCCL, or through
+            pinned memory where the group has no NCCL.
 
     Raises:
-        ConfigError: what `check_legal` refuses.
+        ConfigError: `check_legal` rejects it.
 
     Attributes:
-        issue: what ranks compare.
-        ready: ends when it is prepared.
-        turns: since it was asked for; see `retire`.
+        issue: the description that ranks compare.
+        ready: completes when it is prepared.
+        turns: changes of plan since its last use; see `retire`.
     """
 
     def __init__(
@@ -74,39 +74,40 @@ class Collective:
         self.turns = 0
         used = dict.fromkeys((spec.codec, spec.dtype) for spec in self.specs)
         self._description = [f"on {device.type}", str(options), *map(str, self.specs)]
-        # A codec's name says little of a user's file, which may be an older one elsewhere.
+        # A codec's name does not identify its code: a rank may have an older version of the file.
         self._description += [f"{c}: program {fingerprint(c, dtype)}" for c, dtype in used]
         number = digest(self.comm.world_size, str(operation), self._description)
         self.issue = Issue(number, _in_words(operation, self.specs))
 
     @property
     def range(self) -> str:
-        """The name of its range of tags."""
+        """The name of its tag range."""
         return f"{self.issue.digest:x}"
 
     @property
     def tells_all(self) -> bool:
-        """Whether what messages carry of every rank reaches every other: of all but a broadcast."""
+        """Whether its messages carry data from every rank to every other: all but broadcasts do."""
         return self.operation.verb != "broadcast" and any(spec.numel for spec in self.specs)
 
     @property
     def prepared(self) -> Prepared:
-        """What was compiled; waits for it, and for the other ranks.
+        """The compiled collective; waits for preparation here and for the other ranks.
 
         Raises:
             ConfigError: ranks disagree on the specs or options, a tensor cannot be cut into shards,
-                a codec has no kernels for the device, or a checksum is asked for over NCCL.
+                a codec has no kernels for the device, or a checksum is requested over NCCL.
             TransportError: a peer did not answer.
         """
         return self.ready.result()
 
     def prepare(self, agreement: Future[int], name: str | None) -> None:
-        """Make `prepared`; called once, on a thread that may wait.
+        """Complete `ready`; called once, on a thread that may block.
 
-        What can go wrong on one rank alone goes wrong before ranks compare: they compare that too.
+        Steps that can fail on a single rank come before ranks compare, so that they compare the
+        outcome too.
 
         Args:
-            agreement: ends when all ranks hold this layout.
+            agreement: completes when all ranks hold this layout.
             name: of the agreement, if it begins here.
         """
         refused: GradwireError | None = None
@@ -139,17 +140,18 @@ class Collective:
             self.ready.set_result(made)
 
     def start(self, items: Sequence[Item]) -> Future[Outcome]:
-        """Run it on `items` (one for each spec, in order), as a scope of its own; the values are
-        replaced by the result.
+        """Run it on `items` (one per spec, in order), as its own scope; the result replaces the
+        values.
 
         Returns:
-            A future that ends when the result is in place, or with the error that prevented it;
-            over NCCL, when it is queued: `result()` has the caller's stream wait for it.
+            A future that completes with the result, or fails with the error that prevented it. Over
+            NCCL it completes when the collective is queued, and `result()` makes the caller's
+            stream wait for it.
 
         Raises:
-            ConfigError: memory that is not what the spec says; nothing has been sent then.
+            ConfigError: memory differs from its spec; nothing has been sent then.
             TransportError: the group is broken.
-            CodecError: likewise, by a payload on a GPU.
+            CodecError: the group is broken by a payload on a GPU that could not be decoded.
         """
         self.check(items)
         ticket = self.owner.ticket()
@@ -160,7 +162,7 @@ class Collective:
         return running
 
     def check(self, items: Sequence[Item]) -> None:
-        """Raises ConfigError unless the memory of `items` is what the specs say."""
+        """Raise ConfigError unless the memory of `items` matches the specs."""
         for spec, item in zip(self.specs, items, strict=True):
             check_item(self.operation, spec, item, self.comm, self.device)
 
@@ -170,15 +172,15 @@ def start_round(
     parts: Sequence[tuple[Collective, Sequence[Item]]],
     why: Callable[[], str] | None = None,
 ) -> list[Future[Outcome]]:
-    """The next round of `ticket`: collectives of its owner side by side, no two of one layout. They
-    begin when all are prepared.
+    """The next round of `ticket`: collectives of its owner, concurrently, no two of one layout.
+    They begin when all are prepared. The caller has checked their items.
 
-    Their items were checked. They begin in this order on every rank, whichever is prepared first:
-    a ticket awaits its receives in the order in which they are posted, and that must be one for all
-    ranks. Over NCCL they are queued one after the other.
+    They begin in this order on every rank, whichever is prepared first: a ticket awaits its
+    receives in the order in which they are posted, which must be the same on all ranks. Over NCCL
+    they are queued one after the other.
 
     Args:
-        why: says in errors what the round is for.
+        why: returns the purpose of the round, for errors.
     """
     issue = parts[0][0].issue
     if len(parts) > 1:
@@ -204,11 +206,11 @@ def start_round(
 
 
 def _take_turns(ready: Sequence[Future[Prepared]], turns: Sequence[Future[Prepared]]) -> None:
-    """End `turns` in their order as `ready` have ended, once all have; one error ends all.
+    """Once all of `ready` have completed, complete `turns` in order, with their results; one error
+    fails all.
 
     A ticket waits for its messages one after the other, in the order in which its collectives have
-    begun. If ranks began them in different orders, as they happen to be prepared, each would wait
-    for what the other has yet to receive.
+    begun. Ranks that began them in different orders, as they happen to be prepared, would deadlock.
     """
     left, lock = len(ready), threading.Lock()
 
@@ -237,7 +239,7 @@ def prepare(
     operation: Operation = AVERAGE,
     device: torch.device = CPU,
 ) -> Collective:
-    """The Collective of `specs`, made on first use and kept for its owner; it waits for nobody.
+    """The Collective of `specs`, made on first use and cached; returns without waiting for peers.
 
     Raises:
         ConfigError: as Collective, or `options` of another type.
@@ -262,7 +264,7 @@ def prepare(
 
 
 def retire(owner: Owner) -> None:
-    """A handle's plan changes: let go of what none of its last plans has asked for."""
+    """Called when a handle's plan changes: drop collectives that none of its last plans used."""
     with owner.preparing:
         for key, kept in list(owner.kept.items()):
             assert isinstance(kept, Collective)
@@ -275,10 +277,10 @@ def retire(owner: Owner) -> None:
 def _agreement(owner: Owner, made: Collective) -> tuple[Future[int], str | None]:
     """(the agreement on a layout, its name if it has yet to begin).
 
-    Ranks may differ in options that are nobody else's business, so what was agreed on is kept by
-    digest, not by key. The calls of a stream have one order: their agreements are counted, so that
-    unlike calls meet, and a layout gives up its place to one that has the same tags. Rounds of a
-    handle's tickets come in any order: there, all ranks that need a layout meet under its digest.
+    Agreements are cached by digest, not by key, since ranks may differ in options that are local.
+    The calls of a stream have one order: their agreements are numbered, so that calls that differ
+    are compared, and a layout replaces one with the same tags. Rounds of a handle's tickets come in
+    any order: there, the digest names the agreement.
     """
     number = made.issue.digest
     place = number % LAYOUTS if owner.single else number
@@ -292,13 +294,13 @@ def _agreement(owner: Owner, made: Collective) -> tuple[Future[int], str | None]
 
 
 def _is_agreed(owner: Owner, made: Collective) -> bool:
-    """Whether the ranks hold this layout, or are about to find out."""
+    """Whether the ranks have agreed on this layout, or are comparing it."""
     number = made.issue.digest
     held, agreement = owner.agreed.get(number % LAYOUTS if owner.single else number, (None, None))
     if held != number or agreement is None:
         return False
     failed = agreement.done() and agreement.exception() is not None
-    # A handle's layout comes from its plan: what was refused once will be refused again.
+    # A handle's layout comes from its plan: a rejected layout would be rejected again.
     return not (failed and owner.single)
 
 
@@ -311,7 +313,7 @@ def _in_words(operation: Operation, specs: Sequence[Spec]) -> str:
 
 
 def _copy(source: Future[T], target: Future[T]) -> None:
-    """End `target` as `source` ends, which is awaited."""
+    """Wait for `source`, and complete `target` with its result or error."""
     error = source.exception()
     if error is None:
         target.set_result(source.result())

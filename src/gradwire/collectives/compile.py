@@ -1,7 +1,7 @@
-"""Compiling: from what a collective is, and where it runs, to what one rank does.
+"""Compiling: from a collective's layout and environment to one rank's program.
 
-A pure function: nothing is communicated, loaded or kept, and no device is asked. All ranks compile
-alike, but for their number and for what their transports can do.
+A pure function: it communicates, loads and caches nothing, and queries no device. Programs differ
+between ranks only by rank and by the capabilities of their transports.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from gradwire import algorithms
 from gradwire.algorithms import Algorithm, Coordinated, Hierarchical, Sizes
 from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.algorithms.protocol import message
-from gradwire.collectives.arena import borrowed, place
 from gradwire.collectives.calls import Calls, kernel_calls
-from gradwire.collectives.legal import check_way
+from gradwire.collectives.legal import check_algorithm
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
 from gradwire.collectives.packing import Packing, expected_sizes, packings
+from gradwire.collectives.placement import borrowed, place
 from gradwire.engine import HEADER_BYTES, Graph
 from gradwire.engine.schedule import Wave, lower
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
 from gradwire.partition import SEGMENT_BYTES, Kind, Partition, Spec, partition
 
-# Of a segment, in uncompressed values of a chunk. Over a network, encoding and sending overlap; in
-# memory both are the work of the same cores, and what a segment costs is all there is to it.
+# Uncompressed bytes of a chunk's segment in memory. Segments let encoding overlap with sending over
+# a network; in memory the same cores do both, and a segment has only costs.
 IN_MEMORY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class CollectiveLayout:
-    """What travels, the same on every rank.
+    """The layout of a collective, the same on every rank.
 
     Attributes:
-        operation: what is done with the tensors.
-        specs: the tensors. Of a reduce-scatter or all-gather, each holds every rank's shard, in
+        operation: verb, operator and root.
+        specs: the tensors. For a reduce-scatter or all-gather, each holds every rank's shard, in
             rank order.
     """
 
@@ -47,15 +47,14 @@ class CollectiveLayout:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a rank's transport can do.
+    """The capabilities of a rank's transport.
 
     Attributes:
-        fifo: whether messages between two ranks keep their order, and have no tags; the same on
-            every rank.
-        in_memory: whether no message of any rank leaves the memory of one machine; the same on
-            every rank.
-        staged: whether it cannot reach the memory of kernels.
-        lenders: the ranks whose messages can be read where they lie.
+        fifo: whether messages have in-order delivery and no tags; the same on every rank.
+        in_memory: whether all messages of all ranks stay in one machine's memory; the same on every
+            rank.
+        staged: whether it cannot access the kernels' memory.
+        lenders: the ranks whose messages can be read in place.
     """
 
     fifo: bool = False
@@ -66,24 +65,24 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in a collective, as columns.
+    """One rank's part of a collective, as columns.
 
     Attributes:
         graph: its tasks and buffers.
         sizes: payload bytes, sizes[segment][chunk].
         kinds: (codec, dtype) of each kernel that `calls` names.
-        calls: of its kernels, with the rows of their table.
-        nbytes: of each buffer: bytes of its message, header included, and where its length depends
-            on data, those of the table.
-        offset: where it begins in the arena; 0 if it is borrowed.
-        borrowed: whether it is read where the peer that sends it has put it.
-        readers: how many tasks read it.
-        arena_bytes: of all messages; the kernels' workspace comes behind them.
-        wire_bytes: what one run sends from this rank, by the algorithm's formula; where lengths
-            depend on data, with those that codecs expect.
-        packings: of each buffer, how its message is packed; None if its length is always the same.
+        calls: the kernel calls, with the rows of their table.
+        nbytes: per buffer, bytes of its message, including the header and, where the length depends
+            on data, the table.
+        offset: per buffer, its offset in the arena; 0 if it is borrowed.
+        borrowed: per buffer, whether it is read in the sender's memory.
+        readers: per buffer, how many tasks read it.
+        arena_bytes: size of all messages; the kernels' workspace follows them.
+        wire_bytes: bytes that this rank sends per run, by the algorithm's formula; lengths that
+            depend on data count as their codecs expect.
+        packings: per buffer, how its message is packed; None if its length is fixed.
         checksum: whether messages carry one.
-        stages: the schedule of a transport that is `fifo`; else there is none.
+        stages: the schedule for a `fifo` transport; else empty.
     """
 
     graph: Graph
@@ -107,18 +106,17 @@ def compile(
     """The program of one rank.
 
     Raises:
-        ConfigError: an algorithm that the operation does not have, a tensor that cannot be cut into
-            shards, a number of machines that is not that of ranks, or a checksum where no host sees
-            messages.
+        ConfigError: the operation does not have the algorithm, a tensor cannot be cut into shards,
+            `nodes` does not have one entry per rank, or a checksum is requested in stream order.
     """
     if capabilities.fifo and options.checksum:
         raise ConfigError(
-            "these tensors travel in stream order, where no host could compare a checksum: leave "
+            "these tensors travel in stream order, where the host cannot compare a checksum: leave "
             "Options(checksum=None)"
         )
     rank, world_size = topology.rank, topology.world_size
     algorithm = algorithm_of(layout.operation, topology, options)
-    # A GPU's messages are not the work of its kernels' cores, wherever they go.
+    # A GPU's kernels and its messages do not compete for the same cores.
     in_memory = capabilities.in_memory and not capabilities.fifo
     parts = cut(layout, algorithm, world_size, options, in_memory)
     graph = algorithm.build(rank, world_size, parts.sizes)
@@ -127,8 +125,9 @@ def compile(
         most if packing is None else most + packing.head_bytes - HEADER_BYTES
         for most, packing in zip(message_bytes(graph, parts.sizes), packed, strict=True)
     ]
-    # Coordinated rounds count on sends that end as soon as the message has left; links and pinned
-    # memory bring messages to a place of their own; triton's are at equal distances.
+    # Messages cannot be read in place where coordinated rounds expect sends to end once the message
+    # has left, where links and pinned memory copy messages anyway, and for triton's kernels, which
+    # need equal distances.
     copies = (
         capabilities.fifo
         or capabilities.staged
@@ -141,7 +140,7 @@ def compile(
     for reads in graph.reads:
         for buffer in reads:
             readers[buffer] += 1
-    # Where no host looks at messages, they travel as large as they can be.
+    # Where the host does not read messages, they travel at their greatest size.
     sizes = parts.sizes if capabilities.fifo else expected_sizes(parts)
     hop = partial(algorithm.hop, world_size=world_size)
     return Program(
@@ -180,25 +179,27 @@ def cut(
 
 
 def message_bytes(graph: Graph, sizes: Sizes) -> list[int]:
-    """Of the message of each buffer, header included."""
+    """Bytes of each buffer's message, header included."""
     places = zip(graph.buffer_segment, graph.buffer_chunk, strict=True)
     return [message(sizes[segment][chunk]) for segment, chunk in places]
 
 
 def algorithm_of(operation: Operation, topology: Topology, options: Options) -> Algorithm:
-    """What runs a collective.
+    """The algorithm of a collective.
 
     Raises:
-        ConfigError: what `check_way` refuses, or a number of machines that is not that of ranks.
+        ConfigError: `check_algorithm` rejects it, or `nodes` does not have one entry per rank.
     """
-    check_way(operation, options, topology.world_size, str(operation))
+    check_algorithm(operation, options, topology.world_size, str(operation))
     algorithm = algorithms.OF[operation.verb][options.algorithm]
     if options.coordinated:
         return Coordinated(algorithm)
     if isinstance(algorithm, Hierarchical):
         nodes = topology.machines if options.nodes is None else options.nodes
         if len(nodes) != topology.world_size:
-            raise ConfigError(f"nodes={nodes}: a machine for each of {topology.world_size} ranks")
+            raise ConfigError(
+                f"nodes={nodes}: give a machine for each of the {topology.world_size} ranks"
+            )
         return replace(algorithm, nodes=nodes, inside=options.inside, between=options.between)
     if isinstance(algorithm, (ScatterAllGather, Tree)):
         return replace(algorithm, root=operation.root)

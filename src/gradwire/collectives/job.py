@@ -1,4 +1,4 @@
-"""One round of a prepared collective: its addresses, keys, kernels and messages."""
+"""One run of a prepared collective: its addresses, keys, kernels and messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gradwire.collectives.calls import Step
 from gradwire.collectives.loans import Loans
 from gradwire.collectives.memory import HostMemory, Memory, Slice, StagedMemory, is_staged
 from gradwire.collectives.operation import Operation
-from gradwire.collectives.packed import PackedMessages
+from gradwire.collectives.packed_messages import PackedMessages
 from gradwire.engine import Communicator, Kind, Ticket
 from gradwire.engine.message import Envelope, check, seal, version_of
-from gradwire.engine.threads import Outgoing
+from gradwire.engine.thread_driver import Outgoing
 from gradwire.errors import ConfigError
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -35,13 +35,13 @@ class Item:
     """One tensor of one call.
 
     Attributes:
-        values: 1-D, contiguous, on the collective's device, all that `Spec.extent` says; replaced
-            by the result, unless there is a `home`.
-        residual: fp32, as many as `Spec.numel` says, or None.
+        values: 1-D, contiguous, on the collective's device, `Spec.extent` elements; the result
+            replaces them, unless there is a `home`.
+        residual: fp32, `Spec.numel` elements, or None.
         keys: from `rng.parameter_keys`.
-        step: enters the RNG key, so that no two steps draw the same numbers.
-        home: of a reduce-scatter: this rank's shard of the values, replaced by the result in place
-            of what `values` hold of it; `values` are then only read.
+        step: part of the RNG key, so that no two steps draw the same numbers.
+        home: for a reduce-scatter, this rank's shard, used instead of the shard in `values`; the
+            result replaces it, and `values` are only read.
     """
 
     values: torch.Tensor
@@ -52,13 +52,13 @@ class Item:
 
 
 class Job:
-    """Fulfils gradwire.engine.threads.Work."""
+    """A gradwire.engine.thread_driver.Work."""
 
     def __init__(self, collective: Prepared, items: Sequence[Item], ticket: Ticket) -> None:
         self.ticket = ticket
         self.collective = collective
         self.graph = collective.graph
-        self.items = items  # kept alive until the kernels are done with their memory
+        self.items = items  # keeps memory alive until the kernels have ended
         self.borrowed: Mapping[int, int] = collective.borrowed
         program = collective.program
         self.loans = Loans(self.graph, program.nbytes, program.readers)
@@ -71,7 +71,7 @@ class Job:
         self.factor = 1.0 / collective.comm.world_size if averages else 1.0
         self.sequence = ticket.place.number << 8 | ticket.rounds & 255
         self.step = self._step(collective.specs, items)
-        # What every rank must have given alike; the message's header carries it.
+        # Message headers carry the digest of arguments that must be equal on all ranks.
         self.call = zlib.crc32(self.step.shared.tobytes() + self.step.steps.tobytes())
 
     def _step(self, specs: Sequence[Spec], items: Sequence[Item]) -> Step:
@@ -90,7 +90,7 @@ class Job:
         return Step(*numbers.reshape(len(columns), -1))
 
     def _home(self, spec: Spec, item: Item, values: int) -> int:
-        """Where its values would begin if `home` stood among them."""
+        """The address at which its values would begin if `home` were part of them."""
         if item.home is None:
             return values
         comm = self.collective.comm
@@ -113,7 +113,7 @@ class Job:
             )
 
     def _fill(self) -> None:
-        """The table of rows, and the kernels on it, now that there is memory."""
+        """Make the table of rows, and bind the kernels to it; memory is allocated."""
         program, arena = self.collective.program, self.held.arena
         self.rows = program.calls.table(self.step, arena.data_ptr())
         workspace = arena[program.arena_bytes :]
@@ -142,7 +142,7 @@ class Job:
         return self.memory(*self.graph.message(task))
 
     def _packed(self, *buffers: int) -> PackedMessages | None:
-        """What sends and receives a message whose length depends on data; None of any other."""
+        """The sender and receiver of messages whose length depends on data; None for others."""
         packings = self.collective.program.packings
         return self.packed if any(packings[b] is not None for b in buffers) else None
 
@@ -154,7 +154,7 @@ class Job:
         return program.offset[buffer], program.offset[buffer] + program.nbytes[buffer]
 
     def _stretches(self, buffers: Sequence[int]) -> Iterator[Slice]:
-        """Where buffers lie, those side by side as one; none is looked up if nobody asks."""
+        """The slices of buffers, adjacent ones joined; computed lazily."""
         first = last = 0
         for begin, end in map(self._slice, buffers):
             if begin != last:
@@ -179,14 +179,14 @@ class Job:
             for call in c.program.calls.of[task]:
                 mark = c.marks[c.program.calls.kernel[call]]
                 if mark is not None:
-                    mark.check()  # a GPU says afterwards what was wrong
+                    mark.check()  # a GPU reports bad payloads after the kernel
         for buffers in c.together[task]:
             self._seal(buffers)
         self.loans.read(reads)
         self.kernel_seconds += time.perf_counter() - begun
 
     def _seal(self, buffers: tuple[int, ...]) -> None:
-        """The headers of buffers that lie side by side."""
+        """Write the headers of adjacent buffers."""
         if len(buffers) > 1 and self._packed(*buffers) is None:
             envelope, message = self._envelope(buffers[0]), self.memory(*buffers)
             headers = self.collective.headers(buffers, self._envelope)
@@ -204,15 +204,15 @@ class Job:
         self.kernel_calls += self.series.run(calls.start, calls.stop, distances)
 
     def find(self, task: int) -> np.ndarray | None:
-        """Of a merge, the distances between what it reads; its rows, and a decode's, are told where
-        borrowed messages lie."""
+        """Find what a kernel reads: returns a merge's distances between payloads, and fills the
+        addresses of borrowed messages into the rows of a merge or decode."""
         kind, reads = self.graph.kind[task], self.graph.reads[task]
         if kind not in (Kind.MERGE, Kind.DECODE):
             return None
         calls = self.collective.program.calls
         begin = self._address(reads[0]) if reads else 0
         if calls.of[task] and reads and reads[0] in self.loans:
-            # a message of several buffers lies as it would here; a decode has no other message
+            # borrowed buffers have the same relative offsets as here; a decode reads one message
             column = "source" if kind is Kind.MERGE else "payload"
             first, last = calls.first[calls.of[task][0]], calls.last[calls.of[task][-1]]
             here = self.held.arena.data_ptr() + self.collective.program.offset[reads[0]]
@@ -223,7 +223,7 @@ class Job:
         return np.array([self._address(buffer) - begin for buffer in of_peers], dtype="i8")
 
     def _address(self, buffer: int) -> int:
-        """Where kernels read a message."""
+        """The address at which kernels read a message."""
         if buffer in self.loans:
             return self.loans.memory((buffer,)).data_ptr()
         return self.held.arena.data_ptr() + self.collective.program.offset[buffer]
@@ -254,13 +254,13 @@ class Job:
     def finish(self) -> None:
         self.held.give()
         self.items, self.packed = (), None
-        del self.held, self.rows, self.series  # whoever keeps a job must not keep its memory
+        del self.held, self.rows, self.series  # a reference to the job must not keep its memory
 
 
 def check_item(
     operation: Operation, spec: Spec, item: Item, comm: Communicator, device: torch.device
 ) -> None:
-    """Kernels get addresses, so this is where wrong memory must be stopped; raises ConfigError."""
+    """Raise ConfigError unless an item's memory matches its spec: kernels get bare addresses."""
     numel = spec.extent(comm.world_size) if operation.shards else spec.numel
     check_memory(spec, "values", item.values, numel, spec.dtype, device)
     if spec.feedback:
@@ -269,7 +269,7 @@ def check_item(
         _, shard, _ = spec.shards(comm.world_size)[comm.rank]
         check_memory(spec, "shard", item.home, shard, spec.dtype, device)
     if not 0 <= item.step < 1 << 63:
-        raise ConfigError(f"{spec.name}: step is {item.step}, must be 0 or more")
+        raise ConfigError(f"{spec.name}: step is {item.step}; it must be 0 or more")
 
 
 def check_memory(
@@ -280,11 +280,11 @@ def check_memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raises ConfigError unless `tensor` is contiguous memory that holds its values as they are."""
+    """Raise ConfigError unless `tensor` is contiguous and no lazy view (conjugate, negative)."""
     if tensor is None:
-        raise ConfigError(f"{spec.name}: its {what} is missing")
-    # Torch lets go of the GIL to find out, so it is asked only where it may be: a real view that
-    # negates is every other value of a complex one.
+        raise ConfigError(f"{spec.name}: `{what}` is missing")
+    # torch releases the GIL in these checks, so they are made only where a lazy view is possible: a
+    # negative view of real dtype is every other value of a complex one, hence not contiguous.
     lazy = (dtype.is_complex or numel == 1) and (tensor.is_conj() or tensor.is_neg())
     as_it_must_be = (
         tensor.numel() == numel
@@ -298,6 +298,6 @@ def check_memory(
         if lazy:
             layout = "a view that negates its imaginary part"
         raise ConfigError(
-            f"{spec.name}: its {what} holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
+            f"{spec.name}: `{what}` holds {tensor.numel()} x {tensor.dtype} on {tensor.device}, "
             f"{layout}; it must hold {numel} x {dtype}, contiguous on {device}"
         )

@@ -1,7 +1,7 @@
-"""What may be combined: one table of collectives, and what an error says where it is not in it.
+"""Legal combinations of operation, dtype, codec and algorithm: one table, and its checks.
 
-`LEGAL` is printed in docs/algorithms.md. Every algorithm of an all-reduce but all_gather encodes
-sums; `EXCEPTIONS` are the codecs that do not stand that.
+docs/algorithms.md prints `LEGAL`. Every all-reduce algorithm except all_gather encodes sums;
+`RESTRICTIONS` lists the codecs that do not allow this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import Codec, Exact
 from gradwire.partition import Spec
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # what codecs take
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that codecs take
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 DOUBLE = (torch.float64,)
 ORDERED = (*FLOATS, *DOUBLE, *WHOLE, torch.bool)
@@ -28,14 +28,14 @@ REDUCED = "sra, ring, tree, parameter_server, all_gather, hierarchical"
 
 @dataclass(frozen=True)
 class Legal:
-    """One row: what the operators of a collective take.
+    """One row: what a collective's operators accept.
 
     Attributes:
         verb, ops: of the operation.
         dtypes: of the values; (): any.
-        codecs: whether they may travel through a codec; else they are sent as they are.
-        feedback: whether a residual may travel with them.
-        algorithms: that it has, as text.
+        codecs: whether a codec may compress the values; else they travel uncompressed.
+        feedback: whether a residual is allowed.
+        algorithms: the algorithms, as text.
     """
 
     verb: str
@@ -46,7 +46,7 @@ class Legal:
     algorithms: str
 
     def columns(self) -> tuple[str, ...]:
-        """As docs/algorithms.md has it."""
+        """The row in docs/algorithms.md."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         travels = "through a codec, or as they are" if self.codecs else "as they are"
         feedback = "yes" if self.feedback else "no"
@@ -72,18 +72,18 @@ LEGAL = (
 )  # fmt: skip
 
 
-def dense(operation: Operation, dtype: torch.dtype) -> Codec:
-    """How values travel as they are."""
+def uncompressed(operation: Operation, dtype: torch.dtype) -> Codec:
+    """The codec that carries values uncompressed."""
     if dtype in FLOATS and operation.op in ("", "sum", "avg"):
         return Identity()
     return Exact("sum" if operation.op == "avg" else operation.op)
 
 
 def check_legal(operation: Operation, spec: Spec, options: Options, world_size: int) -> None:
-    """Whether a tensor may travel so, on that many ranks.
+    """Check a tensor's collective on `world_size` ranks.
 
     Raises:
-        ConfigError: if not; the message says why, and what is possible.
+        ConfigError: it is not legal; the message says why, and what is.
     """
     rows = [row for row in LEGAL if row.verb == operation.verb]
     rows = [row for row in rows if not row.ops or operation.op in row.ops]
@@ -92,7 +92,7 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
     if not of_dtype:
         known = ", ".join(str(dtype) for row in rows for dtype in row.dtypes)
         raise ConfigError(f"{what} is not defined: it takes {known}")
-    as_they_are = dense(operation, spec.dtype)
+    as_they_are = uncompressed(operation, spec.dtype)
     if isinstance(as_they_are, Exact):
         try:
             as_they_are.itemsize(spec.dtype)
@@ -100,12 +100,11 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
             raise ConfigError(f"{what} is not defined: {error}") from error
     if isinstance(spec.codec, Exact) and spec.codec != as_they_are:
         raise ConfigError(
-            f"{what} through {spec.codec} is not defined, which is no codec of a user's: give "
-            "codec=None"
+            f"{what} through {spec.codec} is not defined: that codec is internal; give codec=None"
         )
     if spec.codec != as_they_are and not any(row.codecs for row in of_dtype):
         raise ConfigError(
-            f"{what} through {spec.codec} is not defined: these values travel as they are; give "
+            f"{what} through {spec.codec} is not defined: these values travel uncompressed; give "
             "codec=None"
         )
     if spec.feedback and not any(row.feedback for row in of_dtype):
@@ -114,17 +113,17 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
         check_defined(options.algorithm, spec.codec)
     if spec.feedback:
         check_feedback(spec.codec)
-    check_way(operation, options, world_size, f"{spec.name}: {operation}")
+    check_algorithm(operation, options, world_size, f"{spec.name}: {operation}")
     if operation.shards:
         spec.shard_lengths(world_size)
 
 
-def check_way(operation: Operation, options: Options, world_size: int, what: str) -> None:
-    """Whether the operation `what`, in words, runs so on that many ranks.
+def check_algorithm(operation: Operation, options: Options, world_size: int, what: str) -> None:
+    """Check an operation's algorithm, options and root on `world_size` ranks; `what` names it.
 
     Raises:
-        ConfigError: an algorithm or option that the operation does not have, or a root that is no
-            rank; the message says what it has.
+        ConfigError: the operation does not have the algorithm or option, or the root is not a rank;
+            the message says what it has.
     """
     known = OF[operation.verb]
     if options.algorithm not in known:
@@ -140,52 +139,53 @@ def check_way(operation: Operation, options: Options, world_size: int, what: str
 
 
 @dataclass(frozen=True)
-class _Exception:
+class _Restriction:
     applies: Callable[[Codec], bool]
     algorithms: tuple[str, ...]
     reason: str
 
 
-EXCEPTIONS = (
-    _Exception(
+RESTRICTIONS = (
+    _Restriction(
         lambda codec: isinstance(codec, RandomK) and codec.scale > 1,
         ("all_gather",),
         "it scales what it sends, but a rank that adds its own values to received ones does not "
-        "scale them, so the average would be biased; or give it unbiased=False and error feedback",
+        "scale them, so the average would be biased; or use unbiased=False with error feedback",
     ),
-    _Exception(
+    _Restriction(
         lambda codec: isinstance(codec, TBQ),
         ("sra", "parameter_server", "all_gather"),
-        "a payload holds at most one threshold a value, and would have to carry the sum of several "
-        "ranks",
+        "a payload holds at most one threshold per value, and would have to carry the sum of "
+        "several ranks",
     ),
 )
 
 
 def check_defined(algorithm: str, codec: Codec) -> None:
-    """Whether a sum through `algorithm` is what `codec` promises.
+    """Check that `codec` allows sums in `algorithm`.
 
     Raises:
-        ConfigError: if not; the message says why, and which algorithms do.
+        ConfigError: it does not; the message says why, and names algorithms that it allows.
     """
-    for exception in EXCEPTIONS:
-        if exception.applies(codec) and algorithm not in exception.algorithms:
-            allowed = " or ".join(repr(name) for name in exception.algorithms)
+    for restriction in RESTRICTIONS:
+        if restriction.applies(codec) and algorithm not in restriction.algorithms:
+            allowed = " or ".join(repr(name) for name in restriction.algorithms)
             raise ConfigError(
-                f"{codec} is not defined in the algorithm {algorithm!r}: {exception.reason}. "
+                f"{codec} is not defined in the algorithm {algorithm!r}: {restriction.reason}. "
                 f"Use algorithm {allowed}"
             )
 
 
 def check_feedback(codec: Codec) -> None:
-    """Whether error feedback makes up for what `codec` does not send, in any collective.
+    """Check that error feedback compensates for what `codec` does not send.
 
     Raises:
-        ConfigError: if not; the message says why, and what to use.
+        ConfigError: it does not; the message says why, and what to use.
     """
     if isinstance(codec, RandomK) and codec.scale > 1:
         raise ConfigError(
-            f"{codec} is not defined with error feedback: it sends {codec.scale:g} times what it "
-            f"picks, so the residual is {1 - codec.scale:g} times that, and grows from step to "
-            "step. Use unbiased=False with error feedback, or unbiased=True without"
+            f"{codec} is not defined with error feedback: it sends {codec.scale:g} times the "
+            f"values that it picks, so the residual is {1 - codec.scale:g} times these values, and "
+            "grows from step to step. Use unbiased=False with error feedback, or unbiased=True "
+            "without"
         )

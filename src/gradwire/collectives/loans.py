@@ -1,4 +1,4 @@
-"""The borrowed messages of one round: which buffers lie in them, and when each is given back."""
+"""The borrowed messages of one run: which buffers they contain, and when each is given back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from gradwire.transport import Loan
 
 @dataclass
 class _Lent:
-    """A message that is read where a peer has put it; `left`: its buffers that are still read."""
+    """A message that is read in the sender's memory; `left`: how many of its buffers have readers
+    left."""
 
     loan: Loan
     message: torch.Tensor
@@ -21,26 +22,26 @@ class _Lent:
 
 
 class Loans:
-    """Those of one round.
+    """The borrowed messages of one run.
 
     Args:
-        graph: of the round.
-        nbytes: of each buffer.
-        readers: of each buffer, how many tasks read it.
+        graph: of the run.
+        nbytes: bytes per buffer.
+        readers: per buffer, how many tasks read it.
     """
 
     def __init__(self, graph: Graph, nbytes: Sequence[int], readers: Sequence[int]) -> None:
         self._graph = graph
         self._nbytes = nbytes
-        self._readers = list(readers)  # that are left
+        self._readers = list(readers)  # readers left
         self._held: dict[int, tuple[_Lent, torch.Tensor]] = {}
 
     def __contains__(self, buffer: int) -> bool:
-        """Whether a buffer lies in a message that is borrowed now."""
+        """Whether a buffer is part of a message that is borrowed now."""
         return buffer in self._held
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
-        """The message that begins with `buffer` is here."""
+        """The message that begins with `buffer` has arrived."""
         buffers = self._graph.writes[self._graph.writer[buffer]]
         lent, at = _Lent(loan, message, len(buffers)), 0
         for each in buffers:
@@ -48,12 +49,12 @@ class Loans:
             at += self._nbytes[each]
 
     def memory(self, buffers: Sequence[int]) -> torch.Tensor:
-        """One buffer, or all of a message."""
+        """The memory of one buffer, or of a whole message."""
         lent, only = self._held[buffers[0]]
         return only if len(buffers) == 1 else lent.message
 
     def read(self, buffers: Sequence[int]) -> None:
-        """A task has read these; what no other task reads is given back."""
+        """A task has read these buffers; messages without further readers are given back."""
         for buffer in buffers:
             if buffer in self._held:
                 self._readers[buffer] -= 1

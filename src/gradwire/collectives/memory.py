@@ -1,9 +1,9 @@
-"""Where the messages of a running collective lie: one arena for kernels and transport on the CPU;
-on a GPU an arena of its own for the kernels, and pinned memory for the transport.
+"""The memory of a running collective: on the CPU one arena for kernels and transport; on a GPU one
+arena for the kernels, and pinned memory for the transport.
 
-There, kernels run on a side stream. What a message brings is copied to the GPU before a kernel
-reads it, what a kernel writes is copied back before it is sent, at the same place in both. It is
-sent by the host, so the host waits for the copy; its thread has nothing else to do.
+On a GPU, kernels run on a side stream. A received message is copied to the GPU before a kernel
+reads it, and what a kernel writes is copied back before it is sent, at the same offset in both. The
+host sends the message, so its thread waits for the copy.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from gradwire.engine import Communicator
 
-Slice = tuple[int, int]  # first byte, and the byte behind the last
+Slice = tuple[int, int]  # byte range [first, last)
 
 
 class Memory(Protocol):
     """One collective's memory, from its start to its end.
 
     Attributes:
-        arena: uint8, where kernels read and write payloads, and their workspace.
-        messages: uint8, where the transport reads and writes them; perhaps the arena itself.
+        arena: uint8, the kernels' payloads and workspace.
+        messages: uint8, the transport's messages; it may be the arena itself.
     """
 
     arena: torch.Tensor
@@ -33,11 +33,12 @@ class Memory(Protocol):
     def kernels(
         self, reads: Iterable[Slice], writes: Iterable[Slice]
     ) -> AbstractContextManager[None]:
-        """Within it kernels are called that read and write these messages; behind it they have."""
+        """A context for calls of kernels that read and write these messages; on exit they have
+        ended."""
         ...
 
     def give(self) -> None:
-        """It is not needed any more."""
+        """Give the memory back."""
         ...
 
 
@@ -60,11 +61,11 @@ class StagedMemory:
     """On a GPU.
 
     Args:
-        comm: whose pools.
+        comm: owns the pools.
         device: of the kernels' arena.
-        nbytes: of that, workspace included.
-        message_bytes: of the messages, which come first.
-        ready: what the caller's stream must have reached before values are read; None: now.
+        nbytes: size of the arena, workspace included.
+        message_bytes: size of the messages, which come first.
+        ready: event on the caller's stream after which values may be read; None: at once.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StagedMemory:
 
     @contextmanager
     def kernels(self, reads: Iterable[Slice], writes: Iterable[Slice]) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):  # without effect where there is none
+        with torch.cuda.stream(self._stream):  # no effect for None
             for first, end in reads:
                 self.arena[first:end].copy_(self.messages[first:end], non_blocking=True)
             yield
@@ -100,5 +101,5 @@ class StagedMemory:
 
 
 def is_staged(device: torch.device) -> bool:
-    """Whether transports cannot reach memory of `device`."""
+    """Whether transports cannot access memory of `device`."""
     return device.type != "cpu"

@@ -1,4 +1,4 @@
-"""What a collective does, whatever its tensors: its verb, its operator, its root."""
+"""The operation of a collective: its verb, operator and root."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VERBS = (*REDUCING, "all_gather", "broadcast")
 
 @dataclass(frozen=True)
 class Operation:
-    """The same on every rank.
+    """An operation, the same on every rank.
 
     Attributes:
         verb: "all_reduce", "reduce_scatter", "all_gather" or "broadcast", in torch's sense.
-        op: of the first two: "sum", "avg", "min" or "max"; else "".
-        root: of a broadcast: the rank whose values all ranks get.
+        op: for the first two, "sum", "avg", "min" or "max"; else "".
+        root: for a broadcast, the rank whose values all ranks get.
 
     Raises:
         ConfigError: an unknown operator.
@@ -31,12 +31,12 @@ class Operation:
     def __post_init__(self) -> None:
         assert self.verb in VERBS, self.verb
         if self.verb in REDUCING and self.op not in OPS:
-            raise ConfigError(f"op {self.op!r}: {self.verb} knows {', '.join(map(repr, OPS))}")
+            raise ConfigError(f"op {self.op!r}: {self.verb} takes {', '.join(map(repr, OPS))}")
         assert self.verb in REDUCING or not self.op, self
 
     @property
     def shards(self) -> bool:
-        """Whether each rank has, or gets, a part of the values of its own."""
+        """Whether each rank has, or gets, its own shard of the values."""
         return self.verb in ("reduce_scatter", "all_gather")
 
     def __str__(self) -> str:

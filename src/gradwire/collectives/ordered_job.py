@@ -1,7 +1,7 @@
-"""One round of a prepared collective in stream order.
+"""One run of a prepared collective in stream order.
 
-Kernels and messages have one arena, on the tensors' device. Messages keep room for a header, so
-that they lie, and count, as everywhere else; nobody writes or reads it.
+Kernels and messages share one arena, on the tensors' device. Messages keep room for a header, so
+that offsets and byte counts are as on the other drivers; the header is not used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from gradwire.collectives.job import Job
 from gradwire.collectives.memory import HostMemory
 from gradwire.engine import Communicator
 from gradwire.engine.schedule import Wave
-from gradwire.engine.stream import Checkable
+from gradwire.engine.stream_driver import Checkable
 
 
 class OrderedMemory(HostMemory):
-    """An arena on the tensors' device, in the side stream's own memory.
+    """An arena on the tensors' device, allocated on the side stream.
 
-    It may be given back as soon as all work on it is queued: who takes it next works behind that.
+    It may be given back as soon as all work on it is queued: its next user's work is queued on the
+    same stream, after that.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, nbytes: int) -> None:
@@ -29,7 +30,7 @@ class OrderedMemory(HostMemory):
 
 
 class OrderedJob(Job):
-    """Fulfils gradwire.engine.stream.StreamWork."""
+    """A gradwire.engine.stream_driver.StreamWork."""
 
     @property
     def schedule(self) -> Sequence[Wave]:
@@ -42,7 +43,7 @@ class OrderedJob(Job):
         stream = c.comm.pools.stream(c.device)
         if stream is not None and self.ready is not None:
             stream.wait_event(self.ready)
-            # What the caller lets go of must outlive what is queued here.
+            # The caller may drop its tensors before the queued work has ended.
             given = [t for i in self.items for t in (i.values, i.residual, i.home) if t is not None]
             for tensor in {t.untyped_storage().data_ptr(): t for t in given}.values():
                 tensor.record_stream(stream)

@@ -1,15 +1,15 @@
-"""How a message is packed whose rows have payloads of a length that depends on data.
+"""Packing of messages whose rows have payloads of a length that depends on data.
 
-In memory every payload lies where its greatest size puts it; what is in use of it is a prefix
-(lang/layout.py). Packed, a message is
+In memory, the offsets of payloads follow from their greatest sizes; the bytes in use of a payload
+are a prefix (lang/layout.py). Packed, a message is
 
     head   its header, whose length field counts the bytes of the body; and the table: how many
            bytes of each row's payload are in use, uint32, padded to 16 bytes with zeros
-    body   these prefixes, one behind the other, each padded to 16 bytes
+    body   these prefixes, one after the other, each padded to 16 bytes
 
-A message is received where it will lie, so its memory has room for the table, too. The checksum is
-the sum of the table and the body. How many bytes are in use follows from the payload's own counts;
-the table repeats it, so that a receiver finds the rows, and both are compared.
+A message is received into its final memory, which therefore has room for the table. The checksum is
+the sum of the table and the body. The payload's own counts give the bytes in use; the table repeats
+them, so that a receiver finds the rows, and the receiver compares both.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Sizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Counted:
-    """The rows of a message that have one codec and dtype, whose counts are summed in one go.
+    """The rows of a message with one codec and dtype, whose counts are summed together.
 
     Attributes:
         layout: of their payloads.
-        rows: their places among the message's rows.
-        known: bytes of the parts of known length.
-        counts: where in the message each row's counts, or flags of kept blocks, are.
-        first: place of each row's first count, where they stand side by side.
-        last: place of each row's last one.
-        short: how many values the last block lacks.
+        rows: their indices among the message's rows.
+        known: per row, bytes of the parts of fixed length.
+        counts: per row, the slice of the message with its counts, or flags of kept blocks.
+        first: per row, the index of its first count among all counts, concatenated.
+        last: per row, the index of its last count.
+        short: per row, how many values the last block lacks.
     """
 
     layout: Layout
@@ -53,7 +53,7 @@ class _Counted:
     short: np.ndarray
 
     def used(self, message: np.ndarray) -> np.ndarray:
-        """int64[rows]: bytes in use of each payload, as its counts say, be they sensible or not."""
+        """int64[rows]: bytes in use of each payload by its counts, which are not validated."""
         side_by_side = np.concatenate([message[at] for at in self.counts])
         if self._selects:
             entries = np.add.reduceat(side_by_side.view("<u2"), self.first, dtype="i8")
@@ -71,12 +71,12 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Packing:
-    """What is known of a message before it is made; of the rows in their order.
+    """What is known of a message before it is encoded; columns over its rows.
 
     Attributes:
-        begin: where each payload begins in the message, header included.
-        most: its greatest size.
-        counted: rows of a length that depends on data; all others are as long as `most`.
+        begin: offset of each payload in the message, header included.
+        most: greatest size of each payload.
+        counted: the rows whose length depends on data; all others have length `most`.
     """
 
     begin: Sequence[int]
@@ -89,19 +89,19 @@ class Packing:
         return HEADER_BYTES + table_bytes(len(self.most))
 
     def told(self, message: np.ndarray) -> np.ndarray:
-        """int64[rows]: bytes in use of each payload, as the table of a packed message says."""
+        """int64[rows]: bytes in use of each payload, by the table of a packed message."""
         told = message[HEADER_BYTES : self.head_bytes].view("<u4")
         return told[: len(self.most)].astype("i8")
 
     def used(self, message: np.ndarray) -> np.ndarray:
-        """int64[rows]: bytes in use of each payload, as the message (uint8) itself says."""
+        """int64[rows]: bytes in use of each payload, by the counts of the message (uint8)."""
         found = self.most.copy()
         for alike in self.counted:
             found[alike.rows] = alike.used(message)
         return found
 
     def possible(self, used: np.ndarray) -> bool:
-        """Whether there is room for as much."""
+        """Whether no payload exceeds its greatest size."""
         return bool((used <= self.most).all())
 
     def gather(self, message: np.ndarray, used: np.ndarray, body: np.ndarray) -> None:
@@ -109,19 +109,19 @@ class Packing:
         np.concatenate(self._stretches(message, used), out=body)
 
     def scatter(self, body: np.ndarray, used: np.ndarray, message: np.ndarray) -> None:
-        """Put what a body holds where it belongs in the message."""
+        """Copy a body's payloads to their offsets in the message."""
         at = 0
         for stretch in self._stretches(message, used):
             stretch[:] = body[at : at + len(stretch)]
             at += len(stretch)
 
     def checksum(self, message: np.ndarray, used: np.ndarray) -> int:
-        """Of a message where it lies: the same as of its table and body."""
+        """The checksum of an unpacked message: the sum of its table and body."""
         side_by_side = np.concatenate(self._stretches(message, used))
         return word_sum(table(used)) + word_sum(side_by_side)
 
     def _stretches(self, message: np.ndarray, used: np.ndarray) -> list[np.ndarray]:
-        """What is in use of the message, with padding, row by row."""
+        """The parts of the message in use, with padding, row by row."""
         places = zip(self.begin, padded(used).tolist(), strict=True)
         return [message[begin : begin + nbytes] for begin, nbytes in places]
 
@@ -134,20 +134,20 @@ def table(used: np.ndarray) -> np.ndarray:
 
 
 def table_bytes(rows: N) -> N:
-    """Bytes of the table of so many rows."""
+    """Bytes of the table of `rows` rows."""
     return padded(4 * rows)
 
 
 def padded(used: N) -> N:
-    """Bytes that a row takes in a body."""
+    """Bytes of a row in a body: `used`, padded to the alignment."""
     whole: N = -(-used // ALIGNMENT) * ALIGNMENT
     return whole
 
 
 def packings(graph: Graph, cut: Partition) -> list[Packing | None]:
-    """Of each buffer's message; None where no row's length depends on data."""
+    """The packing of each buffer's message; None where no row's length depends on data."""
     if not any(layout(*kind).data_dependent for kind in cut.kinds):
-        return [None] * len(graph.buffer_role)  # quick, for thousands of them
+        return [None] * len(graph.buffer_role)  # the fast path: there may be thousands
     made: dict[tuple[int, int], Packing | None] = {}
     for place in zip(graph.buffer_segment, graph.buffer_chunk, strict=True):
         if place not in made:
@@ -166,7 +166,7 @@ def _packing(cut: Partition, segment: int, chunk: int) -> Packing | None:
     most = np.zeros(len(kind), dtype="i8")
     for lay, of_kind in alike:
         most[of_kind] = [lay.nbytes(n) for n in numel[of_kind].tolist()]
-    assert most.max() < 1 << 32, "a table has 32 bits a row"
+    assert most.max() < 1 << 32, "a table has 32 bits per row"
     counted = [
         _counted(lay, of_kind, begin[of_kind], numel[of_kind])
         for lay, of_kind in alike
@@ -198,15 +198,14 @@ def _counted(lay: Layout, rows: np.ndarray, begin: np.ndarray, numel: np.ndarray
 
 
 def expected_sizes(cut: Partition) -> Sizes:
-    """As `Partition.sizes`, of what is expected to travel: the table, and what is in use.
-
-    Without rows of a length that depends on data these are the sizes.
+    """As `Partition.sizes`, but of the bytes that are expected to travel: the table, and what is in
+    use. Equal to `Partition.sizes` where no row's length depends on data.
     """
     return expected(cut)[0]
 
 
 def expected(cut: Partition) -> tuple[Sizes, Sizes]:
-    """(`expected_sizes`, what of these is the table)."""
+    """(`expected_sizes`, the table's part of them)."""
     used = np.zeros_like(cut.numel)
     varies = np.zeros(len(cut.numel), dtype=bool)
     for number, (codec, dtype) in enumerate(cut.kinds):
@@ -228,6 +227,6 @@ def _sizes(cut: Partition, messages: np.ndarray) -> Sizes:
 
 
 def _sums(column: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Of each message's rows."""
+    """The sum of `column` over each message's rows."""
     ends = np.concatenate([[0], column.cumsum(dtype="i8")])
     return np.diff(ends[first])

@@ -1,4 +1,4 @@
-"""What a collective needs before its first step: its program, with kernels that run it."""
+"""A prepared collective: its program, and the kernels that run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.collectives.memory import is_staged
 from gradwire.collectives.operation import Operation
 from gradwire.collectives.options import Options
-from gradwire.collectives.packed import packed
+from gradwire.collectives.packed_messages import packed
 from gradwire.engine import Communicator, Kind
 from gradwire.engine.headers import Headers
 from gradwire.engine.message import Envelope
@@ -32,22 +32,21 @@ class Prepared:
 
     Args:
         comm: of the process group.
-        operation, specs, options, device: as of `Collective`.
+        operation, specs, options, device: as for `Collective`.
         plan: digest of what ranks compare; message headers carry it.
 
     Raises:
-        ConfigError: what `compile` refuses, or a codec has no kernels for the device.
+        ConfigError: `compile` rejects it, or a codec has no kernels for the device.
         TransportError: a peer did not answer when the group opened.
 
     Attributes:
-        program: what this rank does.
-        wire_bytes: what one run sends from this rank, in bytes, as of `Program`.
-        arena_bytes: memory that one run owns: its messages, and the kernels' workspace.
-        borrowed: by first buffer, bytes of the messages that are read where the peer that sends
-            them has put them.
+        program: this rank's program.
+        wire_bytes: bytes that this rank sends per run, see `Program`.
+        arena_bytes: memory of one run: its messages, and the kernels' workspace.
+        borrowed: first buffer -> bytes, for messages that are read in the sender's memory.
         varies: whether there are messages whose length depends on data.
-        packed: the sends and receives of those that travel packed.
-        together: of each task, the buffers that it writes, those of one message together.
+        packed: the sends and receives whose messages travel packed.
+        together: per task, the buffers that it writes, grouped by message.
         tags: see `Ticket.tag`.
     """
 
@@ -101,7 +100,7 @@ class Prepared:
             _kernels(codec, dtype, options.target, device, wanted)
             for (codec, dtype), wanted in zip(program.kinds, forms, strict=True)
         ]
-        # of this communicator's own: others may run the same kernels on payloads that are bad
+        # separate per communicator: others may run the same kernels on bad payloads
         self.marks = [made.mark(device) for made in self.kernels]
         self.threads = options.threads or torch.get_num_threads()
         numels = program.calls.rows["numel"]
@@ -109,7 +108,7 @@ class Prepared:
         self.arena_bytes = program.arena_bytes + self.series.workspace_nbytes
 
     def _calls(self) -> list[KernelCall]:
-        """The program's calls, in their order."""
+        """The program's calls, in order."""
         graph, calls = self.graph, self.program.calls
         made = []
         for task, of_task in enumerate(calls.of):
@@ -131,23 +130,23 @@ class Prepared:
         return made
 
     def headers(self, buffers: tuple[int, ...], envelope: Callable[[int], Envelope]) -> Headers:
-        """Those of a message."""
+        """The headers of a message."""
         if buffers not in self._headers:
             nbytes = [self.program.nbytes[buffer] for buffer in buffers]
             self._headers[buffers] = Headers(nbytes, list(map(envelope, buffers)))
         return self._headers[buffers]
 
     def reserve(self) -> None:
-        """Have the memory of one run at hand."""
+        """Allocate the memory of one run in advance."""
         pool = self.comm.pools.of(self.device)
         arena = pool.take(self.arena_bytes)
-        arena.zero_()  # so that its pages are there
+        arena.zero_()  # touches its pages
         pool.give(arena)
 
 
 def announce(codecs: Iterable[Codec]) -> None:
-    """Say, once per process and codec, whose payloads are sent at their greatest size though less
-    of them is in use."""
+    """Warn, once per process and codec, that payloads travel at their greatest size, although fewer
+    bytes are in use."""
     for codec in codecs:
         lay = layout(codec)
         if lay.data_dependent and codec not in _announced:
@@ -155,7 +154,7 @@ def announce(codecs: Iterable[Codec]) -> None:
             sizes = lay.nbytes(_MILLION), lay.expected_nbytes(_MILLION)
             log.warning(
                 "%s: in stream order a payload is sent at its greatest size, %d bytes per million "
-                "values, whatever the data select; its codec expects %d to be in use",
+                "values; its codec expects %d of them to be in use",
                 codec,
                 *sizes,
             )
@@ -164,7 +163,7 @@ def announce(codecs: Iterable[Codec]) -> None:
 def _kernels(
     codec: Codec, dtype: torch.dtype, target: str, device: torch.device, forms: Sequence[str]
 ) -> Kernels:
-    """What runs these forms on tensors of `device`, where the user has said `target`."""
+    """The kernels for these forms on tensors of `device`, for the user's `target`."""
     if device.type != "cpu":
         if target not in ("auto", "triton"):
             raise ConfigError(f"target {target!r} cannot read tensors on {device}: use 'auto'")
@@ -173,6 +172,6 @@ def _kernels(
     if made.device.type != device.type:
         raise ConfigError(
             f"{codec} has no kernels for tensors on {device}: its matrices are computed on the "
-            "CPU. Use another codec there"
+            "CPU. Use another codec"
         )
     return made

@@ -1,7 +1,7 @@
-"""`gw.reduce_scatter` and `gw.all_gather`: the halves of SRA, in torch's manner.
+"""`gw.reduce_scatter` and `gw.all_gather`: the halves of SRA, with torch's calling conventions.
 
-They stand where torch has reduce_scatter_tensor and all_gather_into_tensor: what every rank has a
-part of is one tensor, whose n-th of world_size equal parts, the *shard* of rank n, is of any size.
+They correspond to torch's reduce_scatter_tensor and all_gather_into_tensor: one tensor consists of
+world_size equal parts, of any size; part n is the *shard* of rank n.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def reduce_scatter(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Reduce `input` over all ranks, through a codec or as it is; rank n gets shard n.
+    """Reduce `input` over all ranks, compressed or not; rank n gets shard n.
 
-    What a rank contributes to its own shard is not encoded, and neither is the sum.
+    A rank's contribution to its own shard is not encoded, and neither is the sum.
 
     Args:
         output: this rank's shard of the result; `input`'s dtype, any shape. It may be this rank's
-            shard of `input` itself; else `input` is left as it is.
+            shard of `input` itself; otherwise `input` is unchanged.
         input: on the CPU or a GPU; world_size * output.numel() values, the shards in rank order.
-            Through a codec: fp32, fp16 or bf16.
-        residual: error feedback: fp32, `input.numel()` values, zeros at first. What it holds of the
-            own shard is neither used nor changed.
+            With a codec: fp32, fp16 or bf16.
+        residual: error feedback: fp32, `input.numel()` values, zeros at first. Its part for this
+            rank's shard is neither used nor changed.
         codec, op, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
-            future gives `output`. The algorithm is "sra", of which this is a half.
+            future's value is `output`. The algorithm is "sra", of which this is one half.
 
     Raises:
-        ConfigError: as `all_reduce`, or sizes that do not match.
+        ConfigError: as `all_reduce`, or sizes do not match.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
@@ -101,19 +101,19 @@ def all_gather(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Every rank's `input`, through a codec or as it is, in `output` on every rank, in rank order.
+    """Gather every rank's `input`, compressed or not, into `output` on every rank, in rank order.
 
-    Every rank ends with bit-identical values: its own shard, too, is what the payload says.
+    Every rank ends with bit-identical values: a rank's own shard, too, is its decoded payload.
 
     Args:
         output: `input`'s dtype, world_size * input.numel() values, any shape.
-        input: on the CPU or a GPU, any shape; left as it is, unless it is this rank's shard of
-            `output`. Through a codec: fp32, fp16 or bf16.
+        input: on the CPU or a GPU, any shape; unchanged, unless it is this rank's shard of
+            `output`. With a codec: fp32, fp16 or bf16.
         codec, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
-            future gives `output`. The algorithm is "sra", of which this is a half.
+            future's value is `output`. The algorithm is "sra", of which this is one half.
 
     Raises:
-        ConfigError: as `all_reduce`, or sizes that do not match.
+        ConfigError: as `all_reduce`, or sizes do not match.
         TransportError: a peer or link failed.
         CodecError: a payload arrived corrupted.
     """
@@ -135,7 +135,7 @@ def all_gather(
 
 
 def _flat_home(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a result: the tensor's own if it is contiguous."""
+    """1-D memory for a result: the tensor's own if it is contiguous."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.view(-1)
@@ -145,16 +145,17 @@ def _flat_home(tensor: torch.Tensor) -> torch.Tensor:
 def _check_shards(
     comm: Communicator, whole: tuple[str, torch.Tensor], shard: tuple[str, torch.Tensor]
 ) -> None:
-    """Raises ConfigError unless `whole` holds a shard like `shard` for every rank."""
+    """Raise ConfigError unless `whole` has a shard like `shard` for every rank."""
     for name, tensor in (whole, shard):
         check_tensor(name, tensor)
     (whole_name, all_values), (shard_name, own) = whole, shard
     if all_values.numel() != comm.world_size * own.numel():
         raise ConfigError(
-            f"{whole_name} holds {all_values.numel()} values; with {comm.world_size} ranks it must "
-            f"hold {comm.world_size * own.numel()}, that many times those of {shard_name}"
+            f"{whole_name} has {all_values.numel()} values; with {comm.world_size} ranks it must "
+            f"have {comm.world_size * own.numel()}, {comm.world_size} times those of {shard_name}"
         )
     if all_values.dtype != own.dtype:
         raise ConfigError(
-            f"{whole_name} is {all_values.dtype} and {shard_name} {own.dtype}; give both one dtype"
+            f"{whole_name} is {all_values.dtype} and {shard_name} is {own.dtype}; give both the "
+            "same dtype"
         )

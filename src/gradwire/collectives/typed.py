@@ -1,12 +1,12 @@
-"""Typed collectives: what an aggregator yields, and users call, each on one tensor.
+"""Typed collectives, each on one tensor: aggregators yield them, and user functions call them.
 
     AllReduce(values, op="avg")        every rank ends with the reduced values, in place
     ReduceScatter(values, op="avg")    rank n ends with the n-th shard of them, in place
     AllGather(values)                  every rank ends with all ranks' values, in rank order
     Broadcast(values, root=0)          every rank ends with the root's values, in place
 
-Values travel as they are, or through a codec. `gradwire.collectives.legal` says what may be
-combined.
+Values travel uncompressed, or through a codec. `gradwire.collectives.legal` has the legal
+combinations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.collectives.job import Item, check_memory
-from gradwire.collectives.legal import dense
+from gradwire.collectives.legal import uncompressed
 from gradwire.collectives.operation import OPS, Operation
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, rng
@@ -26,19 +26,19 @@ from gradwire.lang.codec import check_codec
 from gradwire.partition import Spec
 
 _operation = lru_cache(maxsize=256)(Operation)
-_dense = lru_cache(maxsize=256)(dense)
+_uncompressed = lru_cache(maxsize=256)(uncompressed)
 
 
 @dataclass(eq=False)
 class Request:
-    """What all four have.
+    """The base class of the four.
 
     Attributes:
         values: 1-D, contiguous.
-        codec: how they travel; None: as they are.
+        codec: compresses them; None: they travel uncompressed.
         of: the parameter that they belong to (a Context): errors name it, and random numbers derive
             from it. None: the first of the scope, which depends on bucketing.
-        algorithm, segments: as of Options; None leaves them to the handle's.
+        algorithm, segments: as in Options; None: the handle's.
     """
 
     verb: ClassVar[str]
@@ -49,7 +49,7 @@ class Request:
     algorithm: str | None = field(default=None, kw_only=True)
     segments: int | None = field(default=None, kw_only=True)
 
-    # What some have.
+    # Fields that only some subclasses have.
     op: ClassVar[str] = ""
     root: ClassVar[int] = 0
     lengths: ClassVar[tuple[int, ...]] = ()
@@ -58,7 +58,7 @@ class Request:
     home: ClassVar[torch.Tensor | None] = None
 
     def check(self) -> None:
-        """Raises ConfigError where a field is not of its type."""
+        """Raise ConfigError if a field has the wrong type."""
         if self.codec is not None:
             check_codec(self.codec, otherwise="None")
         if type(self.op) is not str:
@@ -78,9 +78,9 @@ class Request:
         return _operation(self.verb, self.op, self.root)
 
     def spec(self, name: str, rotation: int, world_size: int) -> Spec:
-        """What all ranks know of the tensor."""
+        """The tensor's spec, the same on all ranks."""
         values, feedback = self.values, self.residual is not None
-        wire = self.codec or _dense(self.operation, values.dtype)
+        wire = self.codec or _uncompressed(self.operation, values.dtype)
         numel = self._numel(name, world_size)
         shards = self.lengths, self.stride
         return Spec(name, numel, values.dtype, wire, feedback, rotation, *shards)
@@ -89,11 +89,11 @@ class Request:
         return self.values.numel()
 
     def item(self, spec: Spec, keys: rng.Keys, step: int, rank: int, world_size: int) -> Item:
-        """What this rank alone knows of it."""
+        """The tensor's memory and keys on this rank."""
         return Item(self.values, keys, step, self.residual, self.home)
 
     def result(self, spec: Spec, item: Item, rank: int, world_size: int) -> torch.Tensor:
-        """What the collective leaves on this rank."""
+        """This rank's result."""
         return self.values
 
 
@@ -115,16 +115,16 @@ class AllReduce(Request):
 
 @dataclass(eq=False)
 class ReduceScatter(Request):
-    """Reduce `values`, which hold a shard for every rank; rank n ends with shard n, in place.
+    """Reduce `values`, which have a shard for every rank; rank n ends with shard n, in place.
 
     Attributes:
-        op: as of AllReduce.
-        lengths: of each rank's shard; (): equal ones.
-        stride: values from the beginning of a shard to that of the next; 0: they stand side by
-            side.
-        residual: error feedback: fp32, as many as the shards have together. Of the own shard it is
-            neither used nor changed.
-        home: gets this rank's shard, whose own values it holds; `values` are then only read.
+        op: as in AllReduce.
+        lengths: values per rank's shard; (): equal lengths.
+        stride: values from the beginning of a shard to that of the next; 0: shards are adjacent.
+        residual: error feedback: fp32, as many values as all shards together. Its part for this
+            rank's shard is neither used nor changed.
+        home: this rank's shard, used instead of the one in `values`; the result replaces it, and
+            `values` are only read.
     """
 
     verb = "reduce_scatter"
@@ -143,8 +143,8 @@ class ReduceScatter(Request):
         shard = self.values.numel() - (world_size - 1) * self.stride
         if not 0 <= shard <= self.stride:
             raise ConfigError(
-                f"{name}: {self.values.numel()} values are no {world_size} shards, {self.stride} "
-                "values apart"
+                f"{name}: {self.values.numel()} values cannot be {world_size} equal shards with "
+                f"stride {self.stride}"
             )
         return shard * world_size
 
@@ -155,12 +155,14 @@ class ReduceScatter(Request):
 
 @dataclass(eq=False)
 class AllGather(Request):
-    """Every rank's `values`, in rank order, on every rank: as their payload decodes, the own too.
+    """Gather every rank's `values` on every rank, in rank order; a rank's own values, too, are its
+    decoded payload.
 
     Attributes:
-        lengths: how many values each rank has; (): as many as this one.
-        stride: values from the beginning of a rank's to that of the next; 0: side by side.
-        into: gets all of them: 1-D, contiguous; None: memory is made, with zeros between them.
+        lengths: values per rank; (): all have as many as this rank.
+        stride: values from the beginning of a rank's shard to that of the next; 0: shards are
+            adjacent.
+        into: memory for the result: 1-D, contiguous; None: new memory, with zeros between shards.
     """
 
     verb = "all_gather"
@@ -177,14 +179,14 @@ class AllGather(Request):
         _, length, at = spec.shards(world_size)[rank]
         if length != own.numel():
             raise ConfigError(
-                f"{spec.name}: rank {rank} has {own.numel()} values, not lengths[{rank}], {length}"
+                f"{spec.name}: rank {rank} has {own.numel()} values; lengths[{rank}] is {length}"
             )
         all_values, extent = self.into, spec.extent(world_size)
-        if all_values is None:  # what is between shards is the same on all ranks, too
+        if all_values is None:  # memory between shards must be equal on all ranks, too
             all_values = own.new_zeros(extent) if self.stride else own.new_empty(extent)
         check_memory(spec, "into", all_values, extent, spec.dtype, own.device)
         if all_values.dim() != 1:
-            raise ConfigError(f"{spec.name}: its into has {all_values.dim()} dimensions, not 1")
+            raise ConfigError(f"{spec.name}: `into` has {all_values.dim()} dimensions, not 1")
         shard = all_values[at : at + length]
         if shard.data_ptr() != own.data_ptr():
             shard.copy_(own)
@@ -196,8 +198,8 @@ class AllGather(Request):
 
 @dataclass(eq=False)
 class Broadcast(Request):
-    """Every rank ends with the values of rank `root`, in place: as their payload decodes, the root
-    too."""
+    """Every rank ends with the values of rank `root`, in place; all ranks, the root too, end with
+    the decoded payload."""
 
     verb = "broadcast"
 

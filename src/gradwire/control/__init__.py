@@ -1,11 +1,11 @@
-"""The control channel: what ranks tell each other beside the data, through their groups' stores.
+"""The control channel: messages between ranks beside the data, through their groups' stores.
 
-A process has one `Channel`: a control thread, which calls listeners and ends futures, and a thread
-for each store server, which alone speaks to it. From the bottom up: `space` (keys), `journal` (a
-list that grows), `host` (where a store lives, and whether), `connection` (the thread), `entrance`
-(which incarnation of a group), `rounds` (exchanges and agreements), `participant` (a rank's part in
-a group), `member` and `channel` (what others call). docs/internals/control.md has the protocol, its
-keys, what it costs, and why it is so.
+A process has one `Channel`: a control thread, which calls listeners and completes futures, and one
+thread per store server, which makes all operations on that server. The modules, from the bottom up:
+`namespace` (keys), `journal` (an append-only list), `host` (the address and liveness of a store
+server), `connection` (its thread), `rendezvous` (the incarnation of a group), `agreements`
+(exchanges and agreements), `participant` (a rank's part in a group), `member` and `channel` (the
+interface). docs/internals/control.md has the protocol, its keys, its cost, and its reasons.
 """
 
 from gradwire.control.channel import Channel

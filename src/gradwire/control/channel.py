@@ -1,4 +1,4 @@
-"""The control channel of a process: one thread for all groups, and one per store server."""
+"""The control channel of a process: one control thread, and one thread per store server."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.host import Host
 from gradwire.control.member import Listener, Member
+from gradwire.control.pending_result import PendingResult
 from gradwire.errors import ConfigError, TransportError
 
 log = logging.getLogger("gradwire")
@@ -26,14 +26,14 @@ log = logging.getLogger("gradwire")
 TICK_S = 0.2
 _CLOSING_S = 0.35
 _ENDING_S = 0.1
-_HEARD_S = 0.3  # until peers have read what is new: at exit the store may go with this process
+_HEARD_S = 0.3  # time for peers to read the last notices: at exit the store may end
 
 
 class Channel:
-    """What a process's ranks tell others beside the data, and the control thread.
+    """The control channel of one process, with its thread.
 
-    A process has one; tests make several. Its thread starts with the first `join`, and ends with
-    `close`, or at the interpreter's exit. After a fork it is dead in the child.
+    A process has one; tests make several. The thread starts with the first `join`, and ends with
+    `close` or at the interpreter's exit. A forked child cannot use it.
     """
 
     def __init__(self) -> None:
@@ -41,27 +41,26 @@ class Channel:
         self._lock = threading.RLock()
         self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._members: list[Member] = []
-        self._connections: list[tuple[Any, Connection]] = []  # with their addresses
+        self._connections: list[tuple[Any, Connection]] = []  # (address, connection)
         self._attempts: dict[tuple[str, int], int] = {}
-        self._watched: set[Awaited[Any]] = set()
+        self._watched: set[PendingResult[Any]] = set()
         self._thread: threading.Thread | None = None
-        self._rung_at = 0.0  # time.monotonic() of the last news for others
-        self._closing = False  # nobody joins any more
-        self._stopping = False  # the thread is to end
-        self._ended = False  # it has: whoever posts runs it
+        self._rung_at = 0.0  # time.monotonic() of the last notice for peers
+        self._closing = False  # `join` raises
+        self._stopping = False  # the thread must end
+        self._ended = False  # the thread has ended: `post` runs actions on the caller's thread
         _channels.add(self)
 
     def join(
         self, store: dist.Store, rank: int, world_size: int, timeout: float, listener: Listener
     ) -> Member:
-        """Join the group of `store`; it waits for nobody.
+        """Join the group of `store`; returns without waiting for peers.
 
         Args:
-            store: the group's, the same on all ranks; a group that is made anew may use it again.
-                It is not kept.
+            store: the group's store; a later group may use the same one. Not kept alive.
             rank, world_size: in the group.
-            timeout: seconds that peers have to come to what this rank waits for.
-            listener: hears the others.
+            timeout: seconds that peers have to reach what this rank waits for.
+            listener: receives the peers' notices.
 
         Raises:
             ConfigError: an argument is wrong, the channel is closed, or this process was forked.
@@ -86,14 +85,15 @@ class Channel:
                 self, connection, store, rank, world_size, timeout, listener, self._attempts
             )
             self._members.append(member)
-        self.post(lambda: None)  # the thread learns that there is somebody to tick for
+        self.post(lambda: None)  # wakes the thread, which now has a member to tick
         return member
 
     def close(self) -> None:
-        """End the threads; what is pending fails. What was told before still goes out.
+        """End the threads; pending futures fail. Earlier notices are still sent.
 
-        It takes half a second at most: a thread that is stuck in the store is left behind. So that
-        peers hear the last news before a store in this process ends, 0.3 s pass after it.
+        It takes at most half a second: a thread that is stuck in the store is left behind. It
+        returns no earlier than 0.3 s after the last notice, so that peers can read it before a
+        store in this process ends.
         """
         if self.is_forked:
             return
@@ -128,19 +128,19 @@ class Channel:
         """Raise ConfigError in a process that was forked from the channel's."""
         if self.is_forked:
             raise ConfigError(
-                "this process was forked from one that uses gradwire, whose threads and "
-                "connections a fork does not copy: start workers with the method 'spawn', or make "
-                "the process group in the child"
+                "this process was forked from one that uses gradwire; a fork does not copy its "
+                "threads and connections: start workers with the method 'spawn', or make the "
+                "process group in the child"
             )
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the control thread, soon; takes no lock."""
+        """Run `action` on the control thread; takes no lock."""
         self._posts.put(action)
         if self._ended:
             self._run_posts()
 
-    def watch(self, pending: Awaited[Any]) -> None:
-        """End `pending` with an error when its time has run out."""
+    def watch(self, pending: PendingResult[Any]) -> None:
+        """Fail `pending` at its deadline."""
 
         def watch() -> None:
             self._watched.add(pending)
@@ -191,7 +191,7 @@ class Channel:
         for pending in self._watched:
             pending.fail_here(_closed())
 
-    # While the thread waits it holds no member: the group of the last one that left is gone then.
+    # While the thread waits it holds no reference to a member, so that its group can end.
 
     def _pause(self, tick_at: float) -> float | None:
         wakes = [pending.deadline for pending in self._watched]
@@ -232,7 +232,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads while the interpreter still runs: one that comes back to it later, out of a
-    store's code, would abort the process."""
+    """End the threads while the interpreter still runs: a thread that returned from a store's C++
+    code later would abort the process."""
     for channel in list(_channels):
         channel.close()

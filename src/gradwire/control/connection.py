@@ -1,9 +1,9 @@
-"""One thread that speaks to one store server, for all groups of a process that live there.
+"""The thread that makes all operations on one store server, for all groups that use the server.
 
-Whoever changes what others should see rings the server's bell, a counter. The thread reads the
-bell about five times a second, one small operation, and looks at its groups only when it has
-changed; while a future is pending it reads more often. It does not wait inside the store: such a
-wait cannot be interrupted, and one that runs out makes torch write to standard error.
+A rank that has written something for others rings the server's doorbell, a counter. The thread
+polls the doorbell about five times per second, with one small operation, and reads its groups' keys
+only when it has changed; while a future is pending it polls more often. It does not wait inside the
+store: such a wait cannot be interrupted, and torch writes to standard error when one times out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from gradwire.control.host import Gone, Host, own, without_prefixes
-from gradwire.control.space import Space
+from gradwire.control.namespace import Namespace
 
 log = logging.getLogger("gradwire")
 
@@ -23,29 +23,29 @@ _ROOT = "gradwire/control/"
 _IDLE_S = 0.2
 _BUSY_S = 0.001
 _SLOWER = 1.5
-# Reads per second, by all ranks together: a server answers 50 000 to 100 000 on one core.
+# Reads per second of all ranks together; a server answers 50 000 to 100 000 per second and core.
 _WAITING_PER_S = 20_000
 _RESTING_PER_S = 2_500
 
 
-class Audience(Protocol):
+class Subscriber(Protocol):
     """One rank's part in one group, as the thread sees it."""
 
     world_size: int
 
     @property
     def waits(self) -> bool:
-        """Whether news should come soon."""
+        """Whether a future is pending, so that the thread polls more often."""
 
     @property
-    def looks_again(self) -> bool:
-        """Whether there is something to find without the bell."""
+    def must_poll(self) -> bool:
+        """Whether it must look at every poll, even if the doorbell has not changed."""
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new entries."""
 
     def lost(self, reason: str) -> bool:
-        """The store is gone. Returns whether something was pending, which has ended now."""
+        """The store is gone: fail what is pending. Returns whether anything was."""
 
 
 class Connection:
@@ -53,20 +53,20 @@ class Connection:
 
     Args:
         host: the server.
-        rung: called when there is something new for others to read.
+        rung: called after the doorbell was rung.
 
     Attributes:
         users: how many members share this; guarded by the lock of their Channel.
-        root: our part of the store; on the thread only, while the store is there.
-        gone: why the store is lost; None while it is not.
-        participants: who looks when the bell has rung; on the thread only.
+        root: gradwire's keys in the store; on the thread only, while the store is reachable.
+        gone: why the store is lost, or None.
+        participants: called when the doorbell has changed; on the thread only.
     """
 
     def __init__(self, host: Host, rung: Callable[[], None]) -> None:
         self.users = 0
-        self.root: Space
+        self.root: Namespace
         self.gone: str | None = None
-        self.participants: list[Audience] = []
+        self.participants: list[Subscriber] = []
         self._host = host
         self._rung = rung
         self._prefixed: Any = None
@@ -82,9 +82,9 @@ class Connection:
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> bool:
-        """Have the thread run `command`, behind those before it; False once this is stopped.
+        """Queue `command` for the thread; False once this is stopped.
 
-        It takes no lock: a finaliser may call it anywhere.
+        It takes no lock, so that a finaliser may call it.
         """
         if self._stopping:
             return False
@@ -92,12 +92,12 @@ class Connection:
         return True
 
     def stop(self) -> None:
-        """End the thread, behind what was submitted."""
+        """End the thread after the submitted commands."""
         self._stopping = True
         self._commands.put(None)
 
     def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, `timeout` seconds at most."""
+        """Wait until the thread has ended, for at most `timeout` seconds."""
         self._thread.join(timeout)
 
     @property
@@ -107,29 +107,29 @@ class Connection:
 
     @property
     def lives(self) -> bool:
-        """Whether the store is there: another may have come to its address."""
+        """Whether this store is reachable: another may have taken its address."""
         return self.gone is None and not self._host.is_broken
 
     # ---- on the thread
 
     def prefixed(self, store: Any) -> Any:
-        """A connection of our own to a group's store, to be used once.
+        """A new connection to a group's store, to be used once.
 
-        For the first group it is this one, whose keys have the group's prefixes.
+        For the first group it is this connection itself, with the group's prefixes.
         """
         ours, self._prefixed = self._prefixed, None
         return own(store) if ours is None else ours
 
     def ring(self) -> None:
-        """Tell all who share the server that there is something to read."""
+        """Make all processes that share the server read new entries."""
         self._must_ring = True
 
     def look(self) -> None:
-        """Read what is new, rung or not."""
+        """Read new entries even if the doorbell has not changed."""
         self._must_look = True
 
     def turn(self) -> bool:
-        """Wait for a command or for the time to look, and do what is due; whether to go on."""
+        """Wait for a command or the next poll, and handle it; False: the thread must end."""
         commands = self._next()
         for command in commands:
             if command is None:
@@ -150,7 +150,7 @@ class Connection:
             pass
 
     def _next(self) -> list[Callable[[], None] | None]:
-        """What was submitted, once something was or the pause is over."""
+        """The submitted commands; waits for one, or for the end of the pause."""
         commands: list[Callable[[], None] | None] = []
         try:
             commands.append(self._commands.get(timeout=self._pause if self.gone is None else None))
@@ -168,9 +168,9 @@ class Connection:
         return min(rest, max(wanted, size / _WAITING_PER_S))
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns; if the store fails, all that is pending ends with that.
+        """What `step` returns; if the store fails, everything pending fails with that error.
 
-        The step is taken where the store is gone, too: it may bring what then has to end.
+        The step also runs after the store is lost: a command may add a future, which then fails.
         """
         try:
             if self.gone is None:
@@ -189,10 +189,10 @@ class Connection:
         if self.gone is not None:
             return
         self._prefixed = self._host.connect()
-        self.root = Space(without_prefixes(self._prefixed), _ROOT)
+        self.root = Namespace(without_prefixes(self._prefixed), _ROOT)
 
     def _poll(self) -> bool:
-        """Look at the groups if there is a reason to; whether there was."""
+        """Let participants look if the doorbell has changed; whether it has."""
         if self.gone is not None:
             return False
         self._ring()
@@ -201,7 +201,7 @@ class Connection:
         self._bell = bell
         self._must_look = False
         for participant in list(self.participants):
-            if rung or participant.looks_again:
+            if rung or participant.must_poll:
                 participant.look()
         self._ring()
         return rung
@@ -212,15 +212,15 @@ class Connection:
             bell = self.root.add("bell")
             self._rung()
             if bell == self._bell + 1 and len(self.participants) < 2:
-                self._bell = bell  # nobody else has rung, nor is anybody to hear
+                self._bell = bell  # only this participant has rung: it need not look
 
     def _lose(self, reason: str) -> None:
         if self.gone is not None:
             return
         lines = reason.splitlines() or ["no reason given"]
         reason = (
-            f"{self._host} is lost ({lines[0]}): the process that hosts it has ended, or "
-            "cannot be reached"
+            f"{self._host} is lost ({lines[0]}): the process that hosts it has ended or cannot be "
+            "reached"
         )
         if self._close(reason):
             log.warning("gradwire: %s", reason)
@@ -228,7 +228,7 @@ class Connection:
     def _end(self) -> None:
         self._guarded(self._ring)
         self._close("the control channel is closed: this process is ending")
-        while True:  # what was submitted meanwhile fails
+        while True:  # commands that were submitted meanwhile fail
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
@@ -237,7 +237,7 @@ class Connection:
                 self._guarded(command)
 
     def _close(self, reason: str) -> bool:
-        """Let the store go; whether anything was pending, which has ended now."""
+        """Drop the store, and fail what is pending; whether anything was."""
         self.gone = self.gone or reason
         self._host.close()
         self._prefixed = None

@@ -1,4 +1,4 @@
-"""What ranks agree on, and the sentence that says where they differ."""
+"""The descriptions that ranks compare, and the error text for a difference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MOST_TEXT = 1 << 28
 
 @dataclass(frozen=True)
 class Description:
-    """What one rank holds.
+    """One rank's description.
 
     Attributes:
-        rank: whose it is.
-        lines: the group's size, what is agreed on, and what is to be alike.
+        rank: the rank.
+        lines: the world size, the name of the agreement, and the lines to compare.
     """
 
     rank: int
@@ -30,12 +30,12 @@ class Description:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, equal where the lines are."""
+        """32 bytes: the digest of the lines."""
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=32).digest()
 
     @property
     def number(self) -> int:
-        """The first 8 bytes of the digest: what message headers carry."""
+        """The first 8 bytes of the digest, which message headers carry."""
         return int.from_bytes(self.digest[:8], "little")
 
     def packed(self) -> bytes:
@@ -43,10 +43,10 @@ class Description:
 
     @staticmethod
     def unpacked(rank: int, packed: bytes) -> Description:
-        """The description that was packed.
+        """The description that `packed` returned as bytes.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the bytes are not a description.
         """
         reader = zlib.decompressobj()
         try:
@@ -58,7 +58,7 @@ class Description:
         return Description(rank, tuple(text.decode().split("\n")))
 
     def difference(self, other: Description) -> str:
-        """The first line that differs, and who holds what; the descriptions are not equal."""
+        """An error text with the first line that differs; the descriptions must not be equal."""
         longest = max(len(self.lines), len(other.lines))
         mine, theirs = (
             [*held.lines, *["(nothing)"] * (longest - len(held.lines))] for held in (self, other)

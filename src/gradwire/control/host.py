@@ -1,9 +1,9 @@
-"""Where a store lives: which server, a connection of our own to it, and whether it still runs.
+"""A store's server: its address, gradwire's own connection to it, and whether it still runs.
 
-torch's client writes a warning with a stack trace to standard error for every operation on a
-server that has ended, and blocks for minutes when it connects to one. At the end of a training
-script the server often ends first. So the server is watched through a plain socket, which carries
-nothing and breaks in silence, and no operation is begun once it is broken.
+For every operation on a server that has ended, torch's client writes a warning with a stack trace
+to standard error; connecting to one blocks for minutes. At the end of a training script the server
+often ends first. So a plain socket without traffic, which breaks silently, shows whether the server
+still runs, and no operation is started once it is broken.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Host:
     """The server of a store.
 
     Args:
-        store: a torch.distributed Store, with any prefixes. It is let go by `connect`: it may be
-            the server itself.
+        store: a torch.distributed Store, with any prefixes. `connect` drops the reference: the
+            store may be the server itself.
 
     Attributes:
-        address: equal for stores that live in one place.
+        address: equal for stores on the same server.
     """
 
     def __init__(self, store: Any) -> None:
         self._store: Any = store
         self._base: Any = None
         self._client: Any = None
-        self._server = b""  # which it is
+        self._server = b""  # the server's random name
         self.address: Hashable = _address(without_prefixes(store))
         self._watch: socket.socket | None = None
 
@@ -49,15 +49,15 @@ class Host:
         return "the group's store"
 
     def connect(self) -> Any:
-        """A connection of our own to the store, with its prefixes.
+        """Open a new connection to the store, with its prefixes.
 
         Raises:
-            Gone: nothing answers there.
+            Gone: the server does not answer.
         """
         self._watch = self._reach()
         store, self._store = self._store, None
         if not isinstance(without_prefixes(store), dist.TCPStore):
-            self._base = without_prefixes(store)  # while it is kept, its id is its address
+            self._base = without_prefixes(store)  # kept, so that its id stays its address
         client = own(store)
         self._client = without_prefixes(client)
         self._server = _server(self._client)
@@ -65,7 +65,7 @@ class Host:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the server has let go of the socket, on any thread; one system call."""
+        """Whether the server has closed the socket; thread-safe, one system call."""
         watch = self._watch
         if watch is None:
             return False
@@ -80,9 +80,9 @@ class Host:
     def check(self) -> None:
         """Raise Gone if the server has ended; one system call.
 
-        It may have let go of a socket that carries nothing, and still run; and where it has ended,
-        another may have come to its address. Until that is known it counts as broken: whoever
-        joins a new group meanwhile must not do so through a server that has ended.
+        A server may close an idle socket and still run; and where one has ended, another may have
+        taken its address. `is_broken` stays true until this is known, so that no new group joins
+        through a server that has ended.
         """
         if self.is_broken:
             watch = self._reach()
@@ -90,7 +90,7 @@ class Host:
             assert self._watch is not None
             try:
                 if _server(own(self._client)) != self._server:
-                    raise Gone("another store has come to its address")
+                    raise Gone("another store has taken its address")
             except (Gone, RuntimeError) as error:
                 watch.close()
                 raise Gone(str(error)) from None
@@ -122,7 +122,7 @@ def without_prefixes(store: Any) -> Any:
 
 
 def own(store: Any) -> Any:
-    """A connection of our own to a store; the store itself, if its kind has none to give."""
+    """A new connection to a store; the store itself, if its kind cannot be cloned."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -132,7 +132,7 @@ def own(store: Any) -> Any:
 
 
 def _server(store: Any) -> bytes:
-    """Which server a store is on: a random name, which the first to ask gives it."""
+    """The random name of a store's server, which its first client writes."""
     name: bytes = store.compare_set(_SERVER_KEY, "", secrets.token_hex(8))
     return name
 

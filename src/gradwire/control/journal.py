@@ -1,32 +1,32 @@
-"""A list in the store that grows at its end, and is read from its start by whoever likes.
+"""An append-only list in the store, which any number of readers read from its start.
 
-An entry's place is counted first and written then, so that a thousand writers at once cost two
-operations each. A reader that finds a place counted and not yet written passes it by, and comes
-back to it. So entries of one writer are read in order; those of two may be read in any.
+A writer first increments the list's counter, then writes the entry of that number: two operations,
+however many write at once. A reader skips an entry that is counted but not yet written, and returns
+to it later. So entries of one writer are read in order; entries of different writers in any order.
 """
 
 from __future__ import annotations
 
 import time
 
-from gradwire.control.space import Space
+from gradwire.control.namespace import Namespace
 
-# More entries than this at a time are no journal of ours.
+# More new entries than this at a time mean that the counter is corrupt.
 _MOST = 1 << 20
-# Read one by one up to here, and else with two operations for all.
+# Up to this many entries are read one by one; more, with two operations for all.
 _FEW = 3
 
 
 class Journal:
-    """A journal, and how far this reader has read it.
+    """A journal, and one reader's position in it.
 
     Args:
-        space: where it stands.
-        patience: seconds after which an entry that was counted and never written, since its writer
-            died between the two, is given up.
+        space: its keys.
+        patience: seconds after which the reader gives up an entry that is counted and not written,
+            because its writer died in between.
     """
 
-    def __init__(self, space: Space, patience: float) -> None:
+    def __init__(self, space: Namespace, patience: float) -> None:
         self._space = space
         self._patience = patience
         self._counted = 0
@@ -41,10 +41,10 @@ class Journal:
         self._space.write(str(self._space.add("n")), entry)
 
     def new(self) -> list[bytes]:
-        """What is to be read and was not, in order.
+        """The entries that were not read before, in order.
 
         Raises:
-            ValueError: the journal's counter makes no sense.
+            ValueError: the journal's counter is corrupt.
         """
         count = self._space.counted("n")
         if not 0 <= count - self._counted < _MOST:

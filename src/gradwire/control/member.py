@@ -1,4 +1,4 @@
-"""One rank's membership in one group: what the rest of gradwire calls."""
+"""One rank's membership in one group: the interface of the control channel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gradwire.control.awaited import Awaited
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
 from gradwire.control.participant import Fail, Participant
+from gradwire.control.pending_result import PendingResult
 from gradwire.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-_MOST_BYTES = 4 << 20  # a TCPStore breaks the connection of whoever writes 8 MiB
+_MOST_BYTES = 4 << 20  # a TCPStore closes a connection that writes 8 MiB
 _MOST_NOTICE = 1 << 16
 _NAMING_S = 2.0
 _ANSWER_S = 1.0
 
 
 class Listener(Protocol):
-    """What a member hears. Called on the control thread: it must not block.
+    """Callbacks of a member, on the control thread: they must not block.
 
-    Exceptions are logged, and end nothing.
+    Exceptions are logged and otherwise ignored.
     """
 
     def heard(self, sender: int, notice: Mapping[str, Any]) -> None:
-        """Rank `sender` of the group has told `notice`; in the order in which it told them."""
+        """Rank `sender` of the group has sent `notice`; a sender's notices arrive in order."""
 
     def tick(self) -> None:
         """Called about every 0.2 s from `join` until `leave`."""
@@ -67,18 +67,18 @@ class Member:
         connection.submit(self._part.begin)
 
     def tell(self, notice: Mapping[str, Any]) -> None:
-        """Tell all other ranks of the group `notice`, a JSON object of at most 64 KiB.
+        """Send `notice`, a JSON object of at most 64 KiB, to all other ranks of the group.
 
-        It returns at once, never raises and takes no lock, so that a finaliser may call it. Where
+        It does not block, never raises and takes no lock, so that a finaliser may call it. Where
         the store is lost, or after a fork, it does nothing.
         """
         try:
             text = json.dumps(notice)
         except (TypeError, ValueError, RecursionError) as error:
-            log.warning("gradwire: a notice cannot be told: %s", error)
+            log.warning("gradwire: a notice cannot be sent: %s", error)
             return
         if len(text) > _MOST_NOTICE:
-            log.warning("gradwire: a notice of %d bytes cannot be told: %.80s", len(text), text)
+            log.warning("gradwire: a notice of %d bytes cannot be sent: %.80s", len(text), text)
             return
         if not self._channel.is_forked:
             self._submit(lambda: self._part.tell(text), None)
@@ -87,45 +87,46 @@ class Member:
         """Every rank's bytes, in rank order.
 
         Args:
-            key: names the exchange, alike on all ranks; used once.
+            key: names the exchange, the same on all ranks; used once.
             mine: at most 4 MiB.
 
         Returns:
-            A future that ends on the control thread, with TransportError if ranks did not come
-            within the group's timeout (it names them), or the store is lost.
+            A future that completes on the control thread. It fails with TransportError if ranks do
+            not come within the group's timeout (the error names them), or the store is lost.
 
         Raises:
             ConfigError: `mine` is too large, or this process was forked.
         """
         if len(mine) > _MOST_BYTES:
             raise ConfigError(f"an exchange of {len(mine)} bytes: at most {_MOST_BYTES} fit")
-        pending: Awaited[list[bytes]] = self._pending(key)
+        pending: PendingResult[list[bytes]] = self._pending(key)
         self._submit(lambda: self._part.exchange(key, mine, pending), pending.fail)
         return pending.future
 
     def agree(self, key: str, what: str, description: Sequence[str]) -> Future[int]:
-        """Make sure that all ranks hold the same description.
+        """Verify that all ranks hold the same description.
 
         Args:
-            key: names the agreement, alike on all ranks; used once.
-            what: is agreed on, for errors.
+            key: names the agreement, the same on all ranks; used once.
+            what: the subject, for errors.
             description: lines.
 
         Returns:
-            A future of the first 8 bytes of the description's digest, which ends on the control
-            thread. It fails with ConfigError, as soon as two ranks that differ have come, with the
-            first line that differs and who holds what; and with TransportError as `exchange`.
+            A future of the first 8 bytes of the description's digest, which completes on the
+            control thread. It fails with ConfigError as soon as two ranks that differ have come;
+            the error has the first line that differs, and both ranks' values. It fails with
+            TransportError as `exchange` does.
 
         Raises:
             ConfigError: this process was forked.
         """
         mine = Description.of(self.rank, self.world_size, what, description)
-        pending: Awaited[int] = self._pending(what)
+        pending: PendingResult[int] = self._pending(what)
         self._submit(lambda: self._part.agree(key, mine, pending), pending.fail)
         return pending.future
 
     def first(self, key: str, value: bytes) -> bytes:
-        """The value of the rank that came first with `key`; one small store operation.
+        """The value that a rank wrote first for `key`; one small store operation.
 
         It waits until this rank has its place in the group, except on the control thread.
 
@@ -147,11 +148,11 @@ class Member:
             ) from None
 
     def leave(self, notice: Mapping[str, Any]) -> None:
-        """Leave the group; `notice` is the last that peers hear of this rank.
+        """Leave the group; `notice` is the last that peers receive from this rank.
 
-        What is pending fails with TransportError. It takes a second at most: if the store does not
-        answer by then, or this rank has found no place among the others yet, nobody hears it.
-        Leaving again does nothing, nor does leaving in a process that was forked.
+        Pending futures fail with TransportError. It takes at most one second: if the store does not
+        answer by then, or this rank has no place in the group yet, peers do not receive the notice.
+        A second call does nothing, nor does a call in a forked process.
         """
         if self._channel.is_forked:
             return
@@ -190,20 +191,20 @@ class Member:
         try:
             self._listener.heard(sender, notice)
         except Exception:
-            log.exception("gradwire: a listener failed to hear a notice of rank %d", sender)
+            log.exception("gradwire: a listener failed on a notice from rank %d", sender)
 
     # ----
 
     def _hear(self, sender: int, notice: Mapping[str, Any]) -> None:
         self._channel.post(lambda: self._deliver(sender, notice))
 
-    def _pending(self, what: str) -> Awaited[Any]:
+    def _pending(self, what: str) -> PendingResult[Any]:
         self._channel.check_process()
 
-        def late(pending: Awaited[Any]) -> None:
+        def late(pending: PendingResult[Any]) -> None:
             self._connection.submit(lambda: self._part.expire(pending))
 
-        pending: Awaited[Any] = Awaited(
+        pending: PendingResult[Any] = PendingResult(
             self._channel.post, self.timeout, self.rank, what, late, _NAMING_S
         )
         self._channel.watch(pending)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from gradwire.control.awaited import Awaited
+from gradwire.control.agreements import Agreements, Exchanges, Incarnation
 from gradwire.control.connection import Connection
 from gradwire.control.description import Description
-from gradwire.control.entrance import Entrance
 from gradwire.control.journal import Journal
-from gradwire.control.rounds import Agreements, Exchanges, Incarnation
+from gradwire.control.pending_result import PendingResult
+from gradwire.control.rendezvous import Rendezvous
 from gradwire.errors import TransportError
 
 log = logging.getLogger("gradwire")
@@ -23,7 +23,7 @@ Fail = Callable[[Exception], None]
 
 
 class _Settled:
-    """What a rank has from when it has its place in an incarnation."""
+    """The state of a rank that has its place in an incarnation."""
 
     def __init__(self, incarnation: Incarnation, news: Journal) -> None:
         self.space = incarnation.space
@@ -37,10 +37,10 @@ class Participant:
 
     Args:
         connection: to the store's server.
-        store: the group's; let go by `begin`.
+        store: the group's; `begin` drops it.
         rank, world_size: in the group.
         timeout: seconds that peers have.
-        attempts: see `Entrance`.
+        attempts: see `Rendezvous`.
         hear: called with (sender, notice).
     """
 
@@ -61,10 +61,10 @@ class Participant:
         self._timeout = timeout
         self._attempts = attempts
         self._hear = hear
-        self._place: Entrance | None = None
+        self._rendezvous: Rendezvous | None = None
         self._settled: _Settled | None = None
         self._queued: deque[tuple[Callable[[], None], Fail | None]] = deque()
-        self._ended: str | None = None  # why this rank's part is over
+        self._ended: str | None = None  # why this rank's part has ended
         self._warned = False
 
     # ---- joining and leaving
@@ -75,7 +75,7 @@ class Participant:
             self.lost(self._connection.gone)
             return
         self._connection.participants.append(self)
-        self._place = Entrance(
+        self._rendezvous = Rendezvous(
             self._connection.root,
             self._connection.prefixed(store),
             self.rank,
@@ -88,11 +88,11 @@ class Participant:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank has, or had, a place among the others; on any thread."""
+        """Whether this rank has its place in the group; thread-safe."""
         return self._settled is not None
 
     def when_settled(self, command: Callable[[], None], fail: Fail | None) -> None:
-        """Run `command` once this rank has its place; or `fail`, if it never gets one."""
+        """Run `command` once this rank has its place, or `fail` if it never gets one."""
         if self._ended is not None:
             if fail is not None:
                 fail(self._error(self._ended))
@@ -106,29 +106,29 @@ class Participant:
             self._connection.participants.remove(self)
         if self._settled is not None and self._ended is None:
             self.tell(notice)
-            self._connection.look()  # ranks may be threads of one process, and share it
+            self._connection.look()  # ranks may be threads of one process, on one connection
         self._end("this rank has left the group")
 
-    # ---- what peers take part in; once settled
+    # ---- operations with peers; once settled
 
     def tell(self, notice: str) -> None:
-        """Tell all others; `notice` is JSON."""
+        """Send `notice`, JSON, to all others."""
         assert self._settled is not None
         self._settled.news.append(f'{{"from": {self.rank}, "told": {notice}}}'.encode())
         self._connection.ring()
 
-    def exchange(self, key: str, mine: bytes, pending: Awaited[list[bytes]]) -> None:
+    def exchange(self, key: str, mine: bytes, pending: PendingResult[list[bytes]]) -> None:
         if self._settled is not None and not pending.over:
             self._settled.exchanges.start(key, mine, pending)
 
-    def agree(self, key: str, mine: Description, pending: Awaited[int]) -> None:
+    def agree(self, key: str, mine: Description, pending: PendingResult[int]) -> None:
         if self._settled is not None and not pending.over:
             self._settled.agreements.start(key, mine, pending)
 
-    def expire(self, pending: Awaited[Any]) -> None:
-        """The time of `pending` has run out: end it with the ranks that have not come."""
+    def expire(self, pending: PendingResult[Any]) -> None:
+        """`pending` has timed out: fail it with the ranks that have not come."""
         if self._ended is not None:
-            return  # it has ended with that
+            return  # it has failed with that reason
         if self._settled is None:
             pending.fail_without([0])
             return
@@ -143,26 +143,26 @@ class Participant:
             reply.set_exception(self._error(str(error)))
             raise
 
-    # ---- what the connection asks
+    # ---- for the connection
 
     @property
     def waits(self) -> bool:
-        if self._settled is None or self._place is None:
+        if self._settled is None or self._rendezvous is None:
             return True
         return (
             bool(self._settled.exchanges.pending or self._settled.agreements.pending)
             or self._settled.news.has_gaps
-            or (self.rank == 0 and self._place.expects(self.world_size))
+            or (self.rank == 0 and self._rendezvous.expects(self.world_size))
         )
 
     @property
-    def looks_again(self) -> bool:
-        if self._settled is None or self._place is None:
+    def must_poll(self) -> bool:
+        if self._settled is None or self._rendezvous is None:
             return False
         return (
             self._settled.news.has_gaps
-            or self._settled.agreements.looks_again
-            or (self.rank == 0 and self._place.has_gaps)
+            or self._settled.agreements.must_poll
+            or (self.rank == 0 and self._rendezvous.has_gaps)
         )
 
     def look(self) -> None:
@@ -170,7 +170,7 @@ class Participant:
             self._look()
         except ValueError as error:
             self._connection.participants.remove(self)
-            reason = f"what the group's store holds makes no sense ({error})"
+            reason = f"the group's store holds invalid data ({error})"
             if self._end(reason):
                 log.warning("gradwire: rank %d: %s", self.rank, reason)
 
@@ -180,14 +180,14 @@ class Participant:
     # ---- inside
 
     def _look(self) -> None:
-        assert self._place is not None
+        assert self._rendezvous is not None
         if self._settled is None:
-            space = self._place.find()
+            space = self._rendezvous.find()
             if space is None:
                 return
             self._settle(space)
             assert self._settled is not None
-        if self.rank == 0 and self._place.answer():
+        if self.rank == 0 and self._rendezvous.answer():
             self._connection.ring()
         for entry in self._settled.news.new():
             self._read(self._settled, entry)
@@ -231,14 +231,14 @@ class Participant:
         if not self._warned:
             self._warned = True
             log.warning(
-                "gradwire: rank %d ignores what it cannot read in the group's store, from now on "
-                "in silence; somebody else writes there: %r",
+                "gradwire: rank %d ignores entries in the group's store that it cannot parse; "
+                "another program writes there (this warning appears once): %r",
                 self.rank,
                 entry[:80],
             )
 
     def _end(self, reason: str) -> bool:
-        """End what is pending, and let the store go; whether anything was pending."""
+        """Fail what is pending, and drop the store; whether anything was pending."""
         self._ended = self._ended or reason
         fails = [fail for _, fail in self._queued if fail is not None]
         self._queued.clear()
@@ -246,7 +246,7 @@ class Participant:
         if settled is not None:
             fails += [pending.fail for pending in settled.exchanges.pending]
             fails += [pending.fail for pending in settled.agreements.pending]
-        self._settled = self._place = None
+        self._settled = self._rendezvous = None
         for fail in fails:
             fail(self._error(reason))
         return bool(fails)

@@ -1,12 +1,12 @@
 """The engine: runs graphs of five kinds of task. It knows no algorithm and no codec."""
 
-from gradwire.engine.communicator import Communicator, Seat
+from gradwire.engine.communicator import Communicator, GroupInfo
 from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.message import HEADER_BYTES
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.engine.pool import Pool
 from gradwire.engine.process import Engine
-from gradwire.engine.threads import Outcome
+from gradwire.engine.thread_driver import Outcome
 from gradwire.engine.trace import Span, Timeline
 
 __all__ = [
@@ -14,12 +14,12 @@ __all__ = [
     "Communicator",
     "Engine",
     "Graph",
+    "GroupInfo",
     "Issue",
     "Kind",
     "Outcome",
     "Owner",
     "Pool",
-    "Seat",
     "Span",
     "Ticket",
     "Timeline",

@@ -1,8 +1,7 @@
-"""What the scopes of one process group share: transport, owners, memory, and what peers tell.
+"""What the scopes of one process group share: transport, owners, memory, control messages.
 
-A communicator is opened by its first use: the ranks then make their ends of the transport,
-together, on a thread that nobody else waits for. Several groups may be opened in another order on
-each rank.
+The first use opens a communicator: the ranks then make their ends of the transport together, on a
+worker thread. Ranks may open several groups in different orders.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch.distributed as dist
 
 from gradwire import control
 from gradwire.control import Member
-from gradwire.engine.flights import Flights
+from gradwire.engine.in_flight import InFlight
 from gradwire.engine.owner import Owner
 from gradwire.engine.pool import Pools
 from gradwire.engine.process import Engine
-from gradwire.engine.ranges import Ranges
-from gradwire.engine.stream import StreamDriver
-from gradwire.engine.topology import Facts, Topology
-from gradwire.engine.watch import Watch
+from gradwire.engine.stream_driver import StreamDriver
+from gradwire.engine.tag_ranges import TagRanges
+from gradwire.engine.topology import RankInfo, Topology
+from gradwire.engine.watchdog import Watchdog
 from gradwire.errors import GradwireError, TransportError
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
@@ -39,17 +38,17 @@ log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 
-_LINGER_S = 2.0  # for sends of results that are in place, on closing
+_LINGER_S = 2.0  # how long `close` waits for the sends of finished rounds
 
 
 @dataclass(frozen=True)
-class Seat:
-    """This rank's place in a process group.
+class GroupInfo:
+    """What a communicator needs to know of its process group.
 
     Attributes:
         rank, world_size: as in torch, within the group.
         timeout: seconds that a wait may last.
-        store: shared by the group's ranks, and by nobody else.
+        store: shared by the group's ranks only.
     """
 
     rank: int
@@ -62,19 +61,20 @@ class Communicator:
     """One process group's part of the engine, on one rank.
 
     Args:
-        transport: moves the bytes; or makes what does, where `seat` says for whom.
-        window: scopes that a stream of single collectives may have under way at a time (two overlap
+        transport: moves the bytes; or a function that makes the transport on first use.
+        window: how many scopes a stream of single collectives may have in flight (two overlap
             encoding with sending).
-        links: what carries messages between tensors of a device in stream order; None: nothing
-            does, so that they go by way of `transport`. All ranks ask, and are told alike.
-        seat: where `transport` is made later.
+        links: device -> the link that carries messages between its tensors in stream order, or
+            None: messages then pass through `transport`. The result is the same on all ranks.
+        info: required where `transport` is a function.
 
     Attributes:
         calls: the owner of single collectives that users call.
-        counted: how many of them named no step. Each draws random numbers of its own.
-        pools: the memory of scopes under way.
-        flights: the rounds under way.
-        alive: asked from time to time; False: the process group has gone.
+        backend_calls: the owner of single collectives that the backend calls.
+        counted: how many of the user's calls had no step; each draws its own random numbers.
+        pools: the memory of scopes in flight.
+        in_flight: the collectives in flight.
+        alive: polled; False once the process group is destroyed.
     """
 
     alive: Callable[[], bool] = staticmethod(lambda: True)
@@ -84,12 +84,12 @@ class Communicator:
         transport: Transport | Callable[[], Transport],
         window: int = 2,
         links: Callable[[torch.device], OrderedLink | None] = lambda device: None,
-        seat: Seat | None = None,
+        info: GroupInfo | None = None,
     ) -> None:
-        if seat is None:
+        if info is None:
             made: Any = transport
-            seat = Seat(made.rank, made.world_size, made.timeout, made.board)
-        self.rank, self.world_size, self.timeout = seat.rank, seat.world_size, seat.timeout
+            info = GroupInfo(made.rank, made.world_size, made.timeout, made.board)
+        self.rank, self.world_size, self.timeout = info.rank, info.world_size, info.timeout
         self._failing = False
         engine = Engine.current()
         self.workers = engine.workers
@@ -101,25 +101,25 @@ class Communicator:
         self._opening = threading.RLock()
         self._agreements = itertools.count()
         self._topology: Topology | None = None
-        self.flights = Flights(engine.workers, lambda: self.transport, self.fail)
+        self.in_flight = InFlight(engine.workers, lambda: self.transport, self.fail)
         self.pools = Pools(lambda: self.transport.store)
-        self.watch = Watch(self)
+        self.watchdog = Watchdog(self)
         self.owners: list[Owner] = []
         self._serial = 0
-        self._ranges = Ranges(self._first)
+        self._ranges = TagRanges(self._first)
         self._frontier: dict[str, int] = {}
         self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
-        self.calls, self.blobs = self.streams
+        self.calls, self.backend_calls = self.streams
         self.counted = 0
         engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
             self.member = engine.channel.join(
-                seat.store, self.rank, self.world_size, self.timeout, self.watch
+                info.store, self.rank, self.world_size, self.timeout, self.watchdog
             )
 
     def count(self) -> int:
-        """The number of a call that names no step; it is the same on all ranks, which make the same
+        """The number of a user call without a step, the same on all ranks, which make the same
         calls."""
         with self._lock:
             self.counted += 1
@@ -129,7 +129,7 @@ class Communicator:
 
     @property
     def transport(self) -> Transport:
-        """What moves the bytes; the first call waits for the other ranks' first calls.
+        """The transport; the first call waits for the other ranks' first calls.
 
         Raises:
             TransportError: a peer did not answer, or the group is broken.
@@ -148,7 +148,7 @@ class Communicator:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a machine, and whether all messages stay in memory: alike on all ranks.
+        """Which ranks share a machine, and whether all messages stay in memory; equal on all ranks.
 
         The first call waits for the other ranks' first calls.
 
@@ -157,34 +157,34 @@ class Communicator:
         """
         with self._opening:
             if self._topology is None:
-                mine = Facts.here(self.transport.in_memory)
+                mine = RankInfo.here(self.transport.in_memory)
                 self._topology = Topology.of(self.rank, self.exchange("topology", mine))
             return self._topology
 
-    def died(self) -> int | None:
-        """A peer on this machine whose process has ended, as far as that is known; or None."""
-        return None if self._topology is None else self._topology.over()
+    def dead_peer(self) -> int | None:
+        """A peer on this machine whose process is known to have ended, or None."""
+        return None if self._topology is None else self._topology.ended_peer()
 
-    def exchange(self, key: str, facts: Facts) -> list[Facts]:
-        """Every rank's facts, in rank order; `key` is used once."""
+    def exchange(self, key: str, info: RankInfo) -> list[RankInfo]:
+        """Every rank's info, in rank order; `key` is used once."""
         if self.member is None:
-            return [facts]
-        return [Facts.unpack(b) for b in self.member.exchange(key, facts.pack()).result()]
+            return [info]
+        return [RankInfo.unpack(b) for b in self.member.exchange(key, info.pack()).result()]
 
     def agree(self, what: str, description: list[str]) -> int:
-        """Make sure that every rank holds the same `description`; all ranks call in one order.
+        """Verify that every rank holds the same `description`; all ranks call in the same order.
 
         Returns:
-            A digest: what message headers carry.
+            The digest that message headers carry.
 
         Raises:
-            ConfigError: on every rank, naming the first line that differs and who holds what.
+            ConfigError: on every rank; names the first line that differs and its value per rank.
             TransportError: a peer did not answer.
         """
         return self.agreement(f"group {next(self._agreements)}", what, description).result()
 
     def agreement(self, key: str, what: str, description: list[str]) -> Future[int]:
-        """As `agree`, at its own pace; `key` names it on all ranks and is used once."""
+        """As `agree`, asynchronous; `key` names it on all ranks and is used once."""
         self.check()
         if self.member is None:
             alone: Future[int] = Future()
@@ -194,7 +194,7 @@ class Communicator:
 
     @property
     def opened(self) -> Transport | None:
-        """The transport, if there is one by now."""
+        """The transport, or None before the first use."""
         return self._transport
 
     def all_owners(self) -> list[Owner]:
@@ -202,10 +202,10 @@ class Communicator:
         return [*self.streams, *self.owners]
 
     def claim(self, owner: Owner, layout: str) -> int:
-        """The range of tags of a layout of `owner`; see gradwire.engine.ranges.
+        """The tag range of a layout of `owner`; see gradwire.engine.tag_ranges.
 
         Raises:
-            ConfigError: too many are in use.
+            ConfigError: too many ranges are in use.
             TransportError: the group's store is gone.
         """
         return self._ranges.claim(owner, layout)
@@ -216,34 +216,34 @@ class Communicator:
     # ---- owners and their rounds ---------------------------------------------------------------
 
     def owner(self, name: str, window: int = 2) -> Owner:
-        """Open the next owner; all ranks do in one order."""
+        """Open the next owner; all ranks open owners in the same order."""
         with self._lock:
             serial, self._serial = self._serial, self._serial + 1
             owner = Owner(self, serial, name, window, False)
             self._drop_closed()
             self.owners.append(owner)
-        self.watch.opened(owner)
+        self.watchdog.opened(owner)
         return owner
 
     def close_owner(self, owner: Owner) -> None:
-        """`owner` issues no further ticket; what it has issued still ends."""
+        """`owner` issues no further ticket; tickets that it has issued still complete."""
         with self._lock:
             owner.closed = True
             self._drop_closed()
-        self.watch.closed(owner)
+        self.watchdog.closed(owner)
 
     def _drop_closed(self) -> None:
-        """Forget the owners that are over, but for how far they came; the lock is held."""
+        """Drop finished owners, but keep their ticket counts; the lock is held."""
         over = [owner for owner in self.owners if owner.over]
         self._frontier.update({owner.key: owner.returned for owner in over})
         self.owners = [owner for owner in self.owners if owner not in over]
 
     def stream(self, device: torch.device) -> StreamDriver | None:
-        """What runs rounds of tensors on `device` where their messages keep a stream's order, else
-        None. All ranks ask at once the first time.
+        """The stream driver for rounds of tensors on `device`; None where no link keeps stream
+        order. The first call is made on all ranks together.
 
         Raises:
-            TransportError: the ranks do not find together.
+            TransportError: a peer did not make the call.
         """
         if device not in self._streams:
             with self._opening:
@@ -258,25 +258,25 @@ class Communicator:
     @property
     def error(self) -> BaseException | None:
         """What broke this group, or None."""
-        return self.flights.error
+        return self.in_flight.error
 
     def check(self) -> None:
         """Raises what broke this group, if anything did."""
         if self.error is not None:
             raise self.error
 
-    # ---- failure and the end -------------------------------------------------------------------
+    # ---- failure and closing -------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """What happened here breaks the group, and peers are told."""
+        """Break the group because of a local error, and tell the peers."""
         if not self.first_to_fail():
-            return  # another thread has met the same, a moment ago
+            return  # another thread has reported the failure already
         peer = error.peer if isinstance(error, TransportError) else None
         blamed = self.rank if peer is None else peer
         if self._transport is not None:
             self._transport.fail(blamed)
-        self.watch.tell_failure(error, blamed, None)
-        error = self.watch.explained(error, blamed)
+        self.watchdog.tell_failure(error, blamed, None)
+        error = self.watchdog.explained(error, blamed)
         if not self.end(error):
             return
         if isinstance(error, GradwireError):
@@ -285,32 +285,32 @@ class Communicator:
             log.exception("gradwire: a task failed", exc_info=error)
 
     def first_to_fail(self) -> bool:
-        """Whether the caller is the first to meet a failure, which it then has to end with."""
+        """Whether the caller is the first to report a failure, and so has to call `end`."""
         with self._lock:
             first = not self._failing and self.error is None
             self._failing = True
         return first
 
     def end(self, error: BaseException) -> bool:
-        """End every round, now and later, with `error`; False if an earlier error did."""
-        return self.flights.end_all(error)
+        """End all present and future rounds with `error`; False if an earlier error did."""
+        return self.in_flight.end_all(error)
 
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
-        """What happened here breaks one owner: peers end their rounds of it, and only those."""
+        """Break one owner because of a local error: peers end its rounds, and no others."""
         if self.end_owner(owner, error):
             log.error("%s", error)
-            self.watch.tell_failure(error, self.rank, owner)
+            self.watchdog.tell_failure(error, self.rank, owner)
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:
-        """End every round of `owner`, now and later, with `error`; False: an earlier one did."""
-        return self.flights.end_all(error, owner)
+        """End all present and future rounds of `owner`; False if an earlier error did."""
+        return self.in_flight.end_all(error, owner)
 
     def close(self) -> None:
-        """The process group goes: rounds under way end in a TransportError."""
+        """Close with the process group: rounds in flight end with a TransportError."""
         if self.error is None:
             self._linger()
-        # Peers first: once our callers go on, the store may end with this process.
-        self.watch.leave(self._frontier | {o.key: o.returned for o in self.all_owners()})
+        # Peers first: once local callers continue, the store may end with this process.
+        self.watchdog.leave(self._frontier | {o.key: o.returned for o in self.all_owners()})
         self.end(destroyed(self.rank))
         self.pools.close()
         for owner in self.all_owners():
@@ -320,10 +320,10 @@ class Communicator:
                 self._transport.close()
 
     def _linger(self) -> None:
-        """Results may be in place here whose last sends are still on their way to a peer."""
+        """Wait for the last sends of rounds whose results are complete on this rank."""
         end = time.monotonic() + _LINGER_S
         owners = self.all_owners()
-        while time.monotonic() < end and not self.flights:
+        while time.monotonic() < end and not self.in_flight:
             if all(owner.returned == owner.core.issued for owner in owners):
                 return
             time.sleep(0.01)

@@ -1,17 +1,17 @@
-"""The scheduler core: what may be done next. Events in, actions out; no threads, bytes or clock.
+"""The scheduler core: a state machine from events to actions, without threads, I/O or clock.
 
 An *owner* (a handle, an FSDP object, a stream of user calls) issues *tickets*, one per scope. A
 ticket is admitted when it is among the `window` oldest that have not been returned; tickets are
 issued, admitted and returned in the owner's order, which is the same on every rank. A ticket runs
-rounds, one after the other; a *run* is one collective of a round under way. What an admitted
-ticket needs is never held by a younger one, nor by another owner: so the oldest ticket always ends,
-and then the next.
+its rounds one after the other; a *run* is one collective of a round in flight. An admitted ticket
+never waits for a younger ticket or for another owner. So the oldest ticket always completes, and
+then the next.
 
-Three drivers perform the actions: threads (engine/threads.py), a stream (engine/stream.py), and the
-simulator's clock (gradwire.sim.rank).
+Three drivers perform the actions: threads (engine/thread_driver.py), a stream
+(engine/stream_driver.py), and the simulator's clock (gradwire.sim.rank).
 
-A ticket reserves no memory in advance: a round takes what it needs when it begins, and waits for
-nothing. So the memory in flight is bounded by the windows.
+A ticket reserves no memory in advance: a round allocates when it begins, without waiting. The
+windows bound the memory in flight.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gradwire.engine.graph import Graph, Kind
 
 
 class Do(Enum):
-    START = "start"  # take memory, then report `started`
-    POST = "post"  # post these receives; each reports `done` when its message is here
+    START = "start"  # allocate memory, then report `started`
+    POST = "post"  # post these receives; report `done` for each when its message has arrived
     KERNEL = "kernel"  # run this task, then report `done`
-    SEND = "send"  # post this send, report `posted`, and `sent` when its memory is free again
-    FREE = "free"  # the run's memory is not needed any more
-    RESULT = "result"  # the run's values are in place
+    SEND = "send"  # post this send, report `posted`, then `sent` when its memory is free again
+    FREE = "free"  # release the run's memory
+    RESULT = "result"  # report that the run's values are complete
 
 
 class Run:
-    """One collective under way.
+    """One collective in flight.
 
     Attributes:
-        place: of the ticket whose it is.
-        graph: what is to be done.
-        job: the driver's own.
+        place: its ticket's place.
+        graph: its tasks.
+        job: the driver's data.
     """
 
     __slots__ = ("_left", "_sends", "_waits", "graph", "job", "place")
@@ -57,9 +57,9 @@ class Place:
     """A ticket's place in its owner's order.
 
     Attributes:
-        number: in the owner's order, from 0.
+        number: its index in the owner's order, from 0.
         admitted: whether its collectives may start.
-        closed: whether it will have no further round.
+        closed: whether no further round follows.
     """
 
     __slots__ = ("admitted", "closed", "number", "queued", "under_way")
@@ -68,8 +68,8 @@ class Place:
         self.number = number
         self.admitted = False
         self.closed = False
-        self.queued: deque[Run] = deque()  # that begin once it is admitted
-        self.under_way = 0  # collectives that are expected, or whose memory is not free
+        self.queued: deque[Run] = deque()  # runs that start once the ticket is admitted
+        self.under_way = 0  # collectives that are expected, or still hold memory
 
     @property
     def returned(self) -> bool:
@@ -77,7 +77,7 @@ class Place:
 
 
 class Action(NamedTuple):
-    """What a driver is to do: for POST several tasks, for KERNEL and SEND one, else none."""
+    """What a driver must do: POST has several tasks, KERNEL and SEND have one, others none."""
 
     do: Do
     run: Run
@@ -92,7 +92,7 @@ class Core:
 
     Args:
         window: how many tickets may be admitted at a time, at least 1.
-        until_sent: a round's result waits for the end of its sends, too.
+        until_sent: whether a round's result also waits for its sends.
     """
 
     def __init__(self, window: int, until_sent: bool = False) -> None:
@@ -100,7 +100,7 @@ class Core:
         self.window = window
         self._until_sent = until_sent
         self.issued = 0
-        self._places: deque[Place] = deque()  # that have not been returned, the oldest first
+        self._places: deque[Place] = deque()  # not returned yet, oldest first
 
     @property
     def returned(self) -> int:
@@ -121,17 +121,17 @@ class Core:
         return place
 
     def expect(self, place: Place) -> None:
-        """The ticket has another collective, which begins, or is cancelled, when it is prepared."""
+        """The ticket has another collective, which is begun once prepared, or cancelled."""
         assert not place.closed, "a closed ticket has no further collective"
         place.under_way += 1
 
     def cancel(self, place: Place) -> Actions:
-        """A collective that was expected will not begin."""
+        """An expected collective will not begin."""
         place.under_way -= 1
         return self._return()
 
     def begin(self, place: Place, graph: Graph, job: Any) -> tuple[Run, Actions]:
-        """A collective that was expected."""
+        """Begin an expected collective."""
         run = Run(place, graph, job)
         if place.admitted:
             return run, [Action(Do.START, run)]
@@ -139,7 +139,7 @@ class Core:
         return run, []
 
     def started(self, run: Run) -> Actions:
-        """The run has its memory."""
+        """The run's memory is allocated."""
         actions: Actions = []
         for receives, source in run.graph.opening:
             if receives:
@@ -149,7 +149,7 @@ class Core:
         return actions if len(run.graph) else self._ended(run)
 
     def done(self, run: Run, task: int) -> Actions:
-        """A kernel has run, or a message is here."""
+        """A kernel has run, or a message has arrived."""
         actions = self._dependents(run, task)
         run._left -= 1
         return actions if run._left else actions + self._ended(run)
@@ -169,7 +169,7 @@ class Core:
         return actions
 
     def close(self, place: Place) -> Actions:
-        """The ticket has no collective beyond those that are expected."""
+        """The ticket expects no further collective."""
         place.closed = True
         return self._return()
 
@@ -186,11 +186,11 @@ class Core:
         return Action(Do.SEND if sends else Do.KERNEL, run, (task,))
 
     def _ended(self, run: Run) -> Actions:
-        """Every task is done, or posted."""
+        """Every task is done or posted."""
         if run._sends:
             return [] if self._until_sent else [Action(Do.RESULT, run)]
         freed = self._freed(run)
-        # Memory first: whoever waits for the result may look at what is held.
+        # Memory first: a waiter for the result may look at how much memory is held.
         return [*freed[:1], Action(Do.RESULT, run), *freed[1:]]
 
     def _freed(self, run: Run) -> Actions:
@@ -198,7 +198,7 @@ class Core:
         return [Action(Do.FREE, run), *self._return()]
 
     def _return(self) -> Actions:
-        """Take back tickets that are over, in order, and admit as many."""
+        """Return finished tickets, in order, and admit as many new ones."""
         while self._places and self._places[0].returned:
             self._places.popleft()
         actions: Actions = []

@@ -1,6 +1,6 @@
-"""The vocabulary of the engine: a graph of five kinds of task, as columns.
+"""The task graph of a collective, as columns: five kinds of task.
 
-A collective is (HiPress 3.1, CaSync's primitives)
+The kinds are CaSync's primitives (HiPress 3.1):
 
     encode   values of some chunks -> their payloads
     merge    payloads, with or without own values -> their sum: as values, or as a payload and what
@@ -9,13 +9,12 @@ A collective is (HiPress 3.1, CaSync's primitives)
     send     payload -> a peer
     recv     a peer -> payload
 
-A merge is one kernel: it decodes, sums in the order in which it names its payloads, and encodes
+A merge is one kernel: it decodes, sums in the order in which it lists its payloads, and encodes
 again, block by block. It replaces the values by the sum, or by what the sum's payload decodes to.
 
 Tasks and buffers are numbers. A *buffer* is the payload of one chunk of one segment in memory, with
-its header. Tasks name the buffers that they read and write; what waits for what follows from that.
-Buffers that lie side by side may travel as one message: a send, and the recv at its other end, then
-name all of them, in one order.
+its header. Tasks list the buffers that they read and write, which gives the dependencies. Adjacent
+buffers may travel as one message: a send and its recv then list all of them, in the same order.
 """
 
 from __future__ import annotations
@@ -39,39 +38,40 @@ class Kind(Enum):
 class Graph:
     """The tasks of one collective on one rank, in an algorithm's order.
 
-    A task depends on the tasks that write what it reads, and on those that it names in `after`;
-    algorithms state dataflow, nothing else. The order of tasks is the order in which ready tasks
-    start and in which receives are awaited, so an algorithm lists its tasks in the order it expects
-    them to become ready. That order must be one for all ranks: a message that is listed later on
-    one rank must not be needed for one that is listed earlier on another.
+    A task depends on the tasks that write what it reads, and on the tasks in its `after`;
+    algorithms state dataflow only. Ready tasks start, and receives are awaited, in the order of the
+    list, so an algorithm lists its tasks in the order in which it expects them to become ready. The
+    orders of all ranks must be consistent: a message that is listed earlier on one rank must not
+    depend on one that is listed later on another.
 
-    `encode`, `merge`, `decode`, `send` and `recv` list a task and return its number.
+    `encode`, `merge`, `decode`, `send` and `recv` append a task and return its number.
 
     Args:
-        roles: what payloads hold, in the algorithm's own words ("contribution", "result"). Their
-            order numbers messages, see `slot`.
+        roles: names for what payloads hold ("contribution", "result"). Their order numbers
+            messages, see `slot`.
 
     Attributes:
-        kind: of each task, what is done.
-        segment: the pipeline unit that it belongs to.
-        reads: buffers that it needs. A merge names the first peer's payloads of all chunks that it
-            makes, then the next peer's of the same chunks, and so on; it sums in the order of
-            peers.
-        writes: buffers that it fills. A merge that writes none leaves the sum in the values.
-        peer: the other rank of a send or recv; -1 of kernels.
-        own: of a merge, the position of the own values in the sum; -1 sums payloads alone.
-        final: of a merge, whether it makes the result, so that an average is divided here.
-        after: tasks that must end first though no buffer says so: they change the values, or use
-            the link. A send ends when its transport says so: if its message is read where it lies,
-            with the last reader.
-        reuses: of a recv, the first buffer of a message, read by sends alone, whose memory the new
-            one may take, since no rank sends it before that message has reached all its receivers;
-            -1: none.
-        buffer_role: of each buffer, what its payload holds.
-        buffer_segment: the pipeline unit.
-        buffer_chunk: the share of the values that it holds.
-        buffer_source: the rank that encoded it.
-        writer: the task that fills it; -1: none yet.
+        kind: per task, its kind.
+        segment: per task, its pipeline unit.
+        reads: per task, the buffers that it reads. A merge lists the first peer's payloads of all
+            chunks that it produces, then the next peer's of the same chunks, and so on; it sums in
+            that order of peers.
+        writes: per task, the buffers that it fills. A merge without writes leaves the sum in the
+            values.
+        peer: the other rank of a send or recv; -1 for kernels.
+        own: for a merge, the position of the own values in the sum; -1: it sums payloads only.
+        final: for a merge, whether it produces the result: an average is divided here.
+        after: per task, further tasks that must end first: they change the values, or use the link.
+            A send ends when its transport reports so: for a message that the peer reads in place,
+            with its last reader.
+        reuses: for a recv, the first buffer of an earlier message, which only sends read and whose
+            memory the new message may take: no rank sends the new one before all receivers have
+            the earlier one. -1: none.
+        buffer_role: per buffer, what its payload holds.
+        buffer_segment: per buffer, its pipeline unit.
+        buffer_chunk: per buffer, its share of the values.
+        buffer_source: per buffer, the rank that encoded it.
+        writer: per buffer, the task that fills it; -1: none yet.
     """
 
     def __init__(self, roles: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class Graph:
     # ---- listing -------------------------------------------------------------------------------
 
     def buffer(self, role: str, segment: int, chunk: int, source: int) -> int:
-        """The number of a buffer, the same for the same four."""
+        """The number of a buffer; equal arguments give the same one."""
         known = self._buffers.setdefault((role, segment, chunk, source), len(self.writer))
         if known == len(self.writer):
             assert role in self.roles, f"{role!r} is none of the algorithm's {self.roles}"
@@ -122,7 +122,7 @@ class Graph:
         final: bool = False,
         after: Sequence[int] = (),
     ) -> int:
-        # Its error would have no residual to go to: own values bring theirs.
+        # Only own values have a residual, which takes the error of encoding.
         assert not writes or own is not None, f"segment {segment}: encodes a sum without own values"
         place = -1 if own is None else own
         return self._add(Kind.MERGE, segment, reads, writes, own=place, final=final, after=after)
@@ -166,21 +166,25 @@ class Graph:
         self.reuses.append(reuses)
         self.after.append(tuple(after))
         for buffer in reads:
-            assert self.writer[buffer] >= 0, f"{self.describe(task)}: listed before what it reads"
+            assert self.writer[buffer] >= 0, (
+                f"{self.describe(task)}: listed before the writer of a buffer that it reads"
+            )
         for buffer in writes:
             assert self.writer[buffer] < 0, (
-                f"{self.describe(task)}: writes what another has written"
+                f"{self.describe(task)}: writes a buffer that another task has written"
             )
             self.writer[buffer] = task
         for earlier in after:
-            assert 0 <= earlier < task, f"{self.describe(task)}: listed before what it waits for"
+            assert 0 <= earlier < task, (
+                f"{self.describe(task)}: listed before a task that it waits for"
+            )
         return task
 
     def reordered(self, order: Sequence[int], gates: Sequence[Sequence[int]]) -> Graph:
-        """These tasks in another order, where task t waits for `gates[t]` too.
+        """These tasks in another order, where task t also waits for `gates[t]`.
 
-        `order` lists all tasks; they, and the gates, have the numbers that they have here. Buffers
-        keep theirs.
+        `order` lists all tasks. It and the gates use this graph's task numbers. Buffers keep their
+        numbers.
         """
         graph = Graph(self.roles)
         for buffer in self._buffers:
@@ -215,12 +219,12 @@ class Graph:
 
     @cached_property
     def opening(self) -> Opening:
-        """What can begin at once, step by step: receives to post, and then a source, a task that
-        waits for nothing (None: there are no more).
+        """The tasks that can begin at once, as steps: receives to post, and then a source, which is
+        a task without dependencies (None: no source is left).
 
-        Receives keep the list's order. A transport that needs both ends ready wants them posted
-        early, yet posting takes time that the first source should not wait for; so each source has
-        its share before it.
+        Receives keep the list's order. They should be posted early, for transports that need both
+        ends ready; yet posting all of them would delay the first source. So a share of them
+        precedes each source.
         """
         kinds, waits = self.kind, self.waits
         receives = [task for task, kind in enumerate(kinds) if kind is Kind.RECV]
@@ -234,7 +238,8 @@ class Graph:
     @cached_property
     def slot(self) -> list[int]:
         """For each send and recv, the number of its message among those from its sender to its
-        receiver, by role, segment and chunk; -1 for kernels. Both ends count alike."""
+        receiver, ordered by role, segment and chunk; -1 for kernels. Both ends compute the same
+        number."""
         number = {role: n for n, role in enumerate(self.roles)}
         role = [number[role] for role in self.buffer_role]
         links: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
@@ -249,7 +254,7 @@ class Graph:
             for place, (*_, task) in enumerate(messages):
                 found[task] = place
             alike = [task for (*a, _), (*b, task) in pairwise(messages) if a == b]
-            assert not alike, f"{self.describe(alike[0])}: another message has its name"
+            assert not alike, f"{self.describe(alike[0])}: another message has the same name"
         return found
 
     @cached_property
@@ -264,11 +269,11 @@ class Graph:
         ]
 
     def message(self, task: int) -> tuple[int, ...]:
-        """The buffers that a send or recv moves; both ends name it by the first."""
+        """The buffers that a send or recv moves; the first identifies the message."""
         return self.reads[task] or self.writes[task]
 
     def together(self, task: int) -> list[tuple[int, ...]]:
-        """The buffers that a kernel writes, those that first leave in one message together."""
+        """The buffers that a kernel writes, grouped by the first message that sends them."""
         left = dict.fromkeys(self.writes[task])
         found = []
         for dependent in self.dependents[task] if len(left) > 1 else ():
@@ -280,7 +285,7 @@ class Graph:
         return [*found, *((buffer,) for buffer in left)]
 
     def width(self, task: int) -> int:
-        """How many chunks a merge makes: so many of its reads are one peer's."""
+        """How many chunks a merge produces, which is how many of its reads are one peer's."""
         return len({self.buffer_chunk[buffer] for buffer in self.reads[task]})
 
     def describe(self, task: int) -> str:

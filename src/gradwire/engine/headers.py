@@ -1,7 +1,7 @@
 """The headers of a message of several buffers, written and checked together.
 
-Each buffer has a header of its own (message.py), since it may travel on in other company. One by
-one they cost as much as a small kernel; here they are columns of one array.
+Each buffer has its own header (message.py), since it may later travel with other buffers. Handled
+one by one, headers cost as much as a small kernel; here they are columns of one array.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _LOW = (1 << 32) - 1
 
 
 class Headers:
-    """Of buffers that lie side by side.
+    """The headers of adjacent buffers.
 
     Args:
-        nbytes: of each, header included; a multiple of 16.
-        envelopes: of each; all but segment and chunk is alike.
+        nbytes: bytes per buffer, header included; multiples of 16.
+        envelopes: one per buffer; only segment and chunk differ.
     """
 
     def __init__(self, nbytes: Sequence[int], envelopes: Sequence[Envelope]) -> None:
         ends = np.cumsum(nbytes)
         begins = ends - nbytes
         self._bytes = begins[:, None] + np.arange(HEADER_BYTES)
-        # payload, then the next header, in turns; in words
+        # offsets of payloads and of the headers between them, alternating, in words
         words = np.stack([begins + HEADER_BYTES, ends], axis=1).ravel() // 8
         self._stretches = words[:-1]
         self._checksum = envelopes[0].checksum
@@ -56,7 +56,8 @@ class Headers:
         known["chunk"] = [envelope.chunk for envelope in envelopes]
 
     def seal(self, message: np.ndarray, envelope: Envelope, version: int) -> None:
-        """Write all headers of `message` (uint8); of `envelope` what changes from call to call."""
+        """Write all headers of `message` (uint8). `envelope` gives the fields that change per
+        call."""
         headers = self._of(envelope)
         headers["offered"] = version
         if self._checksum:
@@ -64,8 +65,8 @@ class Headers:
         message[self._bytes] = headers.view("u1").reshape(-1, HEADER_BYTES)
 
     def least_version(self, message: np.ndarray, envelope: Envelope) -> int | None:
-        """The least plan version in the headers of `message`; None if they are not those expected:
-        then `message.check` finds the one that is not."""
+        """The least plan version in the headers of `message`; None if a header differs from what is
+        expected: `message.check` then finds which."""
         found = message[self._bytes].view(_FIELDS)[:, 0]
         headers = self._of(envelope)
         headers["offered"] = found["offered"]
@@ -81,7 +82,7 @@ class Headers:
         return headers
 
     def _sums(self, message: np.ndarray) -> np.ndarray:
-        """Of the words of each payload, modulo 2^64."""
+        """The sum of each payload's words, modulo 2^64."""
         words = message.view(np.uint64)
         sums: np.ndarray = np.add.reduceat(words, self._stretches, dtype=np.uint64)[::2]
         return sums

@@ -1,23 +1,23 @@
-"""Identity: what a message belongs to, the same on every rank whatever the timing; and its tag.
+"""Message identity, which is the same on every rank whatever the timing; and its tag.
 
 A message is identified by its process group, the owner that issued the scope, the number of the
-scope's ticket in the owner's order, the round within the ticket, the layout of what travels, and
-its slot: its number among the messages between its two ranks, which both ends compute from the
-graph. A transport gets 30 bits of that, of one process group:
+scope's ticket in the owner's order, the round within the ticket, the layout of the round, and its
+slot: its number among the messages between its two ranks, which both ends compute from the graph.
+Within a process group, a transport gets 30 bits of that:
 
     a scope of a handle    1 | range 11 | ticket 4 | round 2 | slot 12
     a single collective    0 | stream 1 | layout 10 | ticket 4 | slot 14
 
-At most `MOST_WINDOW` tickets of an owner are under way, and on each end their rounds post messages
-in order. So two messages between the same ranks that have one tag are posted in the same order on
-both ends, and a transport that delivers the messages of one tag in order never confuses them. What
-differs modulo a ticket's or a round's bits is therefore no danger.
+At most `MOST_WINDOW` tickets of an owner are in flight, and each end posts their messages in order.
+So both ends post two messages with the same tag in the same order, and a transport that delivers
+the messages of one tag in order never confuses them. It is therefore safe that ticket and round
+numbers wrap around.
 
-By a user's mistake two ranks may issue unlike rounds in one place, and gloo aborts the process
-where the sizes of a send and its receive differ. So tags tell layouts apart: an owner's layout has
-a *range* of tags that ranks claim for it when they agree on it; layouts of single collectives,
-which may be any number, are told apart by digest, and one that has another's place is agreed on
-again (gradwire.collectives.collective).
+A mistake of the user may make two ranks issue different rounds in one place, and gloo aborts the
+process where the sizes of a send and its receive differ. So different layouts have different tags.
+A handle's layout has a *tag range*, which ranks claim when they agree on the layout. Single
+collectives may have any number of layouts: their tags carry a digest, and a layout whose digest
+collides with another's is agreed on again (gradwire.collectives.collective).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gradwire.errors import ConfigError
 _RANGES, _TICKETS, _ROUNDS, _SLOTS = 11, 4, 2, 12
 _STREAMS, _LAYOUTS, _CALL_SLOTS = 1, 10, 14
 
-LAYOUTS = 1 << _LAYOUTS  # that a stream of single collectives tells apart
-RANGES = 1 << _RANGES  # that the handles of a process group have at a time; the last is reserved
+LAYOUTS = 1 << _LAYOUTS  # distinct layouts in the tags of a stream of single collectives
+RANGES = 1 << _RANGES  # tag ranges for the handles of a process group; the last is reserved
 MOST_WINDOW = 1 << _TICKETS
 TAGS = 1 << 30
 
 
 def scope_tag(tags: int, ticket: int, number: int, slot: int) -> int:
-    """The tag of a message of round `number` of a handle's ticket, whose layout has range `tags`.
+    """The tag of a message in round `number` of a handle's ticket; `tags`: the layout's tag range.
 
     Raises:
         ConfigError: more messages between two ranks than there are slots.
@@ -61,5 +61,5 @@ def call_tag(stream: int, digest: int, ticket: int, slot: int) -> int:
 def _check(slot: int, bits: int) -> None:
     if slot >> bits:
         raise ConfigError(
-            f"a collective of more than {1 << bits} messages between two ranks: use fewer segments"
+            f"a collective has more than {1 << bits} messages between two ranks: use fewer segments"
         )

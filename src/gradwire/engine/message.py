@@ -1,15 +1,16 @@
-"""The header of a message: enough to refuse a payload that is not the one expected.
+"""The message header: enough to reject a payload that is not the expected one.
 
 48 bytes, little-endian: magic, version, flags, plan digest, number of the ticket and round, the
-call's digest, payload length, checksum, segment, chunk, plan version. Payload segments carry no
-header of their own: the plan, which ranks compare before its first use, says what each byte is
-(docs/wire-format.md). What may change from call to call, and must be the same on every rank, is in
-the call's digest. Where a payload's length depends on data, the length field says how much of it is
-in use, and collectives/packed.py how it travels. The version is the newest that the sender can use,
-and all whose values it has summed (gradwire.integrations.switch).
+call's digest, payload length, checksum, segment, chunk, plan version. Parts of a payload have no
+headers: the plan, which ranks compare before its first use, defines every byte
+(docs/wire-format.md). The call's digest covers the arguments that may change from call to call, and
+must be the same on every rank. Where a payload's length depends on data, the length field says how
+much of it is in use, and collectives/packed_messages.py how it travels. The plan version is the
+newest that the sender, and all ranks whose values it has summed, can use
+(gradwire.integrations.switch).
 
-The checksum is the sum modulo 2^64 of the payload's 64-bit words, and the version. It catches every
-change confined to one word, so every flipped bit, and runs at the speed of memory; the transport's
+The checksum is the sum modulo 2^64 of the payload's 64-bit words and the plan version. It detects
+every change confined to one word, so every flipped bit, and runs at memory speed; the transport's
 own checks cover bursts.
 """
 
@@ -44,9 +45,9 @@ class Envelope:
 
     Attributes:
         plan: 64 bits: the digest of what ranks compare (`Collective.issue`).
-        sequence: which ticket of its owner, and which round of it; its low 32 bits travel.
-        segment, chunk: what of the plan the payload is.
-        call: 32 bits, a digest of this call's arguments that must be alike on every rank.
+        sequence: number of the ticket and round; the low 32 bits travel.
+        segment, chunk: the payload's part of the plan.
+        call: 32 bits: the digest of this call's arguments that must be equal on every rank.
         checksum: whether the payload has one.
     """
 
@@ -58,13 +59,13 @@ class Envelope:
     checksum: bool = True
 
     def of(self, sender: int) -> str:
-        """The message in words."""
+        """The message, for errors."""
         return f"message from rank {sender} (segment {self.segment}, chunk {self.chunk})"
 
 
 def word_sum(memory: np.ndarray) -> int:
-    """What a checksum is: of uint8 memory, a multiple of 8 bytes; sums of stretches add up to that
-    of the whole, modulo 2^64."""
+    """The sum modulo 2^64 of the 64-bit words of uint8 memory, a multiple of 8 bytes long. The sums
+    of consecutive parts add up to the sum of the whole."""
     return int(np.add.reduce(memory.view(np.uint64), dtype=np.uint64))
 
 
@@ -78,7 +79,7 @@ def seal(message: torch.Tensor, envelope: Envelope, version: int = 0) -> None:
 def write_header(
     message: torch.Tensor, envelope: Envelope, length: int, total: int, version: int = 0
 ) -> None:
-    """The header of a message whose payload has so many bytes, and that sum of its words."""
+    """Write the header of a message: `length` bytes of payload, `total` the sum of its words."""
     e = envelope
     flags, checksum = (CHECKSUM, total + version & _WORD) if e.checksum else (0, 0)
     kinds = (MAGIC, VERSION, flags, e.plan, e.sequence & _LOW, e.call)
@@ -95,7 +96,7 @@ def check(message: torch.Tensor, envelope: Envelope, sender: int) -> None:
 
 
 def check_header(message: torch.Tensor, envelope: Envelope, sender: int, length: int) -> int:
-    """As `check`, of the header of a message whose payload has `length` bytes.
+    """As `check`, for the header only, of a message whose payload has `length` bytes.
 
     Returns:
         The sum that the payload's words must have, if there is a checksum.
@@ -106,7 +107,7 @@ def check_header(message: torch.Tensor, envelope: Envelope, sender: int, length:
         raise CodecError(f"{where}: not a gradwire message (magic {magic!r}, expected {MAGIC!r})")
     if version != VERSION:
         raise CodecError(
-            f"{where}: wire format version {version}, this rank speaks {VERSION}; "
+            f"{where}: wire format version {version}, this rank uses {VERSION}; "
             "install the same gradwire on every rank"
         )
     plan, sequence, call, found_length, checksum, segment, chunk, offered = fields
@@ -123,8 +124,8 @@ def check_header(message: torch.Tensor, envelope: Envelope, sender: int, length:
             raise CodecError(f"{where}: {name} is {found}, expected {wanted}")
     if call != envelope.call:
         raise CodecError(
-            f"{where}: it is of a call with another seed or step than this rank's; give every "
-            "rank the same, and load states of one step on all of them"
+            f"{where}: the call's seed or step differs from this rank's; give every rank the "
+            "same, and load states of the same step on all ranks"
         )
     return int(checksum) - int(offered)
 

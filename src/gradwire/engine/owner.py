@@ -1,7 +1,7 @@
-"""Owners and their tickets: who issues scopes on a process group, and in which order.
+"""Owners and their tickets: the issue order of scopes on a process group.
 
-Owners are numbered as they are opened, which all ranks do in one order; their tickets as they are
-issued. No number depends on when a message arrives.
+Owners are numbered in the order in which they are opened, which is the same on all ranks; tickets
+in the order in which they are issued. No number depends on when a message arrives.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.engine.core import Actions, Core, Place
+from gradwire.engine.cuda_streams import StreamFuture
 from gradwire.engine.identity import MOST_WINDOW, call_tag, scope_tag
-from gradwire.engine.streams import StreamFuture
-from gradwire.engine.threads import Flight, Outcome, Work
+from gradwire.engine.thread_driver import Flight, Outcome, Work
 from gradwire.engine.workers import TicketLanes
 from gradwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
-    from gradwire.engine.stream import StreamDriver, StreamWork
+    from gradwire.engine.stream_driver import StreamDriver, StreamWork
 
 T = TypeVar("T")
 
-_REMEMBERED = 64  # rounds that ended, which a peer's late report may still name
+_REMEMBERED = 64  # ended rounds that a peer's late report may still name
 
 
 @dataclass(frozen=True)
 class Issue:
-    """One round, as ranks compare it.
+    """The description of a round that ranks compare.
 
     Attributes:
-        digest: of everything that must be alike on all ranks.
-        what: in words.
-        why: goes behind them, where words are needed.
+        digest: of everything that must be equal on all ranks.
+        what: a description for errors.
+        why: computes a detail to append to `what`, when the text is needed.
     """
 
     digest: int
@@ -50,33 +50,33 @@ class Issue:
 
 
 class Owner:
-    """What issues scopes on one process group: a handle, or a stream of single collectives.
+    """An issuer of scopes on one process group: a handle, or a stream of single collectives.
 
     Args:
-        comm: of the group.
+        comm: the group's communicator.
         serial: how many of its kind the group had before.
-        name: in errors.
+        name: for errors.
         window: how many tickets may be admitted at a time, 1 to 16.
         single: whether every ticket is one collective that the user called.
 
     Attributes:
         serial: how many of its kind the group had before.
-        key: its name among ranks.
+        key: its name, the same on all ranks.
         error: what broke it, or None.
         closed: whether it issues no further ticket.
-        kept: what is prepared once and used again, the least used first.
-        retired: layouts, by the names of their ranges of tags, that it will not use for long.
-        agreed: digests on which ranks agree, or are about to, by their place, with the agreement.
+        kept: LRU cache of prepared collectives, least recently used first.
+        retired: names of layouts that were evicted from `kept`: their tag ranges are free.
+        agreed: place -> (digest that ranks agree on or are comparing, the agreement).
         made: how many agreements were begun.
-        preparing: held while these are looked up.
-        lanes: those of tickets that have been returned, for later ones.
+        preparing: lock of `kept`, `agreed` and `made`.
+        lanes: lanes of returned tickets, for reuse.
     """
 
     def __init__(
         self, comm: Communicator, serial: int, name: str, window: int, single: bool
     ) -> None:
         if not 1 <= window <= MOST_WINDOW:
-            raise ConfigError(f"window={window}: 1 to {MOST_WINDOW} scopes may be under way")
+            raise ConfigError(f"window={window}: give 1 to {MOST_WINDOW} scopes in flight")
         self.comm = comm
         self.serial = serial
         self.name = name
@@ -89,18 +89,18 @@ class Owner:
         self.made = 0
         self.preparing = threading.Lock()
         self.lock = threading.Lock()
-        # Whoever called a collective may destroy the group when it has ended; gloo's work, and with
-        # it connections and the store, would live on as long as somebody waits for it.
+        # The caller of a single collective may destroy the group when it has ended. A send that is
+        # still awaited would keep gloo's work alive, and with it connections and the store.
         self.core = Core(window, until_sent=single)
         self.lanes: list[TicketLanes] = []
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
-        self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # tickets, their rounds
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # (ticket, its rounds)
         self._pid = os.getpid()
         self.key = f"{'stream' if single else 'owner'} {serial}"
 
     def ticket(self, version: int = 0) -> Ticket:
-        """The next one, in order; of a scope before which this rank can use that plan version.
+        """Issue the next ticket; `version`: the newest plan that this rank can use by now.
 
         Raises:
             TransportError: the group, or this owner, is broken.
@@ -108,9 +108,9 @@ class Owner:
         """
         if os.getpid() != self._pid:
             raise ConfigError(
-                "this process was forked after gradwire had begun to use its process group, whose "
-                "threads and connections a child does not have: start workers with 'spawn', or "
-                "make the process group in the child"
+                "this process was forked after gradwire had begun to use its process group; a "
+                "forked child has none of its threads and connections: start workers with "
+                "'spawn', or make the process group in the child"
             )
         self.check()
         with self.lock:
@@ -119,23 +119,23 @@ class Owner:
         return ticket
 
     def check(self) -> None:
-        """Raises what broke the group, or this owner, if anything did."""
+        """Raise the error that broke the group or this owner, if any."""
         self.comm.check()
         if self.error is not None:
             raise self.error
 
     def new_lanes(self) -> TicketLanes:
-        """Those of a ticket."""
-        return TicketLanes(*(self.comm.flights.lane(name, self) for name in TicketLanes._fields))
+        """New lanes for a ticket."""
+        return TicketLanes(*(self.comm.in_flight.lane(name, self) for name in TicketLanes._fields))
 
     def oldest(self) -> Ticket | None:
-        """The oldest ticket that has a round under way, or None."""
+        """The oldest ticket that has a round in flight, or None."""
         with self.lock:
             places = self.core.outstanding
             return next((t for p in places if (t := self._tickets[p]).issue is not None), None)
 
     def issued(self, number: int, round_number: int) -> Issue | None:
-        """What this rank issued as that round of that ticket, if it has and still knows."""
+        """What this rank issued as that round of that ticket; None: not issued, or forgotten."""
         with self.lock:
             for ticket in self._tickets.values():
                 if ticket.place.number == number and ticket.rounds == round_number:
@@ -143,7 +143,7 @@ class Owner:
             return next((i for key, i in self._recent if key == (number, round_number)), None)
 
     def rounds_of(self, number: int) -> int | None:
-        """How many rounds a ticket had, if it has ended and this rank still knows."""
+        """How many rounds a ticket had; None: it has not ended, or is forgotten."""
         with self.lock:
             return next((rounds for ended, rounds in self._ended if ended == number), None)
 
@@ -155,22 +155,22 @@ class Owner:
 
     @property
     def over(self) -> bool:
-        """Whether it issues nothing more, and all that it issued has ended."""
+        """Whether it is closed, and all its tickets have been returned."""
         with self.lock:
             return self.closed and self.core.returned == self.core.issued
 
     def note(self, ticket: Ticket) -> None:
-        """Remember what a ticket's round was, now that it is over."""
+        """Remember a ticket's round that has ended."""
         if ticket.issue is not None:
             self._recent.append(((ticket.place.number, ticket.rounds), ticket.issue))
 
     def end(self, ticket: Ticket) -> None:
-        """Remember what a ticket was, now that it has no further round; the lock is held."""
+        """Remember a ticket that has no further round; the lock is held."""
         self.note(ticket)
         self._ended.append((ticket.place.number, ticket.rounds + 1))
 
     def forget(self) -> None:
-        """Let go of returned tickets; the lock is held."""
+        """Drop returned tickets; the lock is held."""
         for place in [p for p in self._tickets if p.returned]:
             self.lanes.append(self._tickets.pop(place).lanes)
 
@@ -179,14 +179,14 @@ class Ticket:
     """One scope: its rounds run one after the other, the collectives of a round side by side.
 
     Attributes:
-        place: in the owner's order.
+        place: its place in the owner's order.
         issue: the latest round, or None before the first.
         rounds: the number of that round, from 0; -1 before the first.
-        since: when it began (time.monotonic).
-        is_prepared: whether ranks have agreed on it, and its kernels are there.
-        lanes: of its waits, before which no other ticket's stand.
-        version: the least plan version of those that its messages have brought, and its own: after
-            an all-reduce, the least of all ranks'.
+        since: when the round began (time.monotonic).
+        is_prepared: whether ranks have agreed on the round, and its kernels are loaded.
+        lanes: for its waits only, so that no other ticket's waits delay them.
+        version: the least plan version among its own and those that its messages have brought:
+            after an all-reduce, the least of all ranks.
     """
 
     def __init__(self, owner: Owner, place: Place, version: int) -> None:
@@ -200,58 +200,58 @@ class Ticket:
         self.lanes = owner.lanes.pop() if owner.lanes else owner.new_lanes()
 
     def tag(self, tags: int, slot: int) -> int:
-        """Of a message of the round under way, whose layout has range `tags`, or that digest."""
+        """The tag of a message of the current round; `tags`: its layout's tag range or digest."""
         number = self.place.number
         if self.owner.single:
             return call_tag(self.owner.serial, tags, number, slot)
         return scope_tag(tags, number, self.rounds, slot)
 
     def under_way(self) -> tuple[tuple[int, int], Issue | None, float]:
-        """Of the round under way: (numbers of ticket and round), what it is, and since when; on any
-        thread, while another may begin the next."""
+        """The current round: (ticket number, round number), its issue, its start time. Thread-safe
+        against `next_round`."""
         with self.owner.lock:
             return (self.place.number, self.rounds), self.issue, self.since
 
     def next_round(self, issue: Issue) -> None:
-        """What begins from now on is the next round; all that began before has its result."""
+        """Start the next round; all collectives of the one before have their results."""
         with self.owner.lock:
             self.owner.note(self)
             self.rounds += 1
             self.issue, self.since, self.is_prepared = issue, time.monotonic(), False
-        self.owner.comm.watch.compare(self, issue)
+        self.owner.comm.watchdog.compare(self, issue)
 
     def begin(self, ready: Future[T], make: Callable[[T], Work]) -> Future[Outcome]:
-        """Start a collective of this round as soon as `ready` has ended well.
+        """Start a collective of this round as soon as `ready` succeeds.
 
         Args:
-            ready: what is prepared; `make` gets it, on this thread if it is there.
+            ready: the preparation; `make` gets its result, on this thread if it is there already.
 
         Returns:
             A future that ends with the collective, or with the error that prevented it.
         """
         comm = self.owner.comm
         flight = self._expect(Future())
-        ready.add_done_callback(lambda ended: comm.flights.launch(flight, ended, make))
+        ready.add_done_callback(lambda ended: comm.in_flight.launch(flight, ended, make))
         return flight.future
 
     def begin_in_order(
         self, stream: StreamDriver, make: Callable[[], StreamWork]
     ) -> Future[Outcome]:
-        """Queue a collective of this round on a stream, now; the future has ended, or the group
-        breaks."""
+        """Queue a collective of this round on a stream; on return the future has ended, or the
+        group is about to break."""
         flight = self._expect(StreamFuture(stream.stream))
-        self.owner.comm.flights.queue(flight, stream, make)
+        self.owner.comm.in_flight.queue(flight, stream, make)
         return flight.future
 
     def _expect(self, future: Future[Outcome]) -> Flight:
         with self.owner.lock:
             self.owner.core.expect(self.place)
         flight = Flight(self, future)
-        self.owner.comm.flights.expect(flight)
+        self.owner.comm.in_flight.expect(flight)
         return flight
 
     def close(self) -> None:
-        """No further round; called once."""
+        """No further round follows; called once."""
         owner = self.owner
 
         def close() -> Actions:
@@ -260,5 +260,5 @@ class Ticket:
             owner.forget()
             return actions
 
-        owner.comm.flights.tell(owner, close)
-        owner.comm.watch.ended(self)
+        owner.comm.in_flight.tell(owner, close)
+        owner.comm.watchdog.ended(self)

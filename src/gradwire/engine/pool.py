@@ -1,4 +1,4 @@
-"""Memory that collectives own while they run, kept for the next ones."""
+"""Memory of collectives in flight, pooled for reuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire.engine.streams import on
+from gradwire.engine.cuda_streams import on
 from gradwire.transport.shm_store import Store
 
 _REMEMBERED = 64  # collectives
@@ -18,12 +18,12 @@ class Pool:
     """Arenas of one kind of memory.
 
     Args:
-        make: makes an arena (uint8) of so many bytes.
-        unmake: is told of an arena that is let go.
+        make: allocates an arena (uint8) of the given number of bytes.
+        unmake: called with an arena that the pool drops.
 
     Attributes:
         owned: bytes of all arenas that exist.
-        peak_bytes: the most of that so far.
+        peak_bytes: the maximum of `owned` so far.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class Pool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` of memory (uint8), reused from earlier collectives where it fits."""
-        nbytes = max(nbytes, 1)  # an empty tensor has no address, by which memory is given back
+        nbytes = max(nbytes, 1)  # memory is given back by address; an empty tensor has none
         with self._lock:
             self._recent.append(nbytes)
             self._forget([a for a in self._free if not self._is_needed(a)])
-            # A small bucket must not hold a large one's memory, which would be made a second time.
+            # A small bucket must not take a large one's arena, which would be allocated again.
             fitting = [a for a in self._free if nbytes <= a.numel() <= 2 * nbytes]
             if fitting:
                 arena = min(fitting, key=torch.Tensor.numel)
                 self._free = [a for a in self._free if a is not arena]
             else:
-                # What lies free and is too small goes first, so that sizes do not pile up.
+                # Drop free arenas that are too small, so that sizes do not accumulate.
                 self._forget([a for a in self._free if a.numel() < nbytes])
                 arena = self.make(nbytes)
                 self.owned += nbytes
@@ -59,19 +59,19 @@ class Pool:
         return arena
 
     def give(self, arena: torch.Tensor) -> None:
-        """Return memory that was taken."""
+        """Give back memory that was taken."""
         with self._lock:
             self._free.append(arena)
 
     def close(self) -> None:
-        """Let go of what lies free."""
+        """Drop the free arenas."""
         with self._lock:
             self._forget(self._free)
 
     def _is_needed(self, arena: torch.Tensor) -> bool:
         """Whether more than one recent collective would fill most of `arena`.
 
-        DDP's first iteration is a single bucket of the whole model; its memory must not stay.
+        DDP's first iteration is a single bucket of the whole model; its arena must not be kept.
         """
         return sum(nbytes >= 0.8 * arena.numel() for nbytes in self._recent) > 1
 
@@ -87,7 +87,7 @@ class Pools:
     """The arenas of one process group, and the side streams of its kernels.
 
     Args:
-        store: memory that peers of this machine can read where it lies; None if there is none.
+        store: returns the memory that peers on this machine can read in place, or None.
     """
 
     def __init__(self, store: Callable[[], Store | None]) -> None:
@@ -95,10 +95,10 @@ class Pools:
         self._lock = threading.Lock()
         self._pools: dict[tuple[torch.device, bool], Pool] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._peak_bytes = 0  # of pools that are closed
+        self._peak_bytes = 0  # of closed pools
 
     def of(self, device: torch.device, staging: bool = False) -> Pool:
-        """The arenas on `device`; or, for `staging`, those that messages to and from it wait in."""
+        """The arenas on `device`; with `staging`, host arenas for messages to and from it."""
         with self._lock:
             known = self._pools.get((device, staging))
         if known is not None:
@@ -106,14 +106,14 @@ class Pools:
         pinned = staging and device.type == "cuda"
         place = torch.device("cpu") if staging else device
         stream = None if staging else self.stream(device)
-        # What kernels on the CPU write, peers on this machine may read where it lies.
+        # Peers on this machine may read in place what kernels on the CPU write.
         store = self._store() if device.type == "cpu" and not staging else None
 
         def make(nbytes: int) -> torch.Tensor:
             arena = None if store is None else store.take(nbytes)
             if arena is not None:
                 return arena
-            # In the side stream's own memory: no other stream's work may still use it.
+            # Allocated on the side stream, so that no other stream's work may still use the memory.
             with on(stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
@@ -126,7 +126,7 @@ class Pools:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that scopes held at one time, in bytes, of each kind."""
+        """The sum over kinds of memory of the most bytes that were allocated at one time."""
         with self._lock:
             return self._peak_bytes + sum(pool.peak_bytes for pool in self._pools.values())
 
@@ -140,7 +140,7 @@ class Pools:
             return self._streams[device]
 
     def close(self) -> None:
-        """Let go of what lies free, and of the store."""
+        """Close all pools, and drop the store."""
         with self._lock:
             for pool in self._pools.values():
                 pool.close()

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One per process. At its exit all process groups are let go, while the interpreter still runs:
-    gloo's threads abort after it.
+    """One per process. At exit it closes all communicators while the interpreter still runs: later,
+    gloo's threads would abort the process.
 
     Attributes:
         communicators: of the process groups in use.
-        workers: threads for what may wait.
-        channel: how ranks tell each other things beside the data.
+        workers: threads for steps that may wait.
+        channel: the control channel.
     """
 
     _current: Engine | None = None
@@ -33,7 +33,7 @@ class Engine:
         self.channel = Channel()
         self.communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._pid = os.getpid()
-        # Unlike atexit's, this is called in children of multiprocessing, too.
+        # Unlike atexit's functions, a Finalize also runs in children of multiprocessing.
         Finalize(None, self._end, exitpriority=0)
 
     def _end(self) -> None:

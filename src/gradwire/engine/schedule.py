@@ -1,19 +1,19 @@
-"""A schedule: a graph's tasks in stages, for links that keep an order and know no tags (NCCL).
+"""A schedule: a graph's tasks in stages, for links with in-order delivery and no tags (NCCL).
 
-There, sends and receives between two ranks match in the order in which each end issues them, those
-that are issued together, as a *batch*, hold up none of each other, and a batch begins when the one
-before it has ended. So ranks must cut their messages into batches alike.
+On such a link, sends and receives between two ranks match in the order in which each end issues
+them. Messages that are issued together, as a *batch*, do not block each other, and a batch begins
+when the previous one has ended. So all ranks must form the same batches.
 
-Each message has a *wave*, which both ends compute alike: segment + STRIDE * hop. A hop, which an
-algorithm gives (see gradwire.algorithms.protocol), is higher than those of all messages on which
-the message depends. A rank's batches are its messages by wave, ordered within a batch by what both
-ends know. Then
+Each message has a *wave*, which both ends compute alike: segment + STRIDE * hop. The algorithm
+gives the hop (see gradwire.algorithms.protocol), which is higher than the hops of all messages on
+which the message depends. A rank's batches are its messages by wave; within a batch, the order
+follows from what both ends know. Then
 
-- a message and its other end are in batches of one wave, and the lowest wave that has not ended
-  anywhere waits for nothing: nobody waits for ever;
-- what a message brings in wave w is needed by no message before wave w + STRIDE. So the kernels of
-  stage w wait for the batches up to wave w - STRIDE alone, and run beside the batch in between: the
-  kernels of one segment beside the messages of another.
+- both ends of a message are in batches of the same wave, and the lowest unfinished wave of all
+  ranks waits for nothing: there is no deadlock;
+- no message before wave w + STRIDE needs what a message brings in wave w. So the kernels of stage w
+  wait only for the batches up to wave w - STRIDE, and overlap with the batch in between: the
+  kernels of one segment with the messages of another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradwire.engine.graph import Graph, Kind
 
 STRIDE = 2
 
-Hop = Callable[[str, int, int, int], int]  # of a message: role, chunk, sender, receiver
+Hop = Callable[[str, int, int, int], int]  # (role, chunk, sender, receiver) of a message
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Wave:
     Attributes:
         ended: how many batches, counted from the first, must have ended before.
         kernels: tasks, in the order of the graph.
-        messages: sends and receives, posted together; those between two given ranks stand in the
-            same order on both. None: there is no batch.
+        messages: sends and receives, posted together, in the same order on both ends; empty: there
+            is no batch.
     """
 
     ended: int
@@ -48,11 +48,11 @@ class Wave:
 def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
     """The schedule of `rank`, whose graph this is.
 
-    An `after` that orders two messages, so as to spare a link, has no say: waves order them.
+    An `after` between two messages, which is there to spare a link, is ignored: waves order them.
     """
     tasks = range(len(graph))
     waves = [_wave(graph, task, rank, hop) if graph.peer[task] >= 0 else -1 for task in tasks]
-    ends: list[int] = []  # the first wave at which a task has ended
+    ends: list[int] = []  # per task, the first wave by which it has ended
     sends = [t for t in reversed(tasks) if graph.kind[t] is Kind.SEND]
     sent = {buffer: waves[t] for t in sends for buffer in graph.reads[t]}
     kernels: dict[int, list[int]] = {}
@@ -63,14 +63,14 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
         needs += [ends[t] for t in graph.after[task] if is_kernel or graph.peer[t] < 0]
         earliest = max(needs, default=0)
         if is_kernel:
-            # What needs nothing could come at once, but then other segments would wait for it.
+            # A task without needs could run at once, but would delay the other segments.
             due = [sent[b] for b in graph.writes[task] if b in sent]
             waves[task] = earliest if needs else min(due, default=graph.segment[task])
             ends.append(waves[task])
             kernels.setdefault(waves[task], []).append(task)
         else:
             assert waves[task] >= earliest, (
-                f"{graph.describe(task)}: its hop is not above what it depends on"
+                f"{graph.describe(task)}: its hop is not above the hops that it depends on"
             )
             ends.append(waves[task] + STRIDE)
             messages.setdefault(waves[task], []).append(task)
@@ -80,7 +80,7 @@ def lower(graph: Graph, rank: int, hop: Hop) -> tuple[Wave, ...]:
             free[buffer] = max(free.get(buffer, 0), ends[task])
     for task, earlier in enumerate(graph.reuses):
         assert free.get(earlier, 0) <= waves[task], (
-            f"{graph.describe(task)} takes memory that has not been sent by then"
+            f"{graph.describe(task)}: reuses the memory of a message that is not sent by then"
         )
 
     def order(task: int) -> tuple[int, int, int]:
@@ -103,6 +103,6 @@ def _wave(graph: Graph, task: int, rank: int, hop: Hop) -> int:
 
 
 def _ends(graph: Graph, task: int, rank: int) -> tuple[int, int]:
-    """Who sends a message, to whom."""
+    """(sender, receiver) of a message."""
     peer = graph.peer[task]
     return (rank, peer) if graph.kind[task] is Kind.SEND else (peer, rank)

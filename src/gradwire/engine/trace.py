@@ -1,4 +1,4 @@
-"""A record of what a group's threads did, and when: for a profile, or for chrome://tracing."""
+"""A trace of what a group's threads did, and when: for profiles and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.transport import Transport
 from gradwire.transport.protocol import Loan, Pending
 
-WIRE = "wire: "  # begins what a transport's own steps are called; they lie within a thread's steps
+WIRE = "wire: "  # prefix of a transport's steps, which lie within steps of a thread
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Span:
     Attributes:
         thread: compute, inbound, outbound, or the caller's.
         what: the step, and its task where it has one.
-        begin, seconds: of the wall clock; `begin` as time.perf_counter gives it.
-        cpu_seconds: that the thread itself worked, kernels' own helper threads not counted.
-        queued_seconds: that the step lay in its queue while the thread had nothing else to do.
+        begin, seconds: wall-clock start (time.perf_counter) and duration.
+        cpu_seconds: CPU time of the thread, without the kernels' helper threads.
+        queued_seconds: time that the step lay in its queue while the thread was idle.
     """
 
     thread: str
@@ -37,27 +37,27 @@ class Span:
 
 
 class Timeline:
-    """Spans, in the order in which they ended. see `Flights.begin_trace`."""
+    """Spans, in the order in which they ended; see `InFlight.begin_trace`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._lock = threading.Lock()
 
     def begin(self) -> tuple[float, float]:
-        """To be given to `end`, by the same thread."""
+        """Start a step; pass the result to `end`, on the same thread."""
         return time.perf_counter(), time.thread_time()
 
     def end(
         self, begun: tuple[float, float], thread: str, what: str, queued_seconds: float = 0.0
     ) -> None:
-        """A step is over that began with `begin`."""
+        """Record the end of a step that began with `begin`."""
         seconds, cpu_seconds = time.perf_counter() - begun[0], time.thread_time() - begun[1]
         with self._lock:
             span = Span(thread, what, begun[0], seconds, cpu_seconds, queued_seconds)
             self.spans.append(span)
 
     def clear(self) -> None:
-        """Forget all spans."""
+        """Drop all spans."""
         with self._lock:
             self.spans.clear()
 
@@ -66,7 +66,7 @@ class Timeline:
         return [asdict(span) for span in list(self.spans)]
 
     def chrome(self, rank: int) -> dict[str, Any]:
-        """As chrome://tracing and Perfetto read it; write it with json.dump."""
+        """The trace in the JSON format of chrome://tracing and Perfetto; write with json.dump."""
         events = [
             {
                 "name": span.what,
@@ -82,7 +82,7 @@ class Timeline:
 
 
 class Traced:
-    """A transport that records its own steps, each within a step of the thread that asked."""
+    """A transport that records its steps, each within a step of the calling thread."""
 
     def __init__(self, transport: Transport, trace: Timeline) -> None:
         self.transport = transport

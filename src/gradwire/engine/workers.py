@@ -1,8 +1,8 @@
-"""Threads for steps that may wait: as many as wait at a time, and none that was idle for long.
+"""A thread pool for steps that may block. It grows on demand, and idle threads end.
 
 gloo can neither poll a message nor call back, so each wait needs a thread. A *lane* runs its steps
-in order and holds a thread only while it has some: lanes of their own are how two waits stand
-beside, not before, each other.
+in order and holds a thread only while it has steps: two waits on different lanes do not block each
+other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step = partial[None]
 
 
 class Workers:
-    """Daemon threads, made when they are needed."""
+    """A pool of daemon threads, started on demand."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Workers:
         self._threads: set[threading.Thread] = set()
 
     def run(self, task: Callable[[], None]) -> None:
-        """Call `task` on a thread; what it raises is logged."""
+        """Call `task` on a thread of the pool; exceptions are logged."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -46,7 +46,7 @@ class Workers:
         self._tasks.put(task)
 
     def __len__(self) -> int:
-        """How many threads there are."""
+        """The number of threads."""
         return len(self._threads)
 
     def owns(self, thread: threading.Thread) -> bool:
@@ -71,18 +71,18 @@ class Workers:
                 log.exception("gradwire: a task failed")
             with self._lock:
                 self._idle += 1
-            del task  # or what it holds would live until the next one
+            del task  # else it would live until the next one arrives
 
 
 class Lane:
-    """Steps, one after the other.
+    """A serial queue of steps.
 
     Args:
-        workers: whose threads it borrows.
+        workers: the thread pool that runs them.
         name: in traces.
-        failed: is told what a step raises.
-        trace: gets what the steps take, while there is one.
-        stopped: whether what is put here is dropped.
+        failed: called with what a step raises.
+        trace: returns the trace that records the steps, or None.
+        stopped: whether to drop steps instead of running them.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class Lane:
         self._busy = False
 
     def put(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call `function` after all that was put before."""
+        """Call `function` after all earlier steps."""
         self._put(partial(function, *arguments), False)
 
-    def put_whatever(self, function: Callable[..., None], *arguments: object) -> None:
-        """The same, also if this lane is stopped by then."""
+    def put_always(self, function: Callable[..., None], *arguments: object) -> None:
+        """As `put`, but the step runs even if the lane is stopped."""
         self._put(partial(function, *arguments), True)
 
-    def _put(self, step: Step, whatever: bool) -> None:
+    def _put(self, step: Step, always: bool) -> None:
         with self._lock:
-            self._steps.append((time.perf_counter(), step, whatever))
+            self._steps.append((time.perf_counter(), step, always))
             if self._busy:
                 return
             self._busy = True
@@ -120,17 +120,17 @@ class Lane:
 
     def _drain(self) -> None:
         threading.current_thread().name = f"gradwire-{self._name}"  # in traces and debuggers
-        free = 0.0  # since when this thread had nothing to do
+        free = 0.0  # when this thread became idle
         while True:
             with self._lock:
                 if not self._steps:
                     self._busy = False
                     return
-                posted, step, whatever = self._steps.popleft()
+                posted, step, always = self._steps.popleft()
             trace = self._trace()
             begun = None if trace is None else trace.begin()
             try:
-                if whatever or not self._stopped():
+                if always or not self._stopped():
                     step()
             except BaseException as error:
                 self._failed(error)
@@ -141,14 +141,14 @@ class Lane:
 
 
 class TicketLanes(NamedTuple):
-    """Of one ticket's waits: for receives, and for sends."""
+    """The lanes of one ticket: one waits for receives, one for sends."""
 
     inbound: Lane
     outbound: Lane
 
 
 def describe(step: Step) -> str:
-    """A step in words: what it does, and the task it does it for."""
+    """A step in words, with its task."""
     name = step.func.__name__.lstrip("_").replace("_", " ")
     run, *rest = step.args or (None,)
     if isinstance(run, int):

@@ -136,7 +136,7 @@ class Blobs:
         begun = time.perf_counter()
         operation = Operation(kind, "avg" if average else "sum")
         spec = Spec(kind, values.numel(), values.dtype, self.settings.codec)
-        collective = prepare(comm.blobs, [spec], Options(), operation, result.device)
+        collective = prepare(comm.backend_calls, [spec], Options(), operation, result.device)
         with self._lock:
             step, self._calls = self._calls, self._calls + 1
         name = f"{self._group.group_name}/{kind}"

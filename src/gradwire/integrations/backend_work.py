@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from gradwire.collectives.calling import future_on
 from gradwire.engine import Communicator, Outcome
-from gradwire.engine.streams import StreamFuture, on
+from gradwire.engine.cuda_streams import StreamFuture, on
 from gradwire.errors import ConfigError, TransportError
 
 NO_BACKWARD = -1  # what autograd calls the running backward where there is none

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradwire.aggregators import Attached, Observation, Rounds
 from gradwire.collectives import Item, Operation, prepare
 from gradwire.collectives.calling import future_on
-from gradwire.collectives.legal import dense
+from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.integrations.backward import Backward
@@ -116,7 +116,7 @@ class Buckets:
         self._least, self._word = None, None
         if self._switch.plan is not before:
             self._adopt()
-            self._comm.flights.mark(f"adopt: plan {self._switch.plan.version}")
+            self._comm.in_flight.mark(f"adopt: plan {self._switch.plan.version}")
             for content in self._contents.values():
                 content.split = Split.of([m.aggregator for m in content.members])
         self._gather = Gather(self._switch.plan.coalesce_bytes)
@@ -134,7 +134,7 @@ class Buckets:
         """The end of a pass in stream order, where no host sees headers: one number per rank."""
         values = torch.tensor([self._version], dtype=torch.int32, device=device)
         least = Operation("all_reduce", "min")
-        spec = Spec("plan version", 1, torch.int32, dense(least, torch.int32))
+        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
         collective = prepare(self._owner, [spec], None, least, device)
         keys = rng.Keys(0, 0)  # nothing is drawn
         self._word = values, collective.start([Item(values, keys, 0)])

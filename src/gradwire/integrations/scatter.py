@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPR
 from gradwire.aggregators import Aggregator, Attached, Compressed, ErrorFeedback
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.collectives import AllReduce, Operation, ReduceScatter
-from gradwire.collectives.legal import FLOATS, dense
+from gradwire.collectives.legal import FLOATS, uncompressed
 from gradwire.errors import ConfigError
 from gradwire.integrations.fsdp import Groups, Piece, factor_of, scattered
 from gradwire.lang import Codec
@@ -63,7 +63,7 @@ class Scattered:
         found = []
         for member, lengths in zip(self.members, self.shards, strict=True):
             aggregator = aggregators[member.name]
-            wire = codec_of(aggregator, self.dtype) or dense(self.operation, self.dtype)
+            wire = codec_of(aggregator, self.dtype) or uncompressed(self.operation, self.dtype)
             feedback = isinstance(aggregator, ErrorFeedback) and self.dtype in FLOATS
             found.append(
                 Spec(member.name, sum(lengths), self.dtype, wire, feedback, 0, lengths, self.stride)

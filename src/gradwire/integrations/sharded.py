@@ -28,7 +28,7 @@ from gradwire.collectives import (
     retire,
     start_round,
 )  # fmt: skip
-from gradwire.collectives.legal import dense
+from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
@@ -114,7 +114,7 @@ class Sharded(Saved):
                 for planned in self._switch.plan.parameters:
                     self._members[planned.name].adopt(planned.aggregator)
                 retire(self.owner)
-                self.owner.comm.flights.mark(f"adopt: plan {self._switch.plan.version}")
+                self.owner.comm.in_flight.mark(f"adopt: plan {self._switch.plan.version}")
         return self._version
 
     def run(
@@ -158,7 +158,7 @@ class Sharded(Saved):
         """Where no scatter tells, for want of rows: exchange the versions that ranks offer."""
         values = torch.tensor([version], dtype=torch.int32, device=device)
         least = Operation("all_reduce", "min")
-        spec = Spec("plan version", 1, torch.int32, dense(least, torch.int32))
+        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
         self.run(self.owner, [spec], [Item(values, rng.Keys(0, 0), 0)], least, 0)
         self.know(int(values.item()))
 

@@ -1,8 +1,8 @@
 """One rank on a virtual clock: the scheduler core, driven by the times that its actions take.
 
-The lanes are those of gradwire.engine.threads: a thread runs kernels in the order in which their
-inputs arrive, and posts the sends that they release; each scope's receives are awaited by a thread
-of their own, in the order of their graph.
+The lanes are those of gradwire.engine.thread_driver: a thread runs kernels in the order in which
+their inputs arrive, and posts the sends that they release; each scope's receives are awaited by a
+thread of their own, in the order of their graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transports: how bytes get from one rank to another. One protocol, several implementations."""
+"""Transports carry bytes from one rank to another: one protocol, several implementations."""
 
 try:
     from gradwire.transport.loopback import Hub, Loopback
@@ -6,7 +6,7 @@ try:
     from gradwire.transport.protocol import Loan, Pending, Transport
     from gradwire.transport.torch_p2p import TorchP2P
 except ModuleNotFoundError as missing:
-    # Wheels are built where there is no torch, and carry shm_library's functions compiled.
+    # Wheels, which contain shm_library's functions compiled, are built without torch.
     if missing.name != "torch":
         raise
 

@@ -1,6 +1,6 @@
 """A gloo group beside a process group that carries no CPU tensors, such as "nccl" alone.
 
-Ranks compare plans, and tell each other of failures, between their hosts. No gradient goes there.
+Ranks compare plans and report failures over it; it carries no gradients.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks over gloo, through the store of `group`; all make theirs at once.
+    """A gloo group of the same ranks, through the store of `group`; all ranks call together.
 
-    It has the timeout of `group`, and ends when nobody holds it.
+    It has the timeout of `group`, and ends with its last reference.
 
     Raises:
-        TransportError: there is no gloo, or the ranks do not find together.
+        TransportError: torch has no gloo, or a peer did not answer.
     """
     if not dist.is_gloo_available():
         raise TransportError(
-            "this torch has no gloo, over which ranks compare plans and tell of failures; use a "
-            "torch that has it"
+            "this torch has no gloo, which gradwire needs to compare plans and report failures; "
+            "install a torch that has it"
         )
     rank, size = group.rank(), group.size()
     store: Any = group.get_group_store()
-    # An earlier companion's entries may still be there, and would be taken for this one's.
+    # An earlier companion's entries may still be in the store: each has its own prefix.
     attempt = store.add(f"gradwire/companions of {rank}", 1)
-    # On a connection of its own: the store may live in `group`, and has to end with it.
+    # On its own connection: the store may live in `group`, and has to end with it.
     with suppress(AttributeError, NotImplementedError, RuntimeError):
         store = store.clone()
     store = dist.PrefixStore(f"gradwire/companion/{attempt}/", store)
     try:
         backend = c10d.ProcessGroupGloo(store, rank, size, timeout=_timeout(group))
     except RuntimeError as error:
-        text = f"rank {rank}: gloo did not find the other ranks of the group: {error}"
+        text = f"rank {rank}: gloo could not connect to the other ranks of the group: {error}"
         raise TransportError(text) from error
     beside = dist.ProcessGroup(store, rank, size)
     beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -60,7 +60,7 @@ def companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """That of the group's first backend; torch has no public getter for it."""
+    """The timeout of the group's first backend; torch has no public getter for it."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:

@@ -1,6 +1,6 @@
-"""What a link is: point-to-point messages that match by the order in which they are posted.
+"""Links: point-to-point messages that match by the order in which they are posted, as NCCL's do.
 
-NCCL's are so. They have no tags, and nobody on the host learns when they end: a stream does.
+They have no tags, and complete on a stream rather than on the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gradwire.transport.protocol import Pending
 
 
 class Posting(NamedTuple):
-    """One message of a batch: `memory` (uint8, contiguous, on the link's device) to be filled, or
-    to be sent."""
+    """One message of a batch: `memory` (uint8, contiguous, on the link's device) to receive into,
+    or to send."""
 
     memory: torch.Tensor
     peer: int
@@ -25,12 +25,12 @@ class Posting(NamedTuple):
 class OrderedLink(Protocol):
     """An implementer's duties:
 
-    - Batches are carried out in the order in which they are posted. The messages of one hold up
-      none of each other; those between two ranks match in their order on both.
-    - `post` returns at once. A batch begins when all that the current stream holds has ended.
-    - `wait` of what `post` returns makes the current stream wait for the batch; on the CPU, which
-      has no streams, the caller, for at most `timeout` seconds.
-    - Failures that the host learns of are TransportErrors, as of a Transport.
+    - Batches run in the order in which they are posted. The messages of a batch do not block each
+      other; those between two ranks match in their order on both.
+    - `post` does not block. A batch begins when all earlier work on the current stream has ended.
+    - `wait` on what `post` returns makes the current stream wait for the batch; on the CPU, which
+      has no streams, it blocks the caller, for at most `timeout` seconds.
+    - Failures that the host notices are TransportErrors, as of a Transport.
 
     Attributes:
         rank, world_size: as in torch, within the group.
@@ -40,9 +40,9 @@ class OrderedLink(Protocol):
     world_size: int
 
     def post(self, batch: Sequence[Posting]) -> Pending:
-        """Start to send and receive; the memory is the link's until the batch has ended."""
+        """Start to send and receive; the memory is in use until the batch has ended."""
         ...
 
     def fail(self, peer: int) -> None:
-        """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
+        """Tell the other ranks, where they can be reached, that `peer` has failed."""
         ...

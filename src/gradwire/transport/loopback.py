@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the transport of the tests.
 
-It follows the protocol to the letter, timeouts and failures included, so that whatever holds for
-1 to 8 threads here is the engine's doing and not the network's.
+It implements the whole protocol, timeouts and failures included, so that tests with threads check
+the engine without a network.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gradwire.errors import TransportError
 
 
 class Hub:
-    """What the ranks of one loopback group share.
+    """The shared state of the ranks of one loopback group.
 
     Args:
         world_size: number of ranks.
         timeout: seconds that a wait may last.
         lends: whether ranks can borrow each other's messages.
-        corrupt: where given, called with every message's (source, destination, tag, bytes as a
-            uint8 tensor, to change in place) on its way, for tests of what a bad link does.
+        corrupt: if given, called with (source, destination, tag, bytes) of every message; it may
+            change the bytes (a uint8 tensor) in place, as a bad link does.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Hub:
         self.board = dist.HashStore()
 
     def kill(self, rank: int) -> None:
-        """Make `rank` a dead peer: what it sent is lost, and nothing reaches it."""
+        """Make `rank` a dead peer: its messages are lost, and it receives none."""
         with self.changed:
             self.dead.add(rank)
             self.changed.notify_all()
@@ -53,7 +53,7 @@ class Hub:
 
 
 class _Sent:
-    """A send is a copy into the hub, so it has ended when it starts."""
+    """A send copies into the hub, so it ends at once."""
 
     def wait(self) -> None:
         return
@@ -74,7 +74,7 @@ class _Receive:
         self.data[: message.numel()] = message
 
     def message(self) -> torch.Tensor:
-        """What was sent, once it has come."""
+        """Wait for the message."""
         source, me, _ = self.key
         hub = self.hub
         deadline = time.monotonic() + hub.timeout
@@ -103,7 +103,7 @@ class _Receive:
 
 
 class _Borrowed:
-    """A loan is the message itself; the hub's is nobody else's."""
+    """A loan of the hub's copy of the message."""
 
     def __init__(self, receive: _Receive) -> None:
         self.receive = receive
@@ -114,13 +114,13 @@ class _Borrowed:
         return self.message
 
     def give_back(self) -> None:
-        self.message.fill_(0xA5)  # who reads on is found out
+        self.message.fill_(0xA5)  # exposes readers that continue after giving back
 
 
 class Loopback:
     """One rank's end of a `Hub`."""
 
-    in_memory = False  # it stands for a network
+    in_memory = False  # it emulates a network
     shared_bytes = lent_bytes = 0
     store = None
 

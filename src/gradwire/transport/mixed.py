@@ -1,6 +1,6 @@
-"""The transport of a process group: shared memory where it reaches, the group's own messages else.
+"""The transport of a process group: shared memory within a machine, else the group's own messages.
 
-Which it is, is decided for each peer when the transport is made, together with that peer.
+The two ranks of each pair choose together, when the transport is made.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gradwire.transport.torch_p2p import TorchP2P
 
 
 class Mixed:
-    """Messages within a process group; all of its ranks make theirs at once.
+    """Messages within a process group; all ranks construct it together.
 
     Args:
         group: a process group of CPU tensors (gloo); None is the default group.
-        machine: the name of this machine, for tests that play several on one.
+        machine: the name of this machine, for tests that emulate several machines.
 
     Attributes:
-        reached: the peers with which memory is shared.
-        in_memory: whether these are all others.
-        shared_bytes: of this rank's segment of shared memory, and of what it lends from it now.
+        reached: the peers with which this rank shares memory.
+        in_memory: whether these are all peers.
+        shared_bytes: size of this rank's shared segment, and of what it has taken from its store.
 
     Raises:
         TransportError: the group cannot carry CPU tensors between ranks, or a peer did not answer.
@@ -46,16 +46,16 @@ class Mixed:
             raise
         self.in_memory = self._shm is not None and len(self.reached) == self.world_size - 1
         if self._shm is not None:
-            # One rank has one failure, and one account of whom it waits for.
+            # Both parts share one error and one table of waits.
             self._shm.explain = self._explain
             self._shm.waiting = self._p2p.waiting
             if len(self.reached) < self.world_size - 1:
-                # While our threads wait for gloo nobody would move our peers' bytes.
+                # While all other threads wait for gloo, this one moves bytes in shared memory.
                 threading.Thread(target=self._shm.drive, name="gradwire-shm", daemon=True).start()
 
     @property
     def name(self) -> str:
-        """shm, torch_p2p, or shm+torch_p2p: what carries this rank's messages."""
+        """shm, torch_p2p, or shm+torch_p2p: the transports of this rank's messages."""
         names = ["shm"] * bool(self.reached)
         names += ["torch_p2p"] * (len(self.reached) < self.world_size - 1 or not self.reached)
         return "+".join(names)
@@ -96,11 +96,11 @@ class Mixed:
 
     @property
     def waiting(self) -> dict[Any, float]:
-        """What has a peer -> when the wait for it began; see TorchP2P."""
+        """An object with a `peer` -> when the wait for it began; see TorchP2P."""
         return self._p2p.waiting
 
     def explain(self, peer: int, what: str, error: RuntimeError) -> TransportError:
-        """The error to raise when something else failed that these ranks do; see TorchP2P."""
+        """The error to raise when another operation between these ranks failed; see TorchP2P."""
         return self._explain(peer, what, str(error), None)
 
     def _explain(self, peer: int, what: str, reason: str, blamed: int | None) -> TransportError:

@@ -1,4 +1,4 @@
-"""What a transport is."""
+"""The transport protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.transport.shm_store import Store
 
 
 class Pending(Protocol):
-    """A send or receive under way. The transport keeps its buffer alive until `wait` returns."""
+    """A send or receive in flight. The transport keeps its buffer alive until `wait` returns."""
 
     def wait(self) -> None:
         """Block until the buffer may be used again.
@@ -22,10 +22,10 @@ class Pending(Protocol):
 
 
 class Loan(Protocol):
-    """A receive under way that borrows its message."""
+    """A receive in flight that reads its message in the sender's memory."""
 
     def wait(self) -> torch.Tensor:
-        """The message (uint8), where it lies: it does not change until it is given back.
+        """The message (uint8), in place: it does not change until it is given back.
 
         Raises:
             TransportError: as `Pending.wait`.
@@ -33,7 +33,7 @@ class Loan(Protocol):
         ...
 
     def give_back(self) -> None:
-        """It is read no more; once, after `wait`. Only then the peer's send ends."""
+        """End the loan; called once, after `wait`. The peer's send ends only then."""
         ...
 
 
@@ -41,25 +41,26 @@ class Transport(Protocol):
     """Point-to-point delivery within one group of ranks.
 
     An implementer's duties:
-    - `isend` and `irecv` return at once, may be called from any thread, and match by (peer, tag). A
-      message may be shorter than its receive, never longer (callers compare plans before they
-      send); where memory is shared both ends name the same number of bytes.
-    - Messages between two ranks with different tags may be in flight together, in any number; those
-      with one tag are delivered in order.
-    - Every wait ends within `timeout` seconds: in delivery, or in a TransportError whose `peer`
-      is the rank that failed, as well as this rank can know it.
+    - `isend` and `irecv` do not block, are thread-safe, and match by (peer, tag). A message may be
+      shorter than its receive, never longer (callers compare plans before they send); in shared
+      memory both ends give the same number of bytes.
+    - Any number of messages with different tags may be in flight between two ranks; messages with
+      the same tag are delivered in order.
+    - Every wait ends within `timeout` seconds: with delivery, or with a TransportError whose `peer`
+      is the rank that failed, as far as this rank knows.
     - After a TransportError the transport is broken; later calls raise the same error.
 
     Attributes:
         rank, world_size: as in torch, within the group.
         timeout: seconds that a wait may last.
         in_memory: whether all messages of this rank stay in the memory of its machine.
-        shared_bytes: of memory shared with other processes, what was taken from `store` included.
-        lent_bytes: in use, of messages that peers have read where they lay, so far.
-        reached: the peers with which memory is shared: each of them has this rank among its own.
-        lenders: those of them whose messages can be borrowed.
-        store: memory for messages that peers can borrow; None if none can.
-        board: a store in torch's sense, which the group's ranks share.
+        shared_bytes: size of memory shared with other processes, including what was taken from
+            `store`.
+        lent_bytes: total bytes in use, so far, of messages that peers have read in place.
+        reached: the peers with which this rank shares memory; the relation is symmetric.
+        lenders: the peers among them whose messages can be borrowed.
+        store: memory for messages that peers can borrow; None if no peer can.
+        board: the torch.distributed store that the group's ranks share.
     """
 
     rank: int
@@ -83,7 +84,7 @@ class Transport(Protocol):
     def isend(self, data: torch.Tensor, peer: int, tag: int, in_use: int | None = None) -> Pending:
         """Start sending `data` (uint8, contiguous, on the CPU) to `peer`.
 
-        `in_use`: as how many bytes it counts if it is lent; None: all.
+        `in_use`: how many bytes count in `lent_bytes` if the message is lent; None: all.
         """
         ...
 
@@ -92,17 +93,17 @@ class Transport(Protocol):
         ...
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
-        """Start receiving `nbytes` (1 or more) from `peer`, one of `lenders`, where they lie."""
+        """Start receiving `nbytes` (1 or more) from `peer`, one of `lenders`, in place."""
         ...
 
     def fail(self, peer: int) -> None:
-        """Tell the other ranks, as far as they can be reached, that `peer` has failed."""
+        """Tell the other ranks, where they can be reached, that `peer` has failed."""
         ...
 
     def longest_wait(self) -> tuple[float, int] | None:
-        """Seconds and peer of the longest wait under way, or None."""
+        """Seconds and peer of the longest current wait, or None."""
         ...
 
     def close(self) -> None:
-        """End what serves this transport; it is not used afterwards."""
+        """Release all resources; the transport cannot be used afterwards."""
         ...

@@ -1,15 +1,15 @@
 """A process group's own messages as a link: NCCL's; or gloo's without their tags, for tests.
 
-Facts of torch's NCCL groups that shape this file, from its documentation and source (no NCCL has
-run this):
-- only messages issued together (a coalesced group) may be of several pairs at a time, and all of
-  them go through the group's one communicator, on one stream of its own;
-- `torch.distributed.batch_isend_irecv` coalesces only where the group is of torch's own class, so
-  it would not for a group of the backend gradwire: hence its parts are called here;
-- the work of a coalesced group is one; `wait()` makes the current stream wait for it, whereas
+Facts about torch's NCCL groups that shape this file, from its documentation and source (it has not
+been run on NCCL):
+- only messages that are issued together (a coalesced group) may be between several pairs at a time;
+  all of them go through the group's one communicator, on its own stream;
+- `torch.distributed.batch_isend_irecv` coalesces only for groups of torch's own class, not for
+  groups of the backend gradwire, so its parts are called here;
+- a coalesced group has one work; its `wait()` makes the current stream wait, whereas
   `wait(timeout)` blocks the host;
-- making the communicator is a call of all ranks, so there is one before the first batch, in which
-  some ranks may have no part.
+- all ranks must take part in creating the communicator, but some may have no message in the first
+  batch; so a broadcast precedes it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradwire.errors import TransportError
 from gradwire.transport.link import Posting
 from gradwire.transport.torch_p2p import destroyed
 
-# Of all messages on gloo, where the user's own must not match them.
+# The tag of all messages on gloo, which must not match the user's own messages.
 _TAG = (1 << 31) - 2
 
 
 class HostTransport(Protocol):
-    """What a link asks of the transport of the same ranks between their hosts: see TorchP2P."""
+    """What a link uses of the host transport of the same ranks: see TorchP2P."""
 
     timeout: float
 
@@ -45,15 +45,15 @@ class HostTransport(Protocol):
 
 
 class QueuedP2P:
-    """Messages within a process group, in the order of issue; all of its ranks make theirs at once.
+    """Messages within a process group, in issue order; all ranks construct it together.
 
     Args:
         group: a process group of tensors on `device`.
         device: of the messages.
-        host: knows, when a wait fails, who failed first.
+        host: the host transport, which explains a failed wait.
 
     Raises:
-        TransportError: the ranks do not find together.
+        TransportError: a peer did not answer.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, host: HostTransport) -> None:
@@ -99,7 +99,7 @@ class QueuedP2P:
 
 
 class _Wait:
-    """What the host's watch sees of a wait: its peer."""
+    """A wait in the host transport's table of waits."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer

@@ -1,14 +1,14 @@
-"""Shared memory between ranks of one machine: read where it lies, or copied through a ring.
+"""Shared memory between ranks of one machine: messages are read in place, or copied through a ring.
 
-Each rank owns one segment per group, which nothing in the file system names (memfd): a page, and a
-ring for each peer; and its process one store for all groups (`shm_process`). shm_ring.c says how
-bytes move, shm_wait.c how threads wait. A message moves once its receive is posted, so nothing is
-ever stored for later. What lies in its sender's store is lent; all else streams through the ring.
-So whatever is sent, a rank takes 4096 + peers x (4096 + ring) bytes per group, where a ring has
-512 KiB for up to 4 peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up to
-16 peers; and what was taken from its store.
+Each rank owns one anonymous segment (memfd) per group: a page, and a ring for each peer. Its
+process owns one store for all groups (`shm_process`). shm_ring.c describes how bytes move,
+shm_wait.c how threads wait. A message moves once its receive is posted, so no message is buffered.
+A message in its sender's store is lent; all others stream through the ring. A rank takes
+4096 + peers x (4096 + ring) bytes per group, whatever is sent, where a ring has 512 KiB for up to 4
+peers on the machine, 256 KiB for up to 8, else 128 KiB: at most 2 MiB for up to 16 peers; and what
+was taken from its store.
 
-The peers' segments and stores come from `shm_handshake`; here they are descriptors.
+`shm_handshake` passes the peers' segments and stores, as file descriptors.
 """
 
 from __future__ import annotations
@@ -31,21 +31,19 @@ from gradwire.transport.shm_store import Mapped, Store
 
 log = logging.getLogger("gradwire")
 
-# A rank's rings together, as long as each has at least the least: small enough to stay in cache,
-# large enough to hide the waking of a thread.
+# All rings of a rank together, and the bounds of one: small enough to stay in cache, large enough
+# to hide the wake-up of a thread.
 _RINGS_BYTES, _RING_LEAST, _RING_MOST = 1 << 21, 1 << 17, 1 << 19
-_SPIN_S = 20e-6  # before a waiter sleeps: about what going to sleep and waking cost
-_SPIN_CROWDED_S = (
-    2e-6  # where ranks outnumber cores, and a spinning rank keeps another from working
-)
-_LINGER_S = 2.0  # for the last sends, on closing
+_SPIN_S = 20e-6  # before a waiter sleeps: about the cost of a sleep and a wake-up
+_SPIN_CROWDED_S = 2e-6  # where ranks outnumber cores, so that a spinning rank delays another
+_LINGER_S = 2.0  # how long `close` waits for the last sends
 
 # (peer, what was tried, reason, the rank that the peer blames) -> the error to raise
 Explain = Callable[[int, str, str, "int | None"], TransportError]
 
 
 def ring_bytes_for(peers: int) -> int:
-    """Bytes of each ring of a rank with so many peers: a power of two."""
+    """Bytes of each ring of a rank with `peers` peers: a power of two."""
     share = _RINGS_BYTES // max(1, peers)
     return max(_RING_LEAST, min(_RING_MOST, 1 << share.bit_length() - 1))
 
@@ -55,21 +53,21 @@ class Shm:
 
     Args:
         rank, world_size: as in torch, within the group.
-        peers: the ranks to share memory with; each of them names the same set, with us in it.
+        peers: the ranks to share memory with; all ranks of the set, with this rank, give the same.
         timeout: seconds that a wait may last.
         ring_bytes: of each ring, a power of two, the same on all; see `ring_bytes_for`.
-        stores: the process's; tests that play several processes in one give each its own.
+        stores: the process's; tests that emulate several processes give each its own.
 
     Attributes:
-        fd: descriptor of our segment, for the peers; closed by `passed`.
-        nbytes: size of our segment.
-        store: where messages lie that peers can borrow; None if there is none.
-        lenders: the peers from whose stores we can borrow.
-        waiting: when each wait under way began (time.monotonic).
-        library, handle: the compiled part, and what it knows us by.
+        fd: descriptor of this rank's segment, for the peers; closed by `passed`.
+        nbytes: size of this rank's segment.
+        store: memory for messages that peers can borrow, or None.
+        lenders: the peers from whose stores this rank can borrow.
+        waiting: when each current wait began (time.monotonic).
+        library, handle: the compiled part, and its handle of this object.
         lent_from: the stores of the lenders.
-        under_way: what has not ended: its buffers stay, whoever forgets to wait.
-        explain: makes the error to raise; it also keeps it in `error`.
+        under_way: operations that have not ended; it keeps their buffers alive.
+        explain: makes the error to raise, and keeps it in `error`.
 
     Raises:
         OSError: no memory, or no descriptors, for the segment.
@@ -142,17 +140,18 @@ class Shm:
 
     @property
     def lends(self) -> tuple[bytes, int] | None:
-        """What peers get besides `fd`: token and descriptor of our process's store, if any."""
+        """Token and descriptor of this process's store, for the peers; None: no store."""
         return None if self.store is None else (self.store.whole.token, self.store.whole.fd)
 
     def connect(
         self, peer: int, fd: int, alive_fd: int, lends: tuple[bytes, int] | None = None
     ) -> None:
-        """Use `peer`'s segment, `fd`, and what it `lends` (all still the caller's). `alive_fd`
-        becomes ours: it is readable once the peer's process has ended.
+        """Map `peer`'s segment, `fd`, and the store that it `lends`; the caller keeps the
+        descriptors. Takes ownership of `alive_fd`, which is readable once the peer's process has
+        ended.
 
         Raises:
-            OSError: it is no segment like ours, or cannot be mapped.
+            OSError: the segment differs from this rank's, or cannot be mapped.
         """
         if shm_store.size_of(fd) < self.nbytes:
             raise OSError("the peer's segment is too small, or could change its size")
@@ -164,14 +163,14 @@ class Shm:
         if lends is not None:
             try:
                 store = self._stores.of_peer(self.library, *lends)
-            except OSError as error:  # the peer is told with every receive that we cannot borrow
+            except OSError as error:  # every receive tells the peer that this rank cannot borrow
                 log.warning("rank %d: rank %d's messages are copied: %s", self.rank, peer, error)
             else:
                 self.lent_from[peer] = store
                 self.library.shm_borrow_from(self.handle, near, store.address, store.nbytes)
 
     def passed(self) -> None:
-        """Every peer has our segment: close its descriptor."""
+        """Every peer has this rank's segment: close its descriptor."""
         os.close(self.fd)
         self.fd = -1
 
@@ -221,7 +220,7 @@ class Shm:
         return TransportError(f"rank {self.rank}: this process group was destroyed, or has failed")
 
     def drive(self) -> None:
-        """Move bytes until we are closed: for a thread of its own, where all others may wait for
+        """Move bytes until this is closed: for a dedicated thread, where all others may wait for
         something else."""
         self.library.shm_drive(self.handle)
 
@@ -230,13 +229,13 @@ class Shm:
 
     def close(self) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child has none of the memory
+            return  # a forked child does not inherit the memory
         linger = 0.0 if self.error is not None else min(_LINGER_S, self.timeout)
         with self._closing:
             self.library.shm_stop(self.handle, int(linger * 1e9))
             if self.store is not None:
                 self.store.close(partial(self.library.shm_is_lent, self.handle))
-            self.store, self.lent_from = None, {}  # views of them may still be in use
+            self.store, self.lent_from = None, {}  # views of the stores may still be in use
             if self.fd >= 0:
                 self.passed()
 

@@ -1,20 +1,19 @@
-"""How ranks find out with whom they can share memory, and get each other's segments.
+"""The handshake by which ranks find out with which peers they can share memory, and map it.
 
-A rank's segment and its process's store have no names: they are anonymous files (memfd) whose
-descriptors are handed over through an abstract unix socket (SCM_RIGHTS). Neither leaves a trace in
-any file system, so nothing is left behind when ranks are killed, whenever that is; and neither is
-bounded by the size of /dev/shm, which is 64 MB in many containers. Abstract sockets belong to a
-network namespace, so containers and the lab's nodes, which have one each, do not reach each other
-by mistake.
+A rank's segment and its process's store are anonymous files (memfd), whose descriptors are passed
+through an abstract unix socket (SCM_RIGHTS). They have no entry in any file system, so killed ranks
+leave nothing behind, and the size of /dev/shm, which is 64 MB in many containers, does not bound
+them. Abstract sockets belong to a network namespace, so containers and the lab's nodes, which have
+one each, do not connect to each other by mistake.
 
-The steps, each an exchange over gloo that all ranks take part in (2 and 3: those of one machine):
+The steps, each an exchange over gloo of all ranks (2 and 3: of the ranks of one machine):
 
-1. Everyone tells everyone its machine, a random token, and whether it can share memory.
-2. Of each pair on one machine the higher rank connects to the socket named by the other's token
-   and hands over its descriptors; then the pair tell each other whether that went well.
-3. The lower rank accepts and answers with its own. Both map what they got, except a store that they
-   have mapped for an earlier group, and tell each other whether they could. Only if both could does
-   the pair use shared memory.
+1. Each rank sends to all others its machine, a random token, and whether it can share memory.
+2. In each pair on one machine, the higher rank connects to the socket named by the other's token
+   and sends its descriptors; then both tell each other whether that succeeded.
+3. The lower rank accepts, and answers with its own descriptors. Both map what they received, except
+   a store that they have mapped for an earlier group, and tell each other whether that succeeded.
+   The pair uses shared memory only if it did for both.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ log = logging.getLogger("gradwire")
 
 # Beyond all tags of collectives.
 _HELLO_TAG, _CONNECTED_TAG, _MAPPED_TAG = ((1 << 30) - n for n in (4, 3, 2))
-_ANSWER_S = 10.0  # within one machine, and after a message that says it is on its way
+_ANSWER_S = 10.0  # within one machine, after the peer has announced the connection
 _HELLO = struct.Struct("<8s16s16s?")
 _TOKEN = 16  # bytes
 _NO_STORE = bytes(_TOKEN)
@@ -48,7 +47,14 @@ _NO_STORE = bytes(_TOKEN)
 
 @dataclass(frozen=True)
 class _Hello:
-    """What a rank tells all others: the version of its rings, its machine, a token, can it."""
+    """What a rank sends to all others.
+
+    Attributes:
+        version: of the segment layout, see `shm_library.version`.
+        machine: digest of its machine's name.
+        token: names its socket.
+        able: whether it can share memory.
+    """
 
     version: bytes
     machine: bytes
@@ -57,7 +63,7 @@ class _Hello:
 
 
 def machine_name() -> str:
-    """What ranks of one machine have in common: host name, and the kernel's boot."""
+    """A name that all ranks of one machine share: host name and boot id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -66,15 +72,15 @@ def machine_name() -> str:
 
 
 def share(carrier: Transport, machine: str | None = None) -> tuple[Shm | None, frozenset[int]]:
-    """Share memory with the ranks of this machine; every rank of `carrier` calls it at once.
+    """Share memory with the ranks of this machine; all ranks of `carrier` call together.
 
     Args:
-        carrier: takes the messages of the handshake.
+        carrier: carries the messages of the handshake.
         machine: the name of this machine; by default `machine_name`.
 
     Returns:
-        This rank's end, and the peers that it reaches. None, and nobody, if there are none. Peers
-        of this machine that it does not reach are named in one warning, with the reason.
+        This rank's end, and the peers that it reaches; None and an empty set if there are none. One
+        warning names the peers on this machine that it does not reach, with the reason.
 
     Raises:
         TransportError: a peer did not answer.
@@ -105,8 +111,8 @@ def share(carrier: Transport, machine: str | None = None) -> tuple[Shm | None, f
     lost = sorted(set(here) - reached)
     if lost:
         log.warning(
-            "rank %d: gloo carries messages to ranks %s of this machine, not shared memory: %s",
-            rank, lost, reason or "see what they say",
+            "rank %d: gloo, not shared memory, carries messages to ranks %s of this machine: %s",
+            rank, lost, reason or "see the warnings of these ranks",
         )  # fmt: skip
     return shm, reached
 
@@ -118,7 +124,7 @@ def _pair_up(
     token: bytes,
     listener: socket.socket,
 ) -> tuple[Shm | None, frozenset[int], str | None]:
-    """Steps 2 and 3: our end, the peers it reaches, and why it does not reach one of the others."""
+    """Steps 2 and 3: this rank's end, the peers it reaches, and why it does not reach another."""
     rank, shm, reason = carrier.rank, None, None
     sockets: dict[int, socket.socket] = {}
     mapped: set[int] = set()
@@ -149,7 +155,7 @@ def _pair_up(
                     _take(end, shm, peer, mapped)
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
-        listener.close()  # who still waits for an answer hears that none will come
+        listener.close()  # ends the waits of peers that still expect an answer
     theirs = _verdicts(carrier, {p: p in mapped for p in peers}, _MAPPED_TAG)
     reached = frozenset(p for p in mapped if theirs[p])
     if shm is not None:
@@ -161,7 +167,7 @@ def _pair_up(
 
 
 def _accept(listener: socket.socket, shm: Shm, coming: dict[bytes, int], mapped: set[int]) -> None:
-    """Answer the peers `coming`, by their tokens; strangers who found our socket are sent away."""
+    """Answer the peers `coming`, by their tokens; close connections of strangers."""
     listener.settimeout(_ANSWER_S)
     while coming:
         end, _ = listener.accept()
@@ -176,7 +182,7 @@ def _accept(listener: socket.socket, shm: Shm, coming: dict[bytes, int], mapped:
 
 
 def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int]) -> None:
-    """Take the peer's answer."""
+    """Receive the peer's answer, and map its memory."""
     with _received(end) as (_, store, fds):
         if fds:
             _connect(end, shm, peer, store, fds)
@@ -184,14 +190,14 @@ def _take(end: socket.socket, shm: Shm, peer: int, mapped: set[int]) -> None:
 
 
 def _hand_over(end: socket.socket, shm: Shm, token: bytes) -> None:
-    """Send what names us, and what names our store if we have one, with both descriptors."""
+    """Send the tokens of this rank and of its store, if any, with both descriptors."""
     store, fd = shm.lends or (_NO_STORE, None)
     socket.send_fds(end, [token + store], [shm.fd] if fd is None else [shm.fd, fd])
 
 
 @contextmanager
 def _received(end: socket.socket) -> Iterator[tuple[bytes, bytes, list[int]]]:
-    """What `_hand_over` has sent; the descriptors are closed on leaving."""
+    """Receive what `_hand_over` sends; the descriptors are closed on exit."""
     flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
     said, fds, _, _ = socket.recv_fds(end, 2 * _TOKEN, 2, flags)
     try:
@@ -209,13 +215,13 @@ def _connect(end: socket.socket, shm: Shm, peer: int, store: bytes, fds: list[in
 def _alive(end: socket.socket) -> int:
     """A descriptor that is readable once the process at the other end has ended.
 
-    A process descriptor where the kernel gives one, for a child that the peer forks (a data
-    loader's, say) inherits the socket and would keep it open.
+    It is a pidfd where the kernel has them: a child that the peer forks, such as a data loader's
+    worker, inherits the socket and would keep it open.
     """
     pid = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     try:
         return os.pidfd_open(pid)
-    except OSError:  # an old kernel, a filter of system calls, or another pid namespace (pid 0)
+    except OSError:  # an old kernel, a seccomp filter, or another PID namespace (pid 0)
         return os.dup(end.fileno())
 
 
@@ -235,7 +241,7 @@ def _verdicts(carrier: Transport, mine: Mapping[int, bool], tag: int) -> dict[in
 
 
 def _exchange(carrier: Transport, mine: Mapping[int, bytes], tag: int) -> dict[int, bytes]:
-    """Send each peer its bytes; as many from each of them."""
+    """Send each peer its bytes, and receive as many from each."""
     inbox = {p: torch.empty(len(said), dtype=torch.uint8) for p, said in mine.items()}
     receives = [carrier.irecv(data, p, tag) for p, data in inbox.items()]
     sends = [

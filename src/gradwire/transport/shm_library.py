@@ -1,6 +1,6 @@
 """The compiled part of the shared-memory transport: shm_ring.c and shm_wait.c, through ctypes.
 
-They go the way of the codecs' kernels: prebuilt, else compiled on first use into the user's cache.
+Like the codecs' kernels they are prebuilt, or compiled on first use into the user's cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAMES = tuple(_SIGNATURES)
 
 
 class Ended(IntEnum):
-    """How a wait ended; the order of shm_wait.c."""
+    """How a wait ended, in the order of shm_wait.c's enum."""
 
     OK = 0
     TIMEOUT = 1
@@ -69,7 +69,7 @@ def source() -> str:
 
 
 def version() -> bytes:
-    """8 bytes that are the same for ranks whose segments have the same layout."""
+    """8 bytes, a digest of the source; equal digests mean equal segment layouts."""
     return hashlib.sha256(source().encode()).digest()[:8]
 
 
@@ -78,7 +78,7 @@ def load() -> SimpleNamespace:
     """The functions of shm_wait.c by name, with their types.
 
     Raises:
-        CompileError: there is no working compiler, or this system has no memory to share.
+        CompileError: there is no working compiler, or the system lacks the calls to share memory.
     """
     if os.environ.get("GRADWIRE_SHM") == "0":
         raise jit.CompileError("switched off by GRADWIRE_SHM=0")
@@ -92,7 +92,7 @@ def load() -> SimpleNamespace:
 
 
 def unavailable() -> str | None:
-    """Why ranks of this machine cannot share memory; None if they can."""
+    """Why ranks on this machine cannot share memory; None if they can."""
     try:
         load()
     except jit.CompileError as error:

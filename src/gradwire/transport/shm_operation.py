@@ -1,4 +1,4 @@
-"""Sends and receives under way in shared memory: what waits for them, and how that ends."""
+"""Sends and receives in flight in shared memory, and the results of waiting for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _REASONS = {
     Ended.TIMEOUT: "nothing moved within the timeout of {timeout:g} s",
     Ended.DEAD: "its process has ended",
-    Ended.FAILED: "it has failed, and holds rank {blamed} responsible",
+    Ended.FAILED: "it has failed because of rank {blamed}",
     Ended.GONE: "it has destroyed its process group",
-    Ended.CORRUPT: "its ring holds what no peer writes",
+    Ended.CORRUPT: "its ring holds invalid data",
 }
 
 
 class Done:
-    """A send that has ended when it starts."""
+    """A send that has ended at once."""
 
     def wait(self) -> None:
         return
@@ -34,7 +34,7 @@ DONE = Done()
 
 
 class Transfer:
-    """A send, or a receive with memory of its own."""
+    """A send, or a receive into memory of the caller."""
 
     __slots__ = ("data", "end", "ended", "handle", "nbytes", "peer", "receives")
 
@@ -49,7 +49,7 @@ class Transfer:
     ) -> None:
         self.end = end
         self.handle = handle
-        self.data = data  # read and written by any of the rank's threads until the wait returns
+        self.data = data  # in use by any of the rank's threads until the wait returns
         self.nbytes = nbytes
         self.peer = peer
         self.receives = receives
@@ -63,7 +63,7 @@ class Transfer:
         end.waiting[self] = begun
         try:
             result = Ended.INTERRUPTED
-            while result == Ended.INTERRUPTED:  # by a signal; Python has now handled it
+            while result == Ended.INTERRUPTED:  # by a signal, which Python has handled by now
                 left = max(0.0, begun + end.timeout - time.monotonic())
                 answer = end.library.shm_wait(end.handle, self.handle, int(left * 1e9))
                 result, detail = Ended(answer & 255), answer >> 8
@@ -89,7 +89,7 @@ class Transfer:
 
 
 class ShmLoan:
-    """A receive that borrows; see `protocol.ShmLoan`."""
+    """A receive that borrows its message; see `protocol.Loan`."""
 
     __slots__ = ("operation",)
 

@@ -1,7 +1,8 @@
 """The stores that a process has mapped, its own and its peers': each once for all groups.
 
-Groups and views hold the stores that they use: one is unmapped when its last group and its last
-view are gone. The process's own is made for the first group, and anew for the next one after that.
+Groups and views keep the stores that they use alive: a store is unmapped with its last group and
+its last view. The process's own store is made for the first group, and made again if a later group
+finds it unmapped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gradwire.transport.shm_store import Mapped, ProcessStore
 
 
 class Stores:
-    """A process's; tests have several, which play as many processes."""
+    """The stores of one process; tests make several to emulate as many processes."""
 
     def __init__(self) -> None:
         self._clear()
@@ -27,27 +28,27 @@ class Stores:
         self._own: weakref.ref[ProcessStore] | None = None
 
     def own(self, library: Any, peers: int) -> ProcessStore:
-        """This process's store; if it has none, one for a group with so many peers on the machine.
+        """This process's store; made if missing, for a group with `peers` peers on the machine.
 
         Raises:
-            OSError: limits leave it no room, or there is no memory, or no descriptor.
+            OSError: resource limits are too low, or there is no memory or no descriptor.
         """
         with self._lock:
             store = None if self._own is None else self._own()
             if store is None:
                 nbytes = shm_store.room(peers)
                 if not nbytes:
-                    raise OSError("the limits on files or address space leave it no room")
+                    raise OSError("the limits on file size or address space are too low for it")
                 store = ProcessStore(library, nbytes)
                 self._own = weakref.ref(store)
                 self._mapped[store.token] = store
             return store
 
     def of_peer(self, library: Any, token: bytes, fd: int) -> Mapped:
-        """The store with this token, whose file is `fd` (still the caller's).
+        """The store with this token, whose file is `fd` (the caller keeps the descriptor).
 
         Raises:
-            OSError: it is no store, or limits or the memory leave it no room.
+            OSError: it is no store, resource limits are too low, or it cannot be mapped.
         """
         with self._lock:
             store = self._mapped.get(token)
@@ -57,13 +58,13 @@ class Stores:
                     raise OSError("its store is empty, or could change its size")
                 used = sum(each.nbytes for each in self._mapped.values())
                 if space is not None and used + nbytes > space:
-                    raise OSError("the limit on address space leaves its store no room")
+                    raise OSError("the limit on address space is too low for its store")
                 store = self._mapped[token] = Mapped(library, fd, nbytes)
             return store
 
     def forget(self) -> None:
-        """In a forked child, which has none of the memory: let go of the parent's store, so that it
-        ends with the parent."""
+        """In a forked child, which does not inherit the memory: close the parent's store, so that
+        it ends with the parent."""
         store = None if self._own is None else self._own()
         if store is not None:
             os.close(store.fd)

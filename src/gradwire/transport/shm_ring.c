@@ -1,52 +1,54 @@
-/* Rings: how bytes get from one process to another on one machine. Compiled together with
- * shm_wait.c, which says who moves them and how threads sleep.
+/* Rings: the data path between two processes on one machine. Compiled together with shm_wait.c,
+ * which describes which threads move the bytes and how threads sleep.
  *
- * A rank owns one segment of memory for each of its groups, mapped by it and by its peers of the same
- * machine:
+ * A rank owns one segment of memory per group, mapped by it and by its peers on the same machine:
  *
- *   a page       the bell on which the rank's threads sleep, and what it tells its peers
+ *   a page       the bell on which the rank's threads sleep, and the rank's status
  *   for each peer a ring of what that peer sends to the rank:
- *     a page     five counters, three flags, announcements, and loans that are over
+ *     a page     five counters, three flags, announcements, and returned loans
  *     bytes      frames: tag and size (16 bytes), then the message, padded to 16
  *
- * and a store for all of its groups, of what it lends: a message that was made there is read where it
- * lies. Each process maps a store once.
+ * and one store for all of its groups, for messages that it lends: a peer reads such a message in
+ * place. Each process maps a store once.
  *
  * A message moves once its receive is posted: the receiver announces (tag, size) in the ring, and
- * the sender writes only what was announced. So whatever lies in a ring has a place to go, no
- * message stands in another's way, nothing unexpected is ever stored, and ranks cannot block each
- * other by the order in which they send or receive. Announcements, too, need no storage of their
- * own beyond the ring's: those that do not fit wait in the receiver's list of posted receives.
+ * the sender writes only what was announced. So everything in a ring has a destination, no message
+ * blocks another, there is no unexpected-message queue, and ranks cannot block each other by the
+ * order in which they send or receive. Announcements need no storage beyond the ring's either: those
+ * that do not fit wait in the receiver's list of posted receives.
  *
- * A message that lies in its sender's store is lent, if its receiver has announced that it can reach
- * the store: its frame holds a loan, which says where it lies, instead of its bytes. The receiver
- * reads it there, or copies it from there, and then gives the loan back; only then the send ends. A
- * link has at most LOANS at a time, so there is always room to give one back; more are not made.
+ * A message in its sender's store is lent if its receiver has announced that it can reach the store:
+ * its frame then contains a loan, which gives its address, instead of its bytes. The receiver reads
+ * it there, or copies it from there, and then gives the loan back; only then the send ends. A link
+ * has at most LOANS at a time, so there is always room to give one back; further messages are copied.
  *
  * Each counter and each end of a ring has one writer at a time: the thread that holds the link's
- * lock for that direction. A flag is raised by the side that a counter stops, which then looks at the
- * counter again; the other side looks at the flag after it has moved the counter, and if it is raised
- * clears it and rings the bell. Both put a full fence between, so one of the two sees the other.
+ * lock for that direction. The side that a counter stops raises a flag, and then reads the counter
+ * again; the other side reads the flag after it has advanced the counter, and if it is raised clears
+ * it and rings the bell. Both have a full fence in between, so at least one of them sees the other's
+ * write.
  *
- * That is not enough for threads that sleep: an answer that is late, to a counter that moved long
- * ago, may clear a flag that has just been raised, and ring while nobody sleeps yet. So
+ * That is not enough for threads that sleep: a late answer, to a counter that advanced long ago, may
+ * clear a flag that has just been raised, and ring before the thread sleeps. So
  *
  *   a sleeper      reads `rings`; sets `asleep`; fence; raises the flags of all that is stopped, by
- *                  any thread's doing (raise_flags); fence; looks at all counters; waits for `rings`
- *                  to change
- *   an answer      moves a counter; fence; clears the flag; fence; clears `asleep`; moves `rings`
- *   another thread that leaves has nothing left to move and has raised the flags of what is stopped,
- *                  having said before (in `sends`, `expects`, `unannounced`) what that is; or it
- *                  wakes the sleepers of its rank, which go on (hand_over)
+ *                  whichever thread (raise_flags); fence; reads all counters; waits for `rings` to
+ *                  change
+ *   an answer      advances a counter; fence; clears the flag; fence; clears `asleep`; advances
+ *                  `rings`
+ *   another thread that leaves has nothing left to move, and has raised the flags of what is
+ *                  stopped, after it recorded that in `sends`, `expects` or `unannounced`; or it
+ *                  wakes the sleepers of its rank, which continue (hand_over)
  *
- * Then no sleeper misses a counter. Let one move after the sleeper has looked at it. If the sleeper
- * has raised the flag, the mover finds it raised, or cleared since: whoever clears it does so after
- * `asleep` was set, finds that set, or cleared since, and whoever clears that moves `rings` after the
- * sleeper has read it. If the sleeper has not raised the flag, another thread had not yet said what
- * it waits for, or still had room, when the sleeper's first fence was past; that thread raised the
- * flag afterwards, and whoever clears it finds `asleep` set as before. And if an answer has cleared a
- * flag without finding `asleep` set, then before the sleeper's first fence: the sleeper finds what
- * was said before that flag was raised, and raises it again.
+ * Then no sleeper misses a counter. Proof: let a counter advance after the sleeper has read it. If
+ * the sleeper has raised the flag, the thread that advances the counter finds it raised, or cleared
+ * since: the thread that clears it does so after `asleep` was set, and finds that set, or cleared
+ * since; and the thread that clears `asleep` advances `rings` after the sleeper has read it. If the
+ * sleeper has not raised the flag, then another thread had not yet recorded what it waits for, or
+ * still had room, when the sleeper passed its first fence; that thread raised the flag afterwards,
+ * and whoever clears it finds `asleep` set as before. And if an answer has cleared a flag without
+ * finding `asleep` set, it did so before the sleeper's first fence: the sleeper finds what was
+ * recorded before that flag was raised, and raises it again.
  */
 #include <errno.h>
 #include <limits.h>
@@ -67,22 +69,22 @@ typedef uint32_t u32;
 
 enum {
     PAGE = 4096,
-    UNIT = 16,       /* frames begin at multiples of it, and so do all pieces but a message's last */
-    POSTS = 128,     /* announcements that the sender has not read yet */
-    LOANS = 128,     /* messages of a link that are lent at a time */
-    PIECE = 1 << 15, /* the other side is told after so many bytes, and can work beside us */
+    UNIT = 16,       /* alignment of frames, and of all pieces of a message but the last */
+    POSTS = 128,     /* the most announcements that the sender has not read */
+    LOANS = 128,     /* the most loans of a link at a time */
+    PIECE = 1 << 15, /* the other side is notified after so many bytes, and works in parallel */
 };
 
 #define LOAN (1ull << 63) /* in a frame's size: a loan follows; in an announcement's: may be lent */
 
 struct frame { u64 tag, size; };
 
-struct loan { u64 at, number; }; /* where in the sender's store; which of the link's loans */
+struct loan { u64 at, number; }; /* offset in the sender's store; number among the link's loans */
 
 struct segment {
-    _Alignas(64) _Atomic u32 rings; /* the bell: how often it rang; the futex */
+    _Alignas(64) _Atomic u32 rings; /* the bell: how often it rang; a futex */
     _Atomic u32 asleep;             /* whether a thread waits for it, or is about to */
-    _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner holds responsible */
+    _Alignas(64) _Atomic u32 blamed; /* 1 + the rank that the owner blames for its failure */
     _Atomic u32 closed;
     u64 size;
 };
@@ -101,31 +103,31 @@ struct ring {
     _Alignas(PAGE) char bytes[];
 };
 
-struct op { /* a send or a receive under way */
+struct op { /* a send or a receive in flight */
     struct op *next;
     struct link *link;
-    char *data; /* the message; 0: of a receive that borrows and has not got it yet */
+    char *data; /* the message; 0: a receive that borrows, before its message has arrived */
     u64 tag, size;
-    u64 other; /* the size that the other end has named */
-    u64 counts; /* bytes of it that are in use: what lending it counts as */
+    u64 other; /* the size that the other end has given */
+    u64 counts; /* bytes of it in use, for lent_bytes */
     char *bytes; /* what goes through the ring: the message, or the loan */
     u64 count, at;
     struct loan loan;
     int may_lend;       /* the receiver can reach the sender's store */
     _Atomic int lent;   /* a loan goes through the ring */
-    int borrows, owns;  /* a receive without memory; it has allocated some after all */
+    int borrows, owns;  /* a receive without memory; it has allocated memory, for want of a loan */
     _Atomic int done;
 };
 
 struct queue { struct op *first, **last; };
 
-struct link { /* to one peer; the first half belongs to who holds `tx`, the second to `rx` */
+struct link { /* to one peer; `tx` guards the first half, `rx` the second */
     pthread_mutex_t tx;
     struct ring *out;
     struct queue waiting, ready, announced; /* sends without announcement, with; the reverse */
-    struct queue lent;                      /* sends whose loans are not over */
-    u64 loans;                              /* made */
-    _Atomic u64 over;                       /* of these, known to be over */
+    struct queue lent;                      /* sends whose loans are not returned */
+    u64 loans;                              /* how many were made */
+    _Atomic u64 over;                       /* how many are known to be returned */
     _Atomic(struct op *) leaving;           /* the send whose bytes are being written */
     _Atomic int sends;                      /* whether `leaving` or `ready` has any */
     _Atomic int expects;                    /* whether `waiting` or `lent` has any */
@@ -134,13 +136,13 @@ struct link { /* to one peer; the first half belongs to who holds `tx`, the seco
     struct ring *in;
     struct queue posted;
     struct op *arriving;
-    _Atomic(struct op *) unannounced; /* the first of `posted` that the sender was not told of */
+    _Atomic(struct op *) unannounced; /* the first of `posted` that is not announced */
 
     struct segment *far;
     size_t far_bytes;
-    char *store; /* the peer's; 0: out of reach */
+    char *store; /* the peer's; 0: not mapped */
     u64 store_bytes;
-    int alive_fd; /* readable when the peer's process has ended */
+    int alive_fd; /* readable once the peer's process has ended */
     _Atomic int dead, corrupt;
 };
 
@@ -172,7 +174,7 @@ static struct op *take_at(struct queue *q, struct op **at) {
     return op;
 }
 
-/* The first operation with this tag, taken out; 0 if there is none. */
+/* Remove the first operation with this tag; 0 if there is none. */
 static struct op *take(struct queue *q, u64 tag) {
     for (struct op **at = &q->first; *at; at = &(*at)->next)
         if ((*at)->tag == tag) return take_at(q, at);
@@ -191,18 +193,19 @@ static void publish(_Atomic u64 *counter, u64 value) {
     atomic_store_explicit(counter, value, memory_order_release);
 }
 
-/* Wake the threads of the rank whose bell it is, if any sleep. */
+/* Wake the sleeping threads, if any, of the rank that owns the segment. */
 static void ring_bell(struct segment *s) {
     atomic_thread_fence(memory_order_seq_cst);
-    /* Once is enough until they have slept again: the call costs more than a piece's copy. */
+    /* Once is enough until they sleep again: the system call costs more than a piece's copy. */
     if (atomic_load_explicit(&s->asleep, memory_order_relaxed) && atomic_exchange(&s->asleep, 0)) {
         atomic_fetch_add(&s->rings, 1);
         syscall(SYS_futex, &s->rings, FUTEX_WAKE, INT_MAX, 0, 0, 0);
     }
 }
 
-/* Where others may change what was just seen; tests give them the time to, every other time, in the
- * places that they choose: before an answer, after a flag, before a sleeper's flags, after a piece. */
+/* A place where another thread may change what was just read. Tests sleep here every other time, in
+ * the places that they choose: before an answer, after a flag, before a sleeper's flags, after a
+ * piece. */
 enum { ANSWER = 1, FLAG = 2, SLEEP = 4, WRITTEN = 8 };
 
 static void delay_in_tests(int place) {
@@ -214,7 +217,7 @@ static void delay_in_tests(int place) {
     (void)place;
 }
 
-/* Say that we wait for the counter that the flag belongs to, which is then looked at again. */
+/* Announce that we wait for the flag's counter; the caller then reads the counter again. */
 static void raise_flag(_Atomic u32 *flag) {
     atomic_store(flag, 1);
     atomic_thread_fence(memory_order_seq_cst);
@@ -231,7 +234,7 @@ static void answer(_Atomic u32 *flag, struct segment *far) {
 
 static int within(u64 at, u64 size, u64 bytes) { return at <= bytes && size <= bytes - at; }
 
-/* End an operation; whether a thread other than the caller, who waits for `mine`, may wait for it. */
+/* End an operation. Returns whether another thread may wait for it; the caller waits for `mine`. */
 static int finish(struct op *op, struct op *mine) {
     atomic_store_explicit(&op->done, 1, memory_order_release);
     return op != mine;
@@ -244,7 +247,7 @@ static void announced(struct op *op, u64 size) {
     op->other = size & ~LOAN;
 }
 
-/* The send of this loan, taken out. */
+/* Remove the send of this loan. */
 static struct op *take_lent(struct link *l, u64 number) {
     for (struct op **at = &l->lent.first; *at; at = &(*at)->next)
         if ((*at)->loan.number == number) return take_at(&l->lent, at);
@@ -272,7 +275,7 @@ static void take_announcements(struct link *l) {
     answer(&r->behind, l->far);
 }
 
-/* End the sends whose loans are over; how many but `mine`. */
+/* End the sends whose loans are returned. Returns how many, `mine` not counted. */
 static int take_returns(struct link *l, struct op *mine) {
     struct ring *r = l->out;
     int ended = 0;
@@ -284,7 +287,7 @@ static int take_returns(struct link *l, struct op *mine) {
     return ended;
 }
 
-/* A send that begins: it waits for its announcement, unless that is there. */
+/* Begin a send: it waits for its announcement, unless that has arrived already. */
 static void start_send(struct link *l, struct op *op) {
     struct op *early = take(&l->announced, op->tag);
     if (early) announced(op, early->size);
@@ -292,8 +295,8 @@ static void start_send(struct link *l, struct op *op) {
     free(early);
 }
 
-/* What a send writes behind its frame: the message, or a loan of it. Where the sizes differ the
- * receiver gets the frame alone, and fails. */
+/* Choose what a send writes after its frame: the message, or a loan of it. Where the sizes differ,
+ * the receiver gets the frame alone, and fails. */
 static struct frame begin_frame(struct shm *s, struct link *l, struct op *op) {
     const u64 at = op->data - s->store;
     op->lent = op->may_lend && op->size == op->other && op->data >= s->store &&
@@ -307,8 +310,8 @@ static struct frame begin_frame(struct shm *s, struct link *l, struct op *op) {
     return (struct frame){op->tag, op->size | (op->lent ? LOAN : 0)};
 }
 
-/* Write what is ready while there is room, at most a ring's bytes; how many sends of others, so
- * not `mine`, have ended. */
+/* Write ready messages while there is room, at most a ring's bytes. Returns how many sends have
+ * ended, `mine` not counted. */
 static int write_ready(struct shm *s, struct link *l, struct op *mine) {
     struct ring *r = l->out;
     const u64 size = s->ring_bytes;
@@ -322,7 +325,7 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
             if (size - (head - look(&r->tail)) < UNIT) break;
             continue;
         }
-        if (head >= end) break; /* after the flag: who leaves a full ring has raised it */
+        if (head >= end) break; /* after the flag, which must be raised on leaving a full ring */
         struct op *op = l->leaving;
         if (!op) {
             l->leaving = op = take(&l->ready, l->ready.first->tag);
@@ -348,7 +351,7 @@ static int write_ready(struct shm *s, struct link *l, struct op *mine) {
     return ended;
 }
 
-/* Whether the receiver has said what we have not read. */
+/* Whether there are announcements or returned loans that we have not read. */
 static int is_told(struct link *l) {
     return look(&l->out->posted) != look(&l->out->taken) || look(&l->out->returned) != look(&l->over);
 }
@@ -375,7 +378,7 @@ static void announce(struct link *l) {
     u64 posted = before;
     while (op) {
         if (posted - look(&r->taken) >= POSTS) {
-            raise_flag(&r->behind); /* `unannounced` has long been set */
+            raise_flag(&r->behind); /* `unannounced` is set already */
             if (posted - look(&r->taken) >= POSTS) break;
         }
         r->posts[posted % POSTS] = (struct frame){op->tag, op->size | (op->may_lend ? LOAN : 0)};
@@ -386,7 +389,7 @@ static void announce(struct link *l) {
     if (posted != before) answer(&r->starved, l->far);
 }
 
-/* Where the bytes behind a frame go: to the message, or to the loan. */
+/* Choose where the bytes after a frame go: to the message, or to the loan. */
 static void begin_arrival(struct op *op, u64 size) {
     op->lent = (size & LOAN) != 0;
     op->other = size & ~LOAN;
@@ -396,7 +399,7 @@ static void begin_arrival(struct op *op, u64 size) {
     } else if (op->borrows && op->count) {
         op->owns = 1;
         op->data = op->bytes = malloc(op->count);
-        if (!op->data) op->count = 0; /* shm_wait's caller finds no message, and fails */
+        if (!op->data) op->count = 0; /* the caller of shm_wait finds no message, and fails */
     }
 }
 
@@ -407,7 +410,7 @@ static void give_back(struct link *l, u64 number) {
     answer(&r->starved, l->far);
 }
 
-/* A loan has come: a receive with memory of its own copies the message at once. */
+/* A loan has arrived: a receive with its own memory copies the message at once. */
 static void take_loan(struct link *l, struct op *op) {
     char *message = l->store + op->loan.at;
     if (!op->may_lend || op->size != op->other || !within(op->loan.at, op->size, l->store_bytes)) {
@@ -420,7 +423,8 @@ static void take_loan(struct link *l, struct op *op) {
     }
 }
 
-/* Read what has come, at most a ring's bytes; how many receives but `mine` have ended. */
+/* Read what has arrived, at most a ring's bytes. Returns how many receives have ended, `mine` not
+ * counted. */
 static int receive(struct shm *s, struct link *l, struct op *mine) {
     struct ring *r = l->in;
     const u64 size = s->ring_bytes;
@@ -434,7 +438,7 @@ static int receive(struct shm *s, struct link *l, struct op *mine) {
         if (!op) {
             struct frame f = *(struct frame *)(r->bytes + tail % size);
             l->arriving = op = there <= size ? take(&l->posted, f.tag) : 0;
-            if (!op) { /* no such receive was announced: this is not our peer's writing */
+            if (!op) { /* no such receive was announced: the ring is corrupt */
                 l->corrupt = 1;
                 break;
             }
@@ -452,7 +456,7 @@ static int receive(struct shm *s, struct link *l, struct op *mine) {
             l->arriving = 0;
             ended += finish(op, mine);
         }
-        /* Half a ring of room is worth waking a sender for. */
+        /* Wake a sender only for half a ring of room. */
         if (size - (look(&r->head) - tail) >= size / 2) answer(&r->full, l->far);
     }
     return ended;

@@ -1,8 +1,8 @@
-"""Stores: memory that a process lends. A message that lies there its peers read where it lies.
+"""Stores: memory of a process in which its peers read messages in place.
 
-A process has one store for all of its groups: an anonymous file, as large as the machine's memory,
-as far as limits admit, but nothing until it is used, and nothing again once it was given back.
-Peers map it once (`shm_process`), so whatever is put there later is within their reach.
+A process has one store for all of its groups: a sparse anonymous file, as large as the machine's
+memory where limits allow. Memory is allocated when it is taken, and freed when it is given back.
+Peers map the whole store once (`shm_process`), so they can read whatever is written there later.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 log = logging.getLogger("gradwire")
 
 _MOST = 1 << 36
-_LEAST = 1 << 24  # less is not worth it
-_SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, which only Linux has: the size stays
+_LEAST = 1 << 24  # a smaller store is not worth its cost
+_SEALS = 7  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW (Linux only): the size is fixed
 
 
 def room(peers: int) -> int:
-    """Bytes of the store of a process with so many peers.
+    """Bytes of the store of a process with `peers` peers.
 
-    0 where this process may not have files or address space of a sensible size.
+    0 where the limits on file size or address space are too low.
     """
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     size = min(_MOST, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
@@ -43,13 +43,13 @@ def room(peers: int) -> int:
 
 
 def space_for_stores() -> int | None:
-    """Bytes of address space that stores, ours and peers', may have together; None: no limit."""
+    """Bytes of address space for all stores that this process maps; None: no limit."""
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if space == resource.RLIM_INFINITY else space // 4
 
 
 def make_file(name: str, nbytes: int) -> int:
-    """A descriptor of new memory whose size stays, for peers to map.
+    """A descriptor of a new anonymous file of fixed size, for peers to map.
 
     Raises:
         OSError: there are no descriptors, or no memory.
@@ -65,20 +65,20 @@ def make_file(name: str, nbytes: int) -> int:
 
 
 def size_of(fd: int) -> int:
-    """Bytes of a peer's file; 0 if its size might change."""
+    """Bytes of a peer's file; 0 if its size is not fixed."""
     return os.fstat(fd).st_size if fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS else 0
 
 
 class Mapped:
-    """A store in this process's memory, ours or a peer's: as long as it, or a view of it, is used.
+    """A store mapped into this process, until the last reference to it or to a view of it.
 
     Args:
-        library: `shm_library.load`'s.
-        fd: of its file; still the caller's.
-        nbytes: of the store.
+        library: from `shm_library.load`.
+        fd: its file; the caller keeps the descriptor.
+        nbytes: size of the store.
 
     Attributes:
-        address: of its first byte.
+        address: address of its first byte.
 
     Raises:
         OSError: it cannot be mapped.
@@ -94,40 +94,40 @@ class Mapped:
 
 
 class Copy:
-    """A message in memory of its own, which its sender could not lend, as long as it is used."""
+    """A message that its sender could not lend, in its own memory, until the last reference."""
 
     def __init__(self, library: Any, address: int) -> None:
         weakref.finalize(self, library.shm_free_copy, address).atexit = False
 
 
 class Taken:
-    """Memory of our store that a group has taken, as long as a view of it is used."""
+    """Keeps memory that a group has taken from its own store alive, until the last view."""
 
     def __init__(self, whole: ProcessStore) -> None:
         self.whole = whole
 
 
 def view(address: int, nbytes: int, owner: Mapped | Copy | Taken) -> torch.Tensor:
-    """Bytes (uint8) of memory that stays as long as `owner`."""
+    """A tensor (uint8) of memory that `owner` keeps alive."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     memory.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _unmap(library: Any, address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has none of the memory
+    if os.getpid() == pid:  # a forked child does not inherit the memory
         library.shm_unmap(address, nbytes)
 
 
 class ProcessStore(Mapped):
-    """This process's own.
+    """This process's own store.
 
     Attributes:
-        fd: of its file, which peers get.
-        token: 16 bytes that tell it from all other stores.
+        fd: its file, which is passed to peers.
+        token: 16 bytes, its random name.
 
     Raises:
-        OSError: no memory, or no descriptors, for it.
+        OSError: there is no memory, or no descriptor, for it.
     """
 
     def __init__(self, library: Any, nbytes: int) -> None:
@@ -139,9 +139,9 @@ class ProcessStore(Mapped):
             raise
         weakref.finalize(self, _close, self.fd, os.getpid()).atexit = False
         self.token = secrets.token_bytes(16)
-        self.pid = os.getpid()  # a forked child has none of the memory, and perhaps other there
+        self.pid = os.getpid()  # a forked child may have other memory at this address
         self._library = library
-        self._lock = threading.RLock()  # `give` may be called wherever memory is collected
+        self._lock = threading.RLock()  # `give` may be called during garbage collection
         self._taken: dict[int, int] = {}  # address -> bytes
         self._warned = False
 
@@ -152,8 +152,8 @@ class ProcessStore(Mapped):
             return sum([*self._taken.values()])
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Address and bytes of memory, whole pages, the first that fit; None, with one warning that
-        says why, if there are none."""
+        """Allocate whole pages, first fit: (address, bytes); None, with one warning that gives the
+        reason, if there are none."""
         needed = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             at = self.address
@@ -174,7 +174,7 @@ class ProcessStore(Mapped):
         return at, needed
 
     def give(self, address: int) -> None:
-        """Give back what was taken; nobody reads it any more."""
+        """Give back what was taken; no peer may read it any more."""
         if os.getpid() == self.pid:
             with self._lock:
                 self._library.shm_empty(address, self._taken.pop(address))
@@ -182,23 +182,23 @@ class ProcessStore(Mapped):
     def _warn(self, nbytes: int, reason: str) -> None:
         if not self._warned:
             log.warning(
-                "no shared memory for %d bytes (%s): messages that lie there are copied",
+                "no shared memory for %d bytes (%s): messages are copied instead of read in place",
                 nbytes, reason,
             )  # fmt: skip
         self._warned = True
 
 
 def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has closed it
+    if os.getpid() == pid:  # a forked child has closed it (Stores.forget)
         os.close(fd)
 
 
 class Store:
-    """What one group takes of this process's store, and gives back."""
+    """One group's share of this process's store."""
 
     def __init__(self, whole: ProcessStore) -> None:
         self.whole = whole
-        self._taken: dict[int, tuple[int, weakref.ref[Taken]]] = {}  # address -> bytes, owner
+        self._taken: dict[int, tuple[int, weakref.ref[Taken]]] = {}  # address -> (bytes, owner)
 
     @property
     def used(self) -> int:
@@ -206,8 +206,8 @@ class Store:
         return sum(nbytes for nbytes, _ in [*self._taken.values()])
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory (uint8); None, with one warning per process that says why, if there is none, and
-        None in a forked child."""
+        """Memory (uint8). None, with one warning per process that gives the reason, if there is
+        none; None in a forked child."""
         if os.getpid() != self.whole.pid or (found := self.whole.take(nbytes)) is None:
             return None
         address, length = found
@@ -216,16 +216,17 @@ class Store:
         return view(address, max(nbytes, 1), owner)[:nbytes]
 
     def give(self, memory: torch.Tensor) -> None:
-        """Give back what was taken, if it was taken here; nobody reads it any more."""
+        """Give back memory, if it was taken here; no peer may read it any more."""
         address = memory.data_ptr()
         if os.getpid() == self.whole.pid and address in self._taken:
             del self._taken[address]
             self.whole.give(address)
 
     def close(self, is_lent: Callable[[int, int], bool]) -> None:
-        """Give back what is left once no view of it is used.
+        """Give back what is left, each part with its last view.
 
-        Memory of which `is_lent(address, bytes)` stays until the whole store goes: peers read it.
+        Memory for which `is_lent(address, bytes)` holds, which peers still read, stays until the
+        whole store is unmapped.
         """
         while self._taken:
             address, (nbytes, owner) = self._taken.popitem()

@@ -1,26 +1,27 @@
-/* Who moves the bytes of shm_ring.c, and how threads wait: the functions that Python calls.
+/* Progress on the rings of shm_ring.c, and waiting: the functions that Python calls.
  *
- * There is no thread of our own. Whoever sends, receives or waits moves whatever can be moved, on
- * all links; a waiter whose operation has not ended spins for some microseconds and then sleeps on
- * its rank's bell, which peers ring after every change that its threads may wait for, and which its
- * own threads ring when they have ended another's operation. So a rank moves bytes as long as one
- * of its threads waits; `shm_drive` lends a thread for when they may all wait for something else.
+ * There is no progress thread. Every thread that sends, receives or waits moves whatever can be
+ * moved, on all links. A waiter whose operation has not ended spins for some microseconds and then
+ * sleeps on its rank's bell, which peers ring after every change that its threads may wait for, and
+ * which the rank's own threads ring when they have ended another thread's operation. So a rank moves
+ * bytes while at least one of its threads waits; `shm_drive` provides a thread for ranks whose
+ * threads may all wait for something else.
  *
- * Where spinning was in vain, because the peer is busy or wants our core, the next waits go to sleep
- * at once. A sleep lasts at most SHM_SLICE_NS; then the waiter looks whether its peers still live.
+ * After a spin in vain, because the peer is busy or needs our core, the next waits sleep at once. A
+ * sleep lasts at most SHM_SLICE_NS; then the waiter checks that its peers are alive.
  */
 
 enum { OK, TIMEOUT, DEAD, FAILED, GONE, CORRUPT, STOPPED, INTERRUPTED }; /* what a wait returns */
 
-#ifndef SHM_SLICE_NS /* tests have longer ones */
+#ifndef SHM_SLICE_NS /* tests use a longer one */
 #define SHM_SLICE_NS 100000000
 #endif
 
 enum {
-    TIRED = 8,       /* waits without spinning, after one that has spun in vain */
-    LENT = 1 << 18,  /* from so many bytes on a message is copied from where it lies */
-    LINGER_NS = 200000000, /* on closing, for loans: as long as some kernels take */
-    POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE, which older headers do not know */
+    TIRED = 8,       /* how many waits do not spin after one that has spun in vain */
+    LENT = 1 << 18,  /* least bytes of a message that is copied from the sender's store */
+    LINGER_NS = 200000000, /* how long closing waits for loans: the time of some kernels */
+    POPULATE_WRITE = 23, /* MADV_POPULATE_WRITE, which older headers lack */
 };
 
 static int64_t now_ns(void) {
@@ -46,7 +47,7 @@ static int enter(struct shm *s) {
 
 static void leave(struct shm *s) { atomic_fetch_sub(&s->users, 1); }
 
-/* Tell our own threads that operations have ended, if any sleeps but the `counted` caller. */
+/* Wake our own threads because operations have ended, if any sleeps but the `counted` caller. */
 static void tell_own(struct shm *s, int counted) {
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load(&s->sleepers) > counted) ring_bell(s->near);
@@ -70,14 +71,14 @@ static int can_transmit(struct shm *s, struct link *l) {
     return is_told(l) || (l->sends && has_room(s, l->out));
 }
 
-/* Whether an operation of ours could go on. What the peer has announced for later may wait. */
+/* Whether one of our operations can progress. Announcements for later sends may wait. */
 static int can_move(struct shm *s) {
     for (struct link *l = s->link; l < s->link + s->links; l++)
         if (can_receive(l) || ((l->sends || l->expects) && can_transmit(s, l))) return 1;
     return 0;
 }
 
-/* Before we sleep: have the peers ring for whatever they stop. */
+/* Before a sleep: make the peers ring once what they stop can continue. */
 static void raise_flags(struct shm *s) {
     for (struct link *l = s->link; l < s->link + s->links; l++) {
         if (!l->in || l->corrupt) continue;
@@ -87,15 +88,15 @@ static void raise_flags(struct shm *s) {
     }
 }
 
-/* Leave what can still be moved to our threads that sleep; and peers may have room enough to end
- * their sends, though not as much as we wake them for while we go on reading. */
+/* Leave what can still be moved to our sleeping threads. And wake peers that wait for room: they may
+ * have enough to end their sends, though less than half a ring, for which `receive` wakes them. */
 static void hand_over(struct shm *s, int counted) {
     if (can_move(s)) tell_own(s, counted);
     for (struct link *l = s->link; l < s->link + s->links; l++)
         if (l->in && !l->corrupt && has_room(s, l->in)) answer(&l->in->full, l->far);
 }
 
-/* Move all that can be moved, or until `mine` has ended. */
+/* Move bytes until nothing can be moved, or `mine` has ended. */
 static void progress(struct shm *s, struct op *mine, int counted) {
     int moved, ended = 0;
     do {
@@ -119,7 +120,7 @@ static void progress(struct shm *s, struct op *mine, int counted) {
     if (moved) hand_over(s, counted);
 }
 
-/* Mark the peers whose processes have ended; one thread at a time, and not too often. */
+/* Mark the peers whose processes have ended; one thread at a time, at most once per slice. */
 static void check_alive(struct shm *s, int64_t now) {
     if (now - s->checked < SHM_SLICE_NS || atomic_exchange(&s->checking, 1)) return;
     s->checked = now;
@@ -137,16 +138,16 @@ static int trouble(struct link *l) {
     return l->dead ? DEAD : OK;
 }
 
-/* Whether who has slept to its slice's end ought to have been woken: something can be done, and none
- * of our threads is at it. */
+/* Whether a thread that has slept for its whole slice should have been woken: something can be done,
+ * and none of our threads does it. */
 static int has_overslept(struct shm *s, struct op *op) {
     return s->users == s->sleepers && ((op && op->done) || can_move(s));
 }
 
-/* Until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
+/* Wait until `op` has ended, the link failed, `deadline` passed, or we were stopped. */
 static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadline) {
     int64_t now = begun;
-    /* Nobody is in a hurry for what we have lent: it takes as long as a kernel. */
+    /* Do not spin for the end of a loan: it takes as long as a kernel. */
     const int keen = op && (op->borrows || !op->lent);
     const int64_t spin_ns = !keen || s->tired > 0 ? 0 : s->spin_ns;
     if (keen && s->tired > 0) s->tired--;
@@ -161,7 +162,7 @@ static int wait_for(struct shm *s, struct op *op, int64_t begun, int64_t deadlin
             raise_flags(s);
             atomic_thread_fence(memory_order_seq_cst);
         }
-        /* First the state of the link, then the bytes: what came before a death still arrives. */
+        /* First the link's state, then the bytes: what a peer sent before it died still arrives. */
         int result = op ? trouble(op->link) : OK;
         progress(s, op, sleeps);
         now = now_ns();
@@ -199,35 +200,35 @@ static struct op *new_op(struct link *l, char *data, u64 size, u64 tag) {
     return op;
 }
 
-/* ---- what Python calls ----------------------------------------------------------------------- */
+/* ---- called from Python ---------------------------------------------------------------------- */
 
 u64 shm_size(int links, u64 ring_bytes) { return PAGE + links * (sizeof(struct ring) + ring_bytes); }
 
-/* A segment or a store, in memory; 0: errno says why not. */
+/* Map a segment or a store; 0 and errno on failure. */
 void *shm_map(int fd, u64 bytes) {
     void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) return 0;
-    madvise(at, bytes, MADV_DONTFORK); /* or a child that outlives us would keep the memory */
-    madvise(at, bytes, MADV_DONTDUMP); /* or a dump would fill the store's holes */
+    madvise(at, bytes, MADV_DONTFORK); /* else a child that outlives us would keep the memory */
+    madvise(at, bytes, MADV_DONTDUMP); /* else a core dump would fill the store's holes */
     return at;
 }
 
 void shm_unmap(void *at, u64 bytes) { munmap(at, bytes); }
 
-/* Fill a hole of our store with memory; 0, or errno. Kernels before 5.14 fill it when it is first
- * touched, as they do with all memory. */
+/* Allocate memory for a hole of our store; 0, or errno. Kernels before 5.14 allocate it on first
+ * touch. */
 int shm_fill(void *at, u64 bytes) {
     return madvise(at, bytes, POPULATE_WRITE) && errno != EINVAL ? errno : 0;
 }
 
-/* Give the memory back to the machine. */
+/* Free the memory, leaving a hole. */
 void shm_empty(void *at, u64 bytes) { madvise(at, bytes, MADV_REMOVE); }
 
 static struct ring *ring_at(struct segment *s, int slot, u64 ring_bytes) {
     return (void *)((char *)s + PAGE + slot * (sizeof(struct ring) + ring_bytes));
 }
 
-/* A rank's end: its segment is `fd`, of shm_size(links, ring_bytes). 0: no memory. */
+/* Create a rank's end; its segment is `fd`, of shm_size(links, ring_bytes). 0: no memory. */
 struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
     struct shm *s = calloc(1, sizeof *s);
     if (!s) return 0;
@@ -249,8 +250,8 @@ struct shm *shm_begin(int fd, int links, u64 ring_bytes, int64_t spin_ns) {
     return s;
 }
 
-/* Connect link `near_slot` to a peer in whose segment, `fd`, ours is `far_slot`; 0, or errno.
- * `alive_fd` is ours from now on, `fd` stays the caller's. */
+/* Connect link `near_slot` to the peer whose segment is `fd`, where our ring is `far_slot`; 0, or
+ * errno. Takes ownership of `alive_fd`; the caller keeps `fd`. */
 int shm_connect(struct shm *s, int near_slot, int fd, int far_slot, int alive_fd) {
     struct link *l = &s->link[near_slot];
     l->far_bytes = s->near_bytes;
@@ -263,23 +264,23 @@ int shm_connect(struct shm *s, int near_slot, int fd, int far_slot, int alive_fd
     return 0;
 }
 
-/* Lend what lies in our store, `bytes` at `store`: once, before the first send. */
+/* Set our store, `bytes` at `store`, for lending: once, before the first send. */
 void shm_lend(struct shm *s, char *store, u64 bytes) { s->store = store, s->store_bytes = bytes; }
 
-/* Where the store of a peer is mapped: once, before the first receive from it. */
+/* Set the mapping of a peer's store: once, before the first receive from it. */
 void shm_borrow_from(struct shm *s, int slot, char *store, u64 bytes) {
     s->link[slot].store = store, s->link[slot].store_bytes = bytes;
 }
 
-/* What peers have been lent so far, as far as it is in use. */
+/* Bytes in use of all messages lent to peers so far. */
 u64 shm_lent_bytes(struct shm *s) { return s->lent_bytes; }
 
-/* How often a thread has slept to its slice's end though something could move: lost wakes, or a change
- * at that very moment. */
+/* How often a thread has slept for its whole slice though something could move: lost wake-ups, or a
+ * change at that moment. */
 u64 shm_overslept(struct shm *s) { return s->overslept; }
 
-/* Begin a send, moving what can be moved at once. 0: it has ended already. -1: stopped, or no
- * memory. Else what shm_wait takes. If the message is lent, `counts` of its bytes are in use. */
+/* Begin a send, and move what can be moved at once. 0: it has ended already. -1: stopped, or no
+ * memory. Else the argument of shm_wait. If the message is lent, `counts` of its bytes are in use. */
 struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 counts, u64 tag) {
     struct link *l = &s->link[slot];
     struct op *op = enter(s) ? new_op(l, data, size, tag) : (struct op *)-1;
@@ -287,11 +288,11 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 counts, u
     if (op) {
         op->counts = counts;
         pthread_mutex_lock(&l->tx);
-        take_announcements(l); /* those of earlier sends of this tag first */
+        take_announcements(l); /* earlier sends of this tag come first */
         start_send(l, op);
         int ended = transmit(s, l, op), own = op->done;
         pthread_mutex_unlock(&l->tx);
-        /* What a ring's bytes did not end, a thread of ours that sleeps goes on with. */
+        /* If a ring's bytes did not end the send, a sleeping thread of ours continues it. */
         if (ended || can_transmit(s, l)) tell_own(s, 0);
         if (own) {
             free(op);
@@ -304,8 +305,8 @@ struct op *shm_send(struct shm *s, int slot, char *data, u64 size, u64 counts, u
     return op;
 }
 
-/* Begin a receive; one that borrows has no data. -1: stopped, or no memory. Else what shm_wait
- * takes, and, if it borrows, shm_message and shm_give_back. */
+/* Begin a receive; one that borrows has no data. -1: stopped, or no memory. Else the argument of
+ * shm_wait and, if it borrows, of shm_message and shm_give_back. */
 struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag, int borrows) {
     struct link *l = &s->link[slot];
     if (!enter(s)) return (struct op *)-1;
@@ -323,11 +324,11 @@ struct op *shm_receive(struct shm *s, int slot, char *data, u64 size, u64 tag, i
     return op ? op : (struct op *)-1;
 }
 
-/* Where a borrowed message lies; 0: there was no memory for it. */
+/* The address of a borrowed message; 0: there was no memory for it. */
 char *shm_message(struct op *op) { return op->data; }
 
-/* Whether it lies in memory of its own, since its sender could not lend it; that is the caller's
- * from now on, to free. */
+/* Whether the message is a copy, since its sender could not lend it; the caller then owns it, and
+ * frees it with shm_free_copy. */
 int shm_copy(struct op *op) {
     const int owns = op->owns;
     op->owns = 0;
@@ -336,7 +337,7 @@ int shm_copy(struct op *op) {
 
 void shm_free_copy(char *message) { free(message); }
 
-/* A borrowed message is read no more. */
+/* End a loan: its message is no longer read. */
 void shm_give_back(struct shm *s, struct op *op) {
     struct link *l = op->link;
     if (op->lent && enter(s)) {
@@ -348,8 +349,8 @@ void shm_give_back(struct shm *s, struct op *op) {
     free(op);
 }
 
-/* Wait for an operation, once; on OK it is freed, unless it borrows. The result is in the lowest 8
- * bits; above them is the size that the other end named (OK), or the rank that it blames (FAILED). */
+/* Wait for an operation, once; on OK it is freed, unless it borrows. The lowest 8 bits are the
+ * result; above them is the size that the other end gave (OK), or the rank that it blames (FAILED). */
 int64_t shm_wait(struct shm *s, struct op *op, int64_t timeout_ns) {
     if (!enter(s)) return STOPPED;
     int64_t begun = now_ns(), detail = 0;
@@ -377,7 +378,7 @@ static void tell_all(struct shm *s) {
     ring_bell(s->near);
 }
 
-/* Tell the peers whom we hold responsible for a failure: their waits for us end. */
+/* Tell the peers that we have failed because of `blamed`: their waits for us end. */
 void shm_fail(struct shm *s, u32 blamed) {
     if (!enter(s)) return;
     s->near->blamed = blamed + 1;
@@ -385,14 +386,14 @@ void shm_fail(struct shm *s, u32 blamed) {
     leave(s);
 }
 
-/* Give the peers time to give back what they have been lent, unless they have failed or closed too. */
+/* Wait, until `end`, for loans of peers that have neither failed nor closed. */
 static void await_returns(struct shm *s, int64_t end) {
     int left;
     do {
         left = 0;
         for (struct link *l = s->link; l < s->link + s->links; l++) {
             if (!l->lent.first) continue;
-            int failed = trouble(l); /* before the returns: those that came earlier still count */
+            int failed = trouble(l); /* before take_returns: earlier returns still count */
             take_returns(l, 0);
             left |= l->lent.first && !failed;
         }
@@ -400,8 +401,8 @@ static void await_returns(struct shm *s, int64_t end) {
     } while (left && now_ns() < end);
 }
 
-/* End our waits, and let go of all memory but stores. Sends that the peers are ready for are first
- * given `linger_ns` to get into their rings. */
+/* End our waits, and unmap all memory but stores. Sends that the peers are ready for first get
+ * `linger_ns` to be written. */
 void shm_stop(struct shm *s, int64_t linger_ns) {
     if (!enter(s)) return;
     int64_t end = now_ns() + linger_ns;
@@ -426,7 +427,7 @@ void shm_stop(struct shm *s, int64_t linger_ns) {
     munmap(s->near, s->near_bytes);
 }
 
-/* Whether a peer may still read what lies there, after shm_stop. */
+/* Whether a peer may still read this memory, after shm_stop. */
 int shm_is_lent(struct shm *s, char *at, u64 bytes) {
     for (struct link *l = s->link; l < s->link + s->links; l++) {
         if (l->dead) continue;

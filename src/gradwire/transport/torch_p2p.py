@@ -1,12 +1,13 @@
 """torch.distributed point-to-point messages as a transport (gloo; NCCL is a link, queued_p2p.py).
 
-gloo facts that shape this file, each found by experiment:
-- a message that is longer than its receive aborts the process, so ranks compare plans first; one
-  that is shorter fills the beginning, and the rest stays as it was;
+Facts about gloo that shape this file, each found by experiment:
+- a message that is longer than its receive aborts the process, so ranks compare plans first; a
+  shorter one fills the beginning of the receive's memory;
 - a dead peer fails the pending receives from it at once ("Connection closed by peer");
 - a wait that times out closes every connection of the rank, so its peers fail too, at once.
 
-So whoever fails breaks the others, who at first blame the messenger (see gradwire.engine.watch).
+So one failing rank breaks the others, which at first blame the wrong one: gradwire.engine.watchdog
+finds the rank that failed first.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ import torch.distributed as dist
 from gradwire.errors import TransportError
 from gradwire.transport.protocol import Loan
 
-# Our tags start high, so that a user's own point-to-point messages on the group never match them.
+# gradwire's tags start high, so that the user's own messages on the group never match them.
 TAG_BASE = 1 << 30
-_RETURN_S = 0.5  # in which threads come back from waits that have ended
+_RETURN_S = 0.5  # time for threads to return from waits that have ended
 
 
 class TorchP2P:
     """Messages over a process group's own send and recv.
 
     Args:
-        group: a process group of CPU tensors (gloo); None is the default group. It is not kept: the
-            store may live in it, and one that outlives destroy_process_group would be taken for
-            that of the next group on its port.
+        group: a process group of CPU tensors (gloo); None is the default group. It is not kept
+            alive: the store may live in it, and the next group on the store's port would connect to
+            a store that outlives destroy_process_group.
 
     Attributes:
-        companion: `group`, where nobody else keeps it.
+        companion: `group`, if only this transport keeps it alive.
 
     Raises:
         TransportError: the group cannot carry CPU tensors between ranks.
@@ -58,7 +59,7 @@ class TorchP2P:
         self._group = weakref.ref(group)
         self.companion: dist.ProcessGroup | None = None
         self.error: TransportError | None = None
-        self.waiting: dict[Any, float] = {}  # what has a peer -> when the wait for it began
+        self.waiting: dict[Any, float] = {}  # an object with a `peer` -> when its wait began
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -80,8 +81,8 @@ class TorchP2P:
         self.error = self.error or TransportError(f"rank {self.rank}: this transport was closed")
         group, self.companion = self._group(), None
         if self.waiting and group is not None:
-            # A thread that came back from gloo as the interpreter ends would abort the process. A
-            # wait that times out ends all others of this rank.
+            # A thread that returned from gloo during interpreter shutdown would abort the process.
+            # One wait that times out ends all other waits of this rank.
             with suppress(RuntimeError):
                 peer = (self.rank + 1) % self.world_size
                 last = group.recv([torch.zeros(1)], peer, TAG_BASE - 1)
@@ -97,7 +98,7 @@ class TorchP2P:
         return self._start("recv", data, peer, tag, "receive from")
 
     def borrow(self, nbytes: int, peer: int, tag: int) -> Loan:
-        raise AssertionError("nobody lends")
+        raise AssertionError("no peer lends")
 
     def _start(
         self,
@@ -118,8 +119,8 @@ class TorchP2P:
     def explain(
         self, peer: int, what: str, error: RuntimeError, blamed: int | None = None
     ) -> TransportError:
-        """The error to raise when an operation with `peer` failed, who may hold `blamed`
-        responsible."""
+        """The error to raise when an operation with `peer` failed; `blamed`: the rank that `peer`
+        blames."""
         if self.error is None and self._group() is None:
             self.error = destroyed(self.rank)
         if self.error is not None:
@@ -128,14 +129,14 @@ class TorchP2P:
         culprit = peer if blamed in (None, self.rank) else blamed
         self.error = TransportError(
             f"rank {self.rank}: {what} rank {peer} failed ({reason}). Rank {culprit} of this "
-            "process group died, hangs, cannot be reached, or runs another collective than this "
-            "rank: look at its log, then restart the job",
+            "process group died, hangs, cannot be reached, or runs a different collective than "
+            "this rank: look at its log, then restart the job",
             peer=culprit,
         )
         return self.error
 
     def fail(self, peer: int) -> None:
-        """gloo's own connections break with ours."""
+        """Nothing to do: peers notice that gloo's connections break."""
 
     def longest_wait(self) -> tuple[float, int] | None:
         waits = list(self.waiting.items())
@@ -151,15 +152,15 @@ class _Work:
     ) -> None:
         self.owner = owner
         self.work: dist.Work | None = work
-        self.data = data  # gloo reads and writes it until the wait returns
+        self.data = data  # in use by gloo until the wait returns
         self.peer = peer
         self.what = what
 
     def wait(self) -> None:
         """Wait for the end; called once.
 
-        The work holds gloo's connections and the store, which may live in this process: it is gone
-        before anybody learns that it has ended, and may destroy the group.
+        gloo's work keeps its connections and the store alive, which may live in this process. So
+        its last reference is dropped before the caller continues, and may destroy the group.
         """
         owner = self.owner
         work, self.work = self.work, None
@@ -174,7 +175,7 @@ class _Work:
 
 
 def destroyed(rank: int) -> TransportError:
-    """What ends the calls of a process group that is no more."""
+    """The error for calls on a process group that was destroyed."""
     return TransportError(
         f"rank {rank}: this process group was destroyed; attach again in the new one"
     )
@@ -191,7 +192,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The group's own timeout, in seconds; torch has no public getter for it."""
+    """The group's timeout, in seconds; torch has no public getter for it."""
     try:
         options = group._get_backend(torch.device("cpu")).options
         return float(options._timeout.total_seconds())

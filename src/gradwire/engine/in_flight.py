@@ -1,4 +1,4 @@
-"""The rounds under way in one process group: each ends once, with its result or with an error."""
+"""Collectives in flight in one process group: each ends once, with its result or with an error."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.engine.core import Actions
-from gradwire.engine.stream import StreamDriver, StreamWork
-from gradwire.engine.threads import Flight, Outcome, ThreadDriver, Work
+from gradwire.engine.stream_driver import StreamDriver, StreamWork
+from gradwire.engine.thread_driver import Flight, Outcome, ThreadDriver, Work
 from gradwire.engine.trace import Timeline, Traced
 from gradwire.engine.workers import Lane, Workers
 from gradwire.transport import Transport
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Flights:
-    """The rounds of one group.
+class InFlight:
+    """The collectives in flight of one group.
 
     Args:
-        workers: whose threads run them.
-        transport: moves the bytes; asked for when a round begins.
-        failed: is told what a step raises.
+        workers: the thread pool of the lanes.
+        transport: returns the transport; called when a collective begins.
+        failed: called with what a step raises.
 
     Attributes:
-        error: what ended all of them, and ends those to come; or None.
-        trace: gets what lanes and transport do, while there is one.
+        error: what ended all collectives, and ends later ones; or None.
+        trace: records the steps of lanes and transport; None: no recording.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Flights:
         return len(self._under_way)
 
     def lane(self, name: str, owner: Owner | None = None) -> Lane:
-        """Steps of the group, or of one owner; none runs once it is broken."""
+        """A lane of the group, or of one owner; it stops when that is broken."""
 
         def stopped() -> bool:
             return self.error is not None or (owner is not None and owner.error is not None)
 
         return Lane(self._workers, name, self._failed, lambda: self.trace, stopped)
 
-    # ---- a round, from its issue to its end ----------------------------------------------------
+    # ---- a collective, from its issue to its end -----------------------------------------------
 
     def expect(self, flight: Flight) -> None:
-        """A round was issued: it ends with its result, or with the group's or its owner's error."""
+        """Add a collective; it ends with its result, or with the group's or its owner's error."""
         with self._lock:
             self._under_way.add(flight)
             error = self.error or flight.ticket.owner.error
@@ -73,7 +73,8 @@ class Flights:
             self._end(flight, error)
 
     def launch(self, flight: Flight, ready: Future[T], make: Callable[[T], Work]) -> None:
-        """What a round needs is prepared, or will never be."""
+        """Begin a collective whose preparation has ended, or end it with the preparation's
+        error."""
         if flight.future.done():
             return
         try:
@@ -86,8 +87,8 @@ class Flights:
             self._driver.begin(flight, work)
 
     def queue(self, flight: Flight, stream: StreamDriver, make: Callable[[], StreamWork]) -> None:
-        """Run a round on a stream: it is queued when this returns, or has failed, or is about to
-        with what breaks the group."""
+        """Queue a collective on a stream. On return it is queued, or has failed, or is about to
+        fail with the error that breaks the group."""
         try:
             work = make()
         except Exception as error:
@@ -97,7 +98,7 @@ class Flights:
         try:
             wire_bytes = stream.begin(flight, work)
         except Exception:
-            return  # the group breaks, and ends this round with the reason
+            return  # the group breaks, and ends this collective with its error
         except BaseException as error:
             self._end(flight, error)
             raise
@@ -105,16 +106,16 @@ class Flights:
         self._end(flight, Outcome(seconds, wire_bytes, 0.0, work.kernel_calls))
 
     def resume(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call `function`, which goes on with a scope, among the kernels: also if the group breaks
-        meanwhile, which it then looks for."""
-        self._compute.put_whatever(function, *arguments)
+        """Call `function`, which continues a scope, on the compute lane, even after the group has
+        broken: `function` checks for that."""
+        self._compute.put_always(function, *arguments)
 
     def tell(self, owner: Owner, event: Callable[[], Actions]) -> None:
-        """Tell an owner's core what has happened, and do what it says."""
+        """Report an event to an owner's core, and perform the actions that it returns."""
         self._driver.tell(owner, event)
 
     def _cancel(self, flight: Flight) -> None:
-        """A round will never begin."""
+        """The collective will never begin."""
         owner = flight.ticket.owner
         self.tell(owner, lambda: owner.core.cancel(flight.ticket.place))
 
@@ -136,7 +137,8 @@ class Flights:
             flight.future.set_result(end)
 
     def end_all(self, error: BaseException, owner: Owner | None = None) -> bool:
-        """End every round of the group, or of `owner`, now and later; False: an earlier one did."""
+        """End all present and future collectives of the group, or of `owner`; False if an earlier
+        error did."""
         with self._lock:
             if self.error is not None or (owner is not None and owner.error is not None):
                 return False
@@ -152,16 +154,16 @@ class Flights:
     # ---- records -------------------------------------------------------------------------------
 
     def begin_trace(self) -> Timeline:
-        """Record what the lanes and the transport do from now on."""
+        """Start to record the steps of lanes and transport."""
         self.trace = Timeline()
         self._traced = Traced(self._transport(), self.trace)
         return self.trace
 
     def mark(self, what: str) -> None:
-        """Have the trace, if there is one, say what happens on the caller's thread now."""
+        """Add a mark for the calling thread to the trace, if there is one."""
         if self.trace is not None:
             self.trace.end(self.trace.begin(), threading.current_thread().name, what)
 
     def end_trace(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self.trace = self._traced = None

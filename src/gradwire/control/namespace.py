@@ -1,8 +1,7 @@
-"""Keys of a store below one prefix: each method is one small operation, none waits for a peer.
+"""The keys of a store below one prefix. Each method is one small operation; none waits for a peer.
 
-`read` and `counted` use compare_set, which returns what a key holds without a change and without
-waiting for it; `get` waits until the key exists, and torch writes to standard error when a wait
-runs out.
+`read` and `counted` use compare_set, which returns a key's value without changing it and without
+waiting; `get` waits until the key exists, and torch writes to standard error when a wait times out.
 """
 
 from __future__ import annotations
@@ -11,40 +10,40 @@ from collections.abc import Sequence
 from typing import Any
 
 # What compare_set returns for a key that does not exist. Values start with "=", numbers with a
-# digit: neither is equal to it, and no value is empty, which compare_set takes for a missing key.
+# digit, so neither equals it; and no value is empty, which compare_set treats as a missing key.
 _MISSING = "?"
 _MARK = b"="
 
 
-class Space:
-    """A part of a store.
+class Namespace:
+    """The keys of a store below one prefix.
 
     Args:
         store: a torch.distributed Store, which may be used from several threads.
-        prefix: what every key starts with.
+        prefix: the prefix of every key.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
 
-    def below(self, name: str) -> Space:
-        return Space(self._store, f"{self._prefix}{name}/")
+    def below(self, name: str) -> Namespace:
+        return Namespace(self._store, f"{self._prefix}{name}/")
 
     def write(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, _MARK + value)
 
     def read(self, key: str) -> bytes | None:
-        """The value of `key`; None where there is none."""
+        """The value of `key`, or None."""
         return _unmarked(self._store.compare_set(self._prefix + key, _MISSING, _MISSING))
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Write `value` if `key` has none yet; the value that it has then."""
+        """Write `value` if `key` has none yet; returns the value of `key`."""
         held = _unmarked(self._store.compare_set(self._prefix + key, "", _MARK + value))
         return value if held is None else held
 
     def add(self, key: str) -> int:
-        """Count one more on the counter `key`; the new count."""
+        """Increment the counter `key`; returns the new count."""
         return int(self._store.add(self._prefix + key, 1))
 
     def counted(self, key: str) -> int:
@@ -66,7 +65,7 @@ class Space:
         return found if len(found) == len(names) else None
 
     def missing(self, keys: Sequence[str], most: int) -> list[int]:
-        """Indices of the first `most` keys that do not exist: a few operations for each."""
+        """Indices of the first `most` keys that do not exist, found by bisection."""
         found: list[int] = []
 
         def look(start: int, end: int) -> None:

@@ -1,10 +1,10 @@
-"""The messages of one round whose length depends on data: how they leave, and how they come.
+"""The messages of one run whose length depends on data: sending and receiving.
 
-Between ranks that share memory a message stays where it is, or is copied, at its greatest size, and
-its header says how much of it is in use. Over a network it is packed (packing.py), so it is shorter
-than the memory in which it is received. That is where it will lie: when it is here, its rows go to
-their places. A message of several buffers has them packed one behind the other; one of known length
-is as it is. Whoever sends a message on packs it again.
+Between ranks that share memory, a message is read in place, or copied, at its greatest size; its
+header says how much of it is in use. Over a network it is packed (packing.py), so it is shorter
+than the memory into which it is received; on arrival its rows move to their offsets in the same
+memory. A message of several buffers has them packed one after the other; buffers of fixed length
+are not packed. A rank that forwards a message packs it again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gradwire.collectives.packing import Packing, padded, table
 from gradwire.engine import HEADER_BYTES, Graph, Kind
 from gradwire.engine.message import Envelope, check, check_header, check_sum, word_sum, write_header
 from gradwire.engine.pool import Pool
-from gradwire.engine.threads import Outgoing
+from gradwire.engine.thread_driver import Outgoing
 from gradwire.errors import CodecError
 
 
 def packed(
     graph: Graph, packings: Sequence[Packing | None], reached: frozenset[int]
 ) -> frozenset[int]:
-    """The sends and receives whose messages travel packed: those to and from the ranks with which
-    no memory is shared."""
+    """The sends and receives whose messages travel packed: those with ranks that share no memory
+    with this one."""
     return frozenset(
         task
         for task, peer in enumerate(graph.peer)
@@ -40,16 +40,15 @@ Buffers = tuple[int, ...]  # of one message
 
 
 class PackedMessages:
-    """Those of one round.
+    """The messages of one run whose length depends on data.
 
     Args:
-        graph: of the round.
-        packings: of each buffer; None for those of a fixed length, which are asked for here only
-            where they share a message with others.
+        graph: of the run.
+        packings: per buffer; None for fixed lengths, which occur here only in messages with others.
         tasks: the sends and receives whose messages travel packed.
-        pool: lends memory for packed messages.
-        memory: the message (uint8) of buffers, at its greatest size.
-        envelope: of a buffer.
+        pool: memory for packed messages.
+        memory: (buffers) -> their message (uint8), at its greatest size.
+        envelope: (buffer) -> its envelope.
     """
 
     def __init__(
@@ -68,28 +67,28 @@ class PackedMessages:
         self._memory = memory
         self._envelope = envelope
         self._lock = threading.Lock()
-        self._used: dict[int, np.ndarray] = {}  # bytes of each row, of what is encoded or received
-        self._leaving: dict[Buffers, torch.Tensor] = {}  # packed, from first send to the last's end
-        self._sends: dict[Buffers, int] = {}  # that have not ended
+        self._used: dict[int, np.ndarray] = {}  # buffer -> bytes in use per row
+        self._leaving: dict[Buffers, torch.Tensor] = {}  # packed, from first send to last end
+        self._sends: dict[Buffers, int] = {}  # how many sends have not ended
         for task in tasks:
             if graph.kind[task] is Kind.SEND:
                 buffers = graph.message(task)
                 self._sends[buffers] = self._sends.get(buffers, 0) + 1
 
-    # ---- leaving -------------------------------------------------------------------------------
+    # ---- sending -------------------------------------------------------------------------------
 
     def seal(self, buffer: int, version: int) -> None:
-        """Write the header of what was encoded."""
+        """Write the header of an encoded message."""
         packing, message = self._packings[buffer], self._memory(buffer)
         assert packing is not None
         envelope, array = self._envelope(buffer), message.numpy()
         used = self._used[buffer] = packing.used(array)
-        assert packing.possible(used), "an encode leaves no more than there is room for"
+        assert packing.possible(used), "an encode has written more than there is room for"
         checksum = packing.checksum(array, used) if envelope.checksum else 0
         write_header(message, envelope, int(padded(used).sum()), checksum, version)
 
     def outgoing(self, task: int) -> Outgoing:
-        """What a send hands to the transport."""
+        """The message of a send, for the transport."""
         buffers = self._graph.message(task)
         if task not in self._tasks:
             return Outgoing(self._memory(*buffers), sum(self._nbytes(b, False) for b in buffers))
@@ -100,7 +99,7 @@ class PackedMessages:
             return Outgoing(self._leaving[buffers][: sum(sizes)], sum(sizes))
 
     def _nbytes(self, buffer: int, is_packed: bool) -> int:
-        """Bytes that travel, or that count."""
+        """Bytes of a buffer on the wire: packed; or those in use, where it is read in place."""
         packing = self._packings[buffer]
         if packing is None:
             return self._memory(buffer).numel()
@@ -124,7 +123,7 @@ class PackedMessages:
         return taken
 
     def sent(self, task: int) -> None:
-        """A send's memory is free: after the last send of its message it is given back."""
+        """A send has ended; after the last send of its message, give back the packed memory."""
         if task not in self._tasks:
             return
         buffers = self._graph.message(task)
@@ -134,13 +133,13 @@ class PackedMessages:
         if left is not None:
             self._pool.give(left)
 
-    # ---- coming --------------------------------------------------------------------------------
+    # ---- receiving -----------------------------------------------------------------------------
 
     def received(self, task: int) -> None:
-        """A message is here: check it, and put its rows where they belong.
+        """A message has arrived: check it, and move its rows to their offsets.
 
         Raises:
-            CodecError: it is not what was expected.
+            CodecError: it is not the expected one.
         """
         buffers, sender = self._graph.message(task), self._graph.peer[task]
         message = self._memory(*buffers)
@@ -153,7 +152,7 @@ class PackedMessages:
             nbytes, checksum = self._told(buffer, message[at:], sender)
             places.append((buffer, at, nbytes, checksum))
             at += nbytes
-        # A buffer's place is not before what came of it: so the last one is free first.
+        # No buffer's place is before its packed bytes, so the last one is unpacked first.
         for buffer, at, nbytes, checksum in reversed(places):
             taken = self._pool.take(nbytes)
             apart = taken[:nbytes]
@@ -162,7 +161,7 @@ class PackedMessages:
             self._pool.give(taken)
 
     def _told(self, buffer: int, message: torch.Tensor, sender: int) -> tuple[int, int]:
-        """(bytes of what came for a buffer, the sum they must have); `message` begins there."""
+        """(packed bytes of a buffer, their expected checksum); `message` begins with the buffer."""
         packing = self._packings[buffer]
         if packing is None:
             return self._memory(buffer).numel(), 0
@@ -175,7 +174,7 @@ class PackedMessages:
         return packing.head_bytes + body, checksum
 
     def _unpack(self, buffer: int, apart: torch.Tensor, checksum: int, sender: int) -> None:
-        """Put what came for a buffer into its place."""
+        """Move a buffer's packed rows to their offsets."""
         packing, message, envelope = self._of(buffer)
         if packing is None:
             message.copy_(apart)
@@ -185,7 +184,7 @@ class PackedMessages:
         if envelope.checksum:
             check_sum(checksum, word_sum(came[HEADER_BYTES:]), envelope, sender)
         if not np.array_equal(came[HEADER_BYTES : packing.head_bytes], table(used)):
-            raise CodecError(f"{envelope.of(sender)}: behind its table there are no zeros")
+            raise CodecError(f"{envelope.of(sender)}: the padding of its table is not zero")
         array[:HEADER_BYTES] = came[:HEADER_BYTES]
         packing.scatter(came[packing.head_bytes :], used, array)
         if not np.array_equal(packing.used(array), used):

@@ -1,4 +1,4 @@
-"""Exchanges and agreements: what ends when every rank has come, or two are known to differ."""
+"""Exchanges and agreements: they end when every rank has come, or when two ranks differ."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.control.awaited import Awaited
 from gradwire.control.description import Description
-from gradwire.control.space import Space
+from gradwire.control.namespace import Namespace
+from gradwire.control.pending_result import PendingResult
 from gradwire.errors import ConfigError, TransportError
 
-_NAMED = 8  # of ranks that are missing, at most
-_REMEMBERED = 1024  # differences found by others, before this rank has come
+_NAMED = 8  # the most missing ranks that an error names
+_REMEMBERED = 1024  # the most differences remembered for agreements that this rank has not reached
 
 
 @dataclass
 class Incarnation:
-    """The incarnation of a group that a rank has its place in.
+    """The incarnation of a group in which a rank has its place.
 
     Attributes:
-        space: its part of the store.
-        publish: writes (kind, key) to its news.
-        garbled: called with what cannot be read.
+        space: its keys in the store.
+        publish: appends (kind, key) to its news journal.
+        garbled: called with an entry that cannot be parsed.
     """
 
     rank: int
     world_size: int
-    space: Space
+    space: Namespace
     publish: Callable[[str, str], None]
     garbled: Callable[[bytes], None]
 
@@ -39,16 +39,16 @@ class Incarnation:
     def error(self, reason: str, peer: int | None = None) -> TransportError:
         return TransportError(f"rank {self.rank}: {reason}", peer)
 
-    def fail_late(self, pending: Awaited[Any], came: Space) -> None:
-        """End `pending`, whose time has run out, with the ranks that have no key in `came`."""
+    def fail_late(self, pending: PendingResult[Any], came: Namespace) -> None:
+        """Fail `pending`, which has timed out, with the ranks that have no key in `came`."""
         missing = came.missing(self.ranks, _NAMED + 1)
         if missing:
             pending.fail_without(missing[:_NAMED], more=len(missing) > _NAMED)
             return
         pending.fail(
             self.error(
-                f"all ranks came to {pending.what} as {pending.timeout:g} s ran out, and other "
-                "ranks may hold it for complete: give the group more time"
+                f"{pending.what} timed out after {pending.timeout:g} s, as the last rank came, "
+                "and other ranks may have completed it: give the group a longer timeout"
             )
         )
 
@@ -58,13 +58,13 @@ def _used_twice(incarnation: Incarnation, key: str) -> ConfigError:
 
 
 class Exchanges:
-    """Every rank's bytes: each writes its own and counts; the last publishes, and all read."""
+    """Each rank writes its bytes and increments a counter; the last publishes, and all read."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._open: dict[str, Awaited[list[bytes]]] = {}
+        self._open: dict[str, PendingResult[list[bytes]]] = {}
 
-    def start(self, key: str, mine: bytes, pending: Awaited[list[bytes]]) -> None:
+    def start(self, key: str, mine: bytes, pending: PendingResult[list[bytes]]) -> None:
         if key in self._open:
             pending.fail(_used_twice(self._incarnation, key))
             return
@@ -76,10 +76,10 @@ class Exchanges:
             self.complete(key)
 
     def complete(self, key: str) -> None:
-        """The news says that all have come.
+        """A rank has published that all have come.
 
         Raises:
-            ValueError: it is not so.
+            ValueError: the store shows otherwise.
         """
         if key in self._open:
             found = self._space(key).read_all(self._incarnation.ranks)
@@ -87,37 +87,37 @@ class Exchanges:
                 raise ValueError
             self._open.pop(key).succeed(found)
 
-    def expire(self, pending: Awaited[Any]) -> None:
+    def expire(self, pending: PendingResult[Any]) -> None:
         for key in [key for key, held in self._open.items() if held is pending]:
             del self._open[key]
             self._incarnation.fail_late(pending, self._space(key))
 
     @property
-    def pending(self) -> list[Awaited[Any]]:
+    def pending(self) -> list[PendingResult[Any]]:
         return list(self._open.values())
 
-    def _space(self, key: str) -> Space:
+    def _space(self, key: str) -> Namespace:
         return self._incarnation.space.below(f"exchanges/{key}")
 
 
 @dataclass
 class _Agreement:
-    """An agreement that this rank has come to.
+    """An open agreement of this rank.
 
     Attributes:
-        other: a rank that is known to hold something else.
+        other: a rank that is known to differ.
     """
 
-    pending: Awaited[int]
+    pending: PendingResult[int]
     mine: Description
     other: int | None = None
 
 
 class Agreements:
-    """All hold the same: the first writes its digest and its description; the others compare.
+    """The first rank writes its digest and description; the others compare their digests.
 
-    Who holds the same counts, and the last publishes. Who holds something else writes that, and
-    publishes that it differs.
+    A rank with the same digest increments a counter, and the last publishes. A rank that differs
+    writes its own description, and publishes that it differs.
     """
 
     def __init__(self, incarnation: Incarnation) -> None:
@@ -125,7 +125,7 @@ class Agreements:
         self._open: dict[str, _Agreement] = {}
         self._differing: dict[str, int] = {}
 
-    def start(self, key: str, mine: Description, pending: Awaited[int]) -> None:
+    def start(self, key: str, mine: Description, pending: PendingResult[int]) -> None:
         if key in self._open:
             pending.fail(_used_twice(self._incarnation, key))
             return
@@ -152,60 +152,60 @@ class Agreements:
             self.complete(key)
 
     def complete(self, key: str) -> None:
-        """The news says that all have come and hold the same."""
+        """A rank has published that all have come and agree."""
         agreement = self._open.pop(key, None)
         if agreement is not None:
             agreement.pending.succeed(agreement.mine.number)
 
     def differ(self, key: str, sender: int) -> None:
-        """The news says that `sender` holds something else than the first."""
+        """Rank `sender` has published that it differs from the first."""
         agreement = self._open.get(key)
         if agreement is None:
             if len(self._differing) < _REMEMBERED:
                 self._differing.setdefault(key, sender)
-        elif agreement.other is None:  # else this rank differs itself, and knows from whom
+        elif agreement.other is None:  # else this rank differs, and has another to compare with
             self._compare(key, agreement, sender)
 
     def look(self) -> None:
-        """See whether those that differ have said what they hold."""
+        """Compare with ranks that differ, if their descriptions have been written."""
         for key, agreement in list(self._open.items()):
             if agreement.other is not None:
                 self._compare(key, agreement, agreement.other)
 
     @property
-    def looks_again(self) -> bool:
+    def must_poll(self) -> bool:
         return any(agreement.other is not None for agreement in self._open.values())
 
-    def expire(self, pending: Awaited[Any]) -> None:
+    def expire(self, pending: PendingResult[Any]) -> None:
         for key in [key for key, held in self._open.items() if held.pending is pending]:
             other = self._open.pop(key).other
             if other is None:
                 self._incarnation.fail_late(pending, self._space(key).below("came"))
             else:
-                reason = f"rank {other} holds another {pending.what}, and has not said what"
+                reason = f"rank {other} has a different {pending.what}, and has not described it"
                 pending.fail(self._incarnation.error(reason, other))
 
     @property
-    def pending(self) -> list[Awaited[Any]]:
+    def pending(self) -> list[PendingResult[Any]]:
         return [agreement.pending for agreement in self._open.values()]
 
     def _compare(self, key: str, agreement: _Agreement, other: int) -> None:
-        """End the agreement, since `other` holds something else, once that can be read."""
+        """Fail the agreement, because `other` differs, once its description can be read."""
         agreement.other = other
         held = self._space(key).below("descriptions").read(str(other))
         if held is None:
-            return  # it is being written
+            return  # not written yet
         try:
             theirs = Description.unpacked(other, held)
         except ValueError:
             self._incarnation.garbled(held)
-            theirs = Description(other, ("(what cannot be read)",))
+            theirs = Description(other, ("(unreadable)",))
         if theirs.lines == agreement.mine.lines:
-            agreement.other = None  # the news was not true
+            agreement.other = None  # the entry was false
             self._incarnation.garbled(held)
             return
         del self._open[key]
         agreement.pending.fail(ConfigError(agreement.mine.difference(theirs)))
 
-    def _space(self, key: str) -> Space:
+    def _space(self, key: str) -> Namespace:
         return self._incarnation.space.below(f"agreements/{key}")

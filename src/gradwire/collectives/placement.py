@@ -1,4 +1,4 @@
-"""Where the messages of a graph lie in memory."""
+"""Placement: the offset of every message of a graph in its arena."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import pairwise
 from gradwire.engine import Graph, Kind
 from gradwire.engine.message import align
 
-# From so many bytes on a message is read where its sender has put it. Below, copying it through a
-# ring, which stays in the cache, costs less than giving it back.
+# Messages of at least this size are read in the sender's memory. For smaller ones, a copy through a
+# ring, which stays in cache, costs less than giving back a loan.
 BORROWED_BYTES = 1 << 18
 
 
 def borrowed(graph: Graph, nbytes: Sequence[int], lenders: frozenset[int]) -> list[bool]:
-    """Whether a buffer's message can be read where it lies: that of a large one that only kernels
-    read, each decode of them alone.
+    """Per buffer, whether its message can be read in the sender's memory: it is large, only kernels
+    read it, and a decode reads no other message with it.
 
-    A send of such a message ends with its last reader. So there are none in a graph where tasks
-    wait for sends: a merge would wait for a message whose sender waits for that merge.
+    The send of such a message ends with its last reader. So a graph whose tasks wait for sends has
+    none: a merge would wait for a message whose sender waits for that merge.
     """
     found = [False] * len(nbytes)
     if any(graph.kind[earlier] is Kind.SEND for after in graph.after for earlier in after):
@@ -41,11 +41,11 @@ def borrowed(graph: Graph, nbytes: Sequence[int], lenders: frozenset[int]) -> li
 
 
 def place(graph: Graph, nbytes: Sequence[int], elsewhere: Sequence[bool]) -> tuple[list[int], int]:
-    """(where each buffer begins, where all end), in bytes, aligned.
+    """(the offset of each buffer, the size of the arena), in bytes, aligned.
 
-    Buffers of one message lie side by side in its order, and so does what a merge sums: a GPU's
-    kernels need equal distances. A message that may take another's memory does, if there is room:
-    some codecs make few values longer than they are. One that lies `elsewhere` begins at 0.
+    Buffers of one message are adjacent, in its order, and so are the payloads that a merge sums: a
+    GPU's kernels need equal distances. A message that may reuse another's memory does so if it
+    fits: some codecs make few values longer. A message that lies `elsewhere` has offset 0.
     """
     offsets = [-1] * len(nbytes)
     end = 0
@@ -67,7 +67,7 @@ def place(graph: Graph, nbytes: Sequence[int], elsewhere: Sequence[bool]) -> tup
         for writer in dict.fromkeys(graph.writer[buffer] for buffer in graph.reads[task])
     ]
     moved = [graph.message(task) for task, peer in enumerate(graph.peer) if peer >= 0]
-    # The longest first: messages that are sent on within longer ones have a place in those.
+    # The longest first: a message that is forwarded within a longer one has its place there.
     moved = sorted((message for message in moved if len(message) > 1), key=len, reverse=True)
     for buffers in (*merged, *moved, *graph.writes):
         free = [b for b in buffers if offsets[b] < 0 and b not in later]
@@ -77,14 +77,14 @@ def place(graph: Graph, nbytes: Sequence[int], elsewhere: Sequence[bool]) -> tup
         _side_by_side(offsets, message, nbytes, offsets[earlier])
     for message in moved:
         for buffer, following in pairwise(message):
-            assert offsets[following] == offsets[buffer] + align(nbytes[buffer]), "not side by side"
+            assert offsets[following] == offsets[buffer] + align(nbytes[buffer]), "not adjacent"
     return offsets, end
 
 
 def _side_by_side(
     offsets: list[int], buffers: Sequence[int], nbytes: Sequence[int], at: int
 ) -> int:
-    """Place buffers from `at` on; where they end."""
+    """Place buffers from `at` on; returns where they end."""
     for buffer in buffers:
         offsets[buffer] = at
         at += align(nbytes[buffer])

@@ -1,15 +1,15 @@
-"""The watch of one process group: what ranks tell each other when something does not go on.
+"""The watchdog of one process group: ranks find out together why a round does not complete.
 
-A round that waits long is *reported*: the first rank to do so leaves what it issued in that place,
-the others compare. Being late is no difference. A difference is one of these:
+A round that waits for long is *reported*: the first rank writes what it issued in that place, and
+the others compare. A late rank is no error. The watchdog breaks the group on every rank, with an
+error that names the rank and what it did, where
 
-- two ranks issued unlike rounds in one place, by digest;
-- a peer that is needed has left the group, or detached the owner, before that place;
-- a peer says that it has failed, or that its backward pass ended early;
+- two ranks issued different rounds in one place, by digest;
+- a peer has left the group, or detached the owner, before a place where it is needed;
+- a peer reports that it has failed, or that its backward pass ended early;
 - the process of a peer on this machine has ended.
 
-It breaks the group on every rank, with one sentence that names the rank and what it did. A peer
-that says nothing is the business of the transport's timeout.
+For a silent peer, the transport's timeout applies.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-_LONG_S = 0.4  # that a round waits before this rank looks for the reason, and at first reports it
-_LONGER = 1.25  # times as long does the next wait, where a reported round ended by itself
-_PATIENCE = 0.75  # of the timeout: a wait as long as that is told
-_WORD_S = 0.5  # that a peer is given to say whom it holds responsible
+_LONG_S = 0.4  # after which a waiting round is examined, and at first reported
+_LONGER = 1.25  # factor on the time until a report, after a reported round ended by itself
+_PATIENCE = 0.75  # fraction of the timeout after which a wait is announced to peers
+_BLAME_S = 0.5  # how long a failed peer may take to name the rank that caused its failure
 
 E = TypeVar("E", bound=BaseException)
 
 Place = tuple[str, int, int]  # owner's key, ticket, round
 
 
-class Watch:
-    """Fulfils gradwire.control.Listener for one communicator."""
+class Watchdog:
+    """A gradwire.control.Listener for one communicator."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._reported: dict[str, Place] = {}  # the last of each owner
+        self._reported: dict[str, Place] = {}  # owner -> its last reported place
         self._long = _LONG_S  # after which a round is reported
-        self._busy = False  # a report is being made
-        self._expected: dict[Place, Mapping[str, Any]] = {}  # what peers issued and we have not
-        self._broken: dict[str, GradwireError] = {}  # owners that are not open here yet
+        self._busy = False  # a report is in progress
+        self._expected: dict[Place, Mapping[str, Any]] = {}  # issued by peers, not yet by this rank
+        self._broken: dict[str, GradwireError] = {}  # broken owners that are not open here yet
         self._closed: dict[str, Mapping[str, Any]] = {}  # owners that a peer has closed
-        self._left: dict[int, Mapping[str, int]] = {}  # peer -> what it had returned of each owner
-        self._blamed: dict[int, int] = {}  # peer that has failed -> whom it holds responsible
-        self._reasons: dict[int, str] = {}  # peer that has failed -> how
-        self._waits: dict[int, int | None] = {}  # peer that has waited long -> for whom
-        self._awaited: int | None = None  # for whom this rank has waited long
+        self._left: dict[int, Mapping[str, int]] = {}  # peer -> {owner: tickets returned}
+        self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
+        self._reasons: dict[int, str] = {}  # failed peer -> its error
+        self._waits: dict[int, int | None] = {}  # peer with a long wait -> the rank it waits for
+        self._awaited: int | None = None  # the rank for which this rank has waited long
 
-    # ---- what this rank tells ------------------------------------------------------------------
+    # ---- notices that this rank sends ----------------------------------------------------------
 
     def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
-        """Peers end their waits, or those for one owner: this rank has failed, and holds `blamed`
-        responsible."""
+        """Tell peers that this rank has failed because of `blamed`: they end their waits, or those
+        for `owner`."""
         key = None if owner is None else owner.key
         mistake = isinstance(error, ConfigError)
         notice = {"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key}
         self._tell({**notice, "mistake": mistake})
 
     def opened(self, owner: Owner) -> None:
-        """This rank has opened an owner: a peer may have told of its failure already."""
+        """This rank has opened an owner, whose failure a peer may have reported already."""
         error = self._broken.pop(owner.key, None)
         if error is not None:
             self._comm.end_owner(owner, error)
 
     def leave(self, frontier: Mapping[str, int]) -> None:
-        """This rank leaves the group, with so many tickets of each owner returned."""
+        """This rank leaves the group; `frontier`: owner -> tickets returned."""
         if self._comm.member is not None:
             self._comm.member.leave({"kind": "left", "frontier": frontier})
 
     def closed(self, owner: Owner) -> None:
-        """This rank has closed an owner: who waits for later tickets of it waits in vain."""
+        """This rank has closed an owner, and will not issue later tickets of it."""
         self._tell(
             {"kind": "closed", "owner": owner.key, "name": owner.name, "at": owner.core.issued}
         )
@@ -88,7 +88,7 @@ class Watch:
             self._comm.member.tell(notice)
 
     def tick(self) -> None:
-        """Look for rounds that wait long; the store is asked on a thread that may wait."""
+        """Look for rounds that wait for long; a worker thread makes the store operations."""
         comm = self._comm
         if not comm.alive():
             if not self._busy:
@@ -106,7 +106,7 @@ class Watch:
             comm.workers.run(partial(self._report, late))
 
     def _tell_long_wait(self) -> None:
-        """Whoever waits for us will blame us in a moment: say whom we wait for."""
+        """Announce a long wait, so that a peer that waits for this rank does not blame it."""
         comm = self._comm
         longest = None if comm.opened is None else comm.opened.longest_wait()
         peer = longest[1] if longest and longest[0] > _PATIENCE * comm.timeout else None
@@ -125,22 +125,21 @@ class Watch:
                 place = (ticket.owner.key, *numbers)
                 if issue is None or self._comm.error is not None:
                     continue
-                # The agreement on a user's call says more: in what it differs.
+                # The agreement on a user's call gives a better error: the line that differs.
                 pending = ticket.owner.single and not ticket.is_prepared
                 if not pending and self._is_to_be_reported(place, since):
                     self._claim(place, issue)
                 self._look_for_the_end(place)
-        except TransportError as error:  # the store is gone: the transport's timeout holds
+        except TransportError as error:  # the store is gone: the transport's timeout applies
             log.warning("rank %d: a long wait cannot be compared: %s", self._comm.rank, error)
         finally:
             self._busy = False
 
     def _is_to_be_reported(self, place: Place, since: float) -> bool:
-        """Whether this round has waited so long that it should be; each is, once.
+        """Whether this round has waited long enough to be reported; each round is, at most once.
 
-        Nothing that is told is deleted. So where rounds end after they were reported, on a slow
-        link say, the next has longer: a group reports some times, not at every step, and soon
-        waits little longer than its rounds do.
+        Reports stay in the store. So when a reported round ends by itself, on a slow link for
+        example, the next ones get more time: a group makes some reports, not one per step.
         """
         last = self._reported.get(place[0])
         if last is not None and last != place:
@@ -152,7 +151,7 @@ class Watch:
         return True
 
     def _claim(self, place: Place, issue: Issue) -> None:
-        """Leave what was issued here, or compare it with who came first."""
+        """Write what was issued here; or compare it, if a peer has written first."""
         member = self._comm.member
         assert member is not None
         mine = {
@@ -167,9 +166,9 @@ class Watch:
             self._differs(json.loads(first), issue, place)
 
     def _look_for_the_end(self, place: Place) -> None:
-        """Break the group if a peer, which this rank waits for, will not come to `place`."""
+        """Break the group if a peer that this rank waits for will not reach `place`."""
         comm, (key, ticket, _) = self._comm, place
-        died = comm.died()
+        died = comm.dead_peer()
         if died is not None:
             text = f"rank {comm.rank}: rank {died} has died, while this rank waits for a collective"
             comm.fail(TransportError(f"{text}: look at its log, then restart the job", peer=died))
@@ -178,8 +177,8 @@ class Watch:
         if closed is not None and ticket >= int(closed["at"]):
             comm.end(
                 ConfigError(
-                    f"rank {comm.rank}: rank {closed['rank']} has detached {closed['name']}, for "
-                    "which this rank waits: detach on all ranks at the same step"
+                    f"rank {comm.rank}: rank {closed['rank']} has detached {closed['name']} while "
+                    "this rank waits for it: detach on all ranks at the same step"
                 )
             )
         for peer, frontier in list(self._left.items()):
@@ -187,16 +186,16 @@ class Watch:
                 comm.end(
                     TransportError(
                         f"rank {comm.rank}: rank {peer} has destroyed the process group, or ended, "
-                        "while this rank waits for it: let all ranks make the same calls before "
+                        "while this rank waits for it: make the same calls on all ranks before "
                         "destroy_process_group",
                         peer=peer,
                     )
                 )
 
-    # ---- what peers tell -----------------------------------------------------------------------
+    # ---- notices from peers --------------------------------------------------------------------
 
     def heard(self, sender: int, notice: Mapping[str, Any]) -> None:
-        """Of gradwire.control.Listener."""
+        """See gradwire.control.Listener."""
         kind = notice.get("kind")
         if kind == "failed":
             self._heard_failed(sender, notice)
@@ -215,7 +214,7 @@ class Watch:
         comm, blamed = self._comm, int(notice["blamed"])
         text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
         if notice.get("owner") is not None:
-            mistake = bool(notice.get("mistake"))  # the user's, here as there
+            mistake = bool(notice.get("mistake"))  # the user's, so a ConfigError here as well
             error = ConfigError(text) if mistake else TransportError(text, peer=sender)
             owner = self._owner(str(notice["owner"]))
             if owner is None:
@@ -225,7 +224,7 @@ class Watch:
             return
         self._reasons[sender] = text
         self._blamed[sender] = blamed
-        if comm.first_to_fail():  # else this rank knows by itself, and asks who was first
+        if comm.first_to_fail():  # else this rank has failed itself, and calls `explained`
             comm.workers.run(partial(self._end, TransportError(text, peer=sender), sender))
 
     def _end(self, error: TransportError, blamed: int) -> None:
@@ -233,16 +232,16 @@ class Watch:
         error = self.explained(error, blamed)
         if comm.end(error) and comm.opened is not None:
             assert error.peer is not None
-            comm.opened.fail(error.peer)  # ends the waits of shared memory
+            comm.opened.fail(error.peer)  # ends waits in shared memory
 
     def explained(self, error: E, blamed: int) -> E | TransportError:
-        """`error`, and who was the first to fail, if that is another than `blamed`.
+        """`error`, with the first rank to fail added, if that is not `blamed`.
 
-        A connection that breaks may be the work of a peer that has met a broken one itself, and
-        says so in a moment; a peer that does not answer may itself wait for another.
+        A peer may close a connection because another of its connections broke, which it reports
+        shortly after; and a peer that does not answer may itself wait for another.
         """
         first, seen = blamed, {self._comm.rank}
-        end = time.monotonic() + _WORD_S
+        end = time.monotonic() + _BLAME_S
         while first not in seen:
             seen.add(first)
             while first not in self._blamed and time.monotonic() < end:
@@ -251,7 +250,7 @@ class Watch:
             if following is None or following in seen:
                 break
             first = following
-        if self._blamed.get(first) == first:  # it knows best
+        if self._blamed.get(first) == first:  # it has reported the cause itself
             return TransportError(self._reasons[first], peer=first)
         if first == blamed:
             return error
@@ -261,7 +260,7 @@ class Watch:
         key, ticket, number = notice["place"]
         place = (str(key), int(ticket), int(number))
         owner = self._owner(place[0])
-        # Noted first: what is issued from now on is compared where it is issued.
+        # Store the notice first: `compare` handles rounds that are issued from now on.
         self._expected[place] = notice
         issue = None if owner is None else owner.issued(place[1], place[2])
         if issue is not None:
@@ -271,7 +270,7 @@ class Watch:
             self._look_for_more(owner, place, notice)
 
     def ended(self, ticket: Ticket) -> None:
-        """A ticket has no further round: look whether a peer has told of one."""
+        """A ticket has no further round: check whether a peer has reported one."""
         if self._expected:
             for place, notice in list(self._expected.items()):
                 if place[:2] == (ticket.owner.key, ticket.place.number):
@@ -289,7 +288,7 @@ class Watch:
             self._break(f"rank {notice['rank']} issued {notice['what']} where {here}", place)
 
     def compare(self, ticket: Ticket, issue: Issue) -> None:
-        """A round was issued here: look whether a peer has told of another in its place."""
+        """A round was issued here: check whether a peer has reported another in its place."""
         if self._expected:
             place = ticket.owner.key, ticket.place.number, ticket.rounds
             notice = self._expected.pop(place, None)
@@ -297,7 +296,7 @@ class Watch:
                 self._differs(notice, issue, place)
 
     def _differs(self, other: Mapping[str, Any], issue: Issue, place: Place) -> None:
-        """Break the group if two ranks issued unlike rounds in one place."""
+        """Break the group if two ranks issued different rounds in one place."""
         if other["digest"] == issue.digest:
             return
         theirs = f"rank {other['rank']} issued {other['what']}"

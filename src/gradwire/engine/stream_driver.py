@@ -1,21 +1,22 @@
-"""The driver on a stream: runs rounds one after the other, as NCCL wants it.
+"""The driver on a stream: runs rounds one after the other, as NCCL requires.
 
-There is no thread and no queue: `begin` puts a round's kernels and messages on the communicator's
-side stream, stage by stage (see engine/schedule.py), and returns. The host waits for nothing: the
-stream waits for batches. On the CPU, which has no streams, waits are the caller's, and a round has
-ended when `begin` returns; that is how it is tested.
+It has no thread and no queue: `begin` puts a round's kernels and messages on the communicator's
+side stream, stage by stage (see engine/schedule.py), and returns. The host does not wait: the
+stream waits for batches. The CPU has no streams: there, the caller waits, and a round has ended
+when `begin` returns; tests run it so.
 
-NCCL has no tags, so what ranks issue on one communicator must have one order on all of them. The
-rule: a round is queued by the thread that issues it, before the call returns, and so are the rounds
-that follow it, whose end is known then. So a ticket runs depth-first, tickets of all owners follow
-each other in the order of the program, and whatever else a group's ranks issue on it, such as DDP's
-broadcasts, keeps that order too. Programs that issue from several threads order them, as for NCCL.
+NCCL has no tags, so all ranks must issue their operations on a communicator in the same order. The
+rule: the thread that issues a round queues it, and the rounds that follow it, before the call
+returns. So a ticket runs depth-first, and tickets of all owners follow each other in program order,
+together with anything else that the ranks issue on the group, such as DDP's broadcasts. A program
+that issues from several threads must order them itself, as for NCCL.
 
-Memory needs no care: the next round's kernels are behind this one's messages on the stream.
+Memory is reused without further synchronisation: on the stream, the next round's kernels come after
+this round's messages.
 
-Nor does anyone look at what has come. Layouts were compared before, the link keeps the order, and
-NCCL is trusted with the bytes. A payload that cannot be decoded shows in a verdict, which the GPU
-leaves for the host to find at a later `begin`.
+Messages have no headers to check: layouts were compared before, the link keeps the order, and NCCL
+delivers the bytes intact. A payload that cannot be decoded shows in a verdict, which the GPU writes
+and the host reads at a later `begin`.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.engine.core import Actions, Do, Run
+from gradwire.engine.cuda_streams import on
 from gradwire.engine.graph import Graph, Kind
 from gradwire.engine.schedule import Wave
-from gradwire.engine.streams import on
-from gradwire.engine.threads import Flight
+from gradwire.engine.thread_driver import Flight
 from gradwire.errors import TransportError
 from gradwire.transport.link import OrderedLink, Posting
 from gradwire.transport.protocol import Pending
 
 
 class Checkable(Protocol):
-    """Whether payloads were good; known once the stream has come to it."""
+    """Whether payloads could be decoded; known once the stream has reached it."""
 
     def known(self) -> bool:
-        """Whether `check` need not wait; asking does not wait either."""
+        """Whether `check` would return without waiting; does not wait itself."""
         ...
 
     def check(self) -> None:
-        """Raise CodecError if one was not."""
+        """Raise CodecError if a payload could not be decoded."""
         ...
 
 
 class StreamWork(Protocol):
-    """What this driver asks of a round; all of it is called with the stream current.
+    """A collective that this driver runs; its methods are called with the stream current.
 
     Attributes:
-        graph, schedule: what to do.
+        graph, schedule: its tasks.
         kernel_calls: calls of kernels so far.
     """
 
@@ -64,11 +65,11 @@ class StreamWork(Protocol):
     def schedule(self) -> Sequence[Wave]: ...
 
     def start(self) -> None:
-        """Take memory, and have the stream wait for the caller's values."""
+        """Allocate memory, and make the stream wait for the caller's values."""
         ...
 
     def memory(self, *buffers: int) -> torch.Tensor:
-        """The message (uint8) of these buffers, where the kernels have it."""
+        """The memory (uint8) of the message of these buffers."""
         ...
 
     def compute(self, task: int) -> None:
@@ -76,11 +77,11 @@ class StreamWork(Protocol):
         ...
 
     def verdicts(self) -> Sequence[Checkable]:
-        """On the payloads that were decoded; called once, when everything is queued."""
+        """Verdicts on the decoded payloads; called once, when everything is queued."""
         ...
 
     def finish(self) -> None:
-        """Give memory back; called once, when everything is queued."""
+        """Release memory; called once, when everything is queued."""
         ...
 
 
@@ -88,9 +89,9 @@ class StreamDriver:
     """Runs rounds over one link.
 
     Args:
-        link: moves the bytes.
-        stream: on which kernels run, and which waits for messages; None on the CPU.
-        failed: is told what breaks the group.
+        link: carries the messages.
+        stream: runs the kernels, and waits for messages; None on the CPU.
+        failed: called with the error that breaks the group.
     """
 
     def __init__(
@@ -106,11 +107,15 @@ class StreamDriver:
         self._verdicts: deque[Checkable] = deque()
 
     def begin(self, flight: Flight, work: StreamWork) -> int:
-        """Queue a round; the bytes that it sends.
+        """Queue a round.
+
+        Returns:
+            The bytes that it sends.
 
         Raises:
             TransportError: a peer or link failed.
-            CodecError: an earlier round decoded what no encode makes; that breaks the group too.
+            CodecError: an earlier round received a payload that cannot be decoded; the group
+                breaks.
         """
         with self._lock:
             try:
@@ -122,7 +127,7 @@ class StreamDriver:
             except Exception as error:
                 self._fail(error)
                 raise
-            except BaseException as error:  # a KeyboardInterrupt: half of it is queued
+            except BaseException as error:  # a KeyboardInterrupt: the round is queued in part
                 what = type(error).__name__
                 self._fail(
                     TransportError(f"rank {self.link.rank}: {what} while a collective started")
@@ -131,7 +136,7 @@ class StreamDriver:
         return wire_bytes
 
     def _run(self, flight: Flight, work: StreamWork) -> int:
-        """Queue the stages; the core says what may run, the schedule in which order."""
+        """Queue the stages, in the schedule's order; the core confirms that each task may run."""
         core, graph = flight.ticket.owner.core, work.graph
         run, actions = core.begin(flight.ticket.place, graph, flight)
         assert actions, (
@@ -155,7 +160,7 @@ class StreamDriver:
                 wire_bytes += sum(m.memory.numel() for m in batch if not m.incoming)
         while under_way:
             _land(core, run, under_way.popleft(), ready)
-        assert ready.free, "a schedule leaves nothing out"
+        assert ready.free, "the schedule has left out tasks"
         work.finish()
         return wire_bytes
 
@@ -166,7 +171,7 @@ class StreamDriver:
 
 
 class _Ready:
-    """What the core has released."""
+    """What the core has released so far."""
 
     def __init__(self, actions: Actions) -> None:
         self.kernels: set[int] = set()
@@ -181,7 +186,7 @@ class _Ready:
 
 
 def _land(core: Any, run: Run, batch: tuple[Pending, Sequence[int]], ready: _Ready) -> None:
-    """A batch has ended."""
+    """Wait for a batch, and report its end to the core."""
     pending, tasks = batch
     pending.wait()
     for task in tasks:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from gradwire.engine import Communicator
 from gradwire.engine.owner import Issue
-from gradwire.engine.watch import Watch
+from gradwire.engine.watchdog import Watchdog
 from gradwire.errors import TransportError
 from gradwire.transport import Hub
 
@@ -20,7 +20,7 @@ class Comm:
 
     rank, world_size, error, opened = 0, 4, None, None
 
-    def died(self) -> None:
+    def dead_peer(self) -> None:
         """All peers are there."""
 
     def __init__(self) -> None:
@@ -31,21 +31,21 @@ class Comm:
         return False
 
 
-def failed(watch: Watch, rank: int, blamed: int, text: str = "receive failed") -> None:
+def failed(watch: Watchdog, rank: int, blamed: int, text: str = "receive failed") -> None:
     watch.heard(rank, {"kind": "failed", "text": text, "blamed": blamed, "owner": None})
 
 
-def explained(watch: Watch, blamed: int) -> TransportError:
+def explained(watch: Watchdog, blamed: int) -> TransportError:
     return watch.explained(TransportError(f"rank {blamed} closed", peer=blamed), blamed)
 
 
 def test_a_peer_that_says_nothing_is_to_blame() -> None:
-    error = explained(Watch(Comm()), 2)  # type: ignore[arg-type]
+    error = explained(Watchdog(Comm()), 2)  # type: ignore[arg-type]
     assert (str(error), error.peer) == ("rank 2 closed", 2)
 
 
 def test_blame_is_followed_to_where_it_ends() -> None:
-    watch = Watch(Comm())  # type: ignore[arg-type]
+    watch = Watchdog(Comm())  # type: ignore[arg-type]
     failed(watch, 1, 3)
     watch.heard(3, {"kind": "waits", "for": 2})
     error = explained(watch, 1)
@@ -54,7 +54,7 @@ def test_blame_is_followed_to_where_it_ends() -> None:
 
 
 def test_whoever_failed_by_itself_is_quoted() -> None:
-    watch = Watch(Comm())  # type: ignore[arg-type]
+    watch = Watchdog(Comm())  # type: ignore[arg-type]
     failed(watch, 1, 2)
     failed(watch, 2, 2, "rank 2: payload of another step")
     error = explained(watch, 1)
@@ -63,7 +63,7 @@ def test_whoever_failed_by_itself_is_quoted() -> None:
 
 
 def test_blame_that_comes_back_ends() -> None:
-    watch = Watch(Comm())  # type: ignore[arg-type]
+    watch = Watchdog(Comm())  # type: ignore[arg-type]
     failed(watch, 1, 2)
     failed(watch, 2, 0)
     assert explained(watch, 1).peer == 2
@@ -72,7 +72,7 @@ def test_blame_that_comes_back_ends() -> None:
 def test_rounds_that_are_only_slow_are_reported_less_and_less() -> None:
     comm = Comm()
     comm.member.first = lambda key, value: value
-    watch = Watch(comm)  # type: ignore[arg-type]
+    watch = Watchdog(comm)  # type: ignore[arg-type]
     owner = SimpleNamespace(key="owner 0", single=False)
     now = time.monotonic()
 
@@ -100,7 +100,7 @@ def test_what_is_issued_counts_where_an_owner_is_closed() -> None:
     owner = SimpleNamespace(
         key="owner 0", name="a module", core=SimpleNamespace(issued=4), returned=3
     )
-    Watch(comm).closed(owner)  # type: ignore[arg-type]
+    Watchdog(comm).closed(owner)  # type: ignore[arg-type]
     assert [notice["at"] for notice in comm.told] == [4]
 
 
@@ -124,7 +124,7 @@ def test_a_round_that_begins_while_it_is_looked_at_is_not_taken_for_the_last() -
     ticket.since = 0.0
     with owner.lock:  # as in next_round
         ticket.rounds += 1
-        looking = threading.Thread(target=comm.watch._report, args=([ticket],))
+        looking = threading.Thread(target=comm.watchdog._report, args=([ticket],))
         looking.start()
         looking.join(0.2)
         ticket.issue = Issue(101, "the second")

@@ -1,13 +1,12 @@
-"""How a rank finds its place in the incarnation of the group that its peers mean.
+"""Rendezvous: the ranks of a group meet in the same incarnation of the group.
 
-A group may be made anew over the same store, where an earlier incarnation's keys still are, and
-others' requests: of processes that died, or of ranks that are ahead. So an incarnation has a random
-name, which rank 0 gives it, and a rank learns the name as the answer to a request that carries a
-random token of its own: nothing that was there before can be taken for it. Each place is taken once
-(compare-and-set), so that a rank that comes back early does not enter the incarnation that it has
-left. Requests carry how often the rank has joined this group through its Channel, and rank 0
-answers those that have its own count: ranks that pass through the same incarnations at different
-times meet in the right ones.
+A group may be made anew over a store that still holds an earlier incarnation's keys, and requests
+of processes that died or of ranks that are ahead. So rank 0 gives each incarnation a random name,
+and a rank learns the name as the answer to a request with its own random token: no earlier entry
+can be mistaken for the answer. Each place is taken once (compare-and-set), so a rank that returns
+early does not re-enter the incarnation that it has left. A request carries how often the rank has
+joined this group through its Channel, and rank 0 answers requests that have its own count: so ranks
+that pass through the same incarnations at different times meet in the right ones.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from collections.abc import Callable
 from typing import Any
 
 from gradwire.control.journal import Journal
-from gradwire.control.space import Space
+from gradwire.control.namespace import Namespace
 
 _GROUP_KEY = "gradwire/control"
 
 
-class Entrance:
-    """A rank's search for its place; and, at rank 0, the answers to others.
+class Rendezvous:
+    """A rank's request for its place; and, at rank 0, the answers to the others.
 
     Args:
-        root: of our part of the server.
-        store: the group's own, with its prefixes; not kept.
-        rank: whose place.
-        attempts: how often each rank of each group has joined; counted on.
+        root: gradwire's keys on the server.
+        store: the group's own store, with its prefixes; not kept.
+        rank: this rank.
+        attempts: (group, rank) -> how often it has joined; incremented here.
         patience: seconds, see `Journal`.
-        garbled: called with what cannot be read.
+        garbled: called with an entry that cannot be parsed.
     """
 
     def __init__(
         self,
-        root: Space,
+        root: Namespace,
         store: Any,
         rank: int,
         attempts: dict[tuple[str, int], int],
@@ -48,7 +47,7 @@ class Entrance:
         self._root = root
         self._rank = rank
         self._garbled = garbled
-        # All that stands under the group's own prefixes is which group it is.
+        # The only key under the group's own prefixes: a random name for the group.
         group = store.compare_set(_GROUP_KEY, "", secrets.token_hex(8)).decode()
         self._attempt = attempts[group, rank] = attempts.get((group, rank), 0) + 1
         self._token = secrets.token_hex(8)
@@ -61,8 +60,8 @@ class Entrance:
             request = {"rank": rank, "attempt": self._attempt, "token": self._token}
             self._requests.append(json.dumps(request).encode())
 
-    def find(self) -> Space | None:
-        """The incarnation's part of the store, once this rank has a place in it."""
+    def find(self) -> Namespace | None:
+        """The incarnation's keys, once this rank has a place in it; None before."""
         name = self._token if self._rank == 0 else self._offered()
         if name is None or name == self._declined:
             return None
@@ -74,7 +73,7 @@ class Entrance:
         return space
 
     def answer(self) -> bool:
-        """Tell those who ask rank 0 its incarnation's name; whether there was anybody."""
+        """At rank 0: answer new requests with the incarnation's name; whether there were any."""
         entries = self._requests.new()
         answered = False
         for entry in entries:
@@ -91,7 +90,7 @@ class Entrance:
         return answered
 
     def expects(self, world_size: int) -> bool:
-        """Whether rank 0 has yet to answer somebody."""
+        """Whether rank 0 has yet to answer a rank."""
         return len(self._answered) < world_size - 1
 
     @property

@@ -19,9 +19,9 @@ from gradwire.codecs import TopK
 from gradwire.collectives import Item, prepare
 from gradwire.collectives.ordered_job import OrderedJob
 from gradwire.engine import Communicator, Graph, Issue, Outcome
+from gradwire.engine.cuda_streams import StreamFuture
 from gradwire.engine.pool import Pools
 from gradwire.engine.schedule import Wave, lower
-from gradwire.engine.streams import StreamFuture
 from gradwire.lang import rng
 from gradwire.lang.gpu import Mark, Verdict
 from gradwire.lang.kernels import Kernels

@@ -1,4 +1,4 @@
-"""A result that other ranks have a part in, and the time by which it must be there."""
+"""A future that other ranks take part in, with a deadline."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradwire.errors import TransportError
 T = TypeVar("T")
 
 
-class Awaited(Generic[T]):
-    """A future, and what it waits for.
+class PendingResult(Generic[T]):
+    """A future with a deadline.
 
     Args:
-        post: runs a function on the control thread, where the future ends.
-        timeout: seconds from now until it ends with an error.
-        rank: who waits.
-        what: it waits for, in a sentence such as "rank 1 did not come to {what}".
-        late: called on the control thread when the time has run out, to find out who is missing.
+        post: runs a function on the control thread, which completes the future.
+        timeout: seconds from now until it fails.
+        rank: the rank that waits.
+        what: what it waits for, for errors such as "rank 1 did not reach {what}".
+        late: called on the control thread at the deadline, to find the missing ranks.
         grace: seconds that `late` may take.
     """
 
@@ -30,17 +30,17 @@ class Awaited(Generic[T]):
         timeout: float,
         rank: int,
         what: str,
-        late: Callable[[Awaited[T]], None],
+        late: Callable[[PendingResult[T]], None],
         grace: float,
     ) -> None:
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # nobody can cancel it
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
         self.timeout = timeout
         self.rank = rank
         self.what = what
         self.deadline = time.monotonic() + timeout
         self._post = post
-        self._late: Callable[[Awaited[T]], None] | None = late
+        self._late: Callable[[PendingResult[T]], None] | None = late
         self._grace = grace
 
     @property
@@ -58,20 +58,20 @@ class Awaited(Generic[T]):
         self._post(lambda: self.fail_here(error))
 
     def fail_here(self, error: Exception) -> None:
-        """End it now; on the control thread."""
+        """Fail at once; on the control thread."""
         if not self.future.done():
             self.future.set_exception(error)
 
     def fail_without(self, ranks: list[int], more: bool = False) -> None:
-        """End it because `ranks`, and perhaps `more`, have not come in time."""
+        """Fail because `ranks`, and perhaps `more`, have not come in time."""
         named = ", ".join(map(str, ranks))
         who = f"ranks {named} and others" if more else f"ranks {named}"
         if not more and len(ranks) == 1:
             who = f"rank {named}"
         self.fail(
             TransportError(
-                f"rank {self.rank}: {who} did not come to {self.what} within {self.timeout:g} s. "
-                "Look whether that process lives, and makes the same calls",
+                f"rank {self.rank}: {who} did not reach {self.what} within {self.timeout:g} s. "
+                "Check that the process is alive and makes the same calls",
                 peer=ranks[0],
             )
         )
@@ -85,7 +85,7 @@ class Awaited(Generic[T]):
         else:
             self.fail_here(
                 TransportError(
-                    f"rank {self.rank}: {self.what} did not end within {self.timeout:g} s, and "
-                    "the group's store does not answer"
+                    f"rank {self.rank}: {self.what} did not complete within {self.timeout:g} s, "
+                    "and the group's store does not answer"
                 )
             )

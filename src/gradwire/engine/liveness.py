@@ -1,7 +1,7 @@
-"""Whether the processes of other ranks on this machine are still there, as far as /proc says.
+"""Whether the processes of other ranks on this machine still run, as far as /proc shows.
 
-A process is known by where its number means something (the boot and the namespace of process
-numbers), that number, and when it was started: a number is given again.
+A process is identified by its PID namespace and the machine's boot, its PID, and its start time,
+since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_STARTED = 19  # of /proc/PID/stat, counted behind the name, which may hold anything
+_STARTED = 19  # field of /proc/PID/stat, counted after the name, which may contain anything
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process; `number` 0: nothing is known of it.
+    """A rank's process.
 
     Attributes:
-        space: 32 bytes, where `number` means something.
-        started: in clock ticks since the machine was.
+        space: 32 bytes, a digest of the boot and PID namespace in which `number` is valid.
+        number: the PID; 0: unknown.
+        started: start time, in clock ticks since boot.
     """
 
     space: bytes
@@ -29,7 +30,7 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        """This rank's."""
+        """This rank's process."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             names = os.readlink("/proc/self/ns/pid")
@@ -39,8 +40,8 @@ class Process:
         space = hashlib.blake2b(f"{boot} {names}".encode(), digest_size=32).digest()
         return cls(space, os.getpid(), started)
 
-    def is_over(self, space: bytes) -> bool:
-        """Whether it has ended, which is known of those in the same `space` alone."""
+    def has_ended(self, space: bytes) -> bool:
+        """Whether it is known to have ended; `space` is the caller's."""
         if not self.number or self.space != space:
             return False
         try:
@@ -53,6 +54,6 @@ class Process:
 
 
 def _state(number: int) -> tuple[str, int]:
-    """(state, when it was started) of a process."""
+    """(state, start time) of a process."""
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[_STARTED])

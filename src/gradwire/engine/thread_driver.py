@@ -1,15 +1,15 @@
-"""The driver on threads: performs what the scheduler core decides, on the CPU.
+"""The driver on threads: performs the scheduler core's actions on the CPU.
 
     compute   one lane per process group: kernels, in the order in which their inputs arrive
     inbound   one lane per ticket: awaits its receives, in the order of their graph
-    outbound  one lane per ticket: awaits its sends, whose memory is free only then
+    outbound  one lane per ticket: awaits its sends, whose memory is in use until then
 
-Kernels and waits release the GIL, so all of them run beside backward. All receives of a round are
-posted among its first kernels: a transport that waits for both ends to be ready then loses no round
-trip. A send is posted by whichever thread released it: posting returns at once.
+Kernels and waits release the GIL, so they overlap with the backward pass. All receives of a round
+are posted among its first kernels, so that a transport that needs both ends ready loses no round
+trip. The thread that releases a send posts it: posting does not block.
 
-Waits of two tickets never stand before each other. They must not: a rank that awaits results of one
-before contributions to the other, and a rank that does the reverse, would wait for ever.
+Waits of different tickets never block each other. Otherwise a rank that awaits results of one
+ticket before contributions to another would deadlock with a rank that does the reverse.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
 
 
 class Outgoing(NamedTuple):
-    """A message (uint8) as it is sent, and the bytes of it that count: those in use, where it is
-    read in place."""
+    """A message (uint8) as it is sent, and its bytes on the wire: the bytes in use, where the peer
+    reads it in place."""
 
     message: torch.Tensor
     nbytes: int
 
 
 class Work(Protocol):
-    """What the driver asks of a round that it runs: its memory, its kernels, its messages.
+    """A collective that the driver runs: its memory, kernels and messages.
 
     Attributes:
-        graph: what to do.
-        borrowed: by first buffer, bytes of the messages that are read where the peer that sends
-            them has put them.
-        kernel_seconds: what kernels have taken so far, checksums of what they wrote included.
+        graph: its tasks.
+        borrowed: first buffer -> bytes, for messages that are read in the sender's memory.
+        kernel_seconds: time in kernels so far, checksums of what they wrote included.
         kernel_calls: calls of kernels so far.
     """
 
@@ -57,11 +56,11 @@ class Work(Protocol):
     kernel_calls: int
 
     def start(self) -> None:
-        """Take memory; called once, when the ticket is admitted."""
+        """Allocate memory; called once, when the ticket is admitted."""
         ...
 
     def outgoing(self, task: int) -> Outgoing:
-        """The message of a send; its memory is needed until `sent`."""
+        """The message of a send; its memory is in use until `sent`."""
         ...
 
     def sent(self, task: int) -> None:
@@ -73,12 +72,12 @@ class Work(Protocol):
         ...
 
     def lend(self, buffer: int, loan: Loan, message: torch.Tensor) -> None:
-        """A borrowed message, whose first buffer this is, is here; it is given back after its last
-        reader."""
+        """The borrowed message that begins with `buffer` has arrived; it is given back after its
+        last reader."""
         ...
 
     def tag(self, task: int) -> int:
-        """A number for the message of a send or receive, alike on both ends."""
+        """The tag of a send or receive, equal on both ends."""
         ...
 
     def compute(self, task: int) -> None:
@@ -86,18 +85,24 @@ class Work(Protocol):
         ...
 
     def received(self, task: int) -> None:
-        """Check the message that a receive brought; raises CodecError."""
+        """Check a received message; raises CodecError."""
         ...
 
     def finish(self) -> None:
-        """Give memory back; called once, when every send and receive has ended."""
+        """Release memory; called once, when every send and receive has ended."""
         ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round took: seconds from its begin to its result, and of these in kernels; calls of
-    kernels; bytes handed to the transport."""
+    """What a collective took.
+
+    Attributes:
+        seconds: from its issue to its result.
+        wire_bytes: bytes given to the transport.
+        kernel_seconds: time in kernels.
+        kernel_calls: calls of kernels.
+    """
 
     seconds: float
     wire_bytes: int
@@ -106,7 +111,7 @@ class Outcome:
 
 
 class Flight:
-    """A round, from its issue to its result."""
+    """A collective in flight, from its issue to its result."""
 
     def __init__(self, ticket: Ticket, future: Future[Outcome]) -> None:
         self.ticket = ticket
@@ -120,9 +125,9 @@ class ThreadDriver:
     """Performs the actions of one process group's owners.
 
     Args:
-        transport: moves the bytes.
+        transport: returns the transport.
         compute: the lane of kernels.
-        ended: called with each flight whose result is in place.
+        ended: called with each flight whose result is complete.
     """
 
     def __init__(
@@ -136,16 +141,16 @@ class ThreadDriver:
         self._ended = ended
 
     def begin(self, flight: Flight, work: Work) -> None:
-        """Run a round as soon as its ticket is admitted."""
+        """Run a collective as soon as its ticket is admitted."""
         flight.work = work
         owner = flight.ticket.owner
         self.tell(owner, lambda: owner.core.begin(flight.ticket.place, work.graph, flight)[1])
 
     def tell(self, owner: Owner, event: Callable[[], Actions]) -> None:
-        """Tell an owner's core what has happened, and do, or have done, what it says.
+        """Report an event to an owner's core, and perform or queue the actions that it returns.
 
-        Runs start in the order in which it says so, whichever thread tells: all ranks must post
-        the receives of a ticket in one order.
+        Runs start in the order of the core's actions, whichever thread reports: all ranks must post
+        the receives of a ticket in the same order.
         """
         with owner.lock:
             actions = event()

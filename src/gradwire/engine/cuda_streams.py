@@ -1,6 +1,6 @@
-"""Work on a stream, and its future, which ends when the work is queued.
+"""Work on a CUDA stream, and its future, which completes when the work is queued.
 
-None stands for no stream, on the CPU, where work has ended when its call returns.
+None stands for the CPU, which has no streams: there, work has ended when its call returns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Within it `stream` is current; torch's own would start CUDA even for none."""
+    """A context in which `stream` is current; for None, unlike torch's, it does not start CUDA."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class StreamFuture(Future[T]):
     """A future whose work is on `stream` when its result is set.
 
-    `result` makes the caller's current stream wait for what `stream` held then; callbacks are
-    called with `stream` current.
+    `result` makes the caller's current stream wait for the work that was on `stream` by then;
+    callbacks are called with `stream` current.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:

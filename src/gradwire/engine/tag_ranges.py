@@ -1,9 +1,9 @@
-"""Ranges of tags: which layout of which owner has which, the same on all ranks.
+"""Tag ranges: each layout of an owner has one, the same on all ranks.
 
-Ranks meet layouts in any order. Whoever needs a range for one claims the next that is free, by a
-compare-and-set in the group's store, and so learns whose the others are. Numbers of ranges only
-grow; tags have them modulo `RANGES`, and a range is used again once its owner is over, or has
-retired the layout.
+Ranks may meet layouts in different orders. A rank that needs a range for a layout claims the next
+free one by compare-and-set in the group's store, and learns the holders of those before it. Range
+numbers only grow; tags carry them modulo `RANGES`, and a range is reused once its owner is finished
+or has retired the layout.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from gradwire.engine.owner import Owner
 
 
-class Ranges:
-    """The ranges of one process group, as this rank knows them.
+class TagRanges:
+    """The tag ranges of one process group, as this rank knows them.
 
     Args:
-        first: (key, value) -> the value of the rank that came first; see `control.Member`.
+        first: (key, value) -> the value that a rank wrote first; see `control.Member.first`.
     """
 
     def __init__(self, first: Callable[[str, bytes], bytes]) -> None:
         self._first = first
         self._lock = threading.Lock()
-        self._number: dict[str, int] = {}  # of all claims up to the last that was looked at
+        self._number: dict[str, int] = {}  # of all claims that this rank has read
         self._used: dict[int, tuple[Owner, str]] = {}
 
     def claim(self, owner: Owner, layout: str) -> int:
-        """The range of a layout of `owner`; it may ask the store several times.
+        """The range of a layout of `owner`; may take several store operations.
 
         Raises:
-            ConfigError: as many are in use as there are.
+            ConfigError: all ranges are in use.
         """
         key = f"{owner.key}/{layout}"
         with self._lock:
@@ -48,8 +48,8 @@ class Ranges:
             other, held = self._used.get(place, (owner, layout))
             if (other, held) != (owner, layout) and not (other.over or held in other.retired):
                 raise ConfigError(
-                    f"the handles of one process group have {RANGES - 1} layouts of buckets at a "
-                    "time: detach those that are not needed"
+                    f"the handles of one process group have {RANGES - 1} layouts of buckets in "
+                    "use, which is the most: detach handles that are not needed"
                 )
             owner.retired.discard(layout)
             self._used[place] = owner, layout
