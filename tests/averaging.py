@@ -1,4 +1,4 @@
-"""Aggregators on ranks that are threads: parameters with their state, and scopes of them."""
+"""Aggregators on ranks as threads: parameters with their state, and scopes of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Shape = tuple[int, ...]
 
 
 class Parameters:
-    """The parameters of one rank, which has no module around them.
+    """The parameters of one rank, without a module.
 
     Args:
         shapes: of parameters p0, p1, ...
-        aggregators: of each; or one for all.
+        aggregators: one per parameter, or one for all.
 
     Attributes:
-        outcomes: of the collectives of each scope so far.
+        outcomes: per scope so far, the outcomes of its collectives.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Parameters:
         scopes: Iterable[Sequence[int]] | None = None,
         observe: Callable[[Observation], None] | None = None,
     ) -> list[torch.Tensor]:
-        """One step: the averages of these gradients, which are left as they are.
+        """One step: the averages of these gradients, which stay unchanged.
 
         Args:
-            scopes: which parameters each holds, in order; None: one of all.
+            scopes: the parameters of each, in order; None: one scope with all.
         """
         averages = list(gradients)
         for places in [range(len(averages))] if scopes is None else scopes:
-            # Side by side, as DDP has them.
+            # Contiguous, as in DDP's buckets.
             bucket = torch.cat([gradients[i].detach().reshape(-1) for i in places])
             flat = list(bucket.split([gradients[i].numel() for i in places]))
             self._run([self.members[i] for i in places], flat, observe)
@@ -89,7 +89,7 @@ class Parameters:
             raise errors[0]
 
     def bases(self) -> list[torch.Tensor | None]:
-        """PowerSGD's; None of parameters that it does not compress."""
+        """PowerSGD's bases; None for parameters that it does not compress."""
         kept = [m.state.get("basis") for m in self.members]
         return [None if basis is None else basis.clone() for basis in kept]
 

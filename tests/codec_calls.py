@@ -1,4 +1,4 @@
-"""One kernel call on one row, with its memory kept alive; and the products that laws run over."""
+"""One kernel call on one row, with its memory; and the codecs, dtypes and sizes that laws cover."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gradwire.lang import ROW, kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# every way through every codec
+# every path through every codec
 CODECS: list[Codec] = [
     Identity(),
     Cast("fp16"),
@@ -59,9 +59,9 @@ CODECS: list[Codec] = [
     Rotated(bits=6, block=96),
     Saturating(),
 ]
-# what every target interprets
+# codecs that every target interprets
 UNFUSED: list[Codec] = [Rotated("full", block=100), LowRank(rank=2, columns=50)]
-# every width of code, and what takes long to compile: one dtype of values is enough for these
+# every code width, and codecs that compile slowly: one dtype is enough for these
 WIDTHS: list[Codec] = [
     *(QSGD(bits=b, block=7 if b % 2 else 64, metadata="fp32") for b in range(1, 9)),
     *(Saturating(bits=b) for b in (2, 3, 8)),
@@ -70,14 +70,14 @@ WIDTHS: list[Codec] = [
 
 
 def ragged_sizes(block: int) -> list[int]:
-    """Sizes at which codecs elsewhere break, and around the C target's groups of blocks."""
+    """Sizes at which other codecs are known to fail, and around the C target's groups of blocks."""
     around = [block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
     return sorted({0, 1, 15, 16, 17, *around, 4096 - 1, 4096 + block + 3})
 
 
 @dataclass
 class Result:
-    """What a call left behind."""
+    """The memory after a call."""
 
     values: torch.Tensor
     residual: torch.Tensor
@@ -112,7 +112,7 @@ def call(
     if payload is not None:
         result.payload[1:-1] = payload
     peers = peers or []
-    # peers' payloads lie anywhere: here in reverse, at unequal distances
+    # peers' payloads may have any addresses: here in reverse, at unequal distances
     places = np.array([(size + k) * k for k in reversed(range(len(peers)))], dtype="i8")
     sources = torch.zeros((size + len(peers)) * len(peers), dtype=torch.uint8)
     for place, peer in zip(places.tolist(), peers, strict=True):
@@ -143,7 +143,7 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, but that any NaN is as good as another."""
+    """Whether both are equal bit for bit; all NaNs count as equal."""
     a_nan, b_nan = torch.isnan(a), torch.isnan(b)
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return torch.equal(a_nan, b_nan) and torch.equal(a.view(bits)[~a_nan], b.view(bits)[~b_nan])

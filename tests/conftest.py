@@ -27,15 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Threads of OpenMP that wait leave the cores to others.
+    """Set the environment of the tests.
 
-    And kernels compile in a third of the time, since no flag changes a bit (law 6): not those of an
-    exhaustive run, and nowhere those of golden payloads and of prebuilt libraries.
+    Waiting OpenMP threads release their cores. Kernels compile with -Og in a third of the time,
+    since no flag changes a bit (law 6); exhaustive runs, golden payloads and prebuilt libraries use
+    the users' flags.
 
-    torch looks the name of 127.0.0.1 up whenever it connects to a store. A name server that does
-    not answer costs 5 seconds or more by default, which tests of timeouts do not have.
+    torch looks up the name of 127.0.0.1 whenever it connects to a store. A name server that does
+    not answer costs 5 seconds or more by default, too long for tests of timeouts.
     """
-    gc.set_threshold(200_000, 20, 20)  # thousands of cases are live all the time: a tenth faster
+    gc.set_threshold(200_000, 20, 20)  # thousands of cases stay live: saves a tenth of the time
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read where torch is loaded, later
     if not config.getoption("exhaustive"):
@@ -44,11 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive cases out, and tell xdist what is to run on one worker, and in which order.
+    """Deselect exhaustive cases, group tests that must share an xdist worker, and order them.
 
-    The lab and the benchmarks need the cores for themselves, and some look for what others left
-    behind, so they are one group. Tests that start processes are a group for each file, since they
-    share what takes long. What takes longest begins first.
+    The lab and the benchmarks need the cores for themselves, and some check for leftovers of
+    others, so they form one group. Tests that start processes form a group per file, since they
+    share expensive fixtures. The longest tests start first.
     """
     if not config.getoption("exhaustive"):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -69,9 +70,9 @@ def _turn(item: pytest.Item) -> int:
     return 2 if group is None else int(group.args != ("lab",))
 
 
-@pytest.hookimpl(trylast=True)  # behind xdist
+@pytest.hookimpl(trylast=True)  # after xdist
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stop where groups have no effect: xdist 3.8 tells them by names that pytest 9.2 hides."""
+    """Fail where groups have no effect: xdist 3.8 finds them by names that pytest 9.2 hides."""
     if session.config.getoption("loadgroup", False):
         for item in session.items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
@@ -82,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist tells its controller, which collects nothing, how many it left out."""
+    """Report the number of deselected cases from an xdist worker to the controller."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(LEFT_OUT, 0)

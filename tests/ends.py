@@ -1,4 +1,4 @@
-"""Ranks as processes of which some may fail: how each of them ends, soon after it does."""
+"""Ranks as processes, some of which may fail: how and when each of them ends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class End:
 
     Attributes:
         value: what its body returned.
-        error: the type of what it raised instead; "died": its process ended before that; "hangs":
+        error: the type of the error that it raised; "died": its process ended before that; "hangs":
             it had not ended at the deadline.
-        text: of the error; of a rank that hangs, where its main thread stands.
-        peer: whom a TransportError blames.
+        text: the error's text; for a rank that hangs, its main thread's stack.
+        peer: the rank that a TransportError blames.
         at: time.monotonic() when it returned or raised, the same clock on all ranks.
     """
 
@@ -43,7 +43,7 @@ class End:
 
 
 def finished(found: Sequence[End]) -> None:
-    """Fails unless every rank returned."""
+    """Assert that every rank returned."""
     assert all(end.error is None for end in found), "\n".join(
         f"rank {rank}: {end}" for rank, end in enumerate(found)
     )
@@ -64,9 +64,9 @@ def ends(
     backend: str = "gloo",
     environment: Mapping[str, str] | None = None,
 ) -> list[End]:
-    """Run `body(rank, *args)` in `world_size` processes; how they ended, in rank order.
+    """Run `body(rank, *args)` in `world_size` processes; returns how they ended, in rank order.
 
-    The store is this process's, as it is the launcher's under torchrun.
+    This process hosts the store, as the launcher does under torchrun.
 
     Args:
         timeout: seconds, of the process group.

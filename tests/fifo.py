@@ -1,9 +1,9 @@
-"""Ranks as threads over links that know the order of messages and nothing else, as NCCL's do.
+"""Ranks as threads over links with in-order delivery and no tags, as NCCL's.
 
-As strict as a link can be: a rank's batch begins when the one before it has ended; a message moves
-when both of its ends have begun, straight from memory to memory; between two ranks the first that
-is sent goes to the first that is received, whatever it is. Batches begin as early as they can, or
-(`lazy`) not before somebody waits for them: what a send reads then is what stands there by then.
+The links are as strict as possible: a rank's batch begins when the one before it has ended; a
+message is copied directly once both of its ends have begun; between two ranks the first send
+matches the first receive. Batches begin as early as they can, or (`lazy`) when they are waited for:
+a send then reads its memory as late as possible.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gradwire.transport.link import Posting
 
 
 class FifoHub:
-    """What the ranks of one group share.
+    """The shared state of the ranks of one group.
 
     Args:
         lazy: begin a batch only when it is waited for.
         timeout: seconds that a wait may last.
 
     Attributes:
-        dead: ranks that take no part any more.
-        blamed: what ranks were told to blame when they failed.
+        dead: ranks that have failed.
+        blamed: (rank, the rank that it blames) per failure.
     """
 
     def __init__(self, world_size: int, lazy: bool = False, timeout: float = 30.0) -> None:
@@ -48,7 +48,7 @@ class FifoHub:
             self.changed.notify_all()
 
     def begin(self, rank: int, batch: FifoBatch) -> None:
-        """Offer the messages of a batch, and move whatever has both of its ends."""
+        """Offer the messages of a batch, and move those whose both ends are offered."""
         for message in batch.messages:
             pair = (message.peer, rank) if message.incoming else (rank, message.peer)
             ends = self.awaited if message.incoming else self.sent

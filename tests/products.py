@@ -1,7 +1,8 @@
 """Products of cases: `make test` runs a sample of each, `make test-all` runs all.
 
-In the sample every two values meet (`every_pair`): the rest of a product adds what takes three to
-go wrong. Where a case costs much, a compilation say, not every two do (`in_turn`, `one_in`).
+The sample covers every pair of values (`every_pair`); the rest of a product covers failures that
+need three. Where a case is expensive, such as a compilation, the sample covers fewer pairs
+(`in_turn`, `one_in`).
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def one_in(n: int, values: Iterable[Any]) -> list[Any]:
-    """For `parametrize`: `make test` runs the first value, and every n-th behind it.
+    """For `parametrize`: `make test` runs the first value, and every n-th after it.
 
-    A tuple is a value for each of several arguments.
+    A tuple has one value for each of several arguments.
     """
     rows = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*row, marks=[EXHAUSTIVE] if i % n else []) for i, row in enumerate(rows)]
 
 
 def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:
-    """The product of two axes, for `parametrize`, where each case costs much: a compilation.
+    """The product of two axes, for `parametrize`, where each case is expensive.
 
-    `make test` runs each value of the first axis with the `always` first ones of the second, and
-    with one more of these, taking turns.
+    `make test` runs each value of the first axis with the first `always` values of the second, and
+    with one of the others in rotation.
     """
     turns = len(second) - always
     return [
@@ -39,10 +40,10 @@ def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> lis
 
 
 def every_pair(*axes: Iterable[Any], always: Callable[..., bool] | None = None) -> list[Any]:
-    """The product of the axes, for `parametrize`; those that `make test` leaves out are marked.
+    """The product of the axes, for `parametrize`; cases that `make test` skips are marked.
 
-    It runs the cases of which `always(*values)` is true, and of the others as many as it takes for
-    any two values of two axes to meet.
+    `make test` runs the cases for which `always(*values)` is true, and as many others as are needed
+    to cover every pair of values of two axes.
     """
     values = [list(axis) for axis in axes]
     cases = list(product(*(range(len(axis)) for axis in values)))

@@ -1,4 +1,4 @@
-"""How every rank of a test ended, and a report of it in the order of time."""
+"""How every rank of a test ended, and a report in chronological order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-GRACE = 10.0  # seconds that the other processes have to report, once one has failed
+GRACE = 10.0  # seconds for the other processes to report, once one has failed
 
 
 @dataclass
 class End:
-    """A rank returned `result`; or it failed, and `said` is why: a traceback where there is one."""
+    """A rank returned `result`; or it failed, and `said` is the reason, if possible a traceback."""
 
     rank: int
     at: float  # time.monotonic(), which the processes of a machine share
@@ -29,7 +29,7 @@ def in_time(ends: Iterable[End]) -> list[End]:
 
 
 def report(begun: float, ends: Iterable[End], running: dict[int, str]) -> str:
-    """What became of every rank, and when; last those that still run, and where they are."""
+    """How and when every rank ended; last the ranks that still run, with their stacks."""
     lines = ["Every rank, in the order of time:"]
     for end in in_time(ends):
         how = f"failed\n{end.said.rstrip()}" if end.said else "returned"
@@ -40,16 +40,16 @@ def report(begun: float, ends: Iterable[End], running: dict[int, str]) -> str:
 
 
 def stack(thread: threading.Thread) -> str:
-    """Where a thread is."""
+    """A thread's stack, as text."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def collect(processes: dict[int, Any], reports: Any, deadline: float) -> dict[int, End]:
-    """The ends of these ranks' processes, and of others that report, as far as they come in time.
+    """The ends of these ranks' processes, and of others that report in time.
 
-    Each report has `deadline` seconds after the one before it; after a failure, all have GRACE. A
-    process that is gone without a report has failed.
+    Each report must arrive within `deadline` seconds of the one before it; after a failure, all
+    others within GRACE. A process that ended without a report has failed.
     """
     ends: dict[int, End] = {}
     give_up = time.monotonic() + deadline
@@ -57,7 +57,7 @@ def collect(processes: dict[int, Any], reports: Any, deadline: float) -> dict[in
         gone = {r: p.exitcode for r, p in processes.items() if p.exitcode is not None}
         try:
             came = [reports.get(timeout=0.1)]
-        except queue.Empty:  # what was gone before this has no report on the way
+        except queue.Empty:  # processes that had ended before this have sent no report
             now, missing = time.monotonic(), gone.keys() - ends.keys()
             said = "It ended with exit code {}, without a report."
             came = [End(rank, now, None, said.format(gone[rank])) for rank in sorted(missing)]

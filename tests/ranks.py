@@ -1,6 +1,6 @@
 """Ranks as threads over the loopback transport, and as processes over gloo.
 
-Where one fails, the test's report says what became of every rank, in the order of time.
+If one fails, the test's report tells how every rank ended, in chronological order.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def as_threads(
     timeout: float = 60.0,
     fifo: FifoHub | None = None,
 ) -> list[Any]:
-    """Run `body` on every rank at once; what it returned, in rank order.
+    """Run `body` on all ranks concurrently; returns its results, in rank order.
 
-    Raises the error that came first, with a report of every rank as its note. Collectives run in
-    order over `fifo` where it is given; else with tags, over `hub`.
+    Raises the first error, with a report of every rank as its note. Collectives run in order over
+    `fifo` if it is given; else with tags, over `hub`.
     """
     hub = hub or Hub(world_size)
     ends: dict[int, End] = {}
@@ -66,7 +66,7 @@ def as_threads(
     for end in in_time(ends.values()):
         if end.rank in errors:
             error = errors[end.rank]
-            error.__notes__ = [*getattr(error, "__notes__", ()), said]  # add_note is of Python 3.11
+            error.__notes__ = [*getattr(error, "__notes__", ()), said]  # add_note: Python 3.11
             raise error
     return [ends[rank].result for rank in range(world_size)]
 
@@ -87,8 +87,7 @@ def free_port() -> int:
 
 
 def forkserver(*more: str) -> Any:
-    """Processes are forked from a server that has imported what takes a second of each, has done
-    nothing with it, and imports `more`, too.
+    """A context that forks processes from a server, which has imported slow modules and `more`.
 
     torch imports its compiler when the first DDP module is made.
     """
@@ -115,11 +114,11 @@ def as_processes(
     expect_death: tuple[int, ...] = (),
     backend: str = "gloo",
 ) -> list[Any]:
-    """Run `body(rank, *args)` in `world_size` processes; what they returned, in rank order.
+    """Run `body(rank, *args)` in `world_size` processes; returns their results, in rank order.
 
     `timeout` and `backend` are the process group's; `deadline` is the longest wait for the next
-    rank. Ranks in `expect_death` may die; theirs is None. Raises `AssertionError` with a report of
-    every rank.
+    rank. Ranks in `expect_death` may die: their result is None. Raises `AssertionError` with a
+    report of every rank.
     """
     context = forkserver()
     reports, over = context.Queue(), context.Event()
@@ -166,7 +165,7 @@ def _process(  # type: ignore[no-untyped-def]
         )
         result = body(rank, *args)
         reports.put(End(rank, time.monotonic(), result))
-        over.wait()  # the others may still need this one: the store is rank 0's
+        over.wait()  # the others may still need this process: rank 0 hosts the store
     except BaseException:
         reports.put(End(rank, time.monotonic(), None, traceback.format_exc()))
     finally:

@@ -1,4 +1,4 @@
-"""Imports run one way: a package may use what stands before it, nothing behind it (DESIGN.md)."""
+"""Imports run one way: a package may use those before it, and none after it (DESIGN.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDER = [
     "planner",
     "integrations",
 ]
-# Beside the line: used by the command line alone (and by each other as listed).
+# Beside the line: used only by the command line (and by each other as listed).
 MIDDLE = {
     "transport",
     "partition",
@@ -89,7 +89,7 @@ def test_every_room_has_its_place() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    """In the rooms that a gradient travels through, and against all others."""
+    """No class in the rooms of MIDDLE shares its name with another class."""
     found: dict[str, list[Path]] = {}
     for path in SOURCE.rglob("*.py"):
         for statement in ast.parse(path.read_text()).body:

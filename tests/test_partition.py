@@ -35,7 +35,7 @@ worlds = st.integers(1, 9)
 
 
 class Row(NamedTuple):
-    """A row of a partition's columns, and what makes its payload."""
+    """A row of a partition's columns, with its codec and dtype."""
 
     item: int
     start: int
@@ -58,7 +58,7 @@ def rows_of(cut: Partition) -> list[Row]:
 def by_the_rule(
     specs: list[Spec], chunks: int, segments: int | None, plain: bool, shards: bool, most: int
 ) -> tuple[list[Row], list[list[int]]]:
-    """What gradwire.partition states, in plain Python: (rows, sizes[segment][chunk])."""
+    """The rule of gradwire.partition in plain Python: (rows, sizes[segment][chunk])."""
     shares: list[list[tuple[int, int, int]]] = [[] for _ in range(chunks)]
     for item, spec in enumerate(specs):
         block = spec.numel // chunks if shards else layout(spec.codec, spec.dtype).block
@@ -137,7 +137,7 @@ def test_rows_are_those_of_the_rule(
     found = rows_of(cut)
     assert found == rows
     assert cut.sizes == tuple(map(tuple, sizes))
-    # Kinds stand in the order of their first rows; and a message's rows are a stretch.
+    # Kinds have the order of their first rows; and a message's rows are consecutive.
     kinds = [(row.codec, specs[row.item].dtype) for row in rows]
     assert cut.kinds == tuple(dict.fromkeys(kinds))
     assert [cut.kinds[kind] for kind in cut.kind] == kinds
@@ -148,7 +148,7 @@ def test_rows_are_those_of_the_rule(
         )
 
 
-# ---- what follows from it -----------------------------------------------------------------------
+# ---- consequences -------------------------------------------------------------------------------
 
 
 def chunk_of(cut: Partition) -> dict[tuple[int, int], int]:

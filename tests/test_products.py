@@ -1,4 +1,4 @@
-"""What `make test` leaves of products: every value, and every pair of values that it promises."""
+"""The samples of products that `make test` runs cover every value, and the promised pairs."""
 
 from __future__ import annotations
 

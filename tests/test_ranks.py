@@ -1,4 +1,4 @@
-"""A test whose ranks fail says what became of every rank, in the order of time."""
+"""A test whose ranks fail reports how every rank ended, in chronological order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import as_processes, as_threads
 
 
 def heads(said: str) -> list[str]:
-    """Of every rank in a report, "RANK HOW", in its order, which must be that of time."""
+    """ "RANK HOW" per rank of a report, in its order, which must be chronological."""
     found = re.findall(r"^\+(\d+\.\d{3}) s: rank (\d) (failed|returned|still runs)$", said, re.M)
     times = [float(at) for at, _, _ in found]
     assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""Fresh random tensors of every dtype, and what a collective must make of them."""
+"""Fresh random tensors of every dtype, and checks of a collective's results on them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DTYPES = {
 
 
 def generator() -> torch.Generator:
-    """Its seed is new in every run; pytest shows it where a test fails."""
+    """A generator with a new seed in every run; pytest prints the seed of a failing test."""
     seed = random.SystemRandom().getrandbits(48)
     print(f"values of seed {seed}")
     return torch.Generator().manual_seed(seed)
 
 
 def values(numel: int, dtype: torch.dtype, made: torch.Generator) -> torch.Tensor:
-    """Of the dtype's whole range, if it is a whole number."""
+    """Random values; integers cover the dtype's whole range."""
     if dtype in WHOLE:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         if dtype is torch.int64:
@@ -46,8 +46,9 @@ def values(numel: int, dtype: torch.dtype, made: torch.Generator) -> torch.Tenso
 
 
 def check_reduced(op: str, given: Sequence[torch.Tensor], found: torch.Tensor, where: str) -> None:
-    """`found` against a float64 sum, whole numbers' sum modulo their range, torch's minimum or
-    maximum; floats may err by a rounding a rank, relative to the sum of sizes."""
+    """Compare `found` with a float64 sum, an integer sum modulo the dtype's range, or torch's
+    minimum or maximum; floats may err by one rounding per rank, relative to the sum of absolute
+    values."""
     dtype, ranks = found.dtype, len(given)
     if op in ("min", "max"):
         reduce = torch.minimum if op == "min" else torch.maximum
@@ -68,7 +69,7 @@ def check_reduced(op: str, given: Sequence[torch.Tensor], found: torch.Tensor, w
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they agree in every bit: NaN equals NaN, and -0 is not +0."""
+    """Whether both are equal bit for bit: equal NaNs count as equal, -0 and +0 do not."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     raw, raw_other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
@@ -85,7 +86,7 @@ def keys(spec: Spec, comm: Communicator) -> rng.Keys:
 
 
 def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bool) -> list[Spec]:
-    """One for each tensor and its codec."""
+    """One spec per tensor and codec."""
     return [
         Spec(f"p{i}", t.numel(), t.dtype, codec, rotation=i, **how)
         for i, (t, codec) in enumerate(zip(tensors, codecs, strict=True))
@@ -93,7 +94,7 @@ def specs_of(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec], **how: bo
 
 
 def check_group(comm: Communicator) -> None:
-    """It works."""
+    """Check that the group works."""
     x = torch.full((3,), comm.rank + 1)
     all_reduce(x, None, group=comm)
     assert x.tolist() == [sum(range(1, comm.world_size + 1))] * 3

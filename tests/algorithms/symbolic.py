@@ -1,7 +1,7 @@
-"""Runs the graphs of all ranks on symbols: what each payload is the sum of, and who waits for whom.
+"""Executes the graphs of all ranks symbolically: a payload is the set of ranks that it sums.
 
-Receives are awaited in the order of the graph, as the executor does; so what would hang there
-hangs here too.
+Receives are awaited in the order of the graph, as on the thread driver; so a deadlock there is a
+deadlock here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
 
 Sum = Counter[int]  # rank -> how often its values are in it
-Letter = tuple[int, int, str, int, int]  # sender, receiver, role, segment, chunk
+MessageKey = tuple[int, int, str, int, int]  # sender, receiver, role, segment, chunk
 Name = tuple[str, int, int, int]  # of a buffer: role, segment, chunk, source
 Message = list[tuple[Name, Sum]]
 
 
 @dataclass
 class Rank:
-    """One rank under way.
+    """One rank's state.
 
     Attributes:
-        values: (segment, chunk) -> what the values are the sum of.
-        maker: (segment, chunk) -> the payload, or payloads, that the values were decoded from.
+        values: (segment, chunk) -> the ranks that its values sum.
+        maker: (segment, chunk) -> the payloads that its values were decoded from.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Rank:
 
 
 def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -> list[Rank]:
-    """Every rank at its end. Fails if ranks wait for each other, or a message meets another."""
+    """Run all ranks to their ends. Fails on a deadlock, or if two messages have the same key."""
     chunks = algorithm.chunks(world_size)
     graphs = [algorithm.build(r, world_size, sizes) for r in range(world_size)]
     ranks = [Rank(r, g, list(g.waits)) for r, g in enumerate(graphs)]
@@ -47,9 +47,9 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
             for c in range(chunks):
                 if segment[c]:
                     rank.values[s, c] = Counter([rank.number])
-    mail: dict[Letter, Message] = {}
+    mail: dict[MessageKey, Message] = {}
     reused = {
-        letter_of(rank, task): (rank, earlier)
+        key_of(rank, task): (rank, earlier)
         for rank in ranks
         for task, earlier in enumerate(rank.graph.reuses)
         if earlier >= 0
@@ -64,8 +64,8 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
                 is_next = kind is not Kind.RECV or task == awaited
                 if task in rank.done or rank.waits[task] or not is_next:
                     continue
-                if kind is Kind.SEND and (letter := letter_of(rank, task)) in reused:
-                    assert_free(*reused[letter], mail)
+                if kind is Kind.SEND and (key := key_of(rank, task)) in reused:
+                    assert_free(*reused[key], mail)
                 if step(rank, task, chunks, mail):
                     rank.done.add(task)
                     moved = True
@@ -79,23 +79,23 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], world_size: int) -
 
 
 def name_of(graph: Graph, buffer: int) -> Name:
-    """What all ranks call a buffer."""
+    """A buffer's name, the same on all ranks."""
     g = graph
     place = g.buffer_segment[buffer], g.buffer_chunk[buffer], g.buffer_source[buffer]
     return g.buffer_role[buffer], *place
 
 
-def letter_of(rank: Rank, task: int) -> Letter:
-    """What both ends of a send or recv call its message."""
+def key_of(rank: Rank, task: int) -> MessageKey:
+    """The key of a send's or recv's message, the same on both ends."""
     graph, peer = rank.graph, rank.graph.peer[task]
     role, segment, chunk, _ = name_of(graph, graph.message(task)[0])
     sends = graph.kind[task] is Kind.SEND
     return *((rank.number, peer) if sends else (peer, rank.number)), role, segment, chunk
 
 
-def assert_free(receiver: Rank, buffer: int, mail: dict[Letter, Message]) -> None:
-    """A message is sent into the memory of that which begins with `buffer`: all readers of it must
-    have ended."""
+def assert_free(receiver: Rank, buffer: int, mail: dict[MessageKey, Message]) -> None:
+    """Assert that all readers of the message that begins with `buffer` have ended, since a new
+    message is about to overwrite it."""
     graph = receiver.graph
     (sent,) = {reads for reads in graph.reads if buffer in reads}
     for task in range(len(graph)):
@@ -103,22 +103,22 @@ def assert_free(receiver: Rank, buffer: int, mail: dict[Letter, Message]) -> Non
             what = graph.describe(task)
             assert graph.kind[task] is Kind.SEND, f"{what}: reads what a receive would overwrite"
             assert task in receiver.done, f"{what}: not sent yet"
-            assert letter_of(receiver, task) not in mail, f"{what}: still on its way"
+            assert key_of(receiver, task) not in mail, f"{what}: still on its way"
 
 
-def step(rank: Rank, task: int, chunks: int, mail: dict[Letter, Message]) -> bool:
-    """Do one task; False if its message has not come yet."""
+def step(rank: Rank, task: int, chunks: int, mail: dict[MessageKey, Message]) -> bool:
+    """Run one task; False if its message has not arrived."""
     graph = rank.graph
     kind, reads, writes = graph.kind[task], graph.reads[task], graph.writes[task]
     if graph.peer[task] >= 0:
-        letter = letter_of(rank, task)
+        key = key_of(rank, task)
         if kind is Kind.SEND:
-            assert letter not in mail, f"two messages of one tag: {letter}"
-            mail[letter] = message_of(rank, task)
+            assert key not in mail, f"two messages of one tag: {key}"
+            mail[key] = message_of(rank, task)
             return True
-        if letter not in mail:
+        if key not in mail:
             return False
-        take(rank, task, mail.pop(letter))
+        take(rank, task, mail.pop(key))
         return True
     takes_own = kind is Kind.ENCODE or (kind is Kind.MERGE and graph.own[task] >= 0)
     places = {b: (graph.buffer_segment[b], graph.buffer_chunk[b] % chunks) for b in reads + writes}
@@ -138,13 +138,13 @@ def step(rank: Rank, task: int, chunks: int, mail: dict[Letter, Message]) -> boo
 
 
 def message_of(rank: Rank, task: int) -> Message:
-    """What a send hands over: what each buffer is called, and holds."""
+    """The message of a send: name and content of each buffer."""
     graph = rank.graph
     return [(name_of(graph, b), rank.held[b]) for b in graph.message(task)]
 
 
 def take(rank: Rank, task: int, message: Message) -> None:
-    """A receive is done; both ends have listed the same buffers."""
+    """Complete a receive; checks that both ends list the same buffers."""
     for buffer, (name, total) in zip(rank.graph.message(task), message, strict=True):
         assert name_of(rank.graph, buffer) == name
         rank.held[buffer] = total

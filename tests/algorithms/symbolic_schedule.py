@@ -1,6 +1,6 @@
-"""Runs the schedules of all ranks on symbols, over links of the strictest kind: a batch begins when
+"""Executes the schedules of all ranks symbolically, over the strictest links: a batch begins when
 the one before it has ended on that rank, a message moves when both of its ends have begun, and
-between two ranks the first that is sent goes to the first that is received.
+between two ranks the first send matches the first receive.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from symbolic import Rank, letter_of, message_of, step, take
+from symbolic import Rank, key_of, message_of, step, take
 
 from gradwire.algorithms import Algorithm
 from gradwire.engine import Graph, Kind
@@ -18,21 +18,21 @@ from gradwire.engine.schedule import Wave, lower
 def schedules(
     algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int
 ) -> list[tuple[Wave, ...]]:
-    """Of every rank; each checked for itself."""
+    """The schedules of all ranks; each is checked by itself."""
     found = []
     for rank in range(n):
         graph = algorithm.build(rank, n, sizes)
-        stages = lower(graph, rank, lambda *letter: algorithm.hop(*letter, n))
+        stages = lower(graph, rank, lambda *message: algorithm.hop(*message, n))
         check_order(graph, stages)
         found.append(stages)
     return found
 
 
 def check_order(graph: Graph, stages: Sequence[Wave]) -> None:
-    """Each task is there once, and whatever it needs has ended before it begins."""
+    """Check that each task occurs once, after everything that it needs."""
     listed = [t for s in stages for t in (*s.kernels, *s.messages)]
     assert sorted(listed) == list(range(len(graph)))
-    # Within a stage, kernels stand before messages.
+    # Within a stage, kernels precede messages.
     position = {t: i for i, t in enumerate(listed)}
     batches = [s.messages for s in stages if s.messages]
     batch_of = {t: i for i, batch in enumerate(batches) for t in batch}
@@ -54,7 +54,7 @@ def check_order(graph: Graph, stages: Sequence[Wave]) -> None:
 
 
 def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Rank]:
-    """Every rank at its end. Fails if ranks wait for each other, or a message meets another."""
+    """Run all ranks to their ends. Fails on a deadlock, or if different messages match."""
     chunks = algorithm.chunks(n)
     plans = schedules(algorithm, sizes, n)
     ranks = [Rank(r, algorithm.build(r, n, sizes), []) for r in range(n)]
@@ -63,8 +63,8 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Ra
             for c in range(chunks):
                 if segment[c]:
                     rank.values[s, c] = Counter([rank.number])
-    at = [0] * n  # the stage that a rank's stream has come to
-    posted: list[list[list[int]]] = [[] for _ in range(n)]  # batches, as what is left of each
+    at = [0] * n  # per rank, the stage that its stream has reached
+    posted: list[list[list[int]]] = [[] for _ in range(n)]  # per rank and batch, messages left
     moved = True
     while moved:
         moved = False
@@ -92,7 +92,7 @@ def run(algorithm: Algorithm, sizes: Sequence[Sequence[int]], n: int) -> list[Ra
 
 
 def first(graph: Graph, begun: Sequence[int], peer: int, kind: Kind) -> int | None:
-    """The message of a batch to, or from, a peer that is next."""
+    """The next message of a batch to, or from, a peer."""
     return next((t for t in begun if graph.kind[t] is kind and graph.peer[t] == peer), None)
 
 
@@ -105,7 +105,7 @@ def move(
     other = first(receiver.graph, there, sender.number, Kind.RECV)
     if other is None:
         return False
-    assert letter_of(sender, task) == letter_of(receiver, other), (
+    assert key_of(sender, task) == key_of(receiver, other), (
         f"{sender.graph.describe(task)} from rank {sender.number} meets "
         f"{receiver.graph.describe(other)} of rank {receiver.number}"
     )

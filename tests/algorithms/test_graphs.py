@@ -1,4 +1,4 @@
-"""Every algorithm's graphs over all ranks: nobody waits for ever, sums are whole, bytes counted."""
+"""Every algorithm's graphs over all ranks: no deadlock, complete sums, bytes accounted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw_sizes(data: st.DataObject, chunks: int) -> list[list[int]]:
 
 
 def check(algorithm: Algorithm, n: int, sizes: list[list[int]], whole: bool = True) -> None:
-    """The laws that a graph answers for alone."""
+    """Check the laws that depend on the graph alone."""
     ranks = run(algorithm, sizes, n)
     for rank in ranks:
         graph = rank.graph
@@ -107,7 +107,7 @@ def test_coordinated_rounds(n: int, window: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize("inner", [REGISTRY["sra"], served(2), served(10)], ids=["sra", "2", "10"])
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_coordinated_ranks_have_one_receiver_at_a_time(inner: Algorithm, n: int) -> None:
-    """With a window of 1: what waits for the same messages goes to the same peer."""
+    """With a window of 1, messages that wait for the same messages go to the same peer."""
     algorithm = Coordinated(inner, window=1)
     sizes = [[160] * algorithm.chunks(n)] * 3
     for rank in range(n):
@@ -122,7 +122,7 @@ def test_coordinated_ranks_have_one_receiver_at_a_time(inner: Algorithm, n: int)
 
 
 def columns_of(graph: Graph) -> list[tuple[Any, ...]]:
-    """All that there is of each task, but for `after`."""
+    """All columns of each task except `after`."""
     return [
         (
             graph.describe(task),
@@ -170,7 +170,7 @@ def test_the_halves(n: int, data: st.DataObject) -> None:
 @every
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_rounds_are_the_longest_way(algorithm: Algorithm, n: int) -> None:
-    """The most sends and receives that follow one another, over all ranks."""
+    """The number of messages on the longest chain over all ranks."""
     sizes = [[16] * algorithm.chunks(n)]
     graphs = [algorithm.build(r, n, sizes) for r in range(n)]
     arrived: dict[tuple[Any, ...], int] = {}
@@ -187,10 +187,10 @@ def test_rounds_are_the_longest_way(algorithm: Algorithm, n: int) -> None:
                     continue
                 here = max((depth[r, j] for j in sources[i]), default=0)
                 if kind is Kind.RECV:
-                    letter = (graph.peer[i], r, name_of(graph, graph.message(i)[0]))
-                    if letter not in arrived:
+                    key = (graph.peer[i], r, name_of(graph, graph.message(i)[0]))
+                    if key not in arrived:
                         continue
-                    here = arrived[letter]
+                    here = arrived[key]
                 if kind is Kind.SEND:
                     arrived[r, graph.peer[i], name_of(graph, graph.message(i)[0])] = here + 1
                 depth[r, i] = here
@@ -204,7 +204,7 @@ def test_expected_time_is_rounds_and_bytes(algorithm: Algorithm, n: int) -> None
     payload = 1 << 20
     sizes = [[payload // algorithm.chunks(n)] * algorithm.chunks(n)]
     sent = max(algorithm.wire_bytes(r, n, sizes) for r in range(n))
-    # The busiest link's bytes, but for a tree, whose rank 0 receives first and sends afterwards.
+    # The busiest link's bytes, except for a tree, whose rank 0 first receives and then sends.
     expected = 2 * sent if algorithm is tree else sent
     assert algorithm.seconds(n, payload, 0.0, 1.0) == pytest.approx(expected, rel=0.01)
 
@@ -248,7 +248,7 @@ def test_servers_spread_over_the_ranks() -> None:
     ],
 )
 def test_memory_is_as_documented(name: str, n: int, payloads: float) -> None:
-    """docs/algorithms.md: messages that the rank with the most of them holds, in payloads."""
+    """docs/algorithms.md: the most memory for messages on any rank, in payloads."""
     algorithm = REGISTRY[name]
     chunks = algorithm.chunks(n)
     sizes = [[1600] * chunks]

@@ -1,4 +1,4 @@
-"""The algorithm hierarchical on any machines: who talks to whom, how often, in what memory."""
+"""The algorithm hierarchical on any machines: peers, numbers of messages, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ anywhere = st.lists(st.integers(0, 8), min_size=1, max_size=12)
 
 
 def with_locals(algorithm: Hierarchical, sizes: list[list[int]]) -> list[list[int]]:
-    """With the columns of what travels in full precision."""
+    """Sizes, with the columns for full precision."""
     full = algorithm.inside == "full"
     return [segment + [4 * size for size in segment] * full for segment in sizes]
 
@@ -35,14 +35,14 @@ def sent_to(graph: Graph) -> list[int]:
     data=st.data(),
 )
 def test_on_any_machines(nodes: list[int], inside: str, between: str, data: st.DataObject) -> None:
-    """Sums are whole and alike on all ranks, nobody waits for ever, and bytes are counted."""
+    """Sums are complete and equal on all ranks, there is no deadlock, and bytes are accounted."""
     algorithm = Hierarchical(tuple(nodes), inside, between)
     check_all(algorithm, draw_sizes(data, algorithm.chunks(len(nodes))))
 
 
 @pytest.mark.parametrize("inside", ["full", "codec"])
 def test_a_machine_alone_in_its_row(inside: str) -> None:
-    """Nothing comes to its holders there, and what the machine has added goes on all the same."""
+    """Its holders receive nothing there, and the machine's sums still travel on."""
     algorithm = Hierarchical((1, 2, 2, 2, 1, 2, 3, 3), inside, "grid")
     assert [len(row) for row in algorithm.levels(8).outermost] == [2, 1]
     check_all(algorithm, [[160] * algorithm.chunks(8)] * 2)
@@ -59,8 +59,8 @@ def check_all(algorithm: Hierarchical, sizes: list[list[int]]) -> None:
 
 
 def assert_values_change_in_order(graph: Graph, chunks: int) -> None:
-    """Of two kernels on the values of one chunk, the later one waits for the earlier, or for what
-    another rank has made of it."""
+    """Of two kernels on the values of one chunk, the later one waits for the earlier one, or for a
+    payload that another rank made from its payload."""
     needs: list[set[int]] = [set() for _ in graph.kind]
     for task, dependents in enumerate(graph.dependents):
         for dependent in dependents:
@@ -94,7 +94,7 @@ def test_equal_machines_have_equal_ranks(
     away = machines - 1 if columns == machines else columns + machines // columns - 2
     for r, graph in enumerate(graphs):
         beside = [p for p in sent_to(graph) if p // ranks == r // ranks]
-        # Between machines a rank talks to its counterparts alone.
+        # Between machines, a rank exchanges messages only with its counterparts.
         others = [p for p in sent_to(graph) if p // ranks != r // ranks]
         assert len(beside) == 2 * (ranks - 1)
         assert len(others) == 2 * away
@@ -130,7 +130,7 @@ def test_alone_on_its_machine_it_is_sra(n: int) -> None:
 
 
 def messages_and_sums(graph: Graph) -> list[tuple[Any, ...]]:
-    """All but decodes, which are fewer here."""
+    """All tasks except decodes, which are fewer here."""
     return sorted(task for task in columns_of(graph) if not task[0].startswith("decode"))
 
 
@@ -149,7 +149,7 @@ def test_one_machine_alone(inside: str) -> None:
     [(1, 0), (2, 0), (4, 2), (5, 3), (6, 3), (7, 3), (12, 4), (16, 4), (127, 12), (128, 16)],
 )
 def test_rows_and_columns(machines: int, columns: int) -> None:
-    """Near the square root, without gaps if a number near it divides all."""
+    """Near the square root, preferably a divisor."""
     algorithm = Hierarchical(between="grid")
     assert algorithm.columns(machines) == columns
     assert algorithm.rounds(machines) == (4 if columns else 2 * (machines > 1))
@@ -170,7 +170,8 @@ def test_expected_time_counts_links_between_machines() -> None:
 
 @pytest.mark.parametrize("inside", ["codec", "full"])
 def test_memory_is_as_documented(inside: str) -> None:
-    """docs/algorithms.md, three machines of two; results that end here lie where locals did."""
+    """docs/algorithms.md, three machines of two; results that are not forwarded reuse locals'
+    memory."""
     machines, ranks = 3, 2
     algorithm = Hierarchical((0, 0, 1, 1, 2, 2), inside)
     graph = algorithm.build(0, 6, with_locals(algorithm, [[160] * 6]))

@@ -1,11 +1,11 @@
-"""SRA's graphs over all ranks: what one sends another receives; the formula counts it."""
+"""SRA's graphs over all ranks: every send has its receive; the formula counts the bytes."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from symbolic import Rank, letter_of
+from symbolic import Rank, key_of
 from test_graphs import bytes_sent
 
 from gradwire.algorithms import scatter_reduce_allgather as sra
@@ -24,7 +24,7 @@ def test_sends_and_receives_match(sizes: list[list[int]]) -> None:
     n = len(sizes[0])
     ranks = [Rank(rank, sra.build(rank, n, sizes), []) for rank in range(n)]
     sent, received = (
-        {letter_of(r, t) for r in ranks for t, found in enumerate(r.graph.kind) if found is kind}
+        {key_of(r, t) for r in ranks for t, found in enumerate(r.graph.kind) if found is kind}
         for kind in (Kind.SEND, Kind.RECV)
     )
     assert sent == received

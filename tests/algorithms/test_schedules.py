@@ -47,13 +47,13 @@ def even_sizes(algorithm: Algorithm, n: int, segments: int) -> list[list[int]]:
 
 
 def uncompressed(algorithm: Algorithm, segment: list[int]) -> list[int]:
-    """With the columns of what travels in full precision, where there are any."""
+    """Sizes, with the columns for full precision, if any."""
     plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
     return segment + [4 * size for size in segment] if plain else segment
 
 
 def check(algorithm: Algorithm, sizes: list[list[int]], n: int) -> None:
-    """What schedules make is what graphs make."""
+    """Schedules compute the same sums as graphs."""
     scheduled = symbolic_schedule.run(algorithm, sizes, n)
     for found, expected in zip(scheduled, symbolic.run(algorithm, sizes, n), strict=True):
         assert found.values == expected.values
@@ -81,7 +81,7 @@ def test_whatever_holds_nothing(name: str, n: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["sra", "ring", "parameter_server", "hierarchical", "in_turn"])
 def test_kernels_of_a_segment_run_beside_messages_of_another(name: str) -> None:
-    """Every kernel but those of the first and the last segment has a batch beside it."""
+    """Every kernel except those of the first and the last segment overlaps with a batch."""
     n, segments = 4, 4
     algorithm = ALGORITHMS[name](n)
     sizes = even_sizes(algorithm, n, segments)
@@ -101,7 +101,7 @@ def test_a_single_segment_costs_a_batch_a_round() -> None:
         for n in (2, 4, 8):
             plans = symbolic_schedule.schedules(algorithm, even_sizes(algorithm, n, 1), n)
             batches = max(sum(bool(s.messages) for s in plan) for plan in plans)
-            # Of a tree's rounds, no rank has a part in all.
+            # No rank takes part in all rounds of a tree.
             rounds = algorithm.rounds(n)
             assert batches <= rounds if name == "tree" else batches == rounds
 

@@ -1,4 +1,4 @@
-"""Slots: the numbers that messages travel under are alike at both ends, and unique on a link."""
+"""Slots: the numbers of messages are equal at both ends, and unique per link."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from symbolic import Rank, letter_of
+from symbolic import Rank, key_of
 from test_graphs import draw_sizes
 from test_schedules import ALGORITHMS, even_sizes, uncompressed
 
@@ -21,7 +21,7 @@ def check(algorithm: Algorithm, n: int, sizes: list[list[int]]) -> None:
     ranks = [Rank(r, algorithm.build(r, n, sizes), []) for r in range(n)]
     sent, received = (
         {
-            letter_of(rank, task): rank.graph.slot[task]
+            key_of(rank, task): rank.graph.slot[task]
             for rank in ranks
             for task, found in enumerate(rank.graph.kind)
             if found is kind

@@ -1,4 +1,4 @@
-"""Choosing an algorithm: its options, the machines, and codecs that are not defined in it."""
+"""The choice of an algorithm: its options, the machines, and codecs that it excludes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_machines_are_found_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("inside", ["codec", "full"])
 def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two machines of two: each rank sends half its values to the other of its machine, and
-    half of its half, with the sum of the other half of it, to the one on the other machine."""
+    """Two machines of two ranks: each rank sends half of its values to the other rank of its
+    machine, and half of the remaining half, contribution and result, to the other machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def body(comm: Communicator) -> int:
@@ -224,7 +224,7 @@ def test_attach_takes_every_algorithm() -> None:
     [("sra", 40000.0), ("parameter_server", 40000.0), ("all_gather", 40000.0), ("ring", 26368.0)],
 )
 def test_where_partial_sums_of_fp16_saturate(algorithm: str, average: float) -> None:
-    """docs/algorithms.md: finite everywhere, right where no partial sum travels in fp16."""
+    """docs/algorithms.md: finite everywhere, and exact where no partial sum travels in fp16."""
 
     def body(comm: Communicator) -> tuple[float, float]:
         x, residual = torch.full((9,), 40000.0).half(), torch.zeros(9)

@@ -1,4 +1,4 @@
-"""Compiling: programs of all ranks fit together, memory is not shared, no row is lost."""
+"""Compiling: programs of all ranks match, memory does not overlap, no row is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
-from gradwire.collectives import Operation, arena
+from gradwire.collectives import Operation, placement
 from gradwire.collectives.calls import Calls, Step, covered_messages
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, Program, compile
 from gradwire.engine import HEADER_BYTES, Kind
@@ -62,13 +62,13 @@ specs_of = st.lists(
 
 @pytest.fixture(autouse=True)
 def _small_messages_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "BORROWED_BYTES", 1 << 10)
+    monkeypatch.setattr(placement, "BORROWED_BYTES", 1 << 10)
 
 
 def programs(
     kind: str, specs: list[Spec], n: int, able: Capabilities | None = None, **options: Any
 ) -> list[Program]:
-    """Of every rank, two to a machine."""
+    """The programs of all ranks, two per machine."""
     machines = tuple(rank // 2 for rank in range(n))
     return [
         compile(
@@ -164,7 +164,7 @@ def test_calls_cover_the_rows_of_each_kernel(
     for rank, program in enumerate(programs(kind, specs, n, **given)):
         g, calls = program.graph, program.calls
         assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
-        assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # one behind the other
+        assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # consecutive
         assert batched or calls.last == [first + 1 for first in calls.first]
         for task, of in enumerate(calls.of):
             covered = covered_messages(g, task) if g.peer[task] < 0 else ()
@@ -184,7 +184,7 @@ def test_calls_cover_the_rows_of_each_kernel(
                     at = int(calls.rows["payload"][row])
                     home[at] = bool(at_home[row])
                     ends[at] = at + layout(codec, dtype).nbytes(int(calls.rows["numel"][row]))
-            # Every payload byte of every message, but for padding, is of one row.
+            # Every payload byte of every message, except padding, belongs to one row.
             filled = sorted(ends.items())
             for b in covered:
                 first, last = (
@@ -200,7 +200,7 @@ def test_calls_cover_the_rows_of_each_kernel(
 
 
 def divided(calls: Calls, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row, which of so many tensors it is a piece of, and whether this rank owns it."""
+    """Per row, its tensor's index among `count`, and whether this rank owns the row."""
     terms = calls.terms["values"].astype("i8")
     return terms % count, terms >= count
 

@@ -1,4 +1,4 @@
-"""Ranks that call alike but not the same: nobody gets a wrong number, everybody an error."""
+"""Ranks whose calls look alike but differ: every rank gets an error, and none a wrong number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import as_threads, caught
 
 
 def doubling(by: float) -> Codec:
-    """A codec of one name and no options, whatever it does: a file that is old somewhere."""
+    """A codec whose code differs between ranks under one name: an old file on one of them."""
 
     @dataclass(frozen=True)
     class Stale(Codec):
@@ -54,7 +54,7 @@ def test_a_call_that_differs_is_refused(codec: str, differs: dict[str, Any]) -> 
     alike = {"op": "avg", "seed": 0, "step": 7}
 
     def reduce(comm: Communicator) -> BaseException | None:
-        gw.all_reduce(torch.randn(3000), codec, group=comm, **alike)  # what both have agreed on
+        gw.all_reduce(torch.randn(3000), codec, group=comm, **alike)  # agreed by both
         mine = alike | (differs if comm.rank == 1 else {})
         return caught(lambda: gw.all_reduce(torch.randn(3000), codec, group=comm, **mine))
 
@@ -67,7 +67,7 @@ def test_a_call_that_differs_is_refused(codec: str, differs: dict[str, Any]) -> 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_another_operator_is_named(ranks: int) -> None:
     def reduce(comm: Communicator) -> BaseException | None:
-        gw.all_reduce(torch.randn(3000), group=comm, op="avg")  # what all have agreed on
+        gw.all_reduce(torch.randn(3000), group=comm, op="avg")  # agreed by all
         op = "sum" if comm.rank == 1 else "avg"
         return caught(lambda: gw.all_reduce(torch.randn(3000), group=comm, op=op))
 

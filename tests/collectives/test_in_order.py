@@ -1,4 +1,4 @@
-"""Collectives in stream order, over links without tags: the same bits as with three queues."""
+"""Collectives in stream order, over links without tags: the same bits as on the thread driver."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ every_world = pytest.mark.parametrize("n", WORLD_SIZES)
 
 
 def both(n: int, lazy: bool, body: Any) -> tuple[list[Any], list[Any]]:
-    """What `body` gives in order, and with queues and tags."""
+    """The results of `body` in stream order, and on the thread driver with tags."""
     return as_threads(n, body, fifo=FifoHub(n, lazy)), as_threads(n, body)
 
 
@@ -74,7 +74,7 @@ def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None
         residuals = [torch.zeros_like(t) for t in values]
         collective = prepare(comm.calls, specs, WAYS[way](n))
         sent = []
-        for step in range(2):  # the second time in memory that the first has left
+        for step in range(2):  # the second reuses the first's memory
             items = [
                 Item(t, rng.parameter_keys(0, f"p{i}", comm.rank), step, r)
                 for i, (t, r) in enumerate(zip(values, residuals, strict=True))
@@ -113,7 +113,7 @@ def test_the_functions(n: int, lazy: bool) -> None:
 
 
 def test_jobs_of_several_threads_take_turns() -> None:
-    """In one order on all ranks; that is the callers' part, as with NCCL."""
+    """In the same order on all ranks, which callers must ensure, as with NCCL."""
 
     def body(comm: Communicator) -> list[torch.Tensor]:
         tensors = [torch.full((1000,), float(comm.rank + i)) for i in range(8)]
@@ -154,7 +154,7 @@ def test_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
 
 
 def test_a_call_ends_with_what_broke_the_group() -> None:
-    """A peer's word may be on its way while this rank's own link breaks for the same reason."""
+    """A peer's notice may be in transit while this rank's own link breaks for the same reason."""
     fifo = FifoHub(2, timeout=20)
     reason = TransportError("rank 0: rank 1 has failed: its disk is full", peer=1)
 
@@ -164,7 +164,7 @@ def test_a_call_ends_with_what_broke_the_group() -> None:
         if comm.rank == 1:
             fifo.kill(1)
             return []
-        assert comm.first_to_fail()  # as when a peer's word has come
+        assert comm.first_to_fail()  # as when a peer's notice has arrived
         threading.Timer(0.3, comm.end, [reason]).start()
         return [caught(reduce), caught(reduce)]
 
@@ -172,7 +172,7 @@ def test_a_call_ends_with_what_broke_the_group() -> None:
 
 
 def test_a_bad_payload_breaks_the_group_and_peers_are_told() -> None:
-    """On the CPU the kernel says so at once."""
+    """On the CPU the kernel reports it at once."""
     fifo = FifoHub(2, timeout=20)
     begin = fifo.begin
 
@@ -216,7 +216,7 @@ def test_a_closed_communicator_refuses() -> None:
 
 
 def test_memory_is_that_of_one_collective() -> None:
-    """However many follow one another: each takes the arena that the one before has left."""
+    """Each collective reuses the arena of the one before, however many there are."""
 
     def body(comm: Communicator) -> tuple[int, int]:
         collective = prepare(comm.calls, [Spec("w", 100_000, torch.float32, QSGD())])

@@ -1,4 +1,4 @@
-"""How often Python calls kernels: once for each task of a collective, whatever its codecs."""
+"""How often Python calls kernels: once per task of a collective, whatever its codecs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMEL = 3000
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_task_is_one_call(n: int, in_order: bool) -> None:
     def averaged(comm: Communicator, options: Options) -> tuple[list[torch.Tensor], int, int, int]:
-        """The results; how many calls the second step made; tasks, and kernel calls, it has."""
+        """The results; the calls that the second step made; its tasks; its kernel calls."""
         twice = [codec for codec in MIX for _ in range(2)]
         specs = [Spec(f"p{k}", NUMEL, torch.float32, c, True) for k, c in enumerate(twice)]
         collective = prepare(comm.calls, specs, options)

@@ -1,4 +1,4 @@
-"""What may be combined: every row of LEGAL works, and everything else is refused in words."""
+"""Legal combinations: every row of LEGAL works, and everything else is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(
     feedback: bool,
     algorithm: str,
 ) -> torch.Tensor:
-    """A public function on 1-D values; what it leaves."""
+    """A public function on 1-D values; returns its result."""
     n = comm.world_size
     how: dict[str, Any] = {"group": comm, "algorithm": algorithm}
     if verb == "broadcast":
@@ -68,7 +68,7 @@ def test_every_row_works(row: Legal) -> None:
             row.algorithms.split(", "),
         )
     )
-    wide = torch.int32  # whose values any dtype can be made of
+    wide = torch.int32  # its values convert to any dtype
     given = [[values(12, dtype if dtype in EVERY_DTYPE else wide, made).to(dtype)
               for _, dtype, *_ in cases] for _ in range(n)]  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_every_row_works(row: Legal) -> None:
 
 
 def reference(op: str, given: list[torch.Tensor], verb: str) -> torch.Tensor:
-    """torch's, without ranks."""
+    """torch's result, without ranks."""
     if verb == "all_gather":
         return torch.cat(given)
     if verb == "broadcast":
@@ -121,7 +121,7 @@ def test_rows_name_the_algorithms_that_there_are() -> None:
 
 def named(verb: str, op: str, dtype: torch.dtype, codec: Codec | None, feedback: bool,
           algorithm: str) -> list[str] | None:  # fmt: skip
-    """What the error must say; None of what is legal."""
+    """What the error must say; None if the combination is legal."""
     rows = [r for r in LEGAL if r.verb == verb and (not r.ops or op in r.ops)]
     operation = str(Operation(verb, op, 1 if verb == "broadcast" else 0))
     fitting = [r for r in rows if not r.dtypes or dtype in r.dtypes]
@@ -139,8 +139,8 @@ def named(verb: str, op: str, dtype: torch.dtype, codec: Codec | None, feedback:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_everything_else_is_refused_before_anything_is_sent(verb: str) -> None:
-    """By every rank alone, with the tensor, what was asked for and what is possible; and the group
-    goes on."""
+    """Each rank rejects it without its peers; the error has the tensor, the combination and what is
+    possible; and the group continues to work."""
     ops = (*OPS,) if verb in REDUCING else ("",)
     feedback = [False, True] if verb in REDUCING else [False]
     dtypes = [*EVERY_DTYPE, *ODD]

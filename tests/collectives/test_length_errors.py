@@ -1,4 +1,4 @@
-"""Messages whose length depends on data are not trusted: a change on the way is an error."""
+"""Messages whose length depends on data are validated: a change in transit is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import as_threads, caught
 
 
 class Corrupt:
-    """Changes bytes of one message on its way from rank 1 to rank 0.
+    """Changes bytes of one message from rank 1 to rank 0.
 
     Args:
         part: "head": header and table; "body": what is behind them; "all".
@@ -69,7 +69,7 @@ ROWS = 5  # of the message from rank 1 to rank 0
 
 
 def lie(change: Any, **options: Any) -> str:
-    """What rank 0 says of a head whose table was changed, and the length with it."""
+    """Rank 0's error for a head whose table was changed, and the length with it."""
 
     def change_head(message: np.ndarray) -> None:
         table = message[HEADER_BYTES:].view("<u4")
@@ -103,7 +103,7 @@ def test_a_table_that_lies_is_refused() -> None:
 
 
 def test_counts_that_lie_are_refused_without_a_checksum() -> None:
-    """A body whose counts say more than there is room for."""
+    """A body whose counts exceed the room."""
 
     def change(body: np.ndarray) -> None:
         body[:2] = 255
@@ -114,7 +114,7 @@ def test_counts_that_lie_are_refused_without_a_checksum() -> None:
 
 
 def test_lengths_that_lie_are_refused_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a message that is read where it lies; counts, and then the header's length."""
+    """A message that is read in place: its counts, then the header's length."""
     monkeypatch.setattr("gradwire.collectives.placement.BORROWED_BYTES", 0)
 
     def error(place: slice) -> str:

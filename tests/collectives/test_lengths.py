@@ -44,7 +44,7 @@ DATA = ("zeros", "one value", "gaussian", "heavy")
 
 
 def values(data: str, numel: int, seed: int) -> torch.Tensor:
-    """Of which a threshold selects nothing, almost nothing, some, or a few of very unlike size."""
+    """Values of which a threshold selects none, almost none, some, or a few of different sizes."""
     made = torch.Generator().manual_seed(seed)
     drawn = torch.randn(numel, generator=made)
     if data == "zeros":
@@ -56,7 +56,7 @@ def values(data: str, numel: int, seed: int) -> torch.Tensor:
 
 @dataclass
 class Spy:
-    """What has crossed the hub: the messages of each link and tag, in order."""
+    """Records all messages: per link and tag, in order."""
 
     seen: dict[tuple[int, int, int], list[torch.Tensor]] = field(
         default_factory=lambda: defaultdict(list)
@@ -68,13 +68,13 @@ class Spy:
             self.seen[source, peer, tag].append(message.clone())
 
     def sent(self, rank: int) -> int:
-        """Bytes of all messages of a rank."""
+        """Bytes of all messages that a rank has sent."""
         return sum(m.numel() for key, all_of in self.seen.items() for m in all_of if key[0] == rank)
 
 
 @dataclass
 class Found:
-    """What one rank has at the end: results and residuals, and the bytes of each step."""
+    """One rank's results and residuals, and the bytes of each step."""
 
     tensors: list[torch.Tensor]
     counted: list[int]
@@ -112,7 +112,7 @@ def reduce_all(
 
 
 def account(messages: list[torch.Tensor]) -> int:
-    """Bytes in use that the messages of one link and tag have, each a table and what it tells."""
+    """Bytes in use of the messages of one link and tag: tables and bodies."""
     total = 0
     for message in messages:
         assert message.numel() % 16 == 0
@@ -131,7 +131,7 @@ CASES = one_in(131, product(WAYS, CODECS, WORLD_SIZES, DATA))
 def test_law_5_what_is_in_use_is_sent_and_no_bit_changes(
     way: str, name: str, n: int, data: str
 ) -> None:
-    """Against messages of the greatest size, which are borrowed: results are the same."""
+    """Same results as with messages of the greatest size, which are borrowed."""
     codec, options = CODECS[name], WAYS[way](n)
     spy = Spy()
     hub = Hub(n, corrupt=spy)
@@ -142,9 +142,9 @@ def test_law_5_what_is_in_use_is_sent_and_no_bit_changes(
         assert all(map(torch.equal, found.tensors[: len(SIZES)], packed[0].tensors))
         assert sum(found.counted) == spy.sent(rank)
         assert found.left == 0
-        # What is read in place counts as it is in use: the same, but for the tables.
+        # Messages read in place count their bytes in use: the same, without the tables.
         assert all(a <= b for a, b in zip(expected.counted, found.counted, strict=True))
-    if "full" not in way:  # there, uncompressed messages travel too, which come in one
+    if "full" not in way:  # "full" also sends uncompressed messages, which are not packed
         assert all(account(messages) for messages in spy.seen.values())
     assert n == 1 or spy.seen
 
@@ -162,7 +162,7 @@ def test_little_is_sent_where_little_is_selected(way: str) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "hierarchical" not in way])
 def test_law_5_the_formula_counts_what_is_expected(way: str) -> None:
-    """As many as are expected are selected, in each row: so the formula is exact."""
+    """In each row, the selection has its expected size: so the formula is exact."""
     codec = codecs.get("dgc", density=0.05)
 
     def body(comm: Communicator) -> Found:
@@ -177,7 +177,7 @@ def test_law_5_the_formula_counts_what_is_expected(way: str) -> None:
 def test_staged_and_forwarded_messages_change_no_bit(
     name: str, data: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With memory of their own for the kernels, as on a GPU, messages are packed where they are."""
+    """With separate memory for the kernels, as on a GPU, the host's copies are packed."""
 
     def body(comm: Communicator) -> Found:
         return reduce_all(comm, CODECS[name], Options(algorithm="ring"), data)
@@ -194,7 +194,7 @@ def test_staged_and_forwarded_messages_change_no_bit(
 def test_borrowed_messages_stay_where_they_are(
     way: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a hub that spoils what is given back, and in shared memory, with checksums."""
+    """Over a hub that overwrites what is given back, and in shared memory, with checksums."""
     options = Options(**{**vars(WAYS[way](3)), "checksum": True})
 
     def body(comm: Communicator) -> Found:
@@ -208,7 +208,7 @@ def test_borrowed_messages_stay_where_they_are(
     with ends(3) as machine:
         in_memory = as_threads(3, body, Machine(machine))  # type: ignore[arg-type]
         lent = [end.lent_bytes for end in machine]
-    # What is passed on is not borrowed; of the rest, what is in use counts.
+    # Forwarded messages are not borrowed; the others count their bytes in use.
     sent = [sum(found.counted) for found in in_memory]
     assert lent == sent if way == "sra" else all(map(int.__le__, lent, sent))
     for one, other, expected in zip(over_hub, in_memory, plain, strict=True):
@@ -225,7 +225,7 @@ def test_borrowed_messages_stay_where_they_are(
 
 
 class Machine:
-    """Ranks that share memory; stands for a hub."""
+    """Ranks that share memory, with the interface of a hub."""
 
     def __init__(self, made: list[Any]) -> None:
         self.made = made
@@ -237,13 +237,13 @@ class Machine:
         return end
 
 
-# ---- what is expected, and what is announced
+# ---- expected sizes, and the warning
 
 
 @pytest.mark.parametrize("numel", [1, 79, 1000, 30_011])
 @pytest.mark.parametrize("name", CODECS)
 def test_counts_say_how_much_is_in_use(name: str, numel: int) -> None:
-    """Behind that there are zeros; the last byte in use is one of the payload's own parts."""
+    """Zeros follow the bytes in use; the last byte in use belongs to a field of the payload."""
     codec = CODECS[name]
     lay = layout(codec)
     for data in DATA:
@@ -264,7 +264,7 @@ def encoded(codec: Codec, given: torch.Tensor) -> np.ndarray:
 
 
 def only_packing(spec: Spec) -> packing.Packing:
-    """Of the message of a collective that has one."""
+    """The packing of a collective's only message."""
     parts = partition([spec], chunks=1, segments=1)
     graph = algorithms.get("all_gather").build(0, 2, parts.sizes)
     found = packing.packings(graph, parts)[0]
@@ -306,7 +306,7 @@ def test_what_always_has_one_length_travels_in_one() -> None:
 def test_in_stream_order_the_greatest_size_is_announced_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    codec = codecs.get("graddrop", density=0.03)  # of no other test
+    codec = codecs.get("graddrop", density=0.03)  # not used by another test
     prepared._announced.discard(codec)
 
     def body(comm: Communicator) -> list[Found]:

@@ -67,7 +67,7 @@ def test_identity_reduce_scatter_is_torchs(n: int, dtype: torch.dtype, op: str) 
 
 @pytest.mark.parametrize(("n", "dtype", "codec"), every_pair(WORLD_SIZES, DTYPES, CODECS), ids=str)
 def test_all_gather_gives_every_rank_the_same(n: int, dtype: torch.dtype, codec: Codec) -> None:
-    """Law 1; with Identity it is what went in."""
+    """Law 1; with Identity, the values are unchanged."""
     for shard in SHARDS:
         inputs = [randn(shard, dtype=dtype, seed=r) for r in range(n)]
 
@@ -150,7 +150,7 @@ def test_law_5_bytes_are_accounted(n: int, codec: Codec, kind: str, segments: in
 
 
 def test_the_unbiased_randomk_is_unbiased_here() -> None:
-    """The own shard is exact and others' are scaled, so over all places the mean is right."""
+    """A rank's own shard is exact and others' are scaled, so the mean over all values is exact."""
     codec, n, pattern = RandomK(density=0.1, values="fp32", unbiased=True), 3, randn(10, seed=4)
 
     def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ def test_the_unbiased_randomk_is_unbiased_here() -> None:
         all_gather(whole, own, codec, group=comm, step=1)
         return output, whole
 
-    # every block of ten is a draw of the same
+    # every block of ten is a draw of the same values
     for output, whole in as_threads(n, body):
         for rank, draws in ((1, output), *enumerate(whole.split(100_000))):
             draws = draws.view(-1, 10).double()

@@ -1,4 +1,4 @@
-"""Which random numbers a user's calls draw: each its own, unless it names its step."""
+"""Random numbers of user calls: each call draws its own, unless its step is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target triton through whole collectives: with and without memory of its own, and in order, as
+"""Target triton in whole collectives: with and without separate kernel memory, and in order, as
 over NCCL (law 6)."""
 
 from __future__ import annotations

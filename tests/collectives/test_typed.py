@@ -1,4 +1,4 @@
-"""Typed collectives: every verb, operator, dtype, algorithm and world size, beside torch."""
+"""Typed collectives: every verb, operator, dtype, algorithm and world size, against torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(
 
 @pytest.mark.parametrize(("op", "way", "n"), every_pair(DTYPES, WAYS, WORLD_SIZES))
 def test_all_reduce(op: str, way: str, n: int) -> None:
-    """Tensors of all dtypes of an operator side by side; law 1."""
+    """Tensors of all dtypes of an operator in one collective; law 1."""
     made = generator()
     sizes = [(numel, dtype) for dtype in DTYPES[op] for numel in SIZES]
     given = [[values(*size, made) for size in sizes] for _ in range(n)]
@@ -133,7 +133,7 @@ def test_all_gather_changes_no_bit_of_any_dtype(n: int) -> None:
 
 @pytest.mark.parametrize(("way", "n"), every_pair(DOWN, WORLD_SIZES))
 def test_broadcast_from_every_root(way: str, n: int) -> None:
-    """Dense values of every dtype arrive with all their bits, and the root keeps its own."""
+    """Uncompressed values of every dtype arrive with all their bits, and the root keeps its own."""
     made = generator()
     sizes = [(numel, dtype) for dtype in EVERY_DTYPE for numel in SIZES]
     given = [[values(*size, made) for size in sizes] for _ in range(n)]
@@ -161,7 +161,7 @@ CODECS: dict[str, Codec] = {
 
 @pytest.mark.parametrize(("codec", "way", "n"), one_in(7, product(CODECS, DOWN, WORLD_SIZES)))
 def test_broadcast_through_a_codec(codec: str, way: str, n: int) -> None:
-    """Law 1, the root included; and what arrives is what the codec keeps of the root's values."""
+    """Law 1, including the root; and the result is the root's values within the codec's error."""
     made = generator()
     sizes = [(numel, dtype) for dtype in FLOATS for numel in SIZES]
     given = [[values(*size, made) for size in sizes] for _ in range(n)]
@@ -190,7 +190,7 @@ def check_kept(codec: str, x: torch.Tensor, got: torch.Tensor, where: str) -> No
     if codec == "qsgd":  # at most a step of the grid of 15 over the block's range, and a rounding
         span = float(x.max() - x.min()) + float(x.abs().max())
         assert float(error.max()) <= span / 7, where
-    elif codec == "topk":  # what is picked is as it was, in 16 bits; and the largest is picked
+    elif codec == "topk":  # picked values are unchanged, in 16 bits; the largest is picked
         picked = got != 0
         assert bool((error[picked] <= 2**-8 * x.abs()[picked]).all()), where
         assert bool(picked[x.abs().argmax()]), where
@@ -201,7 +201,7 @@ def check_kept(codec: str, x: torch.Tensor, got: torch.Tensor, where: str) -> No
 
 @pytest.mark.parametrize(("op", "way"), every_pair(["min", "max"], WAYS))
 def test_nan_travels_through_min_and_max(op: str, way: str) -> None:
-    """And through no other place; zeros of either sign become one, so that replicas agree."""
+    """NaN appears at no other index; zeros of mixed signs get the same sign on all ranks."""
     n, made = 5, generator()
     dtypes = [*FLOATS, torch.float64]
     given = [[values(300, dtype, made) for dtype in dtypes] for _ in range(n)]
@@ -260,7 +260,7 @@ def test_the_functions_on_tensors_that_are_not_contiguous(dtype: torch.dtype, n:
 
 
 def test_the_functions_on_views_that_conjugate_or_negate() -> None:
-    """Memory that is not what the tensor says: on one rank, as a root, and as what is filled."""
+    """Lazy views: on one rank, at a root, and as the memory to fill."""
     made = generator()
     given = [values(9, torch.complex64, made) for _ in range(2)]
 

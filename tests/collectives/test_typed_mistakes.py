@@ -1,4 +1,4 @@
-"""Typed collectives called wrongly: by all ranks alike, or by one rank unlike the others."""
+"""Mistakes in calls of typed collectives: by all ranks alike, or by one rank."""
 
 from __future__ import annotations
 
@@ -191,9 +191,9 @@ def scatters(lengths: tuple[int, ...]) -> Callable[[Communicator], object]:
     )[0].result(30)
 
 
-# What most ranks call, what rank 1 calls, what the error must say, and whether every rank waits for
-# the others even where all have agreed on both before. Over links whose sends end at once, a root
-# waits for nobody; over gloo and shared memory it does (test_typed_processes.py).
+# The call of most ranks, the call of rank 1, what the error must say, and whether every rank waits
+# for the others even if all have agreed on both calls before. On links whose sends end at once, a
+# root does not wait; over gloo and shared memory it does (test_typed_processes.py).
 DIFFERENCES: dict[str, tuple[Any, Any, list[str], bool]] = {
     "op": (reduces(op="min"), reduces(op="max"), ["all_reduce(min)", "all_reduce(max)"], True),
     "codec": (reduces(), reduces(codec=QSGD()), ["Identity()", "QSGD("], True),

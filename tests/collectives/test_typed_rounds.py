@@ -1,4 +1,4 @@
-"""Collectives of unlike verbs in one round of a ticket, and rounds of several tickets at once."""
+"""Collectives of different verbs in one round, and rounds of several tickets at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Tensors = list[torch.Tensor]
 
 
 class SlowHub(Hub):
-    """Whose sends are late at random."""
+    """A transport whose sends are late at random."""
 
     def transport(self, rank: int) -> Loopback:
         slow: Loopback = Slow(super().transport(rank), Delays(f"rank {rank}", sends=0.05))  # type: ignore[assignment]
@@ -52,14 +52,14 @@ class SlowHub(Hub):
 
 
 def lengths_of(numel: int, n: int) -> tuple[int, ...]:
-    """Ragged; the last one takes what is left."""
+    """Ragged lengths; the last one takes the rest."""
     parts = [numel // (2 * r + 2) for r in range(n - 1)]
     parts = parts if sum(parts) <= numel else [0] * (n - 1)
     return (*parts, numel - sum(parts))
 
 
 def unlike(c: Context, number: int) -> list[Request]:
-    """One parameter's of a round, all in one round: every verb, dense and through codecs."""
+    """One parameter's requests of a round: every verb, uncompressed and through codecs."""
     g, n, root = c.gradient, c.world_size, (c.step + number) % c.world_size
     lengths = lengths_of(g.numel(), n)
     whole = (g * 100).long()
@@ -78,7 +78,7 @@ def unlike(c: Context, number: int) -> list[Request]:
 
 @dataclass(frozen=True, eq=False)
 class Unlike(Aggregator):
-    """Keeps what every round gave it, and leaves the gradient as it is."""
+    """Records the results of every round, and leaves the gradient unchanged."""
 
     found: list[Tensors] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class Unlike(Aggregator):
 def scopes(
     comm: Communicator, owner: Owner, gradients: Sequence[torch.Tensor], serially: bool
 ) -> list[list[Tensors]]:
-    """A scope for each gradient, all at once or one after the other: scope -> round -> results."""
+    """One scope per gradient, all at once or one after the other: scope -> round -> results."""
     aggregators = [Unlike() for _ in gradients]
     running = []
     for i, (aggregator, gradient) in enumerate(zip(aggregators, gradients, strict=True)):
@@ -163,7 +163,7 @@ def check(found: list[Tensors], given: Tensors, number: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_mistake_in_a_round_names_parameter_and_round(n: int) -> None:
-    """Of an aggregator, before anything of that round is sent."""
+    """An aggregator's mistakes fail before the round sends anything."""
 
     @dataclass(frozen=True)
     class Wrong(Aggregator):
@@ -185,7 +185,7 @@ def test_a_mistake_in_a_round_names_parameter_and_round(n: int) -> None:
 
     errors = as_threads(n, body)
     assert any(isinstance(error, ConfigError) for error in errors)
-    for error in errors:  # who meets it first tells the others
+    for error in errors:  # the first rank to meet it tells the others
         assert "w (2): all_reduce(sum) of torch.bool is not defined" in str(error)
         assert "round 1" in str(error)
 

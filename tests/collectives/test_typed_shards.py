@@ -1,4 +1,4 @@
-"""ReduceScatter and AllGather of unequal shards, side by side or at a distance."""
+"""ReduceScatter and AllGather of unequal shards, adjacent or with gaps."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def lengths_of(pattern: str, n: int) -> tuple[int, ...]:
 
 
 def stride_of(lengths: tuple[int, ...], gap: str) -> int:
-    """0, the least there can be, or more."""
+    """A stride: 0, the least possible, or more."""
     return 0 if not GAP[gap] else max(*lengths, 1) + GAP[gap] - 1
 
 
 def places(lengths: tuple[int, ...], stride: int) -> list[slice]:
-    """Of each rank's shard in memory."""
+    """The slice of each rank's shard."""
     begins = [r * stride if stride else sum(lengths[:r]) for r in range(len(lengths))]
     return [slice(b, b + length) for b, length in zip(begins, lengths, strict=True)]
 
@@ -54,7 +54,7 @@ def places(lengths: tuple[int, ...], stride: int) -> list[slice]:
 def spread(
     values: torch.Tensor, lengths: tuple[int, ...], stride: int, fill: float
 ) -> torch.Tensor:
-    """The shards of `values` where they stand in memory, and `fill` between them."""
+    """The shards of `values` at their offsets, with `fill` between them."""
     where = places(lengths, stride)
     memory = torch.full((max(where[-1].stop, sum(lengths)),), fill).to(values.dtype)
     for at, shard in zip(where, values.split(lengths), strict=True):
@@ -63,7 +63,7 @@ def spread(
 
 
 def run(comm: Communicator, request: Request, **how: Any) -> torch.Tensor:
-    """What a single collective leaves on this rank; law 5 holds."""
+    """The result of a single collective on this rank; checks law 5."""
     options = Options(**how)
     running, result = begin(comm, request, "w", 0, 7, options)
     sent = running.result(30).wire_bytes
@@ -75,7 +75,7 @@ def run(comm: Communicator, request: Request, **how: Any) -> torch.Tensor:
 
 
 def filled(memory: torch.Tensor, lengths: tuple[int, ...], stride: int) -> torch.Tensor:
-    """What stands between shards."""
+    """The memory between shards."""
     between = torch.ones(memory.numel(), dtype=torch.bool)
     for at in places(lengths, stride):
         between[at] = False
@@ -87,8 +87,8 @@ def filled(memory: torch.Tensor, lengths: tuple[int, ...], stride: int) -> torch
     every_pair(PATTERNS, GAP, [False, True], DTYPES, WORLD_SIZES),
 )
 def test_dense_shards_of_every_dtype(pattern: str, gap: str, home: bool, op: str, n: int) -> None:
-    """A reduce-scatter, then an all-gather of what it left; gaps stay, and so does the input where
-    there is a home."""
+    """A reduce-scatter, then an all-gather of its result; gaps stay unchanged, and so does the
+    input if there is a home."""
     made = generator()
     lengths = lengths_of(pattern, n)
     stride = stride_of(lengths, gap)
@@ -162,7 +162,7 @@ def test_a_result_does_not_depend_on_the_stride(
         for other in rank[1:]:
             assert all(map(same_bits, rank[0], other))
     for r, at in enumerate(places(lengths, 0)):
-        assert same_bits(found[r][0][1][at], kept[r][at])  # the own shard's is not touched
+        assert same_bits(found[r][0][1][at], kept[r][at])  # the own shard's is unchanged
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def main() -> None:
 
 
 class Spoiling(FifoHub):
-    """Every message's payload says that it has more entries than there can be."""
+    """Every message's payload claims more entries than possible."""
 
     def begin(self, rank: int, batch: FifoBatch) -> None:
         for message in batch.messages:
@@ -80,8 +80,8 @@ class Spoiling(FifoHub):
 
 
 def told() -> list[list[str]]:
-    """By rank: what calls of two groups raise, of which one gets bad payloads. In order, a later
-    call of the same group is told, and nobody else, though both use the same kernels."""
+    """By rank: the errors of calls on two groups, of which one gets bad payloads. In order, only a
+    later call on the same group fails, although both use the same kernels."""
     hub, link = Hub(2), FifoHub(2)
     others = [
         Communicator(hub.transport(r), links=lambda device, r=r: link.link(r)) for r in range(2)

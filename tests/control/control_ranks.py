@@ -16,7 +16,7 @@ SIZES = [1, 2, 3, 5, 8]
 
 
 class Ears:
-    """A listener that keeps what it heard."""
+    """A listener that records notices."""
 
     def __init__(self) -> None:
         self.heard_from: list[tuple[int, dict[str, Any]]] = []
@@ -48,7 +48,7 @@ def group(
     shared: bool = False,
     ears: list[Ears] | None = None,
 ) -> Iterator[list[Member]]:
-    """The members of a group; each rank has a channel of its own, unless they are `shared`."""
+    """The members of a group; each rank has its own channel, unless it is `shared`."""
     store = dist.HashStore() if store is None else store
     ears = ears or [Ears() for _ in range(world_size)]
     with channels(world_size, shared) as made:
@@ -62,12 +62,12 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait until `holds`; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come to be"
+        assert time.monotonic() < end, "the condition never held"
         time.sleep(0.002)
 
 
 class Wrapped:
-    """A store that does something before each operation; it is told the (first) key."""
+    """A store that calls a function with the (first) key before each operation."""
 
     def __init__(self, store: Any, before: Callable[[str], Any]) -> None:
         self.store = store

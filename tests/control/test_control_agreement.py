@@ -98,7 +98,7 @@ def test_a_difference_does_not_wait_for_the_last_rank() -> None:
 
 
 def test_the_first_to_come_is_slow_to_say_what_it_holds() -> None:
-    """Others that differ from it, and not from each other, hear of each other meanwhile."""
+    """Others that differ from it, and not from each other, see each other's entries meanwhile."""
     store = dist.HashStore()
     goes_on = threading.Event()
     slow = Wrapped(store, lambda key: goes_on.wait(20) if "descriptions/" in key else None)
@@ -256,7 +256,7 @@ def test_random_delays_before_every_operation(seed: int) -> None:
             assert all(isinstance(future.exception(30), ConfigError) for future in differing)
             assert [future.result(30) for future in exchanged] == [[b"\0", b"\1", b"\2"]] * 3
         assert {m.first("k", bytes([m.rank])) for m in members} == {b"\0"}
-        # News are in order: what was told before an agreement that has ended is there.
+        # Entries are in order: notices sent before a completed agreement have arrived.
         last = [m.exchange("last", b"") for m in members]
         for future in last:
             future.result(30)

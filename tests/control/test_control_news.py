@@ -1,4 +1,4 @@
-"""What a rank tells, all others hear once and in order; leaving; what is not ours is ignored."""
+"""All others receive a rank's notices once and in order; leaving; foreign entries are ignored."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_all_others_hear_each_notice_once_and_in_order(world_size: int, shared: 
     ears = [Ears() for _ in range(world_size)]
     count = 40
     with group(world_size, shared=shared, ears=ears) as members:
-        for i in range(count):  # the first are told before there is a place among the others
+        for i in range(count):  # the first are sent before the rank has its place
             for member in members:
                 member.tell({"i": i})
         until(lambda: all(len(e.heard_from) >= count * (world_size - 1) for e in ears))
-        # Whatever comes twice would come before this does.
+        # A duplicate would arrive before this.
         for future in [member.exchange("e", b"") for member in members]:
             future.result(20)
     for rank, ear in enumerate(ears):
@@ -170,7 +170,7 @@ def test_closing_ends_what_is_pending_and_tells_what_was_told() -> None:
 
 
 def test_a_store_that_hangs_holds_up_nobody() -> None:
-    """Neither deadlines, nor ticks, nor other groups, nor leaving and closing."""
+    """Deadlines, ticks, other groups, leaving and closing do not block."""
     hangs = threading.Event()
     end = threading.Event()
 
@@ -214,7 +214,7 @@ def test_a_group_that_is_made_anew_over_its_store() -> None:
             ears = [Ears(), Ears()]
             members = [made[r].join(store, r, 2, 20.0, ears[r]) for r in range(2)]
             members[0].tell({"incarnation": incarnation})
-            lines = [f"version {incarnation}"]  # under the same key: what was there must not count
+            lines = [f"version {incarnation}"]  # under the same key: older entries must not count
             assert len({f.result(20) for f in [m.agree("a", "plan", lines) for m in members]}) == 1
             assert members[0].first("k", b"%d" % incarnation) == b"%d" % incarnation
             heard = ears[1].heard_from
@@ -232,7 +232,7 @@ def test_a_rank_that_comes_back_before_the_others_have_left() -> None:
         old[1].leave({})
         new = made[1].join(store, 1, 2, 20.0, Ears())
         waits = new.exchange("e", b"new 1")
-        time.sleep(0.3)  # rank 0's former incarnation must not take it in
+        time.sleep(0.3)  # rank 0's former incarnation must not admit it
         old[0].leave({})
         other = made[0].join(store, 0, 2, 20.0, Ears())
         assert other.exchange("e", b"new 0").result(20) == [b"new 0", b"new 1"]
@@ -304,14 +304,14 @@ def test_groups_that_were_left_leave_nothing(kind: str, groups: int) -> None:
             assert [f.result(60) for f in [m.exchange("e", b"") for m in members]]
             for member in members:
                 member.leave({})
-            kept += members  # who keeps them must not keep a connection
+            kept += members  # references to them must not keep a connection
             threads.append(len(set(threading.enumerate()) - before))
             descriptors.append(len(os.listdir("/proc/self/fd")))
     assert threads[-1] == threads[0]
     assert descriptors[-1] <= descriptors[0] + 4  # the server lets its ends go a little later
 
 
-# ---- what is not ours
+# ---- foreign entries
 
 
 def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,8 +333,8 @@ def test_what_others_write_is_ignored_with_one_warning(caplog: pytest.LogCapture
             b'{"from": "0", "told": {}}',
             b'{"from": true, "told": {}}',
             b'{"from": 0, "told": []}',
-            b'{"from": 0, "exchanged": "f"}',  # it is not
-            b'{"from": 0, "differs": "a"}',  # nobody has said what
+            b'{"from": 0, "exchanged": "f"}',  # false
+            b'{"from": 0, "differs": "a"}',  # without a description
             b'{"from": 0, "told": {"true": 1}}',
         ]
         for entry in entries:
@@ -411,7 +411,7 @@ def test_a_store_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         assert isinstance(members[0].agree("a", "plan", []).exception(10), TransportError)
         with pytest.raises(TransportError):
             members[0].first("k", b"")
-    # Rank 1 waited for nothing, and has nothing to say.
+    # Rank 1 waited for nothing, so it logs nothing.
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

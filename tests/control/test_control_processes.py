@@ -57,7 +57,7 @@ channel = Channel()
 
 
 class Rank:
-    """A process that runs a script behind the prelude."""
+    """A process that runs a script after the prelude."""
 
     def __init__(self, script: str, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
         arguments = [sys.executable, "-c", PRELUDE + script, str(rank), str(world_size), str(port)]
@@ -70,20 +70,20 @@ class Rank:
         )
 
     def hears(self) -> Any:
-        """What it says next."""
+        """The next line of its output."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.stderr and self.process.stderr.read()
         return json.loads(line)
 
     def tell(self) -> None:
-        """Let it go on from `input()`."""
+        """Let it continue from `input()`."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def ends(self) -> str:
-        """Its standard error, once it has ended well."""
+        """Its standard error, once it has ended with exit code 0."""
         _, errors = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, errors
         return errors
@@ -91,7 +91,7 @@ class Rank:
 
 @contextmanager
 def ranks(script: str, world_size: int, port: int = 0) -> Iterator[tuple[Rank, list[Rank]]]:
-    """A process for each rank; and, where no `port` of a store is given, one that hosts it."""
+    """A process per rank; and, unless a store's `port` is given, one that hosts the store."""
     started = []
     try:
         if port == 0:
@@ -137,7 +137,7 @@ def test_processes_agree(world_size: int) -> None:
 
 @EXHAUSTIVE
 def test_the_host_is_killed() -> None:
-    """What is pending fails with a sentence, said once; who waits for nothing is silent."""
+    """Pending futures fail, with one log entry; ranks that wait for nothing log nothing."""
     script = """
 logging.basicConfig(format="%(message)s")
 member = channel.join(store, rank, world_size, 60.0, ears)
@@ -160,7 +160,7 @@ member.leave({})
         for rank in started:
             rank.tell()
         errors = [rank.ends() for rank in started]
-        # torch may add a stack trace of its own, for an operation that was under way.
+        # torch may add its own stack trace, for an operation in flight.
         assert errors[0].count("gradwire: the store at 127.0.0.1:") == 1
         assert "gradwire" not in errors[1]
 
@@ -194,8 +194,8 @@ if rank == 2:  # it leaves by the last line
 
 
 def test_the_end_of_a_training_script() -> None:
-    """Rank 0 hosts the store, comes last to what all agree on, and exits at once; nobody destroys
-    the group."""
+    """Rank 0 hosts the store, comes last to the agreement, and exits at once; no rank destroys the
+    group."""
     script = f"""
 import os, sys, time
 import torch.distributed as dist
@@ -268,7 +268,7 @@ def test_the_server_is_not_kept_alive() -> None:
 def test_another_server_at_the_address_is_not_taken_for_the_one_that_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    meanwhile = []  # whether it counts as broken, as long as nobody knows which server answers
+    meanwhile = []  # whether it counts as broken, until it is known which server answers
 
     def asked(store: Any) -> bytes:
         meanwhile.append(host.is_broken)

@@ -1,4 +1,4 @@
-"""The scheduler core alone: random graphs, rounds and timings, with nothing but its events."""
+"""The scheduler core alone: random graphs, rounds and timings, driven by its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Driver:
     def __init__(self, core: Core, draw: random.Random) -> None:
         self.core = core
         self.draw = draw
-        self.open: list[tuple[str, Run, int]] = []  # what may happen next
+        self.open: list[tuple[str, Run, int]] = []  # events that may happen next
         self.log: list[tuple[str, int, int]] = []  # (what, ticket, round)
         self.held: set[Run] = set()
         self.done: dict[Run, set[int]] = {}
@@ -64,8 +64,8 @@ class Driver:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_timing_keeps_the_owners_order(window: int, seed: int) -> None:
-    """Tickets of 1 to 3 rounds, of 1 or 2 collectives each: admitted and returned in order,
-    `window` at a time, all ended."""
+    """Tickets of 1 to 3 rounds, of 1 or 2 collectives each: all are admitted and returned in order,
+    `window` at a time."""
     draw = random.Random(seed)
     core = Core(window)
     driver = Driver(core, draw)

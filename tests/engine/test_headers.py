@@ -1,4 +1,4 @@
-"""Headers of several buffers at once: the same bytes as one by one, and the same verdicts."""
+"""Headers of several buffers at once: the same bytes and results as one by one."""
 
 from __future__ import annotations
 

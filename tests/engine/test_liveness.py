@@ -1,4 +1,4 @@
-"""Whether another process of this machine is there."""
+"""Whether another process on this machine still runs."""
 
 from __future__ import annotations
 

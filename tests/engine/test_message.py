@@ -1,4 +1,4 @@
-"""Headers: a payload that is not the one expected is refused, and the error says why."""
+"""Headers: an unexpected payload is rejected, and the error says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of collectives: reused where it fits, and let go where it would pile up."""
+"""Memory of collectives: reused where it fits, and dropped where it would accumulate."""
 
 from __future__ import annotations
 

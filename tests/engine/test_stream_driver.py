@@ -1,6 +1,6 @@
-"""What the driver on a stream leaves to streams: it waits for nothing, and orders everything.
+"""The driver on a stream: the host does not wait, and all work is ordered on streams.
 
-Links here never deliver, and streams are records of what was asked of them.
+Links here never deliver, and streams record the calls made on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Nowhere:
-    """A link that takes everything and never delivers; `log` is what it was asked."""
+    """A link that accepts everything and never delivers; `log` records its calls."""
 
     def __init__(self, log: list[str] | None = None, world_size: int = 2) -> None:
         self.log = [] if log is None else log
@@ -61,7 +61,7 @@ class Nowhere:
 
 
 class Symbols:
-    """A job of nothing but its schedule."""
+    """A job that consists of its schedule."""
 
     kernel_calls = 0
 
@@ -98,7 +98,7 @@ def over(link: Nowhere) -> Communicator:
 
 
 def submit(comm: Communicator, work: Any) -> Future[Outcome]:
-    """One round, in a ticket of its own."""
+    """One round, in its own ticket."""
     stream = comm.stream(CPU)
     assert stream is not None
     ticket = comm.calls.ticket()
@@ -109,7 +109,7 @@ def submit(comm: Communicator, work: Any) -> Future[Outcome]:
 
 
 def alone(link: Nowhere) -> Communicator:
-    """Rank 0 of two, whose peer holds whatever it holds, and never sends."""
+    """Rank 0 of two, whose peer agrees with everything, and never sends."""
     comm = Communicator(Hub(2).transport(0), links=lambda device: link)
     comm.exchange = lambda key, facts: [facts] * 2  # type: ignore[method-assign]
     agreed: Future[int] = Future()
@@ -119,11 +119,11 @@ def alone(link: Nowhere) -> Communicator:
 
 
 def stages_of(graph: Graph, rank: int, n: int, name: str) -> tuple[Wave, ...]:
-    return lower(graph, rank, lambda *letter: REGISTRY[name].hop(*letter, n))
+    return lower(graph, rank, lambda *message: REGISTRY[name].hop(*message, n))
 
 
 def test_kernels_and_batches_are_queued_stage_by_stage() -> None:
-    """SRA on 2 ranks, 3 segments: encoding runs ahead of the batch that is under way."""
+    """SRA on 2 ranks, 3 segments: encoding runs ahead of the batch in flight."""
     log: list[str] = []
     graph = REGISTRY["sra"].build(0, 2, [[16, 16]] * 3)
     work = Symbols(stages_of(graph, 0, 2, "sra"), log, graph=graph)
@@ -160,7 +160,7 @@ def test_memory_is_given_back_behind_all_batches(name: str) -> None:
 def test_the_host_waits_for_nothing(
     name: str, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A collective whose peers never answer is queued to its end; nobody asks a device."""
+    """A collective whose peers never answer is queued to its end; no device is queried."""
     comm = alone(Nowhere())
     options = Options(algorithm=name, segments=2)
     collective = prepare(comm.calls, [Spec("w", 5000, torch.float32, codec, True)], options)
@@ -190,7 +190,7 @@ def test_the_host_waits_for_nothing(
 
 
 class Stream:
-    """In place of a CUDA stream."""
+    """A stand-in for a CUDA stream."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.device, self.events = name, log, torch.device("cpu"), 0
@@ -290,16 +290,16 @@ def test_a_collective_runs_on_the_side_stream_behind_the_callers(
         "side records 1",
         "caller waits for side 1",
     ]
-    # Neither may be given to others before the side stream is done with it.
+    # Neither may be reused before the side stream has finished with it.
     assert {t.data_ptr() for t in recorded} == {values.data_ptr(), residual.data_ptr()}
     comm.close()
 
 
-# ---- verdicts: what a GPU says later
+# ---- verdicts, which a GPU reports later
 
 
 class Later:
-    """A verdict that is not known at once."""
+    """A verdict that becomes known later."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Tags: what may be in flight at once between two ranks never has one tag."""
+"""Tags: messages that may be in flight together between two ranks have different tags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwire.transport import Hub
 
 
 def test_messages_within_the_windows_have_tags_of_their_own() -> None:
-    """Whatever tickets the owners are at: each has a window of them, in up to four rounds."""
+    """At any ticket numbers: each owner has a window of tickets, in up to four rounds."""
     draw = random.Random(0)
     for _ in range(20):
         tags: list[int] = []

@@ -1,4 +1,4 @@
-"""The engine's promises: nothing hangs, nothing lingers, one caller's error is its own."""
+"""The engine's guarantees: no hangs, no leaks, and one caller's error does not affect others."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_waiting_in_a_callback_is_refused() -> None:
     def body(comm: Communicator) -> BaseException | None:
         all_reduce(torch.ones(300), group=comm)
         if comm.rank == 1:
-            time.sleep(0.5)  # so that rank 0's callback is there before the result
+            time.sleep(0.5)  # so that rank 0 adds its callback before the result
         future = all_reduce(torch.ones(300), group=comm, async_op=True)
         assert future is not None
         if comm.rank == 1:
@@ -132,8 +132,8 @@ def test_waiting_in_a_callback_is_refused() -> None:
 
 
 def test_tickets_are_returned_in_their_order() -> None:
-    """Ticket 0 lasts, since rank 1 joins it late; ticket 1 is rank 0's alone and ends at once.
-    Ticket 2 waits for ticket 0 all the same: two are admitted at a time, on every rank alike."""
+    """Ticket 0 takes long, since rank 1 joins it late; ticket 1 is only rank 0's and ends at once.
+    Ticket 2 still waits for ticket 0: two are admitted at a time, on every rank alike."""
     hub = Hub(2, timeout=20)
     joined = threading.Event()
 
@@ -200,7 +200,7 @@ def test_what_may_differ_between_ranks_may_change_on_one() -> None:
 
 
 def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Though two threads meet it before either has told the peers."""
+    """Although two threads meet it before either has told the peers."""
     comm = Communicator(Hub(1).transport(0))
     tell, told = comm.transport.fail, []
 
@@ -221,7 +221,7 @@ def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight groups at rest hold none of their own, and idle ones end."""
+    """Eight idle groups hold no threads, and idle threads end."""
     monkeypatch.setattr(Engine, "_current", None)
 
     def body(comm: Communicator) -> None:
@@ -238,7 +238,7 @@ def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_groups_in_opposite_order() -> None:
-    """Each rank waits for the call that the other has not made yet, and makes the other one."""
+    """Each rank waits for a call that the other makes second."""
     hubs = [Hub(2, timeout=10), Hub(2, timeout=10)]
     found: list[list[float]] = [[], []]
 

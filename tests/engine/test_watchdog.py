@@ -1,4 +1,4 @@
-"""Whom a failure is put down to, and how far a detached owner has come: the watch by itself."""
+"""The watchdog alone: the rank that a failure is attributed to, and closed owners."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradwire.transport import Hub
 
 
 class Comm:
-    """Rank 0 of four, which has met a failure itself, and keeps what it tells."""
+    """Rank 0 of four, which has met a failure, and records its notices."""
 
     rank, world_size, error, opened = 0, 4, None, None
 
     def dead_peer(self) -> None:
-        """All peers are there."""
+        """All peers are alive."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -95,7 +95,7 @@ def test_rounds_that_are_only_slow_are_reported_less_and_less() -> None:
 
 
 def test_what_is_issued_counts_where_an_owner_is_closed() -> None:
-    """The last sends of a ticket may still be under way, and its peers wait for them rightly."""
+    """The last sends of a ticket may still be in flight, and its peers may wait for them."""
     comm = Comm()
     owner = SimpleNamespace(
         key="owner 0", name="a module", core=SimpleNamespace(issued=4), returned=3
@@ -105,7 +105,7 @@ def test_what_is_issued_counts_where_an_owner_is_closed() -> None:
 
 
 def test_a_round_that_begins_while_it_is_looked_at_is_not_taken_for_the_last() -> None:
-    """Numbers and contents of a round are read together: unlike ones would break the group."""
+    """Numbers and contents of a round are read together: a mismatch would break the group."""
     comm = Communicator(Hub(1).transport(0))
     claimed: list[dict[str, Any]] = []
 

@@ -32,7 +32,7 @@ CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05), Rando
 NAMES = ["identity", "qsgd", "terngrad", "topk", "randomk"]
 FEW: list[Codec] = [Identity(), QSGD(), TopK(density=0.05)]
 
-# What stands for world size n: the options with which an algorithm runs.
+# The options of each algorithm, as a function of world size n.
 WAYS = {
     "sra": lambda n: Options(),
     "ring": lambda n: Options(algorithm="ring"),
@@ -65,7 +65,7 @@ every_case = pytest.mark.parametrize(
 
 @dataclass
 class Run:
-    """What one all-reduce of random values found and left; by rank, then by tensor."""
+    """Inputs and results of one all-reduce of random values; by rank, then by tensor."""
 
     data: list[list[torch.Tensor]]
     before: list[list[torch.Tensor]]
@@ -140,7 +140,7 @@ def check_nothing_is_lost(found: Run, n: int, dtype: torch.dtype, average: bool)
         assert all(
             torch.equal(a, b) for a, b in zip(found.before[0], found.residuals[0], strict=True)
         )
-        return  # nothing is sent, so nothing can be lost; the residual waits
+        return  # nothing is sent, so nothing can be lost; the residual is unchanged
     for i in range(len(SIZES)):
         brought = sum(found.data[r][i].double() + found.before[r][i].double() for r in range(n))
         kept = sum(found.residuals[r][i].double() for r in range(n))
@@ -217,7 +217,7 @@ def test_law_8_company_changes_nothing(way: str, codec: Codec) -> None:
         assert torch.equal(alone, fused)
 
 
-PATTERN = 10  # values that repeat: every block of RandomK(0.1) is a draw of the same
+PATTERN = 10  # values that repeat: every block of RandomK(0.1) is a draw of the same values
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_law_10_a_dead_peer_is_named_by_every_survivor(way: str) -> None:
 
     def body(comm: Communicator) -> BaseException | None:
         reduce_all(comm, [torch.randn(5000)], QSGD(), WAYS[way](4))
-        agreed.wait()  # on what it is, and all of it is here
+        agreed.wait()  # all ranks have agreed, and this rank has everything
         if comm.rank == 2:
             hub.kill(2)
             return None
@@ -357,7 +357,7 @@ def test_what_is_switched_off_for_an_ablation_changes_no_bit(options: Options, n
 def test_staged_messages_change_no_bit(
     way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With memory of their own for the kernels, as on a GPU: whatever is not copied is missed."""
+    """With separate memory for the kernels, as on a GPU: a missing copy gives wrong results."""
     made = torch.Generator().manual_seed(4)
     data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]
 
@@ -384,7 +384,7 @@ def test_memory_of_another_device_is_refused() -> None:
 
 
 class Machine:
-    """Ranks that share memory; stands for a hub."""
+    """Ranks that share memory, with the interface of a hub."""
 
     def __init__(self, made: list[Shm]) -> None:
         self.made = made
@@ -400,8 +400,8 @@ class Machine:
 def test_borrowed_messages_change_no_bit(
     way: str, codec: Codec, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages that are read where they lie, over a hub that spoils what is given back, and in
-    shared memory; all of them, however small."""
+    """Messages that are read in place, over a hub that overwrites what is given back, and in shared
+    memory; messages of any size."""
     made = torch.Generator().manual_seed(4)
     data = [[torch.randn(m, generator=made) for m in SIZES] for _ in range(n)]
 
@@ -422,5 +422,5 @@ def test_borrowed_messages_change_no_bit(
     for borrowing in (over_hub, in_memory):
         for (found, _), (expected, _) in zip(borrowing, plain, strict=True):
             assert all(map(torch.equal, found, expected))
-        # Where sends are gates they must end early, so nothing is borrowed.
+        # Where tasks wait for sends, these must end early, so nothing is borrowed.
         assert any(borrows for _, borrows in borrowing) == (n > 1 and "coordinated" not in way)

@@ -1,4 +1,4 @@
-"""The laws that codecs answer for alone: unbiased, non-finite travels, residuals, sizes."""
+"""The laws that depend on the codec alone: unbiased, non-finite travels, residuals, sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gradwire.lang import ROW, kernels, layout
 from products import in_turn
 
 TARGETS = ["c", "eager"]
-# their errors are within a step of a grid
+# codecs whose errors are within a step of a grid
 STOCHASTIC: list[Codec] = [
     QSGD(),
     QSGD(bits=1, block=16),
@@ -52,7 +52,7 @@ UNBIASED: list[Codec] = [
     *(c for c in CODECS if isinstance(c, (RandomK, RandomShift, Rotated))),
     *(c for c in CODECS if isinstance(c, LearnedLevels) and c.rounding == "stochastic"),
 ]
-# what error feedback makes whole
+# codecs that work with error feedback
 PARTIAL: list[Codec] = [
     *(c for c in CODECS if isinstance(c, (OneBit, TBQ, TopK, DGC, GradDrop, HardThreshold))),
     MSTopK(density=0.1, values="fp32"),
@@ -100,7 +100,7 @@ def grid_step(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("codec", [*UNBIASED, Rotated("full", 4, 32)], ids=repr)
 def test_stochastic_codecs_are_unbiased(codec: Codec) -> None:
     """Law 3: over 10^4 draws the mean error is within 5 standard errors, element by element."""
-    # what is interpreted takes a millisecond a draw
+    # interpreted codecs take a millisecond per draw
     draws, n = 1000 if codec == Rotated("full", 4, 32) else 10_000, 48
     values = gradient(n, seed=3)
     made = kernels(codec, torch.float32, "c")
@@ -249,7 +249,7 @@ def test_nothing_is_lost(codec: Codec, target: str) -> None:
 
 @pytest.mark.parametrize("codec", PARTIAL, ids=repr)
 def test_error_feedback_sends_all_in_the_end(codec: Codec) -> None:
-    """Of a constant gradient, the mean of what has been sent comes closer and closer."""
+    """For a constant gradient, the mean of what has been sent converges to it."""
     values = torch.randn(2000, generator=torch.Generator().manual_seed(4)) * 1e-3
     residual, errors = torch.zeros(2000), []
     for step in range(400):
@@ -281,7 +281,7 @@ def test_every_size_round_trips(codec: Codec, target: str) -> None:
 
 
 def codes(n: int, block: int, bits: int) -> int:
-    """Bytes of codes, a block after the other, written out from docs/wire-format.md."""
+    """Bytes of codes, block by block, computed from docs/wire-format.md."""
     sizes = [block] * (n // block) + [n % block] * (n % block > 0)
     return sum(-(-m * w // 8) for m in sizes for w in (8, 4, 2, 1) if bits & w)
 

@@ -142,7 +142,7 @@ def test_law_2_nothing_is_lost(codec: Codec, dtype: torch.dtype, world_size: int
 
     results = as_threads(world_size, body)
     if world_size == 1:
-        return  # nothing is sent, so nothing can be lost; the residual waits
+        return  # nothing is sent, so nothing can be lost; the residual is unchanged
     for i in range(len(SIZES)):
         brought = sum(data[r][i].double() + before[r][i].double() for r in range(world_size))
         kept = sum(results[r][1][i].double() for r in range(world_size))
@@ -178,7 +178,7 @@ def test_law_4_non_finite_travels(codec: Codec, dtype: torch.dtype, value: float
     ids=str,
 )
 def test_law_5_bytes_are_accounted(codec: Codec, world_size: int, segments: int | None) -> None:
-    """As many as have left, which are those of the formula unless their number depends on data."""
+    """The bytes sent are those of the formula, unless lengths depend on data."""
     data = gradients(world_size, torch.float32)
     left = [0] * world_size
 
@@ -270,7 +270,7 @@ def test_law_10_a_dead_peer_is_named_by_every_survivor() -> None:
 
     def body(comm: Communicator) -> BaseException | None:
         reduce_all(comm, [torch.randn(5000)], QSGD())
-        agreed.wait()  # on what it is, and all of it is here
+        agreed.wait()  # all ranks have agreed, and this rank has everything
         if comm.rank == 2:
             hub.kill(2)
             return None

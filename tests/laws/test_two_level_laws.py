@@ -48,7 +48,7 @@ def way(shape: str, inside: str = "codec") -> Options:
 
 
 def defined(codec: Codec) -> bool:
-    """Whether the algorithm takes it, with a residual."""
+    """Whether the algorithm allows the codec, with a residual."""
     try:
         check_defined("hierarchical", codec)
         check_feedback(codec)
@@ -76,7 +76,7 @@ def test_laws_1_2_and_5(name: str, machines: tuple[str, str]) -> None:
     for rank in found.results[1:]:
         assert all(map(torch.equal, rank, found.results[0]))
     check_nothing_is_lost(found, n, torch.float32, True)
-    # where lengths depend on data, the formula has what a codec expects
+    # where lengths depend on data, the formula uses the codec's expected length
     assert found.formula == found.counted or layout(codec).data_dependent
     assert all(found.counted)
 
@@ -149,7 +149,7 @@ def test_law_3_unbiased_means_unbiased(shape: str, inside: str) -> None:
 
 @pytest.mark.parametrize(("shape", "inside"), every_pair(SHAPES, INSIDE), ids=str)
 def test_beside_a_float64_reference(shape: str, inside: str) -> None:
-    """Without a codec, fp32 rounds as often as ranks are added; in float64 all but nothing."""
+    """Without a codec, fp32 rounds once per added rank; float64 has almost no error."""
     n = len(SHAPES[shape])
     made = torch.Generator().manual_seed(1)
     data = [torch.randn(5000, generator=made, dtype=torch.float64) for _ in range(n)]
@@ -196,7 +196,7 @@ def test_law_10_a_dead_peer_is_named_by_every_survivor(inside: str, dead: int) -
 
     def body(comm: Communicator) -> BaseException | None:
         reduce_all(comm, [torch.randn(5000)], QSGD(), options)
-        agreed.wait()  # on what it is, and all of it is here
+        agreed.wait()  # all ranks have agreed, and this rank has everything
         if comm.rank == dead:
             hub.kill(dead)
             return None
@@ -216,9 +216,9 @@ def test_error_is_that_of_the_encodings() -> None:
     nodes = (0, 0, 1, 1, 2, 2, 3, 3)
     ways = {
         15: Options(),
-        # 3 of two ranks' sums, one of all
+        # 3 encodings of two ranks' sums, one of the sum of all
         14: Options(algorithm="hierarchical", nodes=nodes, inside="full", between="sra"),
-        # the locals of 4 ranks besides
+        # in addition the locals of 4 ranks
         18: Options(algorithm="hierarchical", nodes=nodes, inside="codec", between="sra"),
         # 2 of two ranks' sums, 1 of four, 1 of eight, and 4 locals
         20: Options(algorithm="hierarchical", nodes=nodes, inside="codec", between="grid"),
@@ -239,7 +239,7 @@ def test_error_is_that_of_the_encodings() -> None:
 
 @pytest.mark.parametrize("at", [150, -100])
 def test_law_10_a_corrupted_part_of_a_message_is_named(at: int) -> None:
-    """Between two machines of two, of the share that rank 0 gives to rank 1."""
+    """Two machines of two ranks: the share that rank 0 sends to rank 1."""
 
     def corrupt(source: int, destination: int, tag: int, message: torch.Tensor) -> None:
         if (source, destination) == (0, 1) and message.numel() > 200:
@@ -252,7 +252,7 @@ def test_law_10_a_corrupted_part_of_a_message_is_named(at: int) -> None:
 
     errors = as_threads(4, body, hub)
     assert isinstance(errors[1], CodecError)
-    # its chunks are the first machine's and the second's part of share 1
+    # its chunks are both machines' parts of share 1
     assert f"message from rank 0 (segment 0, chunk {1 if at > 0 else 3})" in str(errors[1])
     assert "checksum differs" in str(errors[1])
     for rank in (0, 2, 3):

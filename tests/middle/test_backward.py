@@ -1,4 +1,4 @@
-"""Backward passes of attached modules that end early, detach, or go back to a checkpoint."""
+"""Backward passes of attached modules that end early, detach, or follow a restored checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def same_everywhere(tensor: torch.Tensor) -> bool:
 
 
 def in_backward(tensor: torch.Tensor, action: Callable[[], None]) -> None:
-    """Have `action` run when backward has come to `tensor`."""
+    """Run `action` when backward reaches `tensor`."""
     handle: Any = None
 
     def once(gradient: torch.Tensor) -> None:
@@ -188,11 +188,11 @@ def test_detach_inside_backward_takes_effect_at_its_end() -> None:
     finished(ends(2, detaching, timeout=8, deadline=30))
 
 
-# ---- DDP's own ways, with two modules over one group
+# ---- DDP's options, with two modules over one group
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, by what it is given: the other has no gradient then."""
+    """Uses one of two layers, depending on its input: the other gets no gradient."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -223,7 +223,8 @@ def every_way(rank: int) -> None:
 
 
 def pairs(way: str, codec: str | None) -> None:
-    """Two modules in one backward, while DDP rebuilds buckets; dense, they train as DDP does."""
+    """Two modules in one backward, while DDP rebuilds buckets; uncompressed, they train as DDP
+    does."""
     branches = way == "find_unused_parameters"
 
     def pair() -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Calls that do not match, and groups that go while calls wait: errors in time, on every rank."""
+"""Calls that do not match, and groups destroyed during calls: errors in time, on every rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gathers(numel: int, **how: Any) -> Any:
 
 Calls = list[tuple[Callable[..., Any], int]]
 
-# What most ranks call, what rank 1 calls instead, and what the error must speak of.
+# The call of most ranks, the call of rank 1, and what the error must contain.
 CASES: dict[str, tuple[Calls, Calls, tuple[str, ...]]] = {
     "kind": ([(reduces, 4096)], [(gathers, 4096)], ("all_reduce", "all_gather")),
     "size": ([(reduces, 4096)], [(reduces, 1000)], ("4096", "1000")),
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Calls, Calls, tuple[str, ...]]] = {
 
 
 def other_calls(rank: int) -> dict[str, tuple[End, float]]:
-    """Of each case, awaited at once or later, how it ends here and after how many seconds."""
+    """Per case, awaited at once or later: how it ends on this rank, and after how many seconds."""
     found = {}
     for case, (most, other, _) in CASES.items():
         for asynchronous in (False, True):
@@ -99,7 +99,7 @@ def test_another_call_on_one_rank(shm: bool) -> None:
 
 
 def late_but_alike(rank: int) -> float:
-    """A rank that is late, as long as it may be: no difference."""
+    """A late rank, within the timeout, is no error."""
     for step in range(3):
         reduces(4096, step=step)
         if rank == 1:

@@ -1,4 +1,4 @@
-"""Process groups beside each other: their order, their beginning, their end, and what they take."""
+"""Several process groups: their order of use, their start and end, and their resources."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def unlisted(rank: int) -> None:
     groups = [by_hand(rank, 2, name) for name in ("one", "two")]
     for step in range(3):
         futures = []
-        for group in (*groups, None):  # each call comes while the one before is under way
+        for group in (*groups, None):  # each call starts while the one before is in flight
             values = torch.full((200_000,), float(rank))
             futures.append(gw.all_reduce(values, "identity", group=group, step=step, async_op=True))
         for future in futures:
@@ -102,7 +102,7 @@ def test_a_group_made_by_hand_lives_on() -> None:
 
 
 def made_anew(rank: int, port: int) -> None:
-    """Rank 0 has the store, which a group that was destroyed must not keep: the next one would read
+    """Rank 0 has the store, which a destroyed group must not keep alive: the next group would read
     the old one's addresses there."""
     beside = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.destroy_process_group()
@@ -147,7 +147,7 @@ def test_whoever_asks_whether_a_group_lives_does_not_keep_it_alive() -> None:
         asking.join()
 
 
-# ---- what groups take
+# ---- resources of groups
 
 
 def taken() -> dict[str, int]:
@@ -165,7 +165,7 @@ def taken() -> dict[str, int]:
 
 
 def settled(most: dict[str, int], patience: float = 2.0) -> dict[str, int]:
-    """What is taken, once it is at most that, or patience is at its end."""
+    """The resources in use, once they are at most `most`, or after a timeout."""
     end = time.monotonic() + patience
     while any(now > most[name] for name, now in taken().items()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -173,7 +173,7 @@ def settled(most: dict[str, int], patience: float = 2.0) -> dict[str, int]:
 
 
 def eight_groups(rank: int) -> dict[str, dict[str, int]]:
-    """Beside what gloo's groups take by themselves."""
+    """In addition to the resources of gloo's groups."""
     gw.all_reduce(torch.ones(1000))
     before = taken()
     groups = [dist.new_group(timeout=LIMIT) for _ in range(8)]
@@ -199,14 +199,14 @@ def test_eight_groups_share_threads_and_address_space() -> None:
         more = {name: of["used"][name] - of["plain"][name] for name in of["used"]}
         assert more["threads"] <= 8, of
         assert more["address_mib"] < 64 << 10, of
-        # Without another call: nothing of eight groups is left.
+        # Without another call, nothing of eight groups is left.
         assert of["gone"]["threads"] <= of["before"]["threads"] + 2, of
         assert of["gone"]["descriptors"] <= of["before"]["descriptors"] + 2, of
         assert of["gone"]["address_mib"] < of["before"]["address_mib"] + (4 << 10), of
 
 
 def cycles(rank: int, count: int) -> list[dict[str, int]]:
-    """What is taken after cycles of gloo's groups alone, and then of used ones."""
+    """Resources after cycles of gloo's groups alone, then of groups that gradwire used."""
 
     def cycle(used: bool) -> None:
         group = dist.new_group(timeout=LIMIT)
@@ -258,7 +258,7 @@ def forked(rank: int) -> str:
     ready, _, _ = select.select([receiver], [], [], 3)
     os.kill(child, 9)
     os.waitpid(child, 0)
-    gw.all_reduce(torch.ones(1000), step=1)  # the parent goes on
+    gw.all_reduce(torch.ones(1000), step=1)  # the parent continues
     return os.read(receiver, 4096).decode() if ready else "the child hangs"
 
 

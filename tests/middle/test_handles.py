@@ -1,4 +1,4 @@
-"""A handle of one rank alone: looked at, and detached after an exception in backward."""
+"""A handle at world size 1: inspected, and detached after an exception in backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message belongs to does not depend on when it comes, nor on what else is under way."""
+"""A message's identity depends neither on when it arrives, nor on what else is in flight."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
     """Rank 0 issues its buckets slowly: it has the second round of one before the next bucket."""
     scopes, size = of_processes(group), dist.get_world_size()
     owner = scopes.open("owner", window)
-    # of all sizes in another order each: a message in the wrong place has a wrong size
+    # each has all sizes, in a different order: a message in the wrong place has a wrong size
     numels = [100 * (b + 1) for b in range(BUCKETS)]
     members = [
         Attached(
@@ -112,7 +112,7 @@ class Meter:
 
 
 def two_modules(rank: int) -> None:
-    """From the fourth step on the modules' buckets come in another order on each rank."""
+    """From the fourth step on, the modules' buckets come in a different order on each rank."""
     models = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
     plain = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
     for model in models:

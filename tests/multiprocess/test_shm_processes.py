@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gradwire import QSGD, Codec, Identity, TernGrad, TransportError
 from gradwire.codecs import HardThreshold, ThreeLC, TopK
-from gradwire.collectives import Item, Options, arena, prepare
+from gradwire.collectives import Item, Options, placement, prepare
 from gradwire.engine import Communicator
 from gradwire.lang import layout, rng
 from gradwire.partition import Spec
@@ -108,7 +108,7 @@ def lend(rank: int) -> list[tuple[bool, bool, int, int]]:
     reports = []
     for room in (None, 1 << 20, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arena, "BORROWED_BYTES", 1 << 16)
+            patch.setattr(placement, "BORROWED_BYTES", 1 << 16)
             if rank == 1 and room is not None:
                 patch.setattr(shm_store, "room", lambda *_, room=room: room)
             transport = Mixed(dist.new_group())

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     steps = failed = 0
     out = sys.stdout if given.json in (None, "-") else open(given.json, "w")  # noqa: SIM115
     programs = ((seed, n) for seed in count(given.seed) for n in ranks)
-    # They mostly sleep; but how soon ranks hear of a fault is measured, on cores that are free.
+    # Programs mostly sleep; but the time until ranks notice a fault is measured, on idle cores.
     width = 1 if given.faults else WIDTH
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(width, context, torch.set_num_threads, (1,)) as pool:

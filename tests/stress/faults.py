@@ -1,7 +1,7 @@
-"""Random programs in which something goes wrong on one rank: every rank must end in a named error.
+"""Random programs with a fault on one rank: every rank must end with a named error.
 
     raise      the thread that issues scopes and calls raises between two of them
-    coroutine  an aggregator raises behind its first round
+    coroutine  an aggregator raises after its first round
     call       another call of the user's than on the other ranks
     scope      another bucket than on the other ranks
     destroy    the process group is destroyed, with whatever is under way
@@ -27,17 +27,17 @@ import torch.distributed as dist
 from ends import End, ends, raised
 from gradwire.aggregators import Aggregator, Context, StateSpec, Steps
 from stress.programs import Action, Call, Program, Scope
-from stress.running import Runner, Seat
+from stress.running import RankContext, Runner
 from stress.slow import Delays, slow_groups
-from stress.worlds import Threads, of_transport, process_seat
+from stress.worlds import Threads, of_transport, process_context
 
 BY_THREADS = ("raise", "coroutine", "call", "scope", "destroy", "drop")
 BY_PROCESSES = (*BY_THREADS, "die")
 NAMED = ("TransportError", "ConfigError", "CodecError")
 
-TIMEOUT_S = 8.0  # of the transports: what ends by it was not noticed
+TIMEOUT_S = 8.0  # of the transports: a fault that ends by it was not noticed
 BOUND_S = TIMEOUT_S / 2  # from the fault to the last rank's error: a second, and a busy machine
-STEPS = 12  # a fault comes in one of the first ten
+STEPS = 12  # the fault occurs in one of the first ten
 
 
 class OnPurpose(Exception):
@@ -46,7 +46,7 @@ class OnPurpose(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, on which rank, and before which action of its order."""
+    """A fault: its kind, its rank, and the action of the rank's order that it precedes."""
 
     kind: str
     rank: int
@@ -55,7 +55,7 @@ class Fault:
 
     @staticmethod
     def of(kind: str, program: Program) -> Fault:
-        """One that all ranks have a part in, of a program's first steps."""
+        """An action in which all ranks take part, of a program's first steps."""
         draw = random.Random(f"fault {kind} {program.seed} {program.ranks}")
         while True:
             fault = Fault(kind, draw.randrange(program.ranks), draw.randrange(10), 0)
@@ -78,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Raises(Aggregator):
-    """An aggregator that raises behind its first round."""
+    """An aggregator that raises after its first round."""
 
     inner: Aggregator
 
@@ -92,20 +92,24 @@ class Raises(Aggregator):
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank ended, and when the fault was (time.monotonic), if it was its own."""
+    """How one rank ended, and when the fault occurred (time.monotonic), if on this rank."""
 
     end: End
     fault_at: float | None
 
 
 def report(
-    program: Program, fault: Fault, seat: Seat, breaks: Callable[[str, Action], None], **how: Any
+    program: Program,
+    fault: Fault,
+    ctx: RankContext,
+    breaks: Callable[[str, Action], None],
+    **how: Any,
 ) -> Report:
-    """Run a program on one rank until its end; `breaks` does what a kind of fault needs done."""
+    """Run a program on one rank until its end; `breaks` causes the fault."""
     at: list[float] = []
 
     def before(step: int, place: int, action: Action) -> Action:
-        if (fault.rank, fault.step, fault.place) != (seat.rank, step, place):
+        if (fault.rank, fault.step, fault.place) != (ctx.rank, step, place):
             return action
         at.append(time.monotonic())
         if fault.kind == "raise":
@@ -119,13 +123,13 @@ def report(
         breaks(fault.kind, action)
         return action
 
-    runner = Runner(program, seat, before=before, **how)
+    runner = Runner(program, ctx, before=before, **how)
     try:
         runner.run(0, STEPS)
         end = End("all steps", at=time.monotonic())
     except BaseException as error:
         end = raised(error)
-        for scopes in seat.scopes:
+        for scopes in ctx.scopes:
             if scopes is not None:
                 scopes.abandon(error)
     return Report(end, at[0] if at else None)
@@ -140,17 +144,17 @@ def by_threads(fault: Fault, program: Program) -> list[Report]:
     """How every rank ends; raises TimeoutError where one hangs."""
     world = Threads(program, timeout=TIMEOUT_S)
 
-    def body(seat: Seat) -> Report:
+    def body(ctx: RankContext) -> Report:
         def breaks(kind: str, action: Action) -> None:
-            scopes = seat.scopes[action.group]
+            scopes = ctx.scopes[action.group]
             if kind == "destroy" and scopes is not None:
                 scopes.close()
             if kind == "drop":
                 for hub, ranks in zip(world.hubs, program.groups, strict=True):
-                    if seat.rank in ranks:
-                        hub.kill(ranks.index(seat.rank))
+                    if ctx.rank in ranks:
+                        hub.kill(ranks.index(ctx.rank))
 
-        return report(program, fault, seat, breaks, delays=world.delays[seat.rank])
+        return report(program, fault, ctx, breaks, delays=world.delays[ctx.rank])
 
     reports: list[Report] = world.run(body, deadline=3 * TIMEOUT_S)
     return reports
@@ -160,17 +164,17 @@ def _body(rank: int, fault: Fault, seed: int) -> Report:
     program = Program.of(seed, dist.get_world_size())
     delays = Delays(f"{seed} {rank}")
     slow_groups(delays)
-    seat = process_seat(program, TIMEOUT_S)
+    ctx = process_context(program, TIMEOUT_S)
 
     def breaks(kind: str, action: Action) -> None:
         if kind == "die":
             os._exit(1)
         if kind == "destroy":
-            dist.destroy_process_group(seat.groups[action.group])
+            dist.destroy_process_group(ctx.groups[action.group])
         if kind == "drop":
             drop_links()
 
-    return report(program, fault, seat, breaks, delays=delays)
+    return report(program, fault, ctx, breaks, delays=delays)
 
 
 def drop_links() -> None:
@@ -180,12 +184,12 @@ def drop_links() -> None:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as link:
                     if link.family in (socket.AF_INET, socket.AF_INET6):
-                        link.getpeername()  # raises for one that listens
+                        link.getpeername()  # raises for a listening socket
                         link.shutdown(socket.SHUT_RDWR)
 
 
 def by_processes(fault: Fault, program: Program, shm: bool) -> list[Report]:
-    """How every rank ends; of one that died, or hangs, its end says so."""
+    """How every rank ends, also ranks that died or hang."""
     found = ends(
         program.ranks, _body, fault, program.seed,
         timeout=TIMEOUT_S, deadline=4 * TIMEOUT_S, environment=of_transport(shm),
@@ -198,7 +202,7 @@ def by_processes(fault: Fault, program: Program, shm: bool) -> list[Report]:
 
 
 def wrong(fault: Fault, reports: list[Report], bound: float = BOUND_S) -> str | None:
-    """What is not as it must be, or None."""
+    """What is wrong with a run, or None."""
     fault_at = reports[fault.rank].fault_at
     if fault_at is None:
         return (

@@ -21,8 +21,8 @@ from functools import lru_cache
 EPOCH = 25
 MOST_BUCKETS = 8
 CODECS = ("qsgd", "qsgd2", "terngrad", "topk", "onebit", "identity", "fp16")
-# How an aggregator averages: a shared sum; everybody's values, gathered; shards that are reduced,
-# then gathered; the least of all ranks', which is no average; what one rank in turn has.
+# How an aggregator averages: all-reduce; all-gather of all values; reduce-scatter, then all-gather;
+# the minimum of all ranks, which is not an average; a broadcast from one rank in turn.
 WAYS = ("all_reduce", "all_reduce", "all_gather", "shards", "min", "broadcast")
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -46,7 +46,7 @@ Bucket = tuple[Parameter, ...]
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose scopes they are; `window` of them may be under way."""
+    """An owner of scopes; `window` of them may be in flight."""
 
     name: str
     group: int
@@ -55,7 +55,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Scope:
-    """Start a bucket of an owner's."""
+    """Start a bucket of an owner."""
 
     group: int
     owner: int
@@ -141,7 +141,7 @@ class Program:
         return Step(tuple(_merged(draw, queues)), draw.random() < 0.5, draw.random() < 0.3)
 
     def order(self, rank: int, number: int) -> list[int]:
-        """In which order a rank issues the actions of a step: their indices."""
+        """A rank's order of the actions of a step, as indices."""
         return order(self.step(number), random.Random(f"order {self.seed} {rank} {number}"))
 
     def takes_part(self, rank: int, action: Action) -> bool:
@@ -176,7 +176,7 @@ def _numel(draw: random.Random) -> int:
 
 
 def _call(draw: random.Random, group: int, seed: int, step: int) -> Call:
-    """Of few sorts in an epoch, as a user's program has."""
+    """A user call; few distinct ones per epoch, as in a user's program."""
     sort = random.Random(f"call {seed} {group} {step // EPOCH} {draw.randrange(3)}")
     kind, codec = sort.choice(CALLS), sort.choice(CODECS)
     return Call(group, kind, _numel(sort), codec, sort.random() < 0.5, waits=draw.random() < 0.3)

@@ -1,4 +1,4 @@
-"""What became of the runs of one program: a row for each, of plain values."""
+"""The results of one program's runs: one row of plain values per run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(seed: int, n: int, way: str, seconds: float, **more: Any) -> dict[str, A
 
 
 def ways(ranks: int, transports: Sequence[str]) -> list[str]:
-    """Those of `transports` that so many ranks use."""
+    """The `transports` that support this number of ranks."""
     return [t for t in transports if t in ("threads", "fifo") or ranks <= MOST_BY_PROCESSES]
 
 
@@ -44,7 +44,7 @@ def faulty(seed: int, n: int, transports: Sequence[str]) -> list[dict[str, Any]]
     for way in ways(n, [t for t in transports if t != "fifo"]):
         for kind in faults.BY_THREADS if way == "threads" else faults.BY_PROCESSES:
             if (kind, way) == ("drop", "shm"):
-                continue  # what goes through shared memory needs no connection
+                continue  # shared memory needs no connection
             begun, fault = time.monotonic(), faults.Fault.of(kind, program)
             try:
                 if way == "threads":
@@ -60,7 +60,7 @@ def faulty(seed: int, n: int, transports: Sequence[str]) -> list[dict[str, Any]]
 
 
 def run(seed: int, ranks: int, way: str, steps: int) -> tuple[float, list[Found] | str]:
-    """Seconds, and what each rank has; or what went wrong."""
+    """Seconds, and each rank's results; or what went wrong."""
     program, begun = Program.of(seed, ranks), time.monotonic()
     found: list[Found] | str
     try:

@@ -1,4 +1,4 @@
-"""Run a program on one rank: as the rank pleases, or serially, one collective at a time."""
+"""Run a program on one rank: in the rank's own order, or serially, one collective at a time."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CODECS: dict[str, Codec] = {
 WAIT_S = 60.0  # for a scope; the transports end before that
 
 
-# What an action leaves: tensors that all ranks have alike, and those of this rank alone.
+# The results of an action: tensors that are equal on all ranks, and those of this rank alone.
 Left = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Chained(Aggregator):
-    """An average in rounds: each averages what the rounds before have left of the gradient."""
+    """An average in rounds: each round averages what earlier rounds have left of the gradient."""
 
     rounds: tuple[tuple[int, str, str], ...]
 
@@ -55,7 +55,7 @@ class Chained(Aggregator):
 def averaged(
     way: str, contexts: Sequence[Context], values: Sequence[torch.Tensor], codec: Codec
 ) -> Generator[list[Request], list[torch.Tensor], list[torch.Tensor]]:
-    """What one of the ways makes of everybody's values."""
+    """The averages of all ranks' values, in one of the `WAYS`."""
     ranks = contexts[0].world_size
     pairs = list(zip(contexts, values, strict=True))
     if way == "all_gather":
@@ -84,12 +84,12 @@ def aggregator(parameter: Parameter) -> Aggregator:
 
 
 @dataclass
-class Seat:
-    """One rank's place in a run.
+class RankContext:
+    """One rank's groups in a run.
 
     Attributes:
-        scopes: by group; None where the rank is not in it.
-        group: the same, as the public functions take it.
+        scopes: per group; None if the rank is not in it.
+        groups: per group, the argument of public functions.
     """
 
     rank: int
@@ -102,41 +102,41 @@ class Runner:
 
     Args:
         serial: one collective at a time, in the program's own order, each awaited.
-        in_order: keep the program's own order, although nothing is awaited: what links without tags
-            need, whose host waits besides.
+        in_order: keep the program's own order, without awaiting collectives: links without tags
+            need it.
         before: called before an action is issued, with (step, place in this rank's order, action);
-            what it returns is issued in its place.
+            the action that it returns is issued instead.
 
     Attributes:
-        found: (step, action's number) -> what the action left on this rank, as digests.
+        found: (step, action's number) -> digests of the action's results on this rank.
     """
 
     def __init__(
         self,
         program: Program,
-        seat: Seat,
+        ctx: RankContext,
         serial: bool = False,
         in_order: bool = False,
         delays: Delays | None = None,
         before: Callable[[int, int, Action], Action] = lambda step, place, action: action,
     ) -> None:
         self.program = program
-        self.seat = seat
+        self.ctx = ctx
         self.serial = serial
         self.in_order = in_order
         self.delays = delays
         self.before = before
         self.found: dict[tuple[int, int], str] = {}
-        self._draw = random.Random(f"rank {seat.rank} of {program.seed}")
+        self._draw = random.Random(f"rank {ctx.rank} of {program.seed}")
         self._owners: list[Any] = []
         for owner in program.owners:
-            scopes = seat.scopes[owner.group]
+            scopes = ctx.scopes[owner.group]
             self._owners.append(scopes and scopes.open(owner.name, owner.window))
         self._members: dict[tuple[int, Parameter], Attached] = {}
         self._later: list[tuple[tuple[int, int], Callable[[], Left]]] = []
 
     def run(self, first: int, last: int) -> dict[tuple[int, int], str]:
-        """Steps [first, last); raises what a collective ends with."""
+        """Run steps [first, last); raises a collective's error."""
         for number in range(first, last):
             self.step(number)
         self._collect(self._later)
@@ -146,12 +146,12 @@ class Runner:
         step = self.program.step(number)
         indices = list(range(len(step.actions)))
         if not (self.serial or self.in_order):
-            indices = self.program.order(self.seat.rank, number)
+            indices = self.program.order(self.ctx.rank, number)
         running = []
         before, self._later = self._later, []
         for place, index in enumerate(indices):
             action = self.before(number, place, step.actions[index])
-            if not self.program.takes_part(self.seat.rank, action):
+            if not self.program.takes_part(self.ctx.rank, action):
                 continue
             if self.delays is not None:
                 self.delays.before_call()
@@ -167,7 +167,7 @@ class Runner:
                 for ending in (running, self._later):
                     self._collect(ending)
                     ending.clear()
-        # Most scopes end with their step, as backward does; calls may go on into the next.
+        # Most scopes end with their step, as backward does; calls may continue into the next.
         self._draw.shuffle(running)
         self._collect(running)
         self._collect(before)
@@ -178,11 +178,11 @@ class Runner:
 
     def values(self, numel: int, *what: object) -> torch.Tensor:
         """This rank's, of an action."""
-        seed = random.Random(f"{self.program.seed} {self.seat.rank} {what}").getrandbits(63)
+        seed = random.Random(f"{self.program.seed} {self.ctx.rank} {what}").getrandbits(63)
         return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
     def _scope(self, action: Scope, number: int) -> Callable[[], Left]:
-        scopes, owner = self.seat.scopes[action.group], self._owners[action.owner]
+        scopes, owner = self.ctx.scopes[action.group], self._owners[action.owner]
         assert scopes is not None
         parameters = self.program.layout(action.owner, number)[action.bucket]
         members = [self._member(action.owner, p, i) for i, p in enumerate(parameters)]
@@ -205,7 +205,7 @@ class Runner:
     def _member(self, owner: int, parameter: Parameter, rotation: int) -> Attached:
         key = owner, parameter
         if key not in self._members:
-            scopes = self.seat.scopes[self.program.owners[owner].group]
+            scopes = self.ctx.scopes[self.program.owners[owner].group]
             assert scopes is not None
             keys = rng.parameter_keys(self.program.seed, parameter.name, scopes.comm.rank)
             shape = (parameter.numel,)
@@ -219,7 +219,7 @@ class Runner:
         given = self.values(whole if action.kind == "reduce_scatter" else shard, number, index)
         result = given
         how: dict[str, Any] = {
-            "group": self.seat.groups[action.group],
+            "group": self.ctx.groups[action.group],
             "async_op": not action.waits,
             "seed": self.program.seed,
             "step": number,
@@ -259,7 +259,7 @@ Found = dict[tuple[int, int], str]
 
 
 def difference(program: Program, found: Sequence[Found], expected: Sequence[Found]) -> str | None:
-    """The first action in which a rank has not what the serial execution has; None if none is."""
+    """The first action whose result differs from the serial execution's on a rank, or None."""
     for key in sorted({key for rank in expected for key in rank}):
         for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             if mine.get(key) != theirs.get(key):

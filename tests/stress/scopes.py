@@ -1,4 +1,4 @@
-"""What the stress knows of the engine: owners of scopes, and how a scope is started.
+"""The interface of the stress to the engine: owners of scopes, and the start of a scope.
 
 The only file here that knows classes of the engine; the rest calls `gradwire`'s public functions.
 """
@@ -25,16 +25,13 @@ class Scopes:
         self.comm = comm
 
     def open(self, name: str, window: int) -> Any:
-        """An owner with up to `window` scopes under way; all ranks open theirs in one order."""
-        if hasattr(self.comm, "owner"):
-            return self.comm.owner(name, window=window)
-        self.comm.executor.in_flight = window  # of the whole group
-        return self.comm
+        """An owner with up to `window` scopes in flight; all ranks open owners in one order."""
+        return self.comm.owner(name, window=window)
 
     def start(
         self, owner: Any, members: Sequence[Attached], gradients: Sequence[torch.Tensor]
     ) -> Future[None]:
-        """Start a scope; the future ends when the gradients are averages, or with the error."""
+        """Start a scope; the future completes when the gradients are averages, or with an error."""
         ended: Future[None] = Future()
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
@@ -47,9 +44,8 @@ class Scopes:
         return ended
 
     def abandon(self, error: BaseException) -> None:
-        """This rank has raised where it would have started scopes: it will start no more."""
-        if hasattr(self.comm, "fail"):
-            self.comm.fail(error)
+        """This rank has raised, and will start no more scopes."""
+        self.comm.fail(error)
 
     def close(self) -> None:
         self.comm.close()

@@ -53,6 +53,6 @@ class Slow:
 
 
 def slow_groups(delays: Delays) -> None:
-    """Make the transports of this process's groups slow, from now on."""
+    """Make the transports of this process's groups slow."""
     make: Callable[..., Any] = groups.host_transport
     groups.host_transport = lambda *args: Slow(make(*args), delays)  # type: ignore[assignment]

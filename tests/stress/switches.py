@@ -2,7 +2,7 @@
 
 Every rank asks for the same updates in the same order, each at a step of its own. Then
 - no pass has two plans: the versions that ranks had in force, pass by pass, are the same;
-- replicas are identical; nobody raises;
+- replicas are identical; no rank raises;
 - where a rank dies, every survivor ends in a TransportError that names it;
 - a state saved on the way resumes to the same bits, as often as it is loaded.
 """
@@ -34,7 +34,7 @@ from stress.worlds import of_transport
 TIMEOUT_S = 20.0
 AFTER = 6  # steps of a resumed run
 
-# What updates are drawn from; each leaves the rest as it is.
+# The updates to draw from; each leaves other settings unchanged.
 CHANGES: list[dict[str, Any]] = [
     {"codec": "qsgd", "bits": 2},
     {"codec": "qsgd", "bits": 4},
@@ -62,8 +62,8 @@ class Run:
     """One run.
 
     Attributes:
-        updates: how many are asked for, spread over the steps.
-        dies: the rank that dies, at step `at`; None: nobody.
+        updates: how many are requested, spread over the steps.
+        dies: the rank that dies, at step `at`; None: none.
         delayed: whether steps and sends are late at random.
         width: of the model's layers.
     """
@@ -88,7 +88,7 @@ class Run:
         return [draw.choice(CHANGES) for _ in range(self.updates)]
 
     def asked(self, rank: int) -> dict[int, list[int]]:
-        """Step -> the updates that `rank` asks for at it, in order."""
+        """Step -> the updates that `rank` requests at it, in order."""
         draw = random.Random(f"asked {self.seed} {rank}")
         every = max(1, self.steps // max(self.updates, 1))
         found: dict[int, list[int]] = {}
@@ -191,7 +191,7 @@ def found_of(run: Run, shm: bool) -> list[End]:
 
 
 def wrong(run: Run, found: list[End]) -> str | None:
-    """What is not as it must be, or None."""
+    """What is wrong with a run, or None."""
     if run.dies is not None:
         for rank, end in enumerate(found):
             if rank == run.dies:

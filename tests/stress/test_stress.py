@@ -1,4 +1,4 @@
-"""A sample of the stress: random programs give what their serial execution gives, to the bit."""
+"""A sample of the stress: random programs give the same bits as their serial execution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_threads(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("ranks", one_in(2, [3, 2]))
 def test_in_order(ranks: int) -> None:
-    """Links that know the order of messages and nothing else: one order of all owners' scopes."""
+    """Links without tags: one order of all owners' scopes."""
     program = Program.of(2, ranks)
     check(program, worlds.by_threads(program, 0, STEPS, fifo=True, deadline=60))
 
@@ -98,7 +98,7 @@ def test_programs_have_all_that_the_stress_is_about() -> None:
 
 
 def test_a_serial_execution_is_the_average() -> None:
-    """Against averages that torch computes: with Identity, every round's error is that of fp32."""
+    """Compared with torch's averages: with Identity, every round has only fp32's error."""
     rounds = tuple((numel, "identity", "all_reduce") for numel in (700, 1000, 200))
     data = [torch.randn(1000) for _ in range(3)]
     running = [
@@ -148,7 +148,8 @@ def scattered(program: Program, key: tuple[int, int]) -> bool:
 
 
 def test_calls_that_wait_never_wait_for_each_other() -> None:
-    """Two of them in two groups: their order is one on all ranks, whatever moves around them."""
+    """Two of them in two groups: their order is the same on all ranks, whatever moves around
+    them."""
     a = Call(0, "all_reduce", 5, "qsgd", average=True, waits=True)
     b = replace(a, group=1)
     c = replace(a, waits=False)

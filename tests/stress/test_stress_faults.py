@@ -1,4 +1,4 @@
-"""Faults in random programs: every rank ends in a named error, soon, and nothing hangs."""
+"""Faults in random programs: every rank soon ends with a named error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stress import faults
 from stress.faults import BY_PROCESSES, BY_THREADS, Fault
 from stress.programs import Program
 
-# Broken connections do not stop what goes through shared memory.
+# Broken connections do not affect shared memory.
 WAYS = [case for case in in_turn(BY_PROCESSES, (True, False)) if case.values != ("drop", True)]
 
 

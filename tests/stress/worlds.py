@@ -14,7 +14,7 @@ from ends import ends
 from fifo import FifoHub
 from gradwire.transport import Hub
 from stress.programs import Program
-from stress.running import Found, Runner, Seat
+from stress.running import Found, RankContext, Runner
 from stress.scopes import Scopes, of_processes, of_threads
 from stress.slow import Delays, Slow, slow_groups
 
@@ -26,7 +26,7 @@ class Threads:
     """The groups of a program, whose ranks are threads of this process.
 
     Args:
-        fifo: over links that know the order of messages and nothing else.
+        fifo: over links with in-order delivery and no tags.
         timeout: seconds that a transport waits.
         delayed: whether sends and calls are late at random.
 
@@ -48,7 +48,7 @@ class Threads:
         self.delays: list[Delays | None] = [
             Delays(f"{program.seed} {rank}") if delayed else None for rank in range(program.ranks)
         ]
-        self.seats = []
+        self.contexts = []
         for rank, delays in enumerate(self.delays):
             scopes: list[Scopes | None] = []
             for group, ranks in enumerate(program.groups):
@@ -60,60 +60,60 @@ class Threads:
                 if delays is not None:
                     transport = Slow(transport, delays)
                 scopes.append(of_threads(transport, links[group].link(at) if fifo else None))
-            self.seats.append(Seat(rank, scopes, [s and s.comm for s in scopes]))
+            self.contexts.append(RankContext(rank, scopes, [s and s.comm for s in scopes]))
 
-    def run(self, body: Callable[[Seat], Any], deadline: float) -> list[Any]:
-        """`body` on every rank at once: what it returned, or the error it ended with.
+    def run(self, body: Callable[[RankContext], Any], deadline: float) -> list[Any]:
+        """Run `body` on all ranks concurrently; returns results or errors.
 
         Raises:
             TimeoutError: ranks that have not ended within `deadline` seconds.
         """
         ended: list[Any] = [None] * self.program.ranks
 
-        def run(seat: Seat) -> None:
+        def run(ctx: RankContext) -> None:
             try:
-                ended[seat.rank] = body(seat)
+                ended[ctx.rank] = body(ctx)
             except BaseException as error:
-                ended[seat.rank] = error
+                ended[ctx.rank] = error
 
-        threads = [threading.Thread(target=run, args=(s,), daemon=True) for s in self.seats]
+        threads = [threading.Thread(target=run, args=(s,), daemon=True) for s in self.contexts]
         end = time.monotonic() + deadline
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(max(end - time.monotonic(), 0))
         hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        for seat in self.seats:
-            for scopes in seat.scopes:
+        for ctx in self.contexts:
+            for scopes in ctx.scopes:
                 if scopes is not None:
                     scopes.close()
         if hung:
             raise TimeoutError(f"ranks {hung} hang; the others: {ended}")
         return ended
 
-    def runner(self, seat: Seat, **how: Any) -> Runner:
-        delays = self.delays[seat.rank]
-        return Runner(self.program, seat, in_order=self.fifo, delays=delays, **how)
+    def runner(self, ctx: RankContext, **how: Any) -> Runner:
+        delays = self.delays[ctx.rank]
+        return Runner(self.program, ctx, in_order=self.fifo, delays=delays, **how)
 
 
 def serially(program: Program, first: int, last: int, deadline: float = 300.0) -> list[Found]:
-    """What each rank has after a serial execution of steps [first, last)."""
+    """Each rank's results of a serial execution of steps [first, last)."""
     world = Threads(program, delayed=False)
-    ended = world.run(lambda seat: Runner(program, seat, serial=True).run(first, last), deadline)
+    ended = world.run(lambda ctx: Runner(program, ctx, serial=True).run(first, last), deadline)
     return _without_errors(ended)
 
 
 def by_threads(
     program: Program, first: int, last: int, fifo: bool = False, deadline: float = 300.0
 ) -> list[Found]:
-    """What each rank has when all run at once, with delays.
+    """Each rank's results of a concurrent execution, with delays.
 
     Raises:
         RuntimeError: a rank ended with an error.
         TimeoutError: ranks hang.
     """
     world = Threads(program, fifo)
-    ended = world.run(lambda seat: world.runner(seat).run(first, last), deadline)
+    ended = world.run(lambda ctx: world.runner(ctx).run(first, last), deadline)
     return _without_errors(ended)
 
 
@@ -128,26 +128,26 @@ def _without_errors(ended: Sequence[Any]) -> list[Found]:
 # ---- processes
 
 
-def process_seat(program: Program, timeout: float = TIMEOUT_S) -> Seat:
-    """This process's place: groups made for the program."""
+def process_context(program: Program, timeout: float = TIMEOUT_S) -> RankContext:
+    """This process's groups, made for the program."""
     limit = timedelta(seconds=timeout)  # new groups do not inherit it
     made = [dist.new_group(list(ranks), timeout=limit) for ranks in program.groups]
     member = [dist.get_rank() in ranks for ranks in program.groups]
     chosen = [group if inside else None for group, inside in zip(made, member, strict=True)]
-    return Seat(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
+    return RankContext(dist.get_rank(), [g and of_processes(g) for g in chosen], chosen)
 
 
 def _run(rank: int, seed: int, first: int, last: int) -> Found:
     program = Program.of(seed, dist.get_world_size())
     delays = Delays(f"{seed} {rank}")
     slow_groups(delays)
-    return Runner(program, process_seat(program), delays=delays).run(first, last)
+    return Runner(program, process_context(program), delays=delays).run(first, last)
 
 
 def by_processes(
     program: Program, first: int, last: int, shm: bool, deadline: float = 300.0
 ) -> list[Found]:
-    """What each rank has when all run at once, with delays, over gloo or shared memory.
+    """Each rank's results of a concurrent execution, with delays, over gloo or shared memory.
 
     Raises:
         RuntimeError: a rank ended with an error, died or hangs.

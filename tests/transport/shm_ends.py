@@ -21,7 +21,7 @@ def ends(
 ) -> Iterator[list[Shm]]:
     """Every rank's end, each connected with all others.
 
-    Without `stores`, which are a process's, each has its own, as if it were one.
+    All ranks use `stores`, as one process; by default each has its own, as separate processes.
     """
     made = [
         Shm(rank, world_size, peers, timeout, ring_bytes, stores or Stores())
@@ -38,14 +38,16 @@ def ends(
         yield made
     finally:
         closing = [threading.Thread(target=end.close) for end in made]
-        for thread in closing:  # at once, as ranks do: each waits for others to take its last sends
+        for (
+            thread
+        ) in closing:  # together, as ranks do: each waits for others to read its last sends
             thread.start()
         for thread in closing:
             thread.join()
 
 
 def at_once(*bodies: Callable[[], Any], seconds: float = 60.0) -> list[Any]:
-    """Run each in a thread of its own; what they returned, or the first error."""
+    """Run each in its own thread; returns their results, or raises the first error."""
     results: list[Any] = [None] * len(bodies)
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The loopback transport keeps the protocol's promises."""
+"""The loopback transport fulfils the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group's messages as a link, over groups that only record what they are asked.
+"""A process group's messages as a link, over groups that only record their calls.
 
 tests/multiprocess/test_in_order_processes.py has real ones, over gloo.
 """
@@ -126,7 +126,7 @@ def test_all_ranks_meet_before_the_first_batch(size: int) -> None:
 
 @pytest.mark.parametrize(("failing", "peer"), [("send", 1), ("recv", 2)])
 def test_a_batch_that_cannot_be_posted_ends_its_group(failing: str, peer: int) -> None:
-    """Else NCCL would wait for the rest of it for ever."""
+    """Otherwise NCCL would wait forever for the rest of the batch."""
     group = Group(coalesces=True, failing=failing)
     link = made(group)
     with pytest.raises(TransportError, match="exchange with rank"):

@@ -1,4 +1,4 @@
-"""Shared memory moves messages as the loopback does: by peer and tag, in any number and order."""
+"""Shared memory delivers messages as loopback does: by peer and tag, in any number and order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_messages_in_any_order_arrive_as_over_loopback(
 
 
 def test_receives_may_be_posted_long_after_and_in_reverse() -> None:
-    """More of them than a ring holds announcements, and more bytes than a ring."""
+    """More receives than a ring has announcements, and more bytes than a ring."""
     with ends(2, ring_bytes=RING) as (a, b):
         count = 500
         sent = [content((0, 1, tag), 0, 100) for tag in range(count)]
@@ -125,7 +125,7 @@ SLICE_S = 2.0
 
 @pytest.fixture(params=[7, 15], ids=["flags", "pieces"])  # where: see shm_ring.c
 def drowsy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Waiters that nobody wakes sleep for SLICE_S, nobody spins, and there are delays in races."""
+    """Waiters without a wake-up sleep for SLICE_S, no waiter spins, and races have delays."""
     source = f"""
     #define SHM_SLICE_NS {int(1e9 * SLICE_S)}
     #define SHM_DELAY_NS 100000
@@ -140,7 +140,7 @@ def drowsy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def overslept(end: Shm) -> int:
-    """How often a thread has slept to its slice's end though something could move."""
+    """How often a thread has slept for its whole slice although something could move."""
     return int(end.library.shm_overslept(end.handle))
 
 
@@ -169,8 +169,8 @@ def pour(a: Shm, b: Shm) -> None:
 
 
 def announce(a: Shm, b: Shm) -> None:
-    """More receives at once than a ring holds announcements, and one more while they are told; the
-    sender waits for the last."""
+    """More receives at once than a ring has announcements, and one more while they are announced;
+    the sender waits for the last."""
     word, count = torch.zeros(1, dtype=torch.uint8), 1000
     mixed = random.Random(0)
 
@@ -201,7 +201,7 @@ def announce(a: Shm, b: Shm) -> None:
 
 
 def lend(a: Shm, b: Shm) -> None:
-    """Each send waits for its loan to be given back, and sleeps by then."""
+    """Each send waits, asleep, for its loan to be given back."""
     assert a.store is not None
     data = a.store.take(1000)
     assert data is not None
@@ -218,7 +218,7 @@ def lend(a: Shm, b: Shm) -> None:
 
 
 def beside(a: Shm, b: Shm) -> None:
-    """Many rings' bytes, posted by one thread while another sleeps: it must go on with them."""
+    """Many rings' bytes, posted by one thread while another sleeps: the sleeper must continue."""
     assert a.store is not None
     lent = a.store.take(1000)
     assert lent is not None
@@ -252,7 +252,7 @@ def beside(a: Shm, b: Shm) -> None:
 
 
 def together(a: Shm, b: Shm) -> None:
-    """Two threads wait for sends on one link; who ends first leaves the rest to the other."""
+    """Two threads wait for sends on one link; the first to end leaves the rest to the other."""
     data = [torch.zeros(size, dtype=torch.uint8) for size in (100, 20 * RING)]
     inboxes = [torch.zeros_like(each) for each in data]
     sent = threading.Barrier(3, timeout=10)
@@ -275,8 +275,8 @@ def together(a: Shm, b: Shm) -> None:
 @pytest.mark.usefixtures("drowsy")
 @pytest.mark.parametrize("what", ["talk", "pour", "announce", "lend", "beside", "together"])
 def test_no_wake_is_lost(what: str) -> None:
-    """Not one thread sleeps to its slice's end while something could move."""
-    ring = None if what == "beside" else RING  # which is large enough to be drained meanwhile
+    """No thread sleeps for its whole slice while something could move."""
+    ring = None if what == "beside" else RING  # None: large enough to be drained meanwhile
     with ThreadPoolExecutor(1) as pool, ends(2 + (what == "talk"), ring_bytes=ring) as made:
         if what == "talk":
             lanes = ((end, lane, 100, 4000 * lane) for end in made for lane in range(3))
@@ -297,7 +297,7 @@ def test_a_driven_end_moves_bytes_while_its_threads_do_something_else() -> None:
 
         def busy() -> None:
             coming = b.irecv(inbox, 0, 0)
-            a.isend(sent, 1, 0).wait()  # nobody waits in b
+            a.isend(sent, 1, 0).wait()  # no thread waits in b
             coming.wait()
             b.close()
 

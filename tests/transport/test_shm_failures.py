@@ -1,4 +1,4 @@
-"""Shared memory ends every wait: in delivery, or in an error that names the peer."""
+"""Every wait on shared memory ends: with delivery, or with an error that names the peer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_peer_that_failed_ends_our_waits_and_says_who_is_to_blame() -> None:
         b.isend(torch.ones(1, dtype=torch.uint8), 0, 0).wait()
         threading.Timer(0.3, b.fail, (2,)).start()
         time.sleep(0.6)
-        coming[0].wait()  # it came before
+        coming[0].wait()  # it arrived before
         assert early.item() == 1
         assert failing(coming[1].wait, 5).peer == 2
 
@@ -109,7 +109,7 @@ def test_what_is_not_a_frame_is_noticed() -> None:
     first.connect(1, second.fd, os.pidfd_open(os.getpid()))
     segment = mmap.mmap(first.fd, first.nbytes)
     coming = first.irecv(nothing(), 1, 0)
-    segment[8192:8200] = (77).to_bytes(8, "little")  # a tag that nobody announced
+    segment[8192:8200] = (77).to_bytes(8, "little")  # a tag that was not announced
     segment[4096:4104] = (64).to_bytes(8, "little")  # bytes written
     error = failing(coming.wait, 5)
     assert error.peer == 1
@@ -129,7 +129,7 @@ def test_a_segment_of_another_size_is_refused() -> None:
 
 
 def test_a_peer_whose_process_ends_is_noticed_soon() -> None:
-    """And what it has sent before still arrives."""
+    """Messages that it has sent before still arrive."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     first, second = Shm(0, 2, [1], 60.0), Shm(1, 2, [0], 60.0)
     first.connect(1, second.fd, os.pidfd_open(process.pid))
@@ -152,7 +152,7 @@ def test_nothing_is_left_of_an_end() -> None:
             maps = "".join(line for line in file if "memfd:gradwire" in line)
         return set(os.listdir("/proc/self/fd")), maps
 
-    with ends(2):  # whatever is opened once
+    with ends(2):  # opens what is opened once per process
         pass
     gc.collect()  # what earlier tests left
     before = held()

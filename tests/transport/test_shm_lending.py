@@ -1,4 +1,4 @@
-"""What lies in a store is read where it lies, and the send ends once it has been given back."""
+"""Messages in a store are read in place, and their sends end once they have been given back."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_loan_of_another_size_is_an_error(borrowed: int) -> None:
 
 
 def test_many_loans_of_one_tag_are_given_back_in_any_order() -> None:
-    """More of them than a link lends: the rest is copied."""
+    """More loans than a link has: the rest is copied."""
     count = 500
     with ends(2) as (a, b):
         data = [stored(a, 1000, seed) for seed in range(count)]
@@ -135,8 +135,8 @@ def test_many_loans_of_one_tag_are_given_back_in_any_order() -> None:
 
 
 def play(transport: Transport, messages: dict[Key, list[int]], seed: int) -> dict[object, bytes]:
-    """A rank's part: in an order of its own it starts sends, of what lies in its store or not, and
-    receives, that borrow or not; it ends the receives before its sends, as borrowers must."""
+    """A rank's part: in its own order it starts sends, from its store or not, and receives, which
+    borrow or not; it ends the receives before its sends, as borrowers must."""
     rank, mixed = transport.rank, random.Random(seed * 10 + transport.rank)
     steps = [(k, k[0] == rank) for k, sizes in messages.items() if rank in k[:2] for _ in sizes]
     mixed.shuffle(steps)
@@ -191,7 +191,7 @@ def test_any_messages_lent_or_not_arrive(plan: tuple[int, dict[Key, list[int]], 
 
 @pytest.fixture
 def alone() -> Iterator[Shm]:
-    """A rank that has not handed its segment on."""
+    """A rank that has not passed its segment to peers."""
     end = Shm(0, 2, [1], 5.0, 1 << 12, Stores())
     yield end
     end.close()
@@ -217,12 +217,12 @@ def test_memory_is_taken_first_fit_and_given_back(alone: Shm) -> None:
     assert again is not None
     assert again.data_ptr() == addresses[1]
     assert not again.any()
-    store.give(torch.zeros(10))  # which is none of the store's
+    store.give(torch.zeros(10))  # not from the store
     assert store.used == (2 << 20) + (1 << 19)
 
 
 def test_a_forked_child_leaves_the_store_alone(alone: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the store was, a child may have mapped something else."""
+    """A child may have mapped other memory at the store's address."""
     store = alone.store
     assert store is not None
     memory = store.take(1 << 20)
@@ -300,7 +300,7 @@ def test_one_rank_may_lend_and_the_other_not(monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def with_a_process() -> Iterator[tuple[Shm, Shm, subprocess.Popen[bytes]]]:
-    """Two ends; the second is taken to live in a process that can be killed."""
+    """Two ends; the second counts as one of a process that can be killed."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     first, second = (Shm(r, 2, [1 - r], 60.0, stores=Stores()) for r in range(2))
     first.connect(1, second.fd, os.pidfd_open(process.pid), second.lends)
@@ -358,7 +358,7 @@ def test_a_send_whose_loan_is_never_given_back_ends() -> None:
 
 
 def forged(frame: tuple[int, int], loan: tuple[int, int], borrows: bool = True) -> TransportError:
-    """What a receive of tag 7 ends in, where the peer writes this into the ring."""
+    """The error of a receive of tag 7, when the peer writes this into the ring."""
     first, second = (Shm(r, 2, [1 - r], 5.0, 1 << 12, Stores()) for r in range(2))
     first.connect(1, second.fd, os.pidfd_open(os.getpid()), second.lends)
     size = SIZE if borrows else 100

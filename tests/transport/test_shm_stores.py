@@ -1,4 +1,4 @@
-"""A process lends from one store, and maps each peer's store once, however many groups it is in."""
+"""A process has one store, and maps each peer's store once, however many groups it is in."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _nothing_left() -> None:
 
 
 def mapped() -> Counter[str]:
-    """How often each file of ours is mapped: (inode) name -> mappings."""
+    """How often each of gradwire's files is mapped: (inode) name -> mappings."""
     with open("/proc/self/maps") as file:
         lines = [line.split(maxsplit=5) for line in file if "memfd:gradwire" in line]
     return Counter(f"{inode} {name.strip()}" for _, _, _, _, inode, name in lines)
 
 
 def stores_mapped() -> list[int]:
-    """Of each store, ours or a peer's, how often."""
+    """How often each store is mapped."""
     return [times for name, times in mapped().items() if "gradwire-store" in name]
 
 
@@ -54,7 +54,7 @@ def open_files() -> list[str]:
 
 
 def exchange(lender: Shm, borrower: Shm, value: int) -> None:
-    """A message that lies in the lender's store is read there."""
+    """Check that a message in the lender's store is read in place."""
     assert lender.store is not None
     data = lender.store.take(SIZE)
     assert data is not None
@@ -169,7 +169,7 @@ def test_what_a_group_leaves_is_given_back_when_nothing_uses_it() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_closing_waits_a_little_for_what_is_lent(in_time: bool) -> None:
-    """What a peer still reads afterwards stays, as long as the store does."""
+    """Memory that a peer still reads afterwards stays as long as the store."""
     process = Stores()
     other = Shm(0, 2, [1], 5.0, 1 << 12, process)
     assert other.store is not None
@@ -196,7 +196,7 @@ def test_closing_waits_a_little_for_what_is_lent(in_time: bool) -> None:
 def test_stores_take_a_quarter_of_a_limited_address_space(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where later groups have more peers than the first, for which the store was made."""
+    """Also where later groups have more peers than the first, which sized the store."""
     monkeypatch.setattr(shm_store, "space_for_stores", lambda: 1 << 26)
     process = Stores()
     first = Shm(0, 2, [1], 5.0, 1 << 12, process)
@@ -264,7 +264,7 @@ Held = tuple[float, list[str], int]
 
 
 def held() -> Held:
-    """GiB of address space; our open files, and processes watched; descriptors of all kinds."""
+    """GiB of address space; gradwire's open files and pidfds; all descriptors."""
     with open("/proc/self/status") as file:
         size = next(int(line.split()[1]) for line in file if line.startswith("VmSize"))
     files = open_files()
@@ -285,8 +285,8 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def many_groups(rank: int) -> tuple[Held, Held, list[int], list[Held]]:
-    """What is held with one group and with eight, and how often each store is mapped then; and what
-    is held after these, and after 3 and 30 more, one after the other."""
+    """Resources with one group and with eight, and how often each store is mapped then; and
+    resources after these groups, and after 3 and 30 more, one after the other."""
     made: list[dist.ProcessGroup] = []
     so_far: list[Held] = []
     for _ in range(8):
@@ -316,5 +316,5 @@ def test_groups_share_their_process_s_memory_and_leave_nothing() -> None:
         assert eight[1] == [store] + 8 * [watched]
         assert stores == [1, 1]
         assert [ours for _, ours, _ in after] == [[], [], []]
-        assert after[2][2] < after[1][2] + 10  # gloo lets go of the last group's a little later
+        assert after[2][2] < after[1][2] + 10  # gloo closes the last group's a little later
         assert after[2][0] - after[1][0] < 0.25
