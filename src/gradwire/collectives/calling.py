@@ -1,4 +1,4 @@
-"""What the functions in torch's manner share: checks of arguments, the call, and its result."""
+"""Shared parts of the public functions: checks of arguments, the call, and its result."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gradwire.lang import Codec, rng
 Async = torch.futures.Future[torch.Tensor]
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
-_COUNTED = 1 << 62  # steps from here on are those of calls that name none
+_COUNTED = 1 << 62  # steps from here on belong to calls without a given step
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raises ConfigError unless `tensor` is dense, and on the CPU or a GPU."""
+    """Raise ConfigError unless `tensor` is dense (strided), and on the CPU or a GPU."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         raise ConfigError(f"{name}: a dense torch.Tensor is needed, not {kind}")
@@ -39,26 +39,26 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values as memory has them, 1-D and contiguous: its own memory, or a copy."""
+    """Its values, 1-D and contiguous: its own memory, or a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def check_step(step: int | None) -> None:
-    """Raises ConfigError unless `step` is a whole number that fits, or None."""
+    """Raise ConfigError unless `step` is None or an integer in range."""
     if step is not None and (not isinstance(step, int) or not 0 <= step < _COUNTED):
         raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more, or None")
 
 
 def step_of(comm: Communicator, step: int | None) -> int:
-    """The caller's step; of a call without one a number that no other of its group has, the same on
-    all ranks, since they make the same calls."""
+    """The given step; without one, a number that is unique in the group, and the same on all ranks,
+    since they make the same calls."""
     return _COUNTED | comm.count() if step is None else step
 
 
 def op_of(op: Op) -> str:
-    """The name of a reduction: itself, or of torch's ReduceOp; raises ConfigError for another."""
+    """The name of a reduction, given as a name or torch's ReduceOp. Raises ConfigError."""
     if isinstance(op, str):
-        return op  # checked with the request that it becomes part of
+        return op  # the request checks it
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         for name in OPS:
             if op == getattr(dist.ReduceOp, name.upper()):
@@ -68,13 +68,13 @@ def op_of(op: Op) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ConfigError unless `seed` is a whole number that is not negative."""
+    """Raise ConfigError unless `seed` is a non-negative integer."""
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
 
 
 def check_residual(residual: torch.Tensor | None, numel: int) -> None:
-    """Raises ConfigError unless there is none, or it is fp32, contiguous, of `numel` values."""
+    """Raise ConfigError unless `residual` is None, or fp32, contiguous, with `numel` values."""
     if not (residual is None or isinstance(residual, torch.Tensor)):
         raise ConfigError(f"residual: a torch.Tensor or None, not {type(residual).__name__}")
     if residual is not None and (
@@ -87,7 +87,7 @@ def check_residual(residual: torch.Tensor | None, numel: int) -> None:
 
 
 def options_of(options: Options | None, algorithm: str | None) -> Options:
-    """`options`, with `algorithm` if one is given; raises ConfigError for another type."""
+    """`options`, with `algorithm` if it is given. Raises ConfigError for a wrong type."""
     if not (options is None or isinstance(options, Options)):
         raise ConfigError(f"options={options!r}: give a gradwire.Options(...), or None")
     options = options or Options()
@@ -95,7 +95,7 @@ def options_of(options: Options | None, algorithm: str | None) -> Options:
 
 
 def codec_of(codec: str | Codec | None, codec_options: Mapping[str, object]) -> Codec | None:
-    """A codec by name or as it is; None: values travel as they are. Raises ConfigError."""
+    """The codec of a name or object; None: values travel uncompressed. Raises ConfigError."""
     if codec is None and codec_options:
         raise ConfigError(
             f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"
@@ -114,8 +114,8 @@ def communicator_of(
     comm = group if isinstance(group, Communicator) else communicator(group)
     if not async_op and comm.workers.owns(threading.current_thread()):
         raise ConfigError(
-            f"{function} was called in a callback that runs on gradwire's own thread, where "
-            "waiting would never end: use async_op=True"
+            f"{function} was called in a callback on gradwire's own thread, where waiting would "
+            "deadlock: use async_op=True"
         )
     return comm
 
@@ -123,7 +123,7 @@ def communicator_of(
 def begin(
     comm: Communicator, request: Request, name: str, seed: int, step: int | None, options: Options
 ) -> tuple[Future[Outcome], torch.Tensor]:
-    """Start a single collective: (what ends with it, what it leaves on this rank).
+    """Start a single collective: (its future, this rank's result, valid once the future ends).
 
     Raises:
         ConfigError: as `Collective`.
@@ -139,8 +139,8 @@ def begin(
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
-    """A future for tensors on `device`: who waits for it has their stream wait for what the stream
-    holds that is current when its result is set."""
+    """A future for tensors on `device`. Waiting for it makes the caller's stream wait for the work
+    on the stream that is current when the result is set."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
@@ -150,7 +150,7 @@ def deliver(
     async_op: bool,
     device: torch.device,
 ) -> Async | None:
-    """Wait for `running` and finish; or, if `async_op`, return a future of what `finish` gives."""
+    """Wait for `running` and finish; or, if `async_op`, return a future of `finish`'s result."""
     if not async_op:
         running.result()
         finish()

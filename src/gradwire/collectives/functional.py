@@ -1,4 +1,4 @@
-"""`gw.all_reduce` and `gw.broadcast`: one tensor, in torch's manner."""
+"""`gw.all_reduce` and `gw.broadcast`: one tensor, with torch's calling conventions."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def all_reduce(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Reduce `tensor` over all ranks, in place, through a codec or as it is (CGX 4.1).
+    """Reduce `tensor` over all ranks, in place, compressed or not (CGX 4.1).
 
-    Every rank ends with bit-identical values. With one rank nothing is sent and nothing changes.
+    Every rank ends with bit-identical values. With one rank, `tensor` is unchanged.
 
     Args:
         tensor: on the CPU or a GPU, any shape and layout. Through a codec: fp32, fp16 or bf16.
         codec: a name (see `gradwire codec list`) with its options as keywords, a Codec, or None:
-            the values travel as they are, integers and float64 too.
+            the values travel uncompressed, integers and float64 too.
         op: "sum", "avg", "min" or "max", or torch's ReduceOp.SUM, AVG, MIN or MAX; the last two
             without a codec.
         algorithm: a name (docs/algorithms.md); None leaves it to `options`.
@@ -57,9 +57,9 @@ def all_reduce(
             on the host, with it or without: the current stream does.
         residual: error feedback: fp32, `tensor.numel()` values, zeros at first; it is added before
             encoding, and holds what was not sent afterwards.
-        seed, step, name: what the codec's random numbers derive from, with the rank. Calls without
-            a step are counted per group, and each draws its own numbers; `gw.state_dict` saves the
-            count, so that a restarted run draws those that an uninterrupted one would.
+        seed, step, name: together with the rank, they determine the codec's random numbers. Calls
+            without a step are counted per group, and each draws its own numbers; `gw.state_dict`
+            saves the count, so that a restarted run draws the same numbers as an uninterrupted one.
         options: algorithm, segments, checksum.
 
     Raises:
@@ -91,14 +91,14 @@ def broadcast(
     options: Options | None = None,
     **codec_options: object,
 ) -> Async | None:
-    """Every rank's `tensor` becomes that of rank `root` (of the group), in place.
+    """Replace every rank's `tensor` by that of rank `root` (of the group), in place.
 
-    Through a codec all ranks, the root too, end with what the payload says: bit-identical values.
+    With a codec all ranks, the root too, end with the decoded payload: bit-identical values.
 
     Args:
         tensor: on the CPU or a GPU, any shape and layout. Through a codec: fp32, fp16 or bf16.
-        root: whose values all get: a rank within `group`.
-        codec: as in `all_reduce`; None: the values travel as they are, whatever their dtype.
+        root: the source, a rank within `group`.
+        codec: as in `all_reduce`; None: the values travel uncompressed, whatever their dtype.
         algorithm: "sra" (scatter, then all-gather) or "tree", for few values.
         group, async_op, seed, step, name, options: as in `all_reduce`.
 

@@ -13,30 +13,30 @@ from gradwire.lang.kernels import TARGETS
 
 @dataclass(frozen=True)
 class Options:
-    """How a collective runs; the same on every rank, but for `target`, `threads` and `batched`.
+    """How a collective runs; the same on every rank, except `target`, `threads` and `batched`.
 
     Attributes:
-        algorithm: a name of `gradwire.algorithms.REGISTRY`, those of an all-reduce; other
-            collectives have fewer.
-        segments: pipeline units a chunk; None chooses by size: more of them over a network.
-        checksum: whether messages carry one; None: if any leaves the memory of its machine. Over
-            NCCL none does.
-        target: which kernels ("auto", "c", "eager"); all make the same bytes.
-        threads: of a kernel; None takes torch's number.
-        partitions: of the algorithm parameter_server; None: as many as there are ranks.
-        nodes: of the algorithm hierarchical: the machine of each rank, any numbers; None finds out
-            by host names and LOCAL_WORLD_SIZE.
-        inside: of the algorithm hierarchical: how values travel to who sums them inside a machine,
+        algorithm: a name of `gradwire.algorithms.REGISTRY`, which has the all-reduce algorithms;
+            other collectives have fewer.
+        segments: pipeline units per chunk; None chooses by size: more of them over a network.
+        checksum: whether messages carry one; None: if any message leaves the memory of its
+            machine. Messages over NCCL have none.
+        target: which kernels ("auto", "c", "eager"); all produce the same bytes.
+        threads: per kernel; None: torch.get_num_threads().
+        partitions: for parameter_server: the number of partitions; None: one per rank.
+        nodes: for hierarchical: the machine of each rank, any numbers; None: from host names and
+            LOCAL_WORLD_SIZE.
+        inside: for hierarchical: how values travel to the rank that sums them inside a machine,
             through the "codec" or in "full" precision.
-        between: of the algorithm hierarchical: how machines exchange, "sra", "grid", or "auto": a
-            grid of rows and columns from about 32 machines on.
-        coordinated: of the algorithms sra and parameter_server: send in rounds in which every rank
-            has one receiver and one sender (docs/algorithms.md).
-        batched: one kernel call for all tensors of a task; False makes one for each, to show what
-            batching is worth.
+        between: for hierarchical: how machines exchange, "sra", "grid", or "auto": a grid of rows
+            and columns from about 32 machines on.
+        coordinated: for sra and parameter_server: send in rounds in which every rank has one
+            receiver and one sender (docs/algorithms.md).
+        batched: one kernel call for all tensors of a task; False: one call per tensor, to measure
+            the effect of batching.
 
     Raises:
-        ConfigError: an unknown algorithm or target, a number below one, an option of another
+        ConfigError: an unknown algorithm or target, a number below one, or an option of another
             algorithm.
     """
 
@@ -62,13 +62,15 @@ class Options:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
-                    f"{name}={value!r}: a whole number, at least 1, or None to let gradwire choose"
+                    f"{name}={value!r}: give an integer of at least 1, or None for the default"
                 )
         nodes = self.nodes
         if nodes is not None and not (
             isinstance(nodes, tuple) and all(isinstance(node, int) for node in nodes)
         ):
-            raise ConfigError(f"nodes={nodes!r}: a tuple of the machine of each rank, as numbers")
+            raise ConfigError(
+                f"nodes={nodes!r}: give a tuple of the machine of each rank, as numbers"
+            )
         for name, known in (("inside", INSIDE), ("between", BETWEEN)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
@@ -85,18 +87,18 @@ class Options:
                 )
 
     def through(self, algorithm: str) -> Options:
-        """The same by an algorithm, without what is an option of some algorithms alone."""
+        """These options with another algorithm, without options of specific algorithms."""
         defaults: dict[str, Any] = {name: default for name, default, _ in _OWNED}
         return replace(self, algorithm=algorithm, **defaults)
 
     def __str__(self) -> str:
-        """What all ranks must share."""
+        """The options that all ranks must share."""
         text = f"algorithm {self.algorithm}, segments {self.segments}, checksum {self.checksum}"
         given = [f", {n} {getattr(self, n)}" for n, _, owners in _OWNED if self.algorithm in owners]
         return text + "".join(given)
 
 
-# option, its default, the algorithms whose it is
+# (option, its default, the algorithms that have it)
 _OWNED = (
     ("partitions", None, ("parameter_server",)),
     ("nodes", None, ("hierarchical",)),
