@@ -38,34 +38,34 @@ def build(rank: int, world_size: int, sizes: Sizes) -> Graph:
     graph = Graph(ROLES)
     if world_size == 1:
         return graph
-    before, behind = (rank - 1) % world_size, (rank + 1) % world_size
+    previous, following = (rank - 1) % world_size, (rank + 1) % world_size
 
     def each(chunk: int) -> list[int]:
         return [s for s, segment in enumerate(sizes) if segment[chunk]]
 
-    for s in each(before):
-        first = graph.buffer("partial", s, before, rank)
+    for s in each(previous):
+        first = graph.buffer("partial", s, previous, rank)
         graph.encode(s, [first])
-        graph.send(s, first, behind)
+        graph.send(s, first, following)
 
     for hop in range(1, world_size):
         c = (rank - 1 - hop) % world_size
         last = c == rank
         for s in each(c):
-            came = graph.buffer("partial", s, c, before)
+            came = graph.buffer("partial", s, c, previous)
             made = graph.buffer("result" if last else "partial", s, c, rank)
-            graph.recv(s, came, before)
+            graph.recv(s, came, previous)
             graph.merge(s, [came], [made], own=1, final=last)
-            graph.send(s, made, behind)
+            graph.send(s, made, following)
 
     for hop in range(1, world_size):
         c = (rank - hop) % world_size
         for s in each(c):
             result = graph.buffer("result", s, c, c)
             # The partial that this rank has sent has reached its receiver by then.
-            graph.recv(s, result, before, reuses=graph.buffer("partial", s, c, rank))
-            if c != behind:
-                graph.send(s, result, behind)
+            graph.recv(s, result, previous, reuses=graph.buffer("partial", s, c, rank))
+            if c != following:
+                graph.send(s, result, following)
             graph.decode(s, [result])
     return graph
 
@@ -82,9 +82,9 @@ def wire_bytes(rank: int, world_size: int, sizes: Sizes) -> int:
     """Bytes that `rank` sends, headers included."""
     if world_size == 1:
         return 0
-    behind = (rank + 1) % world_size
+    following = (rank + 1) % world_size
     return sum(
-        2 * sum(map(message, segment)) - message(segment[rank]) - message(segment[behind])
+        2 * sum(map(message, segment)) - message(segment[rank]) - message(segment[following])
         for segment in sizes
     )
 

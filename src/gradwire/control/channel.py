@@ -220,7 +220,7 @@ class Channel:
         try:
             action()
         except Exception:
-            log.exception("gradwire: the control thread goes on")
+            log.exception("gradwire: an action failed on the control thread")
 
 
 def _closed() -> TransportError:
