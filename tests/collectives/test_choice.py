@@ -65,7 +65,10 @@ def test_hierarchical_finds_its_machines(inside: str, monkeypatch: pytest.Monkey
         ({"partitions": 2}, "an option of the algorithm parameter_server, not of sra"),
         ({"algorithm": "parameter_server", "partitions": 0}, "partitions=0"),
         ({"algorithm": "ring", "nodes": (0, 0)}, "an option of the algorithm hierarchical"),
-        ({"algorithm": "hierarchical", "nodes": [0, 0]}, "give a tuple of the machine of each rank"),
+        (
+            {"algorithm": "hierarchical", "nodes": [0, 0]},
+            "give a tuple of the machine of each rank",
+        ),
         ({"algorithm": "hierarchical", "between": "ring"}, "between='ring': use one of auto, sra"),
         ({"algorithm": "hierarchical", "inside": "half"}, "use one of codec, full"),
     ],
