@@ -3,6 +3,7 @@
 The blocks of a page are one program, in their order, run by two ranks at once in one folder. A
 block's info string may say otherwise:
 
+    ```python continues      as without; it says so to who reads the source
     ```python new            begins another program: new names, no process group
     ```python ranks=1        rank 0 alone runs it
     ```python fails=NAME     it must raise that error
