@@ -19,6 +19,7 @@ from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
 from gradwire.integrations.sharded import Sharded, plan_sharded
 from gradwire.integrations.synchronised import synchronised
+from gradwire.integrations.wrapped import in_hand
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
 
@@ -29,8 +30,10 @@ COALESCE_BYTES = 1 << 18
 def attach(model: DistributedDataParallel, codec: Method = ..., **options: Any) -> Handle: ...
 @overload
 def attach(model: FSDPModule, codec: Method = ..., **options: Any) -> Sharded: ...
+@overload
+def attach(model: torch.nn.Module, codec: Method = ..., **options: Any) -> Handle | Sharded: ...
 def attach(
-    model: DistributedDataParallel | FSDPModule,
+    model: torch.nn.Module | FSDPModule,
     codec: Method = "qsgd",
     *,
     include: Sequence[str] = (),
@@ -51,13 +54,17 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
+        model: a DDP module, an FSDP2 module (docs/fsdp2.md), or either inside what torch.compile,
+            Lightning Fabric or another wrapper without parameters of its own has made of it.
+            Its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
             compressed; others (float64, complex) are averaged as they are. Over NCCL, what a GPU
             has goes from GPU to GPU; over gloo alone by way of the host's memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
             list`), a Codec, an Aggregator, or None for none.
-        include: name patterns ("*.bias") to compress although they have fewer dimensions.
+        include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
+            are those of the bare model: without `_orig_mod` and `_checkpoint_wrapped_module`, which
+            torch.compile and activation checkpointing add.
         exclude: name patterns to leave dense.
         codecs: name pattern -> codec or aggregator, as `codec`; the first match wins over
             everything else.
@@ -74,11 +81,11 @@ def attach(
         A handle with statistics and state, whose `update` changes all of this while training runs.
 
     Raises:
-        ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
-            named), nothing to synchronise, sparse gradients, unknown codec, algorithm, option or
-            pattern, a codec that is not defined in the algorithm, one for a parameter of a dtype
-            that codecs do not take, or ranks that disagree (the first parameter that differs is
-            named).
+        ConfigError: no such module (the message says what to pass), attached already, an argument
+            of a wrong type or value (it is named), nothing to synchronise, sparse gradients,
+            unknown codec, algorithm, option or pattern, a codec that is not defined in the
+            algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
+            disagree (the first parameter that differs is named).
     """
     rules = Rules().changed(
         codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
@@ -87,14 +94,15 @@ def attach(
     chosen = options_of(options, algorithm)
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
+    model = in_hand(model)
     if isinstance(model, FSDPModule):
-        assert isinstance(model, torch.nn.Module)
         if options is not None or algorithm is not None:
             raise ConfigError(
                 "attach: algorithm and options are for DDP modules: what FSDP2 scatters goes "
                 "through the reduce-scatter that there is"
             )
         return plan_sharded(model, rules).handle(seed)
+    assert isinstance(model, DistributedDataParallel)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if hook_state(model).reducer is not None:
         raise ConfigError(

@@ -13,6 +13,7 @@ from gradwire.aggregators import Compressed, Dense
 from gradwire.errors import ConfigError
 from gradwire.integrations.fsdp import Groups, parameter_groups, process_groups
 from gradwire.integrations.scatter import Replicas, Scatter
+from gradwire.integrations.wrapped import plain_name, plain_names
 from gradwire.planner import Plan, Rules, make_plan
 
 
@@ -76,7 +77,7 @@ def trained_of(
 ) -> Trained:
     """What is trained in `model`; see `attach_sharded`."""
     names_of: dict[Any, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain_names(model.named_parameters()):
         names_of.setdefault(parameter, name)
     found: dict[Groups, str] = {}
     named: list[tuple[str, torch.Tensor]] = []
@@ -84,7 +85,7 @@ def trained_of(
     records: list[Any] = []
     trained = False
     for module, record in parameter_groups(model):
-        where = module or "(the root)"
+        where = plain_name(module) or "(the root)"
         reason = not_free(where, record)
         if reason is not None and like is None:
             raise ConfigError(reason)
@@ -99,7 +100,7 @@ def trained_of(
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
                 # Within a backward pass modules hold whole parameters; then FSDP knows their names.
-                name = names_of.get(parameter.sharded_param) or parameter._param_fqn
+                name = names_of.get(parameter.sharded_param) or plain_name(parameter._param_fqn)
                 names[parameter] = name
                 dtype = parameter.sharded_param.dtype
                 shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")
