@@ -157,7 +157,7 @@ class Group(dist.ProcessGroup):
         """What this rank has sent compressed, and what else there was.
 
         Returns:
-            calls: steps of DDP modules with handles, reduce-scatters of FSDP2's, and blobs.
+            calls: those of handles on DDP and FSDP2 modules (`Handle.stats`), and of blobs.
             wire_bytes, raw_bytes, ratio, seconds: as of `Handle.stats`.
             left_alone: name of an operation -> calls that were torch's.
         """

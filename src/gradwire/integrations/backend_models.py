@@ -166,8 +166,7 @@ class Models:
 
 def _add(totals: dict[str, float], handle: Handle | Sharded) -> None:
     stats = handle.stats()
-    totals["calls"] += stats["calls" if "calls" in stats else "steps"]
-    for key in ("wire_bytes", "raw_bytes", "seconds"):
+    for key in ("calls", "wire_bytes", "raw_bytes", "seconds"):
         totals[key] += stats[key]
 
 

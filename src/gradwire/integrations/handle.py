@@ -149,11 +149,20 @@ class Handle(Saved):
 
         Returns:
             steps: synchronised backward passes.
+            calls: collectives that averaged gradients: one for each round of each scope, a scope
+                being the buckets that travel together; more where a round has several ways.
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
-            kernel_seconds: of these, in kernels, and in checksums of what they wrote. Over NCCL
+            exposed_seconds: what communication added to backward: from where the module's backward
+                has computed its last gradient, and all buckets have been handed over, until the
+                last average is there, summed over passes. It is measured in the thread that waits,
+                by a callback of autograd's that runs before DDP looks at its futures; DDP's own
+                wait behind it finds them done. It includes waiting for ranks that come later, and,
+                in the first passes, for kernels to be compiled. Time in DDP's hook itself counts as
+                computing. Over NCCL the host does not wait, and this tells about nothing.
+            kernel_seconds: of `seconds`, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
                 encode, merge or decode), whatever its codecs; on others one for each codec in it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,10 +61,11 @@ class Sharded(Saved):
         self._owners = [communicator(group).owner(what) for group in groups.all]
         self._named = trained.named
         self._lock = threading.Lock()
-        self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
+        self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
+        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._switch = Switch(plan, self._owners[0], self._rehearse)
-        self._pass = running()
+        self._pass = self._counted = running()
         self._version = 0  # that this rank offers in this pass
         self._least: int | None = None  # that any rank has offered, as far as it is known
         self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
@@ -127,6 +129,7 @@ class Sharded(Saved):
         version: int = 0,
     ) -> int:
         """Run a collective to its end; returns the least version that reached this rank."""
+        begun = time.perf_counter()
         collective = prepare(owner, specs, _OPTIONS, operation, items[0].values.device)
         collective.check(items)
         ticket = owner.ticket(version)
@@ -136,10 +139,13 @@ class Sharded(Saved):
         finally:
             ticket.close()
         with self._lock:
+            self._totals["steps"] += running() != self._counted
+            self._counted = running()
             self._totals["calls"] += 1
             self._totals["raw_bytes"] += raw_bytes
             self._totals["wire_bytes"] += outcome.wire_bytes
             self._totals["seconds"] += outcome.seconds
+            self._totals["exposed_seconds"] += time.perf_counter() - begun
             self._totals["kernel_seconds"] += outcome.kernel_seconds
             self._totals["kernel_calls"] += outcome.kernel_calls
         return ticket.version
@@ -238,12 +244,19 @@ class Sharded(Saved):
         """What has been sent so far.
 
         Returns:
+            steps: backward passes that reduced gradients.
             calls: reduce-scatters, and all-reduces between replicas.
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what they would have sent uncompressed: (N-1)/N of the gradients, and
                 2 (N-1)/N of their shards between N replicas.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
-            seconds: from call to result; kernel_seconds, kernel_calls: as of `Handle.stats`.
+            seconds: from the start of each to its result.
+            exposed_seconds: what communication added to backward: FSDP2 waits for each of these
+                where it calls it, so all of the time from call to result, waits for ranks that come
+                later and for kernels to be compiled included. Over NCCL the host does not wait, and
+                this is the time of queueing the work. Gathers of weights are torch's, and are not
+                counted.
+            kernel_seconds, kernel_calls: as of `Handle.stats`.
             residual_bytes: memory of residuals: with error feedback 4 bytes for every value of
                 every compressed parameter, whole, on each rank.
             parameters: name -> codec (or "dense"), numel, payload_bytes, ratio.
