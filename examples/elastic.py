@@ -5,7 +5,8 @@
 
 When a rank dies, the others end with a TransportError that names it, torchrun starts all of them
 anew, and training goes on from the last checkpoint to the same weights, bit for bit, as if nothing
-had happened. `--die-at STEP` makes the last rank die once, to see it.
+had happened. `--die-at STEP` makes the last rank die once, to see it. Started with another number
+of ranks, it goes on from the same checkpoint: residuals are shared out among the ranks there are.
 
 The variable gives every attempt a store of its own. Without it gloo finds the addresses of the
 ranks that are gone (torch 2.13; with or without gradwire).
@@ -33,7 +34,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a folder for one file a rank"
+        "--checkpoint", type=Path, required=True, help="a folder that all ranks see"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--die-at", type=int)
@@ -47,19 +48,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     handle = gw.attach(ddp, bits=2, error_feedback=True)
 
-    # Ranks may have come to different checkpoints when one died: each rank keeps two, and all go
-    # on from the newest that all have.
+    # One file, which rank 0 writes, holds what every rank has not sent yet.
     args.checkpoint.mkdir(parents=True, exist_ok=True)
-    mine = {int(p.stem.split("-")[1]): p for p in args.checkpoint.glob(f"rank{rank}-*.pt")}
-    newest = torch.tensor(max(mine, default=0))
-    dist.all_reduce(newest, op=dist.ReduceOp.MIN)
-    first = int(newest)
-    if first:
-        state = torch.load(mine[first], weights_only=True)
+    path, first = args.checkpoint / "newest.pt", 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        first = state["step"]
         ddp.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         handle.load_state_dict(state["gradwire"])
         print(f"rank {rank} goes on from step {first}", flush=True)
+    dist.barrier()  # nobody saves before all have loaded
 
     for step in range(first, args.steps):
         if step == args.die_at and rank == last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -69,15 +68,16 @@ def main() -> None:
         optimizer.step()
         done = step + 1
         if done % EVERY == 0:
-            state = {
-                "model": ddp.module.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "gradwire": handle.state_dict(),
-            }
-            path = args.checkpoint / f"rank{rank}-{done}.pt"
-            torch.save(state, path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)  # whole, or not there
-            (args.checkpoint / f"rank{rank}-{done - 2 * EVERY}.pt").unlink(missing_ok=True)
+            gradwire = handle.full_state_dict(rank0_only=True)  # collective
+            if rank == 0:
+                state = {
+                    "step": done,
+                    "model": ddp.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "gradwire": gradwire,
+                }
+                torch.save(state, path.with_suffix(".part"))
+                path.with_suffix(".part").rename(path)  # whole, or not there
 
     total = sum(float(p.double().sum()) for p in ddp.parameters())
     print(f"rank {rank} ends with {total.hex()}", flush=True)

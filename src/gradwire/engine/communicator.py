@@ -154,6 +154,16 @@ class Communicator:
                 self._topology = Topology.of(self.rank, self.exchange("topology", mine))
             return self._topology
 
+    @property
+    def opened_topology(self) -> Topology | None:
+        """The topology, if it is known by now."""
+        return self._topology
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether some device's rounds keep a stream's order, as far as it is known by now."""
+        return any(stream is not None for stream in list(self._streams.values()))
+
     def died(self) -> int | None:
         """A peer on this machine whose process has ended, as far as that is known; or None."""
         return None if self._topology is None else self._topology.over()

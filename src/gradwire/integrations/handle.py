@@ -16,9 +16,11 @@ from gradwire.collectives import Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Owner
 from gradwire.integrations.buckets import Buckets
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.saved import Saved, members_of
+from gradwire.integrations.summary import expected_all_reduce, summary
 from gradwire.integrations.switch import Switch, Update
 from gradwire.planner import Plan, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
@@ -46,7 +48,8 @@ class Handle(Saved):
         first = state.attached << _STEP_BITS
         state.attached += 1
         members = members_of(plan, seed, comm.rank, first)
-        super().__init__(members, seed, comm.rank, comm.world_size)
+        gather = StateGather([model.process_group])
+        super().__init__(members, seed, comm.rank, comm.world_size, gather)
         self._comm = comm
         by_name = dict(named)
         by_parameter = {by_name[name]: member for name, member in self._members.items()}
@@ -193,6 +196,13 @@ class Handle(Saved):
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
+
+    def summary(self) -> str:
+        comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)
+        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        return summary("a DDP module", *of)
+
+    summary.__doc__ = Saved.summary.__doc__
 
     def detach(self) -> None:
         """Give the module back to plain averaging; within a backward pass, when that has ended.

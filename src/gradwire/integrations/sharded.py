@@ -34,11 +34,13 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, running
-from gradwire.integrations.fsdp import Groups
+from gradwire.integrations.fsdp import Groups, process_groups
+from gradwire.integrations.full_state import StateGather, states_of
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.scatter import Replicas, Scatter, WeightGather
 from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, trained_of
+from gradwire.integrations.summary import Expected, expected_scatter, summary
 from gradwire.integrations.switch import Switch, Update
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -56,10 +58,11 @@ class Sharded(Saved):
     ) -> None:
         self.groups = groups = trained.groups
         members = members_of(plan, seed, groups.rank, first)
-        super().__init__(members, seed, groups.rank, groups.size)
+        gather = StateGather(process_groups(trained.records[0]).all)
+        super().__init__(members, seed, groups.rank, groups.size, gather)
         what = f"the sharded module of {plan.parameters[0].name}"
         self._owners = [communicator(group).owner(what) for group in groups.all]
-        self._named = trained.named
+        self._named, self._shards = trained.named, trained.shards()
         self._lock = threading.Lock()
         self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
         self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
@@ -273,17 +276,34 @@ class Sharded(Saved):
             "plan": self.plan.version,
         }
 
+    def summary(self) -> str:
+        planned = {p.name: p for p in self.plan.parameters}
+        scatter = None if self.groups.scatter is None else self.owner.comm
+        between = None if self.groups.replicas is None else self.replicas.comm
+        expected = Expected(0, 0)
+        for group in self._shards:
+            pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
+            expected += expected_scatter(pieces, scatter, between, self.groups.shard)
+        comms = [owner.comm for owner in self._owners]
+        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        return summary("an FSDP2 module", *of)
+
+    summary.__doc__ = Saved.summary.__doc__
+
     def state_dict(self) -> dict[str, Any]:
         """As `Handle.state_dict`; `shards` says how many there were."""
         return {**super().state_dict(), "shards": self.groups.shards}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """As `Handle.load_state_dict`.
+        """As `Handle.load_state_dict`. Residuals are of whole parameters, so they move as DDP's
+        do, whatever the shards. With FSDP2 a rank's own shard is sent exactly: what a residual
+        holds of it, from another number of ranks, is added to the next gradient.
 
         Raises:
-            ConfigError: as there; or residuals that cannot be moved to another mesh.
+            ConfigError: as there; or residuals that cannot be moved to another mesh: with replicas
+                (HSDP), and of parameters that are sharded by columns.
         """
-        for one in [state] if isinstance(state, Mapping) else state:
+        for one in states_of(state):
             if isinstance(one, Mapping) and one.get("aggregators"):
                 self._check_mesh(one)
         super().load_state_dict(state)

@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from gradwire.aggregators import Compressed, Dense
 from gradwire.errors import ConfigError
-from gradwire.integrations.fsdp import Groups, parameter_groups, process_groups
+from gradwire.integrations.fsdp import (
+    Groups,
+    gradient_dtype,
+    parameter_groups,
+    process_groups,
+    shard_lengths,
+)
 from gradwire.integrations.scatter import Replicas, Scatter
 from gradwire.integrations.wrapped import plain_name, plain_names
 from gradwire.planner import Plan, Rules, make_plan
@@ -32,6 +38,24 @@ class Trained:
     names: Mapping[Any, str]
     records: list[Any]
     groups: Groups
+
+    def shards(self) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """Of each group of parameters, of those that have gradients now: name, how many values each
+        rank gets, and the dtype in which they are reduced."""
+        found = []
+        for record in self.records:
+            of_record = [
+                (
+                    self.names[p],
+                    shard_lengths(p, self.groups.shards),
+                    gradient_dtype(record, p),
+                )
+                for p in record.fsdp_params
+                if p in self.names and p.sharded_param.requires_grad
+            ]
+            if of_record:
+                found.append(of_record)
+        return found
 
 
 def make_sharded_plan(

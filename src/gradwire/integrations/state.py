@@ -58,6 +58,8 @@ def merge_states(
                     f"differ in {key}: give states that were saved together"
                 )
     old = first["world_size"]
+    if len(states) > 1 and sorted(s["rank"] for s in states) != list(range(old)):
+        raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
     mine = [s for s in states if s["rank"] == rank]
     if old == world_size and mine:
         return dict(mine[0])
@@ -65,13 +67,11 @@ def merge_states(
         if _tensors(first, plan, "per_rank", "sharded"):
             warnings.warn(
                 f"load_state_dict: this state is rank {first['rank']}'s of {old} ranks, now there "
-                f"are {world_size} and this is rank {rank}: residuals start at zero. Give the "
-                "list of all ranks' states to keep them",
+                f"are {world_size} and this is rank {rank}: residuals start at zero. Save "
+                "full_state_dict(), or give the list of all ranks' states, to keep them",
                 stacklevel=3,
             )
         return {**first, "aggregators": _tensors(first, plan, "replicated")}
-    if sorted(s["rank"] for s in states) != list(range(old)):
-        raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
     moved = _tensors(first, plan, "replicated")
     for shared in (
         _share_out(states, plan, rank, world_size),
