@@ -47,6 +47,11 @@ class RandomK(Codec):
         # a difference is 0, or NaN where the value is not finite
         return map(lambda here: where(here, value, value - value), self.here())
 
+    @property
+    def biased(self) -> bool:
+        """Whether what is picked is sent as it is, and so the rest is missing on average."""
+        return not self.unbiased and self.block > 1
+
     def picked(self, g: Value, factor: float) -> Payload:
         """The payload: the block's picked value times the factor."""
         x = g.blocks(self.block)

@@ -15,6 +15,7 @@ from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
 from gradwire.integrations.sharded import Sharded, plan_sharded
@@ -69,7 +70,8 @@ def attach(
         codecs: name pattern -> codec or aggregator, as `codec`; the first match wins over
             everything else.
         error_feedback: keep what was not sent, one fp32 residual per compressed parameter, and add
-            it to the next step's gradient. "powersgd" and "artopk" always do.
+            it to the next step's gradient. "powersgd" and "artopk" always do. A biased codec
+            (`Codec.biased`: topk, onebit, ...) without it warns once per process.
         seed: of random numbers; not negative.
         algorithm: of every all-reduce, a name (docs/algorithms.md); None leaves it to `options`.
         options: algorithm, segments, checksum, kernels.
@@ -101,13 +103,16 @@ def attach(
                 "attach: algorithm and options are for DDP modules: what FSDP2 scatters goes "
                 "through the reduce-scatter that there is"
             )
-        return plan_sharded(model, rules).handle(seed)
+        shards = plan_sharded(model, rules)
+        warn_of_bias(shards.plan, shards.trained.groups.size)
+        return shards.handle(seed)
     assert isinstance(model, DistributedDataParallel)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if hook_state(model).reducer is not None:
         raise ConfigError(
             "this module has a handle attached: call its detach() before attaching anew"
         )
+    warn_of_bias(planned.plan, model.process_group.size())
     return planned.handle(seed)
 
 

@@ -27,6 +27,7 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.attach import attach
 from gradwire.integrations.backend import Group
+from gradwire.integrations.bias import warn_once
 from gradwire.integrations.fsdp import parameter_groups, process_groups
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.sharded import Sharded
@@ -194,6 +195,11 @@ def _blob(
     check_codec(made)
     assert isinstance(made, Codec)
     check_defined(Options().algorithm, made)
+    if made.biased and actual.size() > 1:
+        warn_once(
+            f"blobs go through {made}, which is biased, and keep no residuals: what it leaves out "
+            "is lost, and training may not converge; give a model, and error_feedback=True"
+        )
     settings = replace(actual.settings, codec=made, seed=seed, blob=True)
     communicator(actual).agree("blobs", [settings.describe()])
     actual.blob(settings)

@@ -15,6 +15,7 @@ from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Owner
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
@@ -123,7 +124,9 @@ class Handle(Saved):
                 before.version + 1,
             )
 
-        return self._switch.ask(changed)
+        asked = self._switch.ask(changed)
+        warn_of_bias(self._switch.newest, self.world_size)
+        return asked
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
         """Have `observer` told of every parameter's average, as it is there: gradient, what was

@@ -34,6 +34,7 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, running
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import Groups, process_groups
 from gradwire.integrations.full_state import StateGather, states_of
 from gradwire.integrations.rehearsal import alike
@@ -229,7 +230,9 @@ class Sharded(Saved):
             rules = before.rules.changed(codec_options, **given)
             return make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
 
-        return self._switch.ask(changed)
+        asked = self._switch.ask(changed)
+        warn_of_bias(self._switch.newest, self.world_size)
+        return asked
 
     def _rehearse(self, plan: Plan) -> list[Collective]:
         """What `plan` will run, of what all ranks have last scattered alike."""
