@@ -52,8 +52,9 @@ class Expected:
 def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
     """Of a step that averages all parameters at once, as DDP's buckets together hold them.
 
-    More buckets have more headers. An aggregator of several rounds counts as if its payloads were
-    all-reduced. Where lengths depend on data, they are those that codecs expect.
+    More buckets have more headers. Where lengths depend on data, they are those that codecs expect.
+    An aggregator of several rounds counts with the mean over ranks, as if all of its payloads were
+    all-reduced.
     """
     ranks, topology = comm.world_size, _topology(comm)
     raw = sum(p.numel * p.dtype.itemsize for p in plan.parameters)
@@ -61,8 +62,12 @@ def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
     asks = plan.options.algorithm == "hierarchical" and plan.options.nodes is None
     if asks and comm.opened_topology is None:  # ranks tell each other's machines as a group opens
         return Expected(None, raw_bytes)
-    specs = [_spec(p, p.numel, p.dtype, AVERAGE) for p in plan.parameters]
-    return Expected(_wire_bytes(AVERAGE, specs, topology, plan.options), raw_bytes)
+    one_round = [p for p in plan.parameters if isinstance(p.inner, (Compressed, Dense))]
+    specs = [_spec(p, p.numel, p.dtype, AVERAGE) for p in one_round]
+    wire = _wire_bytes(AVERAGE, specs, topology, plan.options) if specs else 0
+    several = [p for p in plan.parameters if not isinstance(p.inner, (Compressed, Dense))]
+    payloads = sum(p.aggregator.payload_bytes(p.shape, p.dtype) for p in several)
+    return Expected(wire + round(2 * (ranks - 1) / ranks * payloads), raw_bytes)
 
 
 def expected_scatter(
@@ -105,12 +110,9 @@ def _spec(p: ParameterPlan, numel: int, dtype: torch.dtype, operation: Operation
     """What travels of a parameter."""
     if dtype.is_complex:  # in pairs
         numel, dtype = 2 * numel, dtype.to_real()
-    wire = p.codec
-    if wire is None and not isinstance(p.inner, Dense):
-        numel, dtype = p.aggregator.payload_bytes(p.shape, dtype), torch.uint8
-    elif isinstance(p.inner, Dense) and p.inner.dtype is not None:
+    if isinstance(p.inner, Dense) and p.inner.dtype is not None:
         dtype = p.inner.dtype
-    codec = wire if wire is not None else dense(operation, dtype)
+    codec = dense(operation, dtype) if p.codec is None else p.codec
     return Spec(p.name, numel, dtype, codec, p.feedback, p.rotation)
 
 
