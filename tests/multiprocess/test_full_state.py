@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,36 @@ def replicas(rank: int) -> None:
 
 def test_replicas() -> None:
     as_processes(4, replicas, timeout=30)
+
+
+def code_of_the_page(rank: int, folder: Path) -> None:
+    """docs/checkpointing.md: what it has one write."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpointing.md").read_text()
+    page: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, page)
+    model = ddp()
+    handle, optimizer = attached(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        gradients(model, step)
+        optimizer.step()
+    page["save"](folder / "all.pt", model, optimizer, handle, 3)
+    page["save_own"](folder, handle)
+    dist.barrier()
+    expected = gradients(model, 3)
+    for load in (
+        lambda: page["load"](folder / "all.pt", again, other, loading),
+        lambda: page["load_own"](folder, loading),
+    ):
+        again = ddp()
+        again.module.load_state_dict(model.module.state_dict())
+        loading, other = attached(again), torch.optim.SGD(again.parameters(), lr=0.1)
+        assert load() in (3, None)
+        assert all(map(torch.equal, gradients(again, 3), expected))
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    as_processes(2, code_of_the_page, tmp_path, timeout=30)
 
 
 def mistakes(rank: int) -> None:
