@@ -87,10 +87,13 @@ def on_ddp(rank: int) -> None:
     raw = number(r"\(([\d,]+) uncompressed", text)
     assert raw == round(2 * (ranks - 1) / ranks * 4 * numel)
 
-    for method, within in ((None, 0.0), ("powersgd:rank=2", 0.2), ("topk:density=0.1", 0.05)):
+    for method, within in ((None, 0.0), ("powersgd:rank=2", 0.1), ("topk:density=0.1", 0.05)):
         model = DDP(mlp())
         handle = gw.attach(model, method, error_feedback=True)
-        told, sent = expected(handle), measured(handle, model)
+        both = torch.tensor([expected(handle), measured(handle, model)])
+        if method is not None:  # small matrices have few chunks, which some ranks own
+            dist.all_reduce(both)
+        told, sent = both.tolist()
         assert abs(told - sent) <= within * sent, (method, told, sent)
     handle = gw.attach(DDP(mlp()), algorithm="hierarchical")
     if rank == 0:
