@@ -72,8 +72,8 @@ def on_ddp(rank: int) -> None:
     numel = sum(p.numel() for p in model.parameters())
     assert f"DDP module: 6 parameters, {numel:,} values; rank {rank} of {ranks}" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:5]}
-    assert rows["qsgd"] == ["2", "20,000", "4.25", "yes"]
-    assert rows["terngrad"][:2] == ["1", "900"]
+    assert rows["qsgd:bits=4"] == ["2", "20,000", "4.25", "yes"]
+    assert rows["terngrad:form=minmax"][:2] == ["1", "900"]
     assert rows["dense"] == ["3", "460", "32", "no"]
     residuals = 4 * (20000 + 900)
     assert f"0 bytes before the first step, {residuals:,} bytes from then on" in text
@@ -156,8 +156,9 @@ def test_summary_with_replicas() -> None:
 
 
 def test_codecs_are_written_as_users_write_them() -> None:
-    assert short(Compressed(gw.QSGD())) == "qsgd"
+    assert short(Compressed(gw.QSGD())) == "qsgd:bits=4"
     assert short(Compressed(gw.QSGD(bits=2, scale="max"))) == "qsgd:bits=2,scale=max"
     assert short(Compressed(gw.Cast("bf16"))) == "bf16"
     assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
+    assert short(Compressed(gw.Identity())) == "identity"
     assert short(Dense()) == "dense"

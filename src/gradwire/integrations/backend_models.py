@@ -23,6 +23,7 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.attach import Planned, plan_ddp
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import Settings
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups, reduced_over
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
@@ -83,6 +84,7 @@ class Models:
         except ConfigError as error:
             self._told.append(f"{what} as it is ({error})")
             return
+        warn_of_bias(planned.plan, self._group.size())
         state = hook_state(ddp)
         held, named, plan = weakref.ref(ddp), planned.named, planned.plan
         del planned  # which would keep the module
@@ -120,6 +122,7 @@ class Models:
         except ConfigError as error:
             self._told.append(f"{what} as it is ({error})")
             return
+        warn_of_bias(planned.plan, planned.trained.groups.size)
         self._note(root, what, planned.handle(self.settings.seed))
 
     def _has_kernels(self, what: str, module: torch.nn.Module) -> bool:

@@ -28,7 +28,7 @@ def warn_of_bias(plan: Plan, ranks: int) -> None:
         warn_once(
             f"gradients of {found[0].name}{more} go through {short(found[0].inner)}, which is "
             "biased: without error feedback what it leaves out is lost, and training may not "
-            "converge; give error_feedback=True"
+            "converge; give gw.attach or gw.register error_feedback=True"
         )
 
 

@@ -237,7 +237,8 @@ def transport_name(comm: Communicator) -> str:
 
 
 def short(aggregator: Aggregator) -> str:
-    """An aggregator as users write it: its name, and the options that are not its defaults."""
+    """An aggregator as users write it: its name, its first option, and those that are not its
+    defaults: "qsgd:bits=4", "qsgd:bits=2,scale=max"."""
     if isinstance(aggregator, Compressed):
         return _short(codecs.name_of(aggregator.codec), aggregator.codec)
     names = {made: name for name, made in REGISTRY.items()}
@@ -248,9 +249,10 @@ def short(aggregator: Aggregator) -> str:
 
 def _short(name: str, made: Codec | Aggregator) -> str:
     settled = codecs.REGISTRY[name][1] if name in codecs.REGISTRY else {}
+    fields = [f for f in dataclasses.fields(made) if f.name not in settled]  # type: ignore[arg-type]
     given = [
         f"{f.name}={getattr(made, f.name)}"
-        for f in dataclasses.fields(made)  # type: ignore[arg-type]
-        if f.name not in settled and getattr(made, f.name) != f.default
+        for at, f in enumerate(fields)
+        if at == 0 or getattr(made, f.name) != f.default
     ]
     return ":".join([name, ",".join(given)]) if given else name
