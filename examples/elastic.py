@@ -5,7 +5,8 @@
 
 When a rank dies, the others end with a TransportError that names it. torchrun restarts all ranks,
 and training resumes from the last checkpoint and ends with bit-identical weights. `--die-at STEP`
-kills the last rank once, as a demonstration.
+kills the last rank once, as a demonstration. Started with another number of ranks, it resumes from
+the same checkpoint: residuals are distributed over the new ranks.
 
 The environment variable gives every attempt its own store. Without it gloo finds the addresses of
 the dead ranks (torch 2.13; with or without gradwire).
@@ -33,7 +34,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a folder, for two files per rank"
+        "--checkpoint", type=Path, required=True, help="a folder that all ranks see"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--die-at", type=int)
@@ -47,19 +48,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     handle = gw.attach(ddp, bits=2, error_feedback=True)
 
-    # When a rank dies, the newest checkpoints of ranks may differ. So each rank keeps two, and all
-    # resume from the newest that all ranks have.
+    # One file, which rank 0 writes, holds the residuals of every rank.
     args.checkpoint.mkdir(parents=True, exist_ok=True)
-    mine = {int(p.stem.split("-")[1]): p for p in args.checkpoint.glob(f"rank{rank}-*.pt")}
-    newest = torch.tensor(max(mine, default=0))
-    dist.all_reduce(newest, op=dist.ReduceOp.MIN)
-    first = int(newest)
-    if first:
-        state = torch.load(mine[first], weights_only=True)
+    path, first = args.checkpoint / "newest.pt", 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        first = state["step"]
         ddp.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         handle.load_state_dict(state["gradwire"])
         print(f"rank {rank} resumes from step {first}", flush=True)
+    dist.barrier()  # no rank saves before all have loaded
 
     for step in range(first, args.steps):
         if step == args.die_at and rank == last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -69,15 +68,16 @@ def main() -> None:
         optimizer.step()
         done = step + 1
         if done % EVERY == 0:
-            state = {
-                "model": ddp.module.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "gradwire": handle.state_dict(),
-            }
-            path = args.checkpoint / f"rank{rank}-{done}.pt"
-            torch.save(state, path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)  # atomic: never a partial file
-            (args.checkpoint / f"rank{rank}-{done - 2 * EVERY}.pt").unlink(missing_ok=True)
+            gradwire = handle.full_state_dict(rank0_only=True)  # collective
+            if rank == 0:
+                state = {
+                    "step": done,
+                    "model": ddp.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "gradwire": gradwire,
+                }
+                torch.save(state, path.with_suffix(".part"))
+                path.with_suffix(".part").rename(path)  # atomic: never a partial file
 
     total = sum(float(p.double().sum()) for p in ddp.parameters())
     print(f"rank {rank} ends with {total.hex()}", flush=True)

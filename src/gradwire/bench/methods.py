@@ -224,7 +224,8 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
         ConfigError: gradwire does not know one of them.
     """
     arguments, run = _split(options)
-    return gradwire.attach(model, options=gradwire.Options(**run), **arguments)
+    handle: gradwire.Handle = gradwire.attach(model, options=gradwire.Options(**run), **arguments)
+    return handle
 
 
 def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -47,6 +47,11 @@ class RandomK(Codec):
         # value - value is 0, or NaN if the value is not finite
         return map(lambda hit: where(hit, value, value - value), self.is_picked())
 
+    @property
+    def biased(self) -> bool:
+        """Whether what is picked is sent as it is, and so the rest is missing on average."""
+        return not self.unbiased and self.block > 1
+
     def picked(self, g: Value, factor: float) -> Payload:
         """The payload: each block's picked value times the factor."""
         x = g.blocks(self.block)

@@ -160,6 +160,16 @@ class Communicator:
                 self._topology = Topology.of(self.rank, self.exchange("topology", mine))
             return self._topology
 
+    @property
+    def opened_topology(self) -> Topology | None:
+        """The topology, or None before the first collective."""
+        return self._topology
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether rounds of some device already run in stream order."""
+        return any(stream is not None for stream in list(self._streams.values()))
+
     def dead_peer(self) -> int | None:
         """A peer on this machine whose process is known to have ended, or None."""
         return None if self._topology is None else self._topology.ended_peer()

@@ -15,10 +15,12 @@ from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
 from gradwire.integrations.sharded import Sharded, plan_sharded
 from gradwire.integrations.synchronised import synchronised
+from gradwire.integrations.wrapped import in_hand
 from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
 
@@ -29,8 +31,10 @@ COALESCE_BYTES = 1 << 18
 def attach(model: DistributedDataParallel, codec: Method = ..., **options: Any) -> Handle: ...
 @overload
 def attach(model: FSDPModule, codec: Method = ..., **options: Any) -> Sharded: ...
+@overload
+def attach(model: torch.nn.Module, codec: Method = ..., **options: Any) -> Handle | Sharded: ...
 def attach(
-    model: DistributedDataParallel | FSDPModule,
+    model: torch.nn.Module | FSDPModule,
     codec: Method = "qsgd",
     *,
     include: Sequence[str] = (),
@@ -51,18 +55,23 @@ def attach(
         gw.attach(model, bits=4)
 
     Args:
-        model: its parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
+        model: a DDP module, an FSDP2 module (docs/how-to/fsdp2.md), or the wrapper of one that
+            torch.compile, Lightning Fabric or another trainer returns, if it has no parameters of
+            its own. Parameters are on the CPU or on one GPU. Those in fp32, fp16 or bf16 may be
             compressed; others (float64, complex) are averaged uncompressed. Over NCCL, gradients
             move from GPU to GPU; over gloo alone, through host memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
             list`), a Codec, an Aggregator, or None for no compression.
-        include: name patterns ("*.bias") to compress although they have fewer dimensions.
+        include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
+            are those of the bare model, without the segments `_orig_mod` and
+            `_checkpoint_wrapped_module` of torch.compile and activation checkpointing.
         exclude: name patterns of parameters to send uncompressed.
         codecs: name pattern -> codec or aggregator, as `codec`; the first match takes precedence
             over all other arguments.
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
-            and add it to the next step's gradient. "powersgd" and "artopk" always do.
+            and add it to the next step's gradient. "powersgd" and "artopk" always do. A biased
+            codec (`Codec.biased`: topk, onebit, ...) without it warns once per process.
         seed: of random numbers; not negative.
         algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
             `options`.
@@ -75,11 +84,11 @@ def attach(
         A handle with statistics and state, whose `update` changes these arguments during training.
 
     Raises:
-        ConfigError: not a DDP module, attached already, an argument of a wrong type or value (it is
-            named), nothing to synchronise, sparse gradients, unknown codec, algorithm, option or
-            pattern, a codec that is not defined in the algorithm, one for a parameter of a dtype
-            that codecs do not take, or ranks that disagree (the first parameter that differs is
-            named).
+        ConfigError: no such module (the message says what to pass), attached already, an argument
+            of a wrong type or value (it is named), nothing to synchronise, sparse gradients,
+            unknown codec, algorithm, option or pattern, a codec that is not defined in the
+            algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
+            disagree (the first parameter that differs is named).
     """
     rules = Rules().changed(
         codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
@@ -88,19 +97,23 @@ def attach(
     chosen = options_of(options, algorithm)
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
+    model = in_hand(model)
     if isinstance(model, FSDPModule):
-        assert isinstance(model, torch.nn.Module)
         if options is not None or algorithm is not None:
             raise ConfigError(
                 "attach: algorithm and options are for DDP modules; FSDP2 modules have one "
                 "reduce-scatter: leave these arguments out"
             )
-        return plan_sharded(model, rules).handle(seed)
+        shards = plan_sharded(model, rules)
+        warn_of_bias(shards.plan, shards.trained.groups.size)
+        return shards.handle(seed)
+    assert isinstance(model, DistributedDataParallel)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if hook_state(model).reducer is not None:
         raise ConfigError(
             "this module already has a handle attached: call its detach() before attaching again"
         )
+    warn_of_bias(planned.plan, model.process_group.size())
     return planned.handle(seed)
 
 

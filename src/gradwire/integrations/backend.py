@@ -158,7 +158,7 @@ class Group(dist.ProcessGroup):
         """This rank's totals of compressed collectives, and counts of all other operations.
 
         Returns:
-            calls: steps of DDP modules with handles, reduce-scatters of FSDP2's, and blobs.
+            calls: those of handles on DDP and FSDP2 modules (`Handle.stats`), and of blobs.
             wire_bytes, raw_bytes, ratio, seconds: as of `Handle.stats`.
             left_alone: name of an operation -> number of calls passed on to torch.
         """

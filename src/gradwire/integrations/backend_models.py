@@ -24,6 +24,7 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.attach import Planned, plan_ddp
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import Settings
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups, reduced_over
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
@@ -84,6 +85,7 @@ class Models:
         except ConfigError as error:
             self._told.append(f"{what} uncompressed ({error})")
             return
+        warn_of_bias(planned.plan, self._group.size())
         state = hook_state(ddp)
         held, named, plan = weakref.ref(ddp), planned.named, planned.plan
         del planned  # it has a reference to the module
@@ -121,6 +123,7 @@ class Models:
         except ConfigError as error:
             self._told.append(f"{what} uncompressed ({error})")
             return
+        warn_of_bias(planned.plan, planned.trained.groups.size)
         self._note(root, what, planned.handle(self.settings.seed))
 
     def _has_kernels(self, what: str, module: torch.nn.Module) -> bool:
@@ -167,8 +170,7 @@ class Models:
 
 def _add(totals: dict[str, float], handle: Handle | Sharded) -> None:
     stats = handle.stats()
-    totals["calls"] += stats["calls" if "calls" in stats else "steps"]
-    for key in ("wire_bytes", "raw_bytes", "seconds"):
+    for key in ("calls", "wire_bytes", "raw_bytes", "seconds"):
         totals[key] += stats[key]
 
 

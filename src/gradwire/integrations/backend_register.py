@@ -27,10 +27,12 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.attach import attach
 from gradwire.integrations.backend import Group
+from gradwire.integrations.bias import warn_once
 from gradwire.integrations.fsdp import parameter_groups, process_groups
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_plan import not_free
+from gradwire.integrations.wrapped import original, plain_name, plain_names
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec
 from gradwire.planner import Rules, make_plan
@@ -53,7 +55,7 @@ class _Wish:
 
     def check(self, model: torch.nn.Module) -> None:
         """Check what is known before the model is wrapped; raises ConfigError."""
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = [(n, p) for n, p in plain_names(model.named_parameters()) if p.requires_grad]
         rules = Rules().changed(
             self.codec_options, codec=self.codec, include=self.include, exclude=self.exclude,
             codecs=self.codecs,
@@ -94,7 +96,7 @@ class Registration:
                 return False
             _check_group(wrapped.process_group)
             self.handle = attach(wrapped, **_narrowed(wish, wrapped.module, prefix))
-        elif wrapped is model and isinstance(wrapped, FSDPModule):
+        elif original(wrapped) is model and isinstance(wrapped, FSDPModule):
             if wish.coalesce_bytes is not None:
                 raise ConfigError("register: coalesce_bytes is for DDP modules")
             for where, record in parameter_groups(wrapped):
@@ -139,8 +141,9 @@ def register(
         model = DistributedDataParallel(model)
 
     Args:
-        model: a module that DDP or FSDP2 wraps, now or later; a DDP module; or an FSDP2 module.
-            If DDP wraps a module that contains it, the other parameters are sent uncompressed.
+        model: a module that DDP or FSDP2 wraps, now or later; a DDP module; or an FSDP2 module;
+            compiled or not. If DDP wraps a module that contains it, the other parameters are sent
+            uncompressed.
         codec, include, exclude, codecs, error_feedback, seed, algorithm, options, coalesce_bytes,
             codec_options: as in `gw.attach` (None: its default), with the names of `model`'s own
             parameters.
@@ -173,8 +176,9 @@ def register(
         coalesce_bytes,
         codec_options,
     )
-    registration = Registration(model, wish)
-    if not registration.settle(model):
+    # Compiled or not, it is the same model: a script may wrap either.
+    registration = Registration(original(model), wish)
+    if not registration.settle(model if isinstance(model, FSDPModule) else original(model)):
         wish.check(model)
         _wait(registration)
     return registration
@@ -192,6 +196,11 @@ def _blob(
     check_codec(made)
     assert isinstance(made, Codec)
     check_defined(Options().algorithm, made)
+    if made.biased and actual.size() > 1:
+        warn_once(
+            f"blobs go through {made}, which is biased, and keep no residuals: what it leaves out "
+            "is lost, and training may not converge; give a model, and error_feedback=True"
+        )
     settings = replace(actual.settings, codec=made, seed=seed, blob=True)
     communicator(actual).agree("blobs", [settings.describe()])
     actual.blob(settings)
@@ -210,7 +219,8 @@ def _name_within(outer: torch.nn.Module, model: torch.nn.Module) -> str | None:
     """The prefix of the names of `model`'s parameters in `outer`; None: `outer` has no `model`."""
     for name, module in outer.named_modules():
         if module is model:
-            return f"{name}." if name else ""
+            short = plain_name(name)
+            return f"{short}." if short else ""
     return None
 
 
@@ -218,7 +228,7 @@ def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any
     """The arguments of `attach` on a module in which the model's names begin with `prefix`."""
     start = glob.escape(prefix)
     codecs: dict[str, Method] = {start + p: c for p, c in wish.codecs.items()}
-    outside = [n for n, p in outer.named_parameters() if p.requires_grad]
+    outside = [n for n, p in plain_names(outer.named_parameters()) if p.requires_grad]
     codecs |= {glob.escape(n): None for n in outside if not n.startswith(prefix)}
     coalesce = {} if wish.coalesce_bytes is None else {"coalesce_bytes": wish.coalesce_bytes}
     return {
@@ -260,7 +270,8 @@ def _forget(registration: Registration) -> None:
 
 
 def _before_forward(module: torch.nn.Module, _: object) -> None:
-    compiled = getattr(module, "_orig_mod", None)
+    inner = original(module)
     for registration in list(_waiting):
-        if registration.settle(module if compiled is None else compiled):
+        # What fully_shard made of a compiled module is both.
+        if registration.settle(inner) or (inner is not module and registration.settle(module)):
             _forget(registration)

@@ -55,7 +55,13 @@ class Buckets:
         self._switch = switch
         self._adopt = adopt
         self._lock = threading.Lock()
-        self._totals = {"steps": 0, "wire_bytes": 0, "gradient_bytes": 0, "seconds": 0.0}
+        self._totals: dict[str, float] = {
+            "steps": 0,
+            "calls": 0,
+            "wire_bytes": 0,
+            "gradient_bytes": 0,
+        }
+        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._contents: dict[int, Content] = {}
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
@@ -70,7 +76,8 @@ class Buckets:
         self._error: BaseException | None = None
 
     def totals(self) -> dict[str, float]:
-        """steps, {wire,gradient}_bytes, seconds, kernel_{seconds,calls}: of `Handle.stats`."""
+        """steps, calls, {wire,gradient}_bytes, {,exposed_,kernel_}seconds, kernel_calls: of
+        `Handle.stats`."""
         with self._lock:
             return dict(self._totals)
 
@@ -203,6 +210,7 @@ class Buckets:
             # An error that names a peer replaces one that does not, such as torch's own.
             if self._error is None or getattr(self._error, "peer", self) is None:
                 self._error = error or self._error
+            self._totals["calls"] += len(outcomes)
             self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
             self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
             self._totals["kernel_calls"] += sum(o.kernel_calls for o in outcomes)
@@ -247,8 +255,11 @@ class Buckets:
     def _settle(self) -> None:
         """Wait for the averages of all started buckets; raises their error."""
         pending, self._pending = self._pending, []
+        begun = time.perf_counter()
         for future in pending:
             future.wait()
+        with self._lock:
+            self._totals["exposed_seconds"] += time.perf_counter() - begun
         self._leave()
         if self._error is not None:
             raise self._error

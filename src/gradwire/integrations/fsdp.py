@@ -170,6 +170,18 @@ def reduced_over(
     return root._modules[0], record
 
 
+def gradient_dtype(record: Any, parameter: Any) -> torch.dtype:
+    """In which a parameter's gradient is reduced."""
+    policy = record.mp_policy
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    return found
+
+
+def shard_lengths(parameter: Any, ranks: int) -> tuple[int, ...]:
+    """How many values of a parameter each rank gets."""
+    return _cut(parameter, ranks)[0]
+
+
 def _cut(parameter: Any, ranks: int) -> tuple[tuple[int, ...], int]:
     """(number of values per rank, number per rank with padding)."""
     size, dim = parameter._orig_size, parameter.fsdp_placement.dim

@@ -15,10 +15,13 @@ from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Owner
+from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.saved import Saved, members_of
+from gradwire.integrations.summary import expected_all_reduce, summary
 from gradwire.integrations.switch import Switch, Update
 from gradwire.planner import Plan, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
@@ -46,7 +49,8 @@ class Handle(Saved):
         first = state.attached << _STEP_BITS
         state.attached += 1
         members = members_of(plan, seed, comm.rank, first)
-        super().__init__(members, seed, comm.rank, comm.world_size)
+        gather = StateGather([model.process_group])
+        super().__init__(members, seed, comm.rank, comm.world_size, gather)
         self._comm = comm
         by_name = dict(named)
         by_parameter = {by_name[name]: member for name, member in self._members.items()}
@@ -120,7 +124,9 @@ class Handle(Saved):
                 before.version + 1,
             )
 
-        return self._switch.ask(changed)
+        asked = self._switch.ask(changed)
+        warn_of_bias(self._switch.newest, self.world_size)
+        return asked
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
         """Call `observer` with every parameter's gradient, contribution and average, as soon as the
@@ -148,11 +154,20 @@ class Handle(Saved):
 
         Returns:
             steps: synchronised backward passes.
+            calls: collectives that averaged gradients: one for each round of each scope, a scope
+                being the buckets that travel together; more where a round has several ways.
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
             seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
-            kernel_seconds: of these, in kernels, and in checksums of what they wrote. Over NCCL
+            exposed_seconds: what communication added to backward: from where the module's backward
+                has computed its last gradient, and all buckets have been handed over, until the
+                last average is there, summed over passes. It is measured in the thread that waits,
+                by a callback of autograd's that runs before DDP looks at its futures; DDP's own
+                wait behind it finds them done. It includes waiting for ranks that come later, and,
+                in the first passes, for kernels to be compiled. Time in DDP's hook itself counts as
+                computing. Over NCCL the host does not wait, and this tells about nothing.
+            kernel_seconds: of `seconds`, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
                 encode, merge or decode), whatever its codecs; on others one for each codec in it.
@@ -183,6 +198,13 @@ class Handle(Saved):
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
+
+    def summary(self) -> str:
+        comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)
+        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        return summary("a DDP module", *of)
+
+    summary.__doc__ = Saved.summary.__doc__
 
     def detach(self) -> None:
         """Return the module to plain averaging; during a backward pass, at its end.

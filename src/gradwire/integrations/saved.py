@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.aggregators import Attached
+from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.state import merge_states
 from gradwire.lang import rng
 from gradwire.planner import Plan
@@ -18,6 +19,7 @@ class Saved:
         members: the parameters, by name.
         seed: of random numbers.
         rank, world_size: among the ranks that take part in an average.
+        gather: gathers the states of all these ranks.
     """
 
     def __init__(
@@ -26,11 +28,13 @@ class Saved:
         seed: int,
         rank: int,
         world_size: int,
+        gather: StateGather,
     ) -> None:
         self._members = members
         self._seed = seed
         self.rank = rank
         self.world_size = world_size
+        self._gather = gather
 
     @property
     def plan(self) -> Plan:
@@ -38,9 +42,11 @@ class Saved:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. If every rank saves it with the model, resuming is bit-identical.
+        """This rank's state: steps, seed and residuals. It is a snapshot: tensors are copied, so
+        later training does not change it.
 
-        It is a snapshot: tensors are copied, so later training does not change it.
+        Saved on every rank in a file of its own, it resumes bit for bit. A file of rank 0 alone
+        lacks the other ranks' residuals: use `full_state_dict` for that.
         """
         return {
             "version": 1,
@@ -57,27 +63,73 @@ class Saved:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Load a result of `state_dict`. Tensors are copied: training does not change `state`.
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """The state of all ranks, on the CPU, for one checkpoint. Collective: every rank of the
+        module's process group calls it, between two steps.
+
+            state = {"model": ddp.module.state_dict(), "gradwire": handle.full_state_dict(True)}
+            if rank == 0:
+                torch.save(state, path)
 
         Args:
-            state: this rank's state; or, after a change of the number of ranks, the list of all
-                old ranks' states, whose residuals are distributed over the new ranks. A single
-                state from another world size restores the steps and the replicated state, and warns
-                that the rest starts from its initial values.
+            rank0_only: only rank 0 gets the state, the others an empty dict, as with torch's
+                FullStateDictConfig(rank0_only=True). The state takes host memory for all ranks'
+                residuals: 4 bytes per compressed value and rank.
+
+        Returns:
+            world_size, and in `ranks` every rank's `state_dict`: dicts, lists, numbers, strings and
+            tensors, which torch.load(weights_only=True) reads.
+
+        Raises:
+            ConfigError: the process group was destroyed.
+        """
+        return full(self._gather(self.state_dict(), rank0_only))
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Load a result of `full_state_dict` or `state_dict`, on every rank. Tensors are copied:
+        training does not change `state`, which may be on another device.
+
+        At the world size that saved it, each rank takes its own state, and training resumes bit for
+        bit. From M old ranks to N new ranks:
+
+        - residuals: with e_i the residual of old rank i, new rank r takes N / M times the sum of
+          e_i over i = r, r + N, r + 2 N, ... below M. So the sum of all residuals divided by the
+          number of ranks is preserved, which is what later averages still have to receive. A rank
+          without an old rank starts at zero. A single rank, which has no error feedback, adds its
+          residual to its next gradient.
+        - state that is equal on all ranks (PowerSGD's factor, steps, the seed) is copied, and
+          sharded state is put together and sharded anew.
+
+        Args:
+            state: a result of `full_state_dict`, or this rank's `state_dict`, or a list of those of
+                all old ranks. A single state from another world size restores the steps and the
+                state that is equal on all ranks, and warns that residuals start at zero.
 
         Raises:
             ConfigError: `state` is not a handle's state, or of another plan; the message names the
                 first parameter that differs. Nothing is changed then.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        merged = merge_states(states, self.rank, self.world_size, self.plan)
+        merged = merge_states(states_of(state), self.rank, self.world_size, self.plan)
         for name, member in self._members.items():
             member.step = merged["steps"][name]
             member.keys = rng.parameter_keys(merged["seed"], name, self.rank)
             kept = merged["aggregators"].get(name, {})
             member.keep({key: tensor.clone() for key, tensor in kept.items()})
         self._seed = merged["seed"]
+
+    def summary(self) -> str:
+        """What is attached, as text: the codec of each group of parameters with its bits per value,
+        the bytes that a step is expected to send from this rank, algorithm, transport, and memory
+        of residuals. `print(handle)` prints it.
+
+        It can be called at any time, on one rank alone: it sends nothing and waits for no rank.
+        Bytes are those of all gradients in one collective, headers included; more buckets have more
+        headers. What the first step decides is named as not known before it.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def _state_bytes(self) -> int:
         """Memory of aggregators' state."""

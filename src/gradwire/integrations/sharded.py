@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,14 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, running
-from gradwire.integrations.fsdp import Groups
+from gradwire.integrations.bias import warn_of_bias
+from gradwire.integrations.fsdp import Groups, process_groups
+from gradwire.integrations.full_state import StateGather, states_of
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.scatter import Replicas, Scatter, WeightGather
 from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, trained_of
+from gradwire.integrations.summary import Expected, expected_scatter, summary
 from gradwire.integrations.switch import Switch, Update
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -55,15 +59,17 @@ class Sharded(Saved):
     ) -> None:
         self.groups = groups = trained.groups
         members = members_of(plan, seed, groups.rank, first)
-        super().__init__(members, seed, groups.rank, groups.size)
+        gather = StateGather(process_groups(trained.records[0]).all)
+        super().__init__(members, seed, groups.rank, groups.size, gather)
         what = f"the sharded module of {plan.parameters[0].name}"
         self._owners = [communicator(group).owner(what) for group in groups.all]
-        self._named = trained.named
+        self._named, self._shards = trained.named, trained.shards()
         self._lock = threading.Lock()
-        self._totals = {"calls": 0, "wire_bytes": 0, "raw_bytes": 0, "seconds": 0.0}
+        self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
+        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._switch = Switch(plan, self._owners[0], self._rehearse)
-        self._pass = running()
+        self._pass = self._counted = running()
         self._version = 0  # the plan version that this rank offers in this pass
         self._least: int | None = None  # the least version that any rank offers, if known
         self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
@@ -128,6 +134,7 @@ class Sharded(Saved):
         version: int = 0,
     ) -> int:
         """Run a collective to its end; returns the least plan version that this rank received."""
+        begun = time.perf_counter()
         collective = prepare(owner, specs, _OPTIONS, operation, items[0].values.device)
         collective.check(items)
         ticket = owner.ticket(version)
@@ -137,10 +144,13 @@ class Sharded(Saved):
         finally:
             ticket.close()
         with self._lock:
+            self._totals["steps"] += running() != self._counted
+            self._counted = running()
             self._totals["calls"] += 1
             self._totals["raw_bytes"] += raw_bytes
             self._totals["wire_bytes"] += outcome.wire_bytes
             self._totals["seconds"] += outcome.seconds
+            self._totals["exposed_seconds"] += time.perf_counter() - begun
             self._totals["kernel_seconds"] += outcome.kernel_seconds
             self._totals["kernel_calls"] += outcome.kernel_calls
         return ticket.version
@@ -221,7 +231,9 @@ class Sharded(Saved):
             rules = before.rules.changed(codec_options, **given)
             return make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
 
-        return self._switch.ask(changed)
+        asked = self._switch.ask(changed)
+        warn_of_bias(self._switch.newest, self.world_size)
+        return asked
 
     def _rehearse(self, plan: Plan) -> list[Collective]:
         """Prepare the collectives of `plan`, from the scatters that all ranks last ran equally."""
@@ -239,12 +251,19 @@ class Sharded(Saved):
         """Totals since `attach`.
 
         Returns:
+            steps: backward passes that reduced gradients.
             calls: reduce-scatters, and all-reduces between replicas.
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what they would have sent uncompressed: (N-1)/N of the gradients, and
                 2 (N-1)/N of their shards between N replicas.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
-            seconds: from call to result; kernel_seconds, kernel_calls: as of `Handle.stats`.
+            seconds: from the start of each to its result.
+            exposed_seconds: what communication added to backward: FSDP2 waits for each of these
+                where it calls it, so all of the time from call to result, waits for ranks that come
+                later and for kernels to be compiled included. Over NCCL the host does not wait, and
+                this is the time of queueing the work. Gathers of weights are torch's, and are not
+                counted.
+            kernel_seconds, kernel_calls: as of `Handle.stats`.
             residual_bytes: memory of residuals: with error feedback 4 bytes for every value of
                 every compressed parameter, whole, on each rank.
             parameters: name -> codec (or "dense"), numel, payload_bytes, ratio.
@@ -261,17 +280,34 @@ class Sharded(Saved):
             "plan": self.plan.version,
         }
 
+    def summary(self) -> str:
+        planned = {p.name: p for p in self.plan.parameters}
+        scatter = None if self.groups.scatter is None else self.owner.comm
+        between = None if self.groups.replicas is None else self.replicas.comm
+        expected = Expected(0, 0)
+        for group in self._shards:
+            pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
+            expected += expected_scatter(pieces, scatter, between, self.groups.shard)
+        comms = [owner.comm for owner in self._owners]
+        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        return summary("an FSDP2 module", *of)
+
+    summary.__doc__ = Saved.summary.__doc__
+
     def state_dict(self) -> dict[str, Any]:
         """As `Handle.state_dict`, with the number of shards as `shards`."""
         return {**super().state_dict(), "shards": self.groups.shards}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """As `Handle.load_state_dict`.
+        """As `Handle.load_state_dict`. Residuals are of whole parameters, so they move as DDP's
+        do, whatever the shards. With FSDP2 a rank's own shard is sent exactly: what a residual
+        holds of it, from another number of ranks, is added to the next gradient.
 
         Raises:
-            ConfigError: as there; or residuals cannot be moved to this mesh.
+            ConfigError: as there; or residuals cannot be moved to this mesh: under HSDP, and of
+                parameters that are sharded by columns.
         """
-        for one in [state] if isinstance(state, Mapping) else state:
+        for one in states_of(state):
             if isinstance(one, Mapping) and one.get("aggregators"):
                 self._check_mesh(one)
         super().load_state_dict(state)

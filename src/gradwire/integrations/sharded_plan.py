@@ -11,8 +11,15 @@ import torch.distributed as dist
 
 from gradwire.aggregators import Compressed, Dense
 from gradwire.errors import ConfigError
-from gradwire.integrations.fsdp import Groups, parameter_groups, process_groups
+from gradwire.integrations.fsdp import (
+    Groups,
+    gradient_dtype,
+    parameter_groups,
+    process_groups,
+    shard_lengths,
+)
 from gradwire.integrations.scatter import Replicas, Scatter
+from gradwire.integrations.wrapped import plain_name, plain_names
 from gradwire.planner import Plan, Rules, make_plan
 
 
@@ -31,6 +38,24 @@ class Trained:
     names: Mapping[Any, str]
     records: list[Any]
     groups: Groups
+
+    def shards(self) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """Of each group of parameters, of those that have gradients now: name, how many values each
+        rank gets, and the dtype in which they are reduced."""
+        found = []
+        for record in self.records:
+            of_record = [
+                (
+                    self.names[p],
+                    shard_lengths(p, self.groups.shards),
+                    gradient_dtype(record, p),
+                )
+                for p in record.fsdp_params
+                if p in self.names and p.sharded_param.requires_grad
+            ]
+            if of_record:
+                found.append(of_record)
+        return found
 
 
 def make_sharded_plan(
@@ -79,7 +104,7 @@ def trained_of(
 ) -> Trained:
     """The parameters of `model` that have gradients; arguments as of `plan_sharded`."""
     names_of: dict[Any, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain_names(model.named_parameters()):
         names_of.setdefault(parameter, name)
     found: dict[Groups, str] = {}
     named: list[tuple[str, torch.Tensor]] = []
@@ -87,7 +112,7 @@ def trained_of(
     records: list[Any] = []
     trained = False
     for module, record in parameter_groups(model):
-        where = module or "(the root)"
+        where = plain_name(module) or "(the root)"
         reason = not_free(where, record)
         if reason is not None and like is None:
             raise ConfigError(reason)
@@ -102,7 +127,7 @@ def trained_of(
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
                 # During backward, modules hold unsharded parameters; then FSDP knows the names.
-                name = names_of.get(parameter.sharded_param) or parameter._param_fqn
+                name = names_of.get(parameter.sharded_param) or plain_name(parameter._param_fqn)
                 names[parameter] = name
                 dtype = parameter.sharded_param.dtype
                 shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")

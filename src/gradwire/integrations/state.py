@@ -58,6 +58,8 @@ def merge_states(
                     f"differ in {key}: give states that were saved together"
                 )
     old = first["world_size"]
+    if len(states) > 1 and sorted(s["rank"] for s in states) != list(range(old)):
+        raise ConfigError(f"load_state_dict: give the states of all {old} old ranks, once each")
     mine = [s for s in states if s["rank"] == rank]
     if old == world_size and mine:
         return dict(mine[0])
@@ -65,13 +67,11 @@ def merge_states(
         if _tensors(first, plan, "per_rank", "sharded"):
             warnings.warn(
                 f"load_state_dict: this state is of rank {first['rank']} of {old}, and this is "
-                f"rank {rank} of {world_size}: residuals start at zero. Give the list of all "
-                "ranks' states to keep them",
+                f"rank {rank} of {world_size}: residuals start at zero. Save full_state_dict(), or "
+                "give the list of all ranks' states, to keep them",
                 stacklevel=3,
             )
         return {**first, "aggregators": _tensors(first, plan, "replicated")}
-    if sorted(s["rank"] for s in states) != list(range(old)):
-        raise ConfigError(f"load_state_dict: give the state of each of the {old} old ranks once")
     moved = _tensors(first, plan, "replicated")
     for shared in (
         _share_out(states, plan, rank, world_size),

@@ -6,10 +6,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
+from gradwire.integrations.wrapped import plain_names
 
 
 def synchronised(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
     """Names and parameters in the module's order; a tied parameter comes with each of its names.
+    Names are without what torch.compile and activation checkpointing add.
 
     DDP selects them when it wraps the module: a parameter frozen later stays in its bucket, one
     unfrozen later gets no bucket. So this asks the reducer, and ignores `requires_grad`.
@@ -26,7 +28,8 @@ def synchronised(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor
             f"use nn.Embedding(sparse=False) ({error})"
         ) from error
     kept = {p for bucket in buckets for p in bucket.parameters()}
-    named = [(n, p) for n, p in model.module.named_parameters(remove_duplicate=False) if p in kept]
+    every = plain_names(model.module.named_parameters(remove_duplicate=False))
+    named = [(name, p) for name, p in every if p in kept]
     gone = kept - {p for _, p in named}
     if gone:
         raise ConfigError(

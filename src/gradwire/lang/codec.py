@@ -57,6 +57,20 @@ class Codec:
         """
         return None
 
+    @property
+    def biased(self) -> bool:
+        """Whether the mean of what is decoded, over random numbers, strays from the values by more
+        than rounding to a 16-bit float does; then the codec needs error feedback.
+
+        Derived from the operators: what stores the values themselves is unbiased, and what draws no
+        random numbers is biased. A codec that draws some and is biased nevertheless says so by a
+        property of its own.
+        """
+        from gradwire.lang.forms import derive  # which knows codecs
+
+        operators = derive(self, "fp32").operators
+        return "random" not in operators and not {*operators} <= {"concat", "extract"}
+
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")

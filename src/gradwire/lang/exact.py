@@ -48,6 +48,11 @@ class Exact(Codec):
         if self.op not in (*REDUCED, ""):
             raise ConfigError(f"Exact: op={self.op!r} must be 'sum', 'min', 'max' or ''")
 
+    @property
+    def biased(self) -> bool:
+        """Values as they are."""
+        return False
+
     def itemsize(self, dtype: torch.dtype | str) -> int:
         """Bytes per value of `dtype`, given as a torch.dtype or by its name in the language.
 

@@ -1,0 +1,258 @@
+"""What a handle says of itself: `handle.summary()`, which is what `print(handle)` prints.
+
+It only looks at what this rank knows: nothing is sent, and no rank is waited for. What the first
+step decides is named as not known before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire import codecs
+from gradwire.aggregators import Aggregator, Compressed, Dense
+from gradwire.aggregators.registry import REGISTRY
+from gradwire.collectives import AVERAGE, Operation, Options
+from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut
+from gradwire.collectives.legal import uncompressed
+from gradwire.collectives.packing import expected_sizes
+from gradwire.engine import Communicator
+from gradwire.engine.topology import Topology
+from gradwire.lang import Codec, layout
+from gradwire.partition import Spec
+from gradwire.planner import ParameterPlan, Plan
+
+_SCATTER = Operation("reduce_scatter", "avg")
+_UNKNOWN = "not known before the first step"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one step is to send from this rank.
+
+    Attributes:
+        wire_bytes: headers included; None: not known yet.
+        raw_bytes: what uncompressed collectives would send.
+    """
+
+    wire_bytes: int | None
+    raw_bytes: int
+
+    def __add__(self, other: Expected) -> Expected:
+        known = self.wire_bytes is not None and other.wire_bytes is not None
+        wire = (self.wire_bytes or 0) + (other.wire_bytes or 0) if known else None
+        return Expected(wire, self.raw_bytes + other.raw_bytes)
+
+
+def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
+    """Of a step that averages all parameters at once, as DDP's buckets together hold them.
+
+    More buckets have more headers. Where lengths depend on data, they are those that codecs expect.
+    An aggregator of several rounds counts with the mean over ranks, as if all of its payloads were
+    all-reduced.
+    """
+    ranks, topology = comm.world_size, _topology(comm)
+    raw = sum(p.numel * p.dtype.itemsize for p in plan.parameters)
+    raw_bytes = round(2 * (ranks - 1) / ranks * raw)
+    asks = plan.options.algorithm == "hierarchical" and plan.options.nodes is None
+    if asks and comm.opened_topology is None:  # ranks tell each other's machines as a group opens
+        return Expected(None, raw_bytes)
+    one_round = [p for p in plan.parameters if isinstance(p.inner, (Compressed, Dense))]
+    specs = [_spec(p, p.numel, p.dtype, AVERAGE) for p in one_round]
+    wire = _wire_bytes(AVERAGE, specs, topology, plan.options) if specs else 0
+    several = [p for p in plan.parameters if not isinstance(p.inner, (Compressed, Dense))]
+    payloads = sum(p.aggregator.payload_bytes(p.shape, p.dtype) for p in several)
+    return Expected(wire + round(2 * (ranks - 1) / ranks * payloads), raw_bytes)
+
+
+def expected_scatter(
+    pieces: Sequence[tuple[ParameterPlan, tuple[int, ...], torch.dtype]],
+    comm: Communicator | None,
+    between: Communicator | None,
+    shard: int,
+) -> Expected:
+    """Of a step in which FSDP2 scatters one group of parameters.
+
+    Args:
+        pieces: of each parameter: its plan, how many values each rank gets, and in which dtype.
+        comm: over which they are scattered; None: that is left alone.
+        between: over which replicas average the own shards (HSDP); None: not at all.
+        shard: this rank's.
+    """
+    found = Expected(0, 0)
+    if comm is not None:
+        specs = [
+            dataclasses.replace(_spec(p, sum(lengths), dtype, _SCATTER), lengths=lengths)
+            for p, lengths, dtype in pieces
+        ]
+        wire = _wire_bytes(_SCATTER, specs, _topology(comm), Options())
+        # With padding, as FSDP2 has it.
+        raw = sum(max(lengths) * len(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
+        found += Expected(wire, raw * (comm.world_size - 1) // comm.world_size)
+    if between is not None:
+        specs = [
+            _spec(p, lengths[shard], dtype, AVERAGE)
+            for p, lengths, dtype in pieces
+            if lengths[shard]
+        ]
+        wire = _wire_bytes(AVERAGE, specs, _topology(between), Options()) if specs else 0
+        raw = sum(max(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
+        found += Expected(wire, 2 * raw * (between.world_size - 1) // between.world_size)
+    return found
+
+
+def _spec(p: ParameterPlan, numel: int, dtype: torch.dtype, operation: Operation) -> Spec:
+    """What travels of a parameter."""
+    if dtype.is_complex:  # in pairs
+        numel, dtype = 2 * numel, dtype.to_real()
+    if isinstance(p.inner, Dense) and p.inner.dtype is not None:
+        dtype = p.inner.dtype
+    codec = uncompressed(operation, dtype) if p.codec is None else p.codec
+    return Spec(p.name, numel, dtype, codec, p.feedback, p.rotation)
+
+
+def _wire_bytes(
+    operation: Operation, specs: Sequence[Spec], topology: Topology, options: Options
+) -> int:
+    algorithm = algorithm_of(operation, topology, options)
+    what = CollectiveLayout(operation, tuple(specs))
+    parts = cut(what, algorithm, topology.world_size, options, topology.in_memory)
+    return algorithm.wire_bytes(topology.rank, topology.world_size, expected_sizes(parts))
+
+
+def _topology(comm: Communicator) -> Topology:
+    return comm.opened_topology or Topology(comm.rank, comm.world_size)
+
+
+def summary(
+    what: str,
+    plan: Plan,
+    rank: int,
+    comms: Sequence[Communicator],
+    expected: Expected,
+    stats: dict[str, Any],
+    ranks: int,
+) -> str:
+    """The text.
+
+    Args:
+        what: is attached, in words.
+        plan: in force.
+        rank, ranks: of those that have a part in an average.
+        comms: over which gradients travel.
+        expected: of a step.
+        stats: the handle's.
+    """
+    rows = _groups(plan, rank, ranks)
+    total = sum(p.numel for p in plan.parameters)
+    size = f"{len(plan.parameters)} parameters, {total:,} values"
+    lines = [
+        f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}",
+        *_table(["codec", "parameters", "values", "bits per value", "error feedback"], rows),
+        f"  {_bytes_line(expected, ranks)}",
+    ]
+    if stats["steps"]:
+        each = stats["wire_bytes"] / stats["steps"]
+        lines.append(f"  so far: {stats['steps']:,} steps, {each:,.0f} bytes per step and rank")
+    run = f"  algorithm: {plan.options.algorithm}; transport: "
+    lines.append(run + ", ".join(dict.fromkeys(map(transport_name, comms))))
+    lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
+    return "\n".join(lines)
+
+
+def _groups(plan: Plan, rank: int, ranks: int) -> list[list[str]]:
+    """A row for each codec or aggregator, those of most values first."""
+    groups: dict[Aggregator, list[ParameterPlan]] = {}
+    for p in plan.parameters:
+        groups.setdefault(p.aggregator, []).append(p)
+    rows = []
+    for group in sorted(groups.values(), key=lambda g: -sum(p.numel for p in g)):
+        values = sum(p.numel for p in group)
+        bits = 8 * sum(_payload_bytes(p) for p in group) / max(values, 1)
+        feedback = "yes" if group[0].feedback else "no"
+        rows.append(
+            [short(group[0].inner), f"{len(group):,}", f"{values:,}", f"{bits:.3g}", feedback]
+        )
+    return rows
+
+
+def _payload_bytes(p: ParameterPlan) -> float:
+    if p.codec is not None:
+        return layout(p.codec, p.dtype).expected_nbytes(p.numel)
+    return p.aggregator.payload_bytes(p.shape, p.dtype)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    found = []
+    for row in (titles, *rows):
+        first, *others = (
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        found.append("  " + "  ".join([first, *others]).rstrip())
+    return found
+
+
+def _bytes_line(expected: Expected, ranks: int) -> str:
+    if ranks == 1:
+        return "bytes per step and rank: 0: one rank sends nothing"
+    raw = f"{expected.raw_bytes:,} uncompressed"
+    if expected.wire_bytes is None:
+        return f"bytes per step and rank: {_UNKNOWN} ({raw})"
+    less = expected.raw_bytes / max(expected.wire_bytes, 1)
+    ratio = f", {less:.1f} times as many" if expected.wire_bytes else ""
+    return f"bytes per step and rank: about {expected.wire_bytes:,} expected ({raw}{ratio})"
+
+
+def _residual_line(plan: Plan, rank: int, ranks: int, now: int) -> str:
+    """Of what aggregators keep: now, and with all that they declare."""
+    whole = sum(
+        math.prod(declared.local(rank, ranks)) * declared.dtype.itemsize
+        for p in plan.parameters
+        for declared in p.aggregator.states(p.shape).values()
+    )
+    if not whole and not now:
+        return "residuals: none"
+    later = "" if now else f" before the first step, {whole:,} bytes from then on"
+    return f"residuals and other state of this rank: {now:,} bytes{later}"
+
+
+def transport_name(comm: Communicator) -> str:
+    """What carries a group's messages, as far as it is known without waiting for anybody."""
+    if comm.world_size == 1:
+        return "none, as there is one rank"
+    if comm.keeps_order:
+        return "the process group's own, in stream order"
+    transport = comm.opened
+    if transport is None:
+        return _UNKNOWN
+    name = getattr(transport, "name", type(transport).__name__)
+    return f"{name} (shared memory)" if name == "shm" else str(name)
+
+
+def short(aggregator: Aggregator) -> str:
+    """An aggregator as users write it: its name, its first option, and those that are not its
+    defaults: "qsgd:bits=4", "qsgd:bits=2,scale=max"."""
+    if isinstance(aggregator, Compressed):
+        return _short(codecs.name_of(aggregator.codec), aggregator.codec)
+    names = {made: name for name, made in REGISTRY.items()}
+    if type(aggregator) in names:
+        return _short(names[type(aggregator)], aggregator)
+    return str(aggregator)
+
+
+def _short(name: str, made: Codec | Aggregator) -> str:
+    settled = codecs.REGISTRY[name][1] if name in codecs.REGISTRY else {}
+    fields = [f for f in dataclasses.fields(made) if f.name not in settled]  # type: ignore[arg-type]
+    given = [
+        f"{f.name}={getattr(made, f.name)}"
+        for at, f in enumerate(fields)
+        if at == 0 or getattr(made, f.name) != f.default
+    ]
+    return ":".join([name, ",".join(given)]) if given else name

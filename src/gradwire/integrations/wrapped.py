@@ -1,0 +1,159 @@
+"""What a user has in hand: the DDP or FSDP2 module inside torch.compile's and trainers' wrappers.
+
+A wrapper is known by its shape, since no trainer is imported here: it is a module that holds the
+wrapped one under one of a few names, and no parameter of its own.
+
+| held under | by |
+| --- | --- |
+| `_orig_mod` | torch.compile |
+| `_forward_module` | Lightning Fabric's `_FabricModule` |
+| `module`, `model` | wrappers that a script or a trainer writes |
+
+What torch puts around a module inside DDP or FSDP2, to compile it or to checkpoint its activations,
+lengthens the names of its parameters. Names here are those of the model as its author wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import ConfigError
+
+_HELD = ("_forward_module", "module", "model")
+_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+T = TypeVar("T")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or module, without the segments that torch's wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
+
+
+def plain_names(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Names and what they name, without these segments; where one name would stand for two things,
+    both keep theirs."""
+    known = list(named)
+    found: dict[str, T] = {}
+    twice = set()
+    for name, value in known:
+        short = plain_name(name)
+        if found.setdefault(short, value) is not value:
+            twice.add(short)
+    return [
+        (name if plain_name(name) in twice else plain_name(name), value) for name, value in known
+    ]
+
+
+def original(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile was given, where `module` is what it returned."""
+    inner: torch.nn.Module | None = vars(module).get("_modules", {}).get("_orig_mod")
+    return module if inner is None else original(inner)
+
+
+def synchronising(module: object) -> torch.nn.Module | None:
+    """The DDP or FSDP2 module in `module`, which is one or wraps one; None: it has none.
+
+    Raises:
+        ConfigError: there are several; or the wrapper has parameters beside it, whose gradients
+            that module does not synchronise.
+    """
+    if not isinstance(module, torch.nn.Module):
+        return None
+    if _synchronises(module):
+        return module
+    inner = original(module)
+    if inner is not module:
+        return synchronising(inner)
+    found: dict[torch.nn.Module, str] = {}
+    for name in _HELD:
+        held = synchronising(vars(module)["_modules"].get(name))
+        if held is not None:
+            found.setdefault(held, name)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{type(module).__name__} holds several modules that synchronise gradients: "
+            f"{_listed(module)}: pass each of them to a call of its own"
+        )
+    for held, name in found.items():
+        of_held = set(held.parameters())
+        beside = [n for n, p in module.named_parameters() if p.requires_grad and p not in of_held]
+        if beside:
+            raise ConfigError(
+                f"{type(module).__name__} has parameters beside the {_kind(held)} in .{name}, "
+                f"which that does not synchronise, such as {beside[0]}: pass model.{name}, or wrap "
+                "the whole"
+            )
+        return held
+    return None
+
+
+def in_hand(module: object) -> torch.nn.Module:
+    """The DDP or FSDP2 module that `attach` means by `module`.
+
+    Raises:
+        ConfigError: there is none, or not one alone; it says what to pass instead.
+    """
+    found = synchronising(module)
+    if found is not None:
+        return found
+    what = type(module).__name__
+    if isinstance(module, torch.nn.Module):
+        inside = _listed(module)
+        if inside:
+            raise ConfigError(
+                f"attach takes a DistributedDataParallel module, or one from fully_shard, not "
+                f"{what}, which has these inside: {inside}: pass such a module itself"
+            )
+        raise ConfigError(
+            f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
+            "wrap it first, attach(DistributedDataParallel(model))"
+        )
+    known = _in_object(module)
+    remedy = (
+        f"pass .{known} of it"
+        if known
+        else "of a trainer pass the module that it has wrapped: trainer.strategy.model (Lightning, "
+        "in on_train_start), trainer.model_wrapped (Hugging Face), or what accelerator.prepare or "
+        "fabric.setup gave"
+    )
+    raise ConfigError(
+        f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
+        f"{remedy}"
+    )
+
+
+def _in_object(holder: object) -> str:
+    """Where an object that is no module holds a DDP or FSDP2 module, as trainers do; "" if not."""
+    for path in ("model", "module", "model_wrapped", "strategy.model"):
+        at: object = holder
+        for name in path.split("."):
+            # Of the object itself: properties of trainers may do work, or raise anything.
+            at = getattr(at, "__dict__", {}).get(name)
+        if _synchronises(at):
+            return path
+    return ""
+
+
+def _listed(module: torch.nn.Module) -> str:
+    """The outermost DDP and FSDP2 modules in `module`, by name: four at most."""
+    found: list[str] = []
+    kinds: list[str] = []
+    for name, inner in module.named_modules():
+        if _synchronises(inner) and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+            kinds.append(f"{name} ({_kind(inner)})")
+    return ", ".join([*kinds[:4], *["..."] * (len(kinds) > 4)])
+
+
+def _synchronises(module: object) -> bool:
+    return isinstance(module, (DistributedDataParallel, FSDPModule))
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return "DDP module" if isinstance(module, DistributedDataParallel) else "FSDP2 module"

@@ -1,0 +1,97 @@
+"""A biased codec without error feedback warns, once per process, at the user's line."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire.integrations import bias
+from ranks import as_processes
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 30))
+
+
+def sharded() -> Any:
+    return fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def told(call: Any, here: bool = True) -> list[str]:
+    """The warnings that a call gives in a process that has given none; `here`: for this file."""
+    bias._warned = False
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    for one in found:
+        if "biased" in str(one.message) and here:
+            assert one.filename == __file__, one
+    return [str(one.message) for one in found if "biased" in str(one.message)]
+
+
+def attaching(rank: int) -> None:
+    for make in (lambda: DDP(mlp()), sharded):
+        for given, name in (
+            (("topk",), "topk:density=0.01"),
+            (("qsgd:bits=4,rounding=nearest",), "qsgd:bits=4,rounding=nearest"),
+            ((gw.QSGD(bits=2, rounding="nearest"),), "qsgd:bits=2,rounding=nearest"),
+        ):
+            (message,) = told(lambda make=make, given=given: gw.attach(make(), *given))
+            assert f"0.weight and 1 more go through {name}, which is biased" in message
+            assert "error_feedback=True" in message
+            once = told(lambda make=make, given=given: [gw.attach(make(), *given) for _ in "ab"])
+            assert len(once) == 1
+            assert not told(
+                lambda make=make, given=given: gw.attach(make(), *given, error_feedback=True)
+            )
+        for given in ((), ("terngrad",), (None,), ("fp16",), ("rotated",)):
+            assert not told(lambda make=make, given=given: gw.attach(make(), *given)), given
+        some = told(lambda make=make: gw.attach(make(), codecs={"1.weight": "onebit"}))
+        assert "1.weight go through onebit:block=1024" in some[0]
+    assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"))  # it always has error feedback
+    handle = gw.attach(DDP(mlp()), "qsgd")
+    assert told(lambda: handle.update("tbq"))
+
+
+def registering(rank: int) -> None:
+    assert told(lambda: gw.register(DDP(mlp()), "topk"))
+    assert not told(lambda: gw.register(DDP(mlp()), "topk", error_feedback=True))
+    assert not told(lambda: gw.register(DDP(mlp())))
+    assert "keep no residuals" in told(lambda: gw.register(blob=True, codec="topk"))[0]
+
+
+def dropped_in(rank: int) -> None:
+    """A model that the backend finds by itself, through a codec that the environment names."""
+    os.environ["GRADWIRE_CODEC"] = "topk"
+    model = DDP(mlp(), process_group=dist.new_group(backend="gradwire"))
+    (message,) = told(lambda: model(torch.ones(3, 20)).sum().backward(), here=False)
+    assert "gw.register error_feedback=True" in message
+
+
+def alone(rank: int) -> None:
+    assert not told(lambda: gw.attach(DDP(mlp()), "topk"))  # nothing is sent
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "body", "backend"),
+    [
+        (2, attaching, "gloo"),
+        (2, registering, "gradwire"),
+        (2, dropped_in, "gradwire"),
+        (1, alone, "gloo"),
+    ],
+)
+def test_a_biased_codec_alone_warns(ranks: int, body: Any, backend: str) -> None:
+    as_processes(ranks, body, timeout=30, backend=backend)

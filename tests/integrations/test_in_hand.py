@@ -1,0 +1,238 @@
+"""`gw.attach` and `gw.register` on what users have in hand: compiled, checkpointed, wrapped."""
+
+from __future__ import annotations
+
+from itertools import cycle, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire.integrations.wrapped import original, plain_name, plain_names
+from ranks import as_processes, caught
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def train(model: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        made = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+        model(torch.randn(8, 20, generator=made)).square().mean().backward()
+
+
+def compiled(module: nn.Module) -> Any:
+    """torch gives no module for one that is compiled already."""
+    return module if original(module) is not module else torch.compile(module, backend="eager")
+
+
+def sharded(model: nn.Sequential, *, layers: bool = False) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if layers:
+        for at in (0, 2):
+            model[at] = compiled(model[at])
+            fully_shard(model[at], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+class FabricLike(nn.Module):
+    """As Lightning Fabric's: the module that synchronises, and the one that the user wrote."""
+
+    def __init__(self, forward: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward
+        self._original_module = original
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._forward_module(x)
+
+
+class Holder(nn.Module):
+    """A wrapper of a script's own."""
+
+    def __init__(self, **held: nn.Module) -> None:
+        super().__init__()
+        for name, module in held.items():
+            setattr(self, name, module)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return next(self.children())(x)
+
+
+def fabric_like() -> nn.Module:
+    bare = mlp()
+    return FabricLike(DDP(bare), bare)
+
+
+WRAPPED = {
+    "compiled DDP": lambda: compiled(DDP(mlp())),
+    "DDP of a compiled module": lambda: DDP(compiled(mlp())),
+    "compiled twice": lambda: compiled(DDP(compiled(mlp()))),
+    "DDP of checkpointed layers": lambda: DDP(
+        nn.Sequential(*(checkpoint_wrapper(layer) for layer in mlp()))
+    ),
+    "Fabric": fabric_like,
+    "compiled Fabric": lambda: compiled(fabric_like()),
+    ".module": lambda: Holder(module=DDP(mlp())),
+    ".model in .module": lambda: Holder(module=Holder(model=DDP(mlp()))),
+    "compiled FSDP2": lambda: compiled(sharded(mlp())),
+    "FSDP2 of a compiled module": lambda: sharded(compiled(mlp())),
+    "FSDP2 of compiled layers": lambda: sharded(mlp(), layers=True),
+    "FSDP2 in a wrapper": lambda: Holder(model=sharded(mlp())),
+}
+
+
+def wrapped_modules_are_found(rank: int) -> None:
+    for what, make in WRAPPED.items():
+        model = make()
+        # Names are those of the bare model, and so are patterns.
+        handle = gw.attach(model, bits=8, exclude=["0.*"], codecs={"2.weight": "qsgd:bits=4"})
+        planned = {p.name: p.how.split(",")[0] for p in handle.plan.parameters}
+        assert list(planned) == NAMES, what
+        assert planned["2.weight"] == "QSGD(bits=4", what
+        assert planned["0.weight"] == "dense", what
+        train(model)
+        assert handle.stats()["wire_bytes"] > 0, what
+        assert list(handle.state_dict()["steps"].values()) == [2 + s for s in _first(handle)], what
+        handle.detach()
+
+
+def _first(handle: Any) -> list[int]:
+    """Steps count from a number of the handle's own."""
+    return [step >> 32 << 32 for step in handle.state_dict()["steps"].values()]
+
+
+def compiling_changes_no_gradient(rank: int) -> None:
+    found = []
+    for make in (lambda: DDP(mlp()), lambda: compiled(DDP(mlp())), lambda: DDP(compiled(mlp()))):
+        model = make()
+        gw.attach(model, bits=2, error_feedback=True)
+        train(model, 3)
+        found.append([p.grad.clone() for p in model.parameters()])
+    for other in found[1:]:
+        for p, q in zip(found[0], other, strict=True):
+            assert torch.equal(p, q)
+
+
+def a_state_moves_into_a_compiled_model(rank: int) -> None:
+    bare = DDP(mlp())
+    handle = gw.attach(bare, bits=2, error_feedback=True)
+    train(bare)
+    other = gw.attach(DDP(compiled(mlp())), bits=2, error_feedback=True)
+    other.load_state_dict(handle.state_dict())
+
+
+class TrainerLike:
+    def __init__(self, model: nn.Module) -> None:
+        self.strategy = SimpleNamespace(model=model)
+
+
+def what_has_none_is_told_what_to_pass(rank: int) -> None:
+    class Raises(nn.Module):
+        @property
+        def module(self) -> nn.Module:
+            raise AssertionError("not looked at")
+
+    for match, given in (
+        ("attach(DistributedDataParallel(model))", mlp()),
+        ("attach(DistributedDataParallel(model))", compiled(mlp())),
+        ("attach(DistributedDataParallel(model))", Raises()),
+        (
+            "encoder (DDP module), decoder (DDP module)",
+            Holder(encoder=DDP(mlp()), decoder=DDP(mlp())),
+        ),
+        ("several modules", Holder(module=DDP(mlp()), model=DDP(mlp()))),
+        ("such as head.weight: pass model.model", Holder(model=DDP(mlp()), head=nn.Linear(3, 3))),
+        ("pass .strategy.model of it", TrainerLike(DDP(mlp()))),
+        ("trainer.strategy.model (Lightning", TrainerLike(mlp())),
+        ("not str", "model"),
+    ):
+        error = caught(lambda given=given: gw.attach(given))
+        assert isinstance(error, gw.ConfigError), (match, error)
+        assert match in str(error), error
+
+
+SCENARIOS = [
+    wrapped_modules_are_found,
+    compiling_changes_no_gradient,
+    a_state_moves_into_a_compiled_model,
+    what_has_none_is_told_what_to_pass,
+]
+
+
+def run_all(rank: int) -> None:
+    for scenario in SCENARIOS:
+        torch._dynamo.reset()
+        scenario(rank)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_wrapped_modules() -> None:
+    as_processes(2, run_all, timeout=30, deadline=150)
+
+
+def registered(rank: int) -> None:
+    turns = cycle([*product((False, True), (True, False))][1:])
+    for wrap in (
+        DDP,
+        lambda module: compiled(DDP(module)),
+        lambda module: DDP(compiled(module)),
+        sharded,
+        lambda module: sharded(compiled(module)),
+        lambda module: compiled(sharded(module)),
+    ):
+        for compile_first, before in (next(turns), next(turns)):
+            bare = compiled(mlp()) if compile_first else mlp()
+            model = None if before else wrap(bare)
+            registration = gw.register(bare if before else model, exclude=["0.*"], bits=8)
+            model = wrap(bare) if before else model
+            train(model)
+            handle = registration.handle
+            assert handle is not None
+            planned = {p.name: p.codec for p in handle.plan.parameters}
+            assert list(planned) == NAMES
+            assert [name for name, codec in planned.items() if codec] == ["2.weight"]
+            assert handle.stats()["wire_bytes"] > 0
+            registration.withdraw()
+            torch._dynamo.reset()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_registered_modules() -> None:
+    as_processes(2, registered, timeout=30, deadline=150, backend="gradwire")
+
+
+def test_names_lose_what_wrappers_add() -> None:
+    assert plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
+    assert plain_name("weight") == "weight"
+    assert plain_name("my_orig_mod.weight") == "my_orig_mod.weight"
+    one, two = object(), object()
+    assert plain_names([("a._orig_mod.w", one), ("b.w", two)]) == [("a.w", one), ("b.w", two)]
+    # a tied one has one name twice; two things keep two names
+    assert plain_names([("a._orig_mod.w", one), ("a.w", one)]) == [("a.w", one), ("a.w", one)]
+    assert [n for n, _ in plain_names([("a._orig_mod.w", one), ("a.w", two)])] == [
+        "a._orig_mod.w",
+        "a.w",
+    ]
+
+
+def test_a_compiled_module_is_its_original() -> None:
+    bare = mlp()
+    assert original(bare) is bare
+    assert original(compiled(bare)) is bare
+    assert original(compiled(Holder(model=bare))) is not bare

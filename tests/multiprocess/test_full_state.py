@@ -1,0 +1,249 @@
+"""`handle.full_state_dict()`: one checkpoint holds what all ranks have not sent."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_model import backward, dumped, loaded, same, sharded
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire.integrations.full_state import StateGather
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def ddp() -> DDP:
+    torch.manual_seed(0)
+    return DDP(nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 30), nn.Linear(30, 5)))
+
+
+def attached(model: DDP) -> gw.Handle:
+    """Residuals of a codec's, of a low-rank aggregator's beside its factor, and of a leader's."""
+    kept = {"2.weight": "powersgd:rank=2", "3.weight": "artopk:density=0.1"}
+    return gw.attach(model, "topk", density=0.1, codecs=kept, error_feedback=True)
+
+
+def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    made = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(8, 20, generator=made)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def saved_and_resumed(rank: int, folder: Path) -> None:
+    """At the number of ranks that saved, from one file, to the same bits."""
+    model = ddp()
+    handle = attached(model)
+    for step in range(4):
+        gradients(model, step)
+    whole = handle.full_state_dict()
+    first = handle.full_state_dict(rank0_only=True)
+    assert bool(first) == (rank == 0)
+    assert len(whole["ranks"]) == whole["world_size"] == dist.get_world_size()
+    for at, state in enumerate(whole["ranks"]):
+        assert state["rank"] == at
+        assert set(state["aggregators"]) == {"0.weight", "2.weight", "3.weight"}
+    if rank == 0:
+        torch.save(first, folder / "full.pt")
+    residuals = [state["aggregators"]["0.weight"]["residual"] for state in whole["ranks"]]
+    assert not torch.equal(*residuals[:2])  # rank 0's says nothing of rank 1's
+    dist.barrier()
+    after = [gradients(model, step) for step in (4, 5)]
+
+    model = ddp()
+    again = attached(model)
+    again.load_state_dict(torch.load(folder / "full.pt", weights_only=True))
+    for step, expected in zip((4, 5), after, strict=True):
+        assert all(map(torch.equal, gradients(model, step), expected))
+    assert again.state_dict()["steps"] == handle.state_dict()["steps"]
+
+
+def moved(rank: int, folder: Path) -> bytes:
+    """At another number of ranks: what it starts from."""
+    model = ddp()
+    handle = attached(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.load_state_dict(torch.load(folder / "full.pt", weights_only=True, mmap=True))
+    found = handle.full_state_dict()
+    for step in (4, 5):
+        for gradient in gradients(model, step):
+            assert gradient.isfinite().all()
+    return dumped(found)
+
+
+def owed(full: Any) -> dict[str, torch.Tensor]:
+    """The mean over ranks of what was not sent, by parameter."""
+    total: dict[str, Any] = {}
+    for state in full["ranks"]:
+        for name, tensors in state["aggregators"].items():
+            for key in ("residual", "owed"):
+                if key in tensors:
+                    total[name] = total.get(name, 0.0) + tensors[key].double()
+    return {name: residual / full["world_size"] for name, residual in total.items()}
+
+
+def test_a_checkpoint_of_all_ranks(tmp_path: Path) -> None:
+    as_processes(2, saved_and_resumed, tmp_path, timeout=30)
+    before = torch.load(tmp_path / "full.pt", weights_only=True)
+    for ranks in (3, 1):
+        after = loaded(as_processes(ranks, moved, tmp_path, timeout=30)[-1])
+        assert after["world_size"] == ranks
+        assert owed(after).keys() == owed(before).keys()
+        for name, residual in owed(before).items():
+            assert residual.any(), name
+            torch.testing.assert_close(owed(after)[name], residual)
+        for state in after["ranks"]:  # the factor is alike on all ranks
+            basis = state["aggregators"]["2.weight"]["basis"]
+            assert torch.equal(basis, before["ranks"][0]["aggregators"]["2.weight"]["basis"])
+
+
+def fewer(rank: int, folder: Path) -> bytes:
+    model = ddp()
+    handle = attached(model)
+    gradients(model, 0)
+    full = handle.full_state_dict(rank0_only=True)
+    if rank == 0:
+        torch.save(full, folder / "full.pt")
+    return b""
+
+
+def test_fewer_ranks_share_what_more_owed(tmp_path: Path) -> None:
+    as_processes(3, fewer, tmp_path, timeout=30)
+    before = torch.load(tmp_path / "full.pt", weights_only=True)
+    after = loaded(as_processes(2, moved, tmp_path, timeout=30)[0])
+    e = [s["aggregators"]["0.weight"]["residual"] for s in before["ranks"]]
+    found = [s["aggregators"]["0.weight"]["residual"] for s in after["ranks"]]
+    # as load_state_dict's docstring says: ranks 0 and 2, and rank 1, at 2/3
+    torch.testing.assert_close(found[0], (e[0] + e[2]) * 2 / 3)
+    torch.testing.assert_close(found[1], e[1] * 2 / 3)
+
+
+def shards(rank: int, before: bytes | None) -> bytes:
+    model = sharded()
+    handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
+    if before is not None:
+        handle.load_state_dict(loaded(before))
+        return dumped(handle.full_state_dict())
+    for step in range(3):
+        backward(model, step, spare=True)
+    full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
+    assert bool(first) == (rank == 0)
+    went_on = [backward(model, step, spare=True) for step in (3, 4)]
+    again = sharded()
+    other = gw.attach(again, "topk", density=0.1, error_feedback=True)
+    other.load_state_dict(torch.load(io.BytesIO(dumped(full)), weights_only=True))
+    for expected, step in zip(went_on, (3, 4), strict=True):
+        for name, gradient in backward(again, step, spare=True).items():
+            assert same(gradient, expected[name])
+    return dumped(full)
+
+
+def test_shards() -> None:
+    before = loaded(as_processes(2, shards, None, timeout=30)[1])
+    after = loaded(as_processes(3, shards, dumped(before), timeout=30)[2])
+    for name, residual in owed(before).items():
+        assert residual.any(), name
+        torch.testing.assert_close(owed(after)[name], residual)
+
+
+def replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(20, 40), mesh=mesh)
+        return model, gw.attach(model, "topk", density=0.1, error_feedback=True)
+
+    def step(model: nn.Module, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        model.zero_grad()
+        model(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        return model.weight.grad.to_local().clone()
+
+    model, handle = made()
+    for number in range(3):
+        step(model, number)
+    full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
+    assert [state["rank"] for state in full["ranks"]] == [0, 1, 2, 3]
+    assert bool(first) == (rank == 0)
+    if rank == 0:
+        assert [state["rank"] for state in first["ranks"]] == [0, 1, 2, 3]
+    expected = step(model, 3)
+    model, other = made()
+    other.load_state_dict(full)
+    assert torch.equal(step(model, 3), expected)
+
+
+def test_replicas() -> None:
+    as_processes(4, replicas, timeout=30)
+
+
+def code_of_the_page(rank: int, folder: Path) -> None:
+    """docs/checkpointing.md: what it has one write."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpointing.md").read_text()
+    page: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, page)
+    model = ddp()
+    handle, optimizer = attached(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        gradients(model, step)
+        optimizer.step()
+    page["save"](folder / "all.pt", model, optimizer, handle, 3)
+    page["save_own"](folder, handle)
+    dist.barrier()
+    expected = gradients(model, 3)
+    for own in (False, True):
+        again = ddp()
+        loading, other = attached(again), torch.optim.SGD(again.parameters(), lr=0.1)
+        if own:
+            again.module.load_state_dict(model.module.state_dict())
+            page["load_own"](folder, loading)
+        else:
+            assert page["load"](folder / "all.pt", again, other, loading) == 3
+        assert all(map(torch.equal, gradients(again, 3), expected))
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    as_processes(2, code_of_the_page, tmp_path, timeout=30)
+
+
+def mistakes(rank: int) -> None:
+    model = ddp()
+    handle = attached(model)
+    gradients(model, 0)
+    full = handle.full_state_dict()
+    for match, state in (
+        ("full_state_dict(rank0_only=True) gives it on all ranks but 0", {}),
+        ("not the full_state_dict of a gradwire handle", {**full, "version": 7}),
+        ("give the states of all 2 old ranks", {**full, "ranks": full["ranks"][:1] * 2}),
+        ("of 1 ranks, not of 2", {**full, "ranks": full["ranks"][:1]}),
+        ("not int", 3),
+    ):
+        error = caught(lambda state=state: handle.load_state_dict(state))
+        assert isinstance(error, gw.ConfigError), (match, error)
+        assert match in str(error), error
+    apart = dist.new_group()
+    gather = StateGather([apart])
+    dist.destroy_process_group(apart)
+    del apart
+    error = caught(lambda: gather(full["ranks"][rank], rank0_only=False))
+    assert isinstance(error, gw.ConfigError), error
+    assert "was destroyed" in str(error)
+
+
+def test_mistakes_are_named() -> None:
+    as_processes(2, mistakes, timeout=15)
