@@ -1,4 +1,4 @@
-"""The cost of a store, and of the control channel over it, at many ranks, for docs/internals/control.md.
+"""The cost of a store and of the control channel at many ranks, for docs/internals/control.md.
 
     python scripts/control_figures.py --clients 1024
 

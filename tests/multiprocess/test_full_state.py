@@ -192,8 +192,8 @@ def test_replicas() -> None:
 
 
 def code_of_the_page(rank: int, folder: Path) -> None:
-    """docs/checkpointing.md: what it has one write."""
-    text = (Path(__file__).parents[2] / "docs" / "checkpointing.md").read_text()
+    """The code blocks of docs/how-to/checkpointing.md."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpointing.md").read_text()
     page: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, page)
