@@ -12,8 +12,8 @@ the time of a step without communication is measured first, and the network is t
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,24 @@ class Choice:
     reason: str
 
 
-def demo(page: Path, rows: Path | None, console: Console, net: str | None = None) -> None:
+def demo(
+    page: Path,
+    write: Callable[[dict[str, Any]], None],
+    console: Console,
+    net: str | None = None,
+) -> None:
     """Runs the demo, prints its table to `console`, and writes the report to `page`.
 
     Args:
-        rows: where the rows go too, a JSON object a line.
+        write: is called with each row.
         net: the network, if it is not to be chosen here.
 
     Raises:
         ConfigError: the report's packages are missing, or `net` is not a network.
-        train.TrainError: a node failed.
+        WorkerError: a rank failed.
     """
+    if net is not None:
+        lab.Network.parse(net)
     report.check_packages()  # before three minutes have gone into rows
     choice = Choice(net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
     console.print(choice.reason, highlight=False, soft_wrap=True)
@@ -71,8 +78,7 @@ def demo(page: Path, rows: Path | None, console: Console, net: str | None = None
     found = []
     for row in train_view.watch(config, console):
         found.append(row)
-        if rows is not None:
-            rows.write_text("".join(json.dumps(one) + "\n" for one in found))
+        write(row)
     console.print(train_view.table([row for row in found if row["row"] == "summary"]))
     title = "gradwire: the same training, with less to send"
     page.write_text(report.render(found, title, [choice.reason]), encoding="utf-8")

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.bench import methods, turns
+from gradwire.bench import methods, turns, workers
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
@@ -54,6 +54,7 @@ def run(
     threads: Sequence[int] | None = None,
     quick: bool = False,
     device: str = "cpu",
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every codec, target, number of threads and op.
 
@@ -66,6 +67,7 @@ def run(
             GPU always 1.
         quick: fewer turns.
         device: "cpu" or "cuda".
+        advance: is called before every codec, target and number of threads.
 
     Raises:
         ConfigError: an unknown codec, option, target or device; no compiler for target c; no GPU,
@@ -88,11 +90,17 @@ def run(
     for count in threads or ():
         if count < 1:
             raise ConfigError(f"threads={count} must be 1 or more")
-    for codec in chosen:
-        for target in targets or TARGETS[device]:
-            size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
-            for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2)):
-                yield from _rows(codec, target, size, count, quick, device)
+    todo = [
+        (codec, target, count)
+        for codec in chosen
+        for target in targets or TARGETS[device]
+        for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2))
+    ]
+    for index, (codec, target, count) in enumerate(todo):
+        if advance is not None:
+            advance("codecs, targets and threads", index, len(todo))
+        size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
+        yield from _rows(codec, target, size, count, quick, device)
 
 
 def _parse(name: str) -> Codec:

@@ -25,22 +25,19 @@ parameters, bucket_mb. Parts:
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import workers
 from gradwire.bench.methods import parse
 from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, launch
+from gradwire.lab import Network
 from gradwire.sim.buckets import buckets
 
 _TIMEOUT_S = 300.0
@@ -49,14 +46,13 @@ _COMPILED = 9  # times
 
 @dataclass(frozen=True)
 class Config:
-    """What the ranks are told; `output` is the file for the rows, `trace` that for one step's."""
+    """What the ranks are told; `trace` is the file for one step's."""
 
     methods: tuple[str, ...]
     numel: int
     parameters: int
     bucket_mb: float
     steps: int
-    output: str
     trace: str | None
 
 
@@ -68,6 +64,7 @@ def run(
     bucket_mb: float | None = None,
     trace: str | None = None,
     quick: bool = False,
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
@@ -79,10 +76,12 @@ def run(
         bucket_mb: DDP's bucket_cap_mb; by default one bucket.
         trace: file for the last step of rank 0, as chrome://tracing reads it.
         quick: fewer steps.
+        advance: is called with every step.
 
     Raises:
-        ConfigError: a method that is not gradwire's, a size that is none, an impossible network, no
-            lab on this machine, or ranks that failed.
+        ConfigError: a method that is not gradwire's, a size that is none, an impossible network, or
+            no lab on this machine.
+        WorkerError: a rank failed.
     """
     network = Network.parse(net)
     names = tuple(methods or ("gradwire-qsgd4",))
@@ -91,22 +90,17 @@ def run(
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: this profile is of gradwire's own methods")
         method.check()
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
     if numel is not None and numel < 1:
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = str(Path(folder) / "rows.json")
-        values, steps = numel or 6_553_600, 10 if quick else 40
-        config = Config(names, values, 30, bucket_mb or 1000.0, steps, output, trace)
-        command = [sys.executable, "-m", "gradwire.bench.profile_worker"]
-        command.append(json.dumps(asdict(config)))
-        # The workers' remarks are for people, so they go where remarks go.
-        codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
-        if any(codes):
-            raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
-        where = {"ranks": ranks, "net": str(network)}
-        rows = [{**row, **where} for row in json.loads(Path(output).read_text())]
+    config = Config(names, numel or 6_553_600, 30, bucket_mb or 1000.0, 10 if quick else 40, trace)
+    worker = "gradwire.bench.profile_worker"
+    where = {"ranks": ranks, "net": str(network)}
+    found = workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance)
+    rows = [{**row, **where} for row in found]
     yield from rows
     for row in {row["method"]: row for row in rows}.values():
         yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILED}

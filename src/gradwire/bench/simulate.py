@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire import codecs as codec_table
 from gradwire.bench import curves as measuring
-from gradwire.bench import methods
+from gradwire.bench import methods, workers
 from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -56,8 +56,10 @@ class Wanted:
     fresh: bool = False
 
 
-def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
+def run(wanted: Wanted, advance: workers.Advance | None = None) -> Iterator[dict[str, Any]]:
     """Yield a row for each point of the sweep, algorithm and codec.
+
+    `advance` is called before every codec whose kernels are measured.
 
     Raises:
         ConfigError: something unknown, or undefined, or a number that makes no sense; nothing has
@@ -74,7 +76,7 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
     ]
     if not points:
         raise ConfigError("nothing to simulate: name a codec and an algorithm")
-    known = _curves(wanted, [scenario for *_, scenario in points])
+    known = _curves(wanted, [scenario for *_, scenario in points], advance)
     for name, value, text, scenario in points:
         swept = {} if name is None else {"sweep": name, "value": value_of(value)}
         yield {
@@ -86,14 +88,16 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
         }
 
 
-def _curves(wanted: Wanted, scenarios: Sequence[Scenario]) -> Curves:
+def _curves(
+    wanted: Wanted, scenarios: Sequence[Scenario], advance: workers.Advance | None
+) -> Curves:
     needed = [scenario.codec for scenario in scenarios]
     if wanted.file is None:
-        return measuring.measured(needed, wanted.threads, wanted.fresh)
+        return measuring.measured(needed, wanted.threads, wanted.fresh, advance)
     if wanted.fresh or not wanted.file.exists():
         if not wanted.file.parent.is_dir():
             raise ConfigError(f"--curves {wanted.file}: not a file in an existing folder")
-        measuring.measured(needed, wanted.threads, wanted.fresh).save(wanted.file)
+        measuring.measured(needed, wanted.threads, wanted.fresh, advance).save(wanted.file)
     return curves.load(wanted.file)
 
 

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import lab
+from gradwire.bench import workers
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_nodes import TrainError, events
 from gradwire.bench.train_summary import Summary
+from gradwire.errors import ConfigError
 
-__all__ = ["COMPARED", "Progress", "TrainConfig", "TrainError", "plan", "run"]
+__all__ = ["COMPARED", "WORKER", "Progress", "TrainConfig", "plan", "run"]
+
+WORKER = "gradwire.bench.train_worker"
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # where there is time for three
 
@@ -68,6 +71,10 @@ def plan(
     Raises:
         ConfigError: something is unknown or out of range.
     """
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps {steps}: train 1 step or more")
+    if target is not None and not target > 0:
+        raise ConfigError(f"--target {target:g}: a validation loss is above 0")
     config = TrainConfig(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
@@ -117,14 +124,16 @@ def run(
 
     Raises:
         ConfigError: the configuration cannot be run, or not on this machine.
-        TrainError: a node failed or hung.
+        WorkerError: a rank failed or hung.
     """
     task = config.check()
     net = lab.Network.parse(config.net)
     announce(task.describe())
     summary = Summary(config)
     common: Row = {"task": config.task, "net": str(net), "ranks": config.nodes}
-    for event in events(config, net, announce):
+    timeout = config.timeout_seconds
+    text = config.to_json()
+    for event in workers.events(WORKER, text, config.nodes, net, timeout, announce):
         kind = event.pop("event")
         if kind == "setup":
             common["parameters"] = event["parameters"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire.bench import methods, tasks
 from gradwire.errors import ConfigError
+from gradwire.lab import Network
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class TrainConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be at least {bound}")
+        Network.parse(self.net)
         if not self.seeds:
             raise ConfigError("no seeds given")
         if self.budget_seconds is not None and self.evaluate_every > task.warmup:

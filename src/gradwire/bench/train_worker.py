@@ -17,14 +17,11 @@ outside of their clocks.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,6 +30,7 @@ from gradwire.bench import methods
 from gradwire.bench.contestant import Contestant
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.workers import Events
 
 _STEP_EVENT_SECONDS = 0.25  # live progress, no more often than this
 
@@ -44,25 +42,15 @@ def main(arguments: list[str]) -> None:
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     dist.init_process_group("gloo", timeout=timeout)
     with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
-        Training(config, Events(stream)).all_seeds()
+        Training(config, StepEvents(stream)).all_seeds()
     dist.barrier()
     dist.destroy_process_group()
 
 
-class Events:
-    """Writes events as JSON lines; numbers that JSON lacks become null."""
+class StepEvents(Events):
+    """Events, and those of steps, which are thinned out."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last_step = 0.0
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Appends one event, at once."""
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None
-        self._stream.write(json.dumps({"event": event, **fields}) + "\n")
-        self._stream.flush()
+    _last_step = 0.0
 
     def step(self, contestant: Contestant, steps: int) -> None:
         """Appends a `step` event, unless the last one is very recent."""
@@ -84,7 +72,7 @@ class Events:
 class Training:
     """One rank's part of a run."""
 
-    def __init__(self, config: TrainConfig, events: Events) -> None:
+    def __init__(self, config: TrainConfig, events: StepEvents) -> None:
         self.config = config
         self.events = events
         self.steps = config.steps

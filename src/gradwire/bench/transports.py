@@ -11,16 +11,13 @@ Both are medians, over messages and over turns.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import workers
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, launch
+from gradwire.lab import Network
 from gradwire.transport import shm_library
 
 SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 24)  # bytes
@@ -29,22 +26,27 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Config:
-    """What both ranks are told; `output` is the file for the rows."""
+    """What both ranks are told."""
 
     sizes: tuple[int, ...]
     turns: int
-    output: str
 
 
-def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
+def run(
+    sizes: Sequence[int | str] | None = None,
+    quick: bool = False,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each transport and size.
 
     Args:
         sizes: bytes of a message.
         quick: fewer turns.
+        advance: is called with every size.
 
     Raises:
         ConfigError: a size that is no number, or below 1; no shared memory here, with the reason.
+        WorkerError: a rank failed.
     """
     for size in sizes or ():
         if not str(size).isdecimal() or int(size) < 1:
@@ -52,13 +54,7 @@ def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterat
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = str(Path(folder) / "rows.json")
-        config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21, output)
-        command = [sys.executable, "-m", "gradwire.bench.transports_worker"]
-        command.append(json.dumps(asdict(config)))
-        # The ranks' remarks are for people, so they go where remarks go.
-        codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
-        if any(codes):
-            raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")
-        yield from json.loads(Path(output).read_text())
+    config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21)
+    network = Network.parse("none")
+    worker = "gradwire.bench.transports_worker"
+    yield from workers.rows(worker, config, 2, network, _TIMEOUT_S, advance)

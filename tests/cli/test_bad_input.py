@@ -1,0 +1,161 @@
+"""Every command refuses bad input in one line, with exit code 2, before any work.
+
+The commands are found by walking the program, so a new command is tested without an edit here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from gradwire.bench import curves, turns
+from gradwire.cli import app
+from gradwire.cli.program import BAD_INPUT, run
+from gradwire.lab import Lab
+from gradwire.lang import jit
+
+ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}"}  # of commands, by their names
+NEEDED = {"doctor": ["--ranks", "2"]}  # without which other options mean nothing
+BAD = {
+    "integer": ["x", "1.5", "0", "-1"],
+    "float": ["x", "nan", "inf", "-1"],
+    "text": ["", "no-such-thing"],
+    "file": ["{file}/below", "{folder}", "/proc/gradwire", "no such folder/file", "{locked}"],
+}
+RIGHT = {  # what looks wrong, and is not
+    ("codec build", "--output", "{folder}"),
+    ("codec build", "--output", "no such folder/file"),  # is made
+}
+
+
+def commands() -> dict[str, Any]:
+    """Every command by its words."""
+    found = {}
+
+    def walk(command: Any, words: tuple[str, ...]) -> None:
+        if hasattr(command, "commands"):
+            for name, each in command.commands.items():
+                walk(each, (*words, name))
+        else:
+            found[" ".join(words)] = command
+
+    walk(typer.main.get_command(app), ())
+    return found
+
+
+def line(name: str, command: Any, *options: str) -> list[str]:
+    """The command with options, and what it cannot do without."""
+    given = [p.name for p in command.params if p.param_type_name == "argument"]
+    return [*name.split(), *NEEDED.get(name, []), *options, *(ARGUMENTS[one] for one in given)]
+
+
+def kind(option: Any) -> str:
+    name = str(option.type.name)
+    if option.metavar == "FILE" or name in ("path", "file", "filename", "directory"):
+        return "file"
+    return {"integer range": "integer", "float range": "float"}.get(name, name)
+
+
+def wrong() -> Iterator[Any]:
+    for name, command in commands().items():
+        for option in command.params:
+            if option.param_type_name == "argument" or option.is_flag:
+                continue
+            spelt = option.opts[0]
+            for value in BAD[kind(option)]:
+                if (name, spelt, value) not in RIGHT:
+                    yield pytest.param(
+                        line(name, command, spelt, value), id=f"{name} {spelt} {value!r}"
+                    )
+            yield pytest.param([*name.split(), spelt], id=f"{name} {spelt} alone")
+        unknown = line(name, command, "--no-such-option")
+        yield pytest.param(unknown, id=f"{name} --no-such-option")
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test whose command starts a rank, times a kernel or compiles."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(Lab, "spawn", refuse)
+    monkeypatch.setattr(turns, "medians", refuse)
+    monkeypatch.setattr(curves, "kernel_curves", refuse)
+    said = jit.run
+    monkeypatch.setattr(jit, "run", lambda c, *a: refuse() if "-c" in c else said(c, *a))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def placed(words: list[str], folder: Path) -> list[str]:
+    """The words with the paths that they name made; skips what this machine cannot make."""
+    (folder / "file").write_text("text")
+    (folder / "rows").write_text('{"a": 1}\n')
+    (folder / "locked").mkdir()
+    text = "\n".join(words)
+    if "{locked}" in text:
+        (folder / "locked").chmod(0o500)
+        if os.access(folder / "locked", os.W_OK):
+            pytest.skip("this user may write anywhere (root): no folder lacks permission")
+    if "/proc/" in text and not Path("/proc/self").exists():
+        pytest.skip("no /proc here, on which files cannot be made")
+    paths = {"file": folder / "file", "rows": folder / "rows", "folder": folder}
+    return text.format(**paths, locked=folder / "locked" / "file").split("\n")
+
+
+@pytest.mark.parametrize("words", wrong())
+@pytest.mark.usefixtures("no_work")
+def test_bad_input_is_one_line(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = placed(words, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert run(given) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (said,) = printed.err.splitlines()
+    assert said.startswith("gradwire: ")
+    assert sorted(tmp_path.iterdir()) == before, "a refused command leaves no file"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no json\n", b"[1]\n", b"\xff\xfe"])
+def test_a_report_of_no_rows_is_one_line(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows"
+    if content is not None:
+        rows.write_bytes(content)
+    assert run(["report", str(rows), "--output", str(tmp_path / "page.html")]) == BAD_INPUT
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.write_text("older")
+    words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
+    assert run(words) == BAD_INPUT
+    assert rows.read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]]
+)
+def test_unknown_commands_and_missing_arguments_are_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == BAD_INPUT
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("gradwire: ")
+    assert said.endswith("--help")
