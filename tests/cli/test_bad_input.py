@@ -6,12 +6,15 @@ The commands are found by walking the program, so a new command is tested withou
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.models import ArgumentInfo
 
 from gradwire.bench import curves, turns
 from gradwire.cli import app
@@ -33,48 +36,68 @@ RIGHT = {  # what looks wrong, and is not
 }
 
 
-def commands() -> dict[str, Any]:
-    """Every command by its words."""
-    found = {}
+@dataclass(frozen=True)
+class Option:
+    """An option of a command; `kind` is a key of `BAD`, or "flag"."""
 
-    def walk(command: Any, words: tuple[str, ...]) -> None:
-        if hasattr(command, "commands"):
-            for name, each in command.commands.items():
-                walk(each, (*words, name))
-        else:
-            found[" ".join(words)] = command
-
-    walk(typer.main.get_command(app), ())
-    return found
+    name: str
+    kind: str
 
 
-def line(name: str, command: Any, *options: str) -> list[str]:
-    """The command with options, and what it cannot do without."""
-    given = [p.name for p in command.params if p.param_type_name == "argument"]
-    return [*name.split(), *NEEDED.get(name, []), *options, *(ARGUMENTS[one] for one in given)]
+@dataclass(frozen=True)
+class Verb:
+    """A command by its words, the names of its arguments, and its options."""
+
+    words: str
+    arguments: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    def line(self, *options: str) -> list[str]:
+        """The command with options, and what it cannot do without."""
+        needed = NEEDED.get(self.words, [])
+        return [*self.words.split(), *needed, *options, *(ARGUMENTS[a] for a in self.arguments)]
 
 
-def kind(option: Any) -> str:
-    name = str(option.type.name)
-    if option.metavar == "FILE" or name in ("path", "file", "filename", "directory"):
-        return "file"
-    return {"integer range": "integer", "float range": "float"}.get(name, name)
+def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[Verb]:
+    for group in program.registered_groups:
+        assert group.typer_instance is not None
+        yield from verbs(group.typer_instance, (*before, str(group.name)))
+    for command in program.registered_commands:
+        assert command.callback is not None
+        arguments, options = [], []
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            if name == "return":
+                continue
+            plain, told = typing.get_args(hint)
+            if isinstance(told, ArgumentInfo):
+                arguments.append(name)
+                continue
+            spelt = [*(told.param_decls or ()), f"--{name.replace('_', '-')}"][0]
+            options.append(Option(spelt, kind(plain, told.metavar)))
+        yield Verb(" ".join((*before, str(command.name))), tuple(arguments), tuple(options))
+
+
+def kind(hint: Any, metavar: str | None) -> str:
+    for type_, name in ((bool, "flag"), (int, "integer"), (float, "float"), (Path, "file")):
+        if hint is type_ or type_ in typing.get_args(hint):
+            return name
+    return "file" if metavar == "FILE" else "text"
 
 
 def wrong() -> Iterator[Any]:
-    for name, command in commands().items():
-        for option in command.params:
-            if option.param_type_name == "argument" or option.is_flag:
+    for verb in verbs():
+        for option in verb.options:
+            if option.kind == "flag":
                 continue
-            spelt = option.opts[0]
-            for value in BAD[kind(option)]:
-                if (name, spelt, value) not in RIGHT:
-                    yield pytest.param(
-                        line(name, command, spelt, value), id=f"{name} {spelt} {value!r}"
-                    )
-            yield pytest.param([*name.split(), spelt], id=f"{name} {spelt} alone")
-        unknown = line(name, command, "--no-such-option")
-        yield pytest.param(unknown, id=f"{name} --no-such-option")
+            for value in BAD[option.kind]:
+                if (verb.words, option.name, value) not in RIGHT:
+                    name = f"{verb.words} {option.name} {value!r}"
+                    yield pytest.param(verb.line(option.name, value), id=name)
+            alone = [*verb.words.split(), option.name]
+            yield pytest.param(alone, id=f"{verb.words} {option.name}")
+        name = f"{verb.words} --no-such-option"
+        yield pytest.param(verb.line("--no-such-option"), id=name)
 
 
 @pytest.fixture
@@ -109,7 +132,7 @@ def placed(words: list[str], folder: Path) -> list[str]:
     return text.format(**paths, locked=folder / "locked" / "file").split("\n")
 
 
-@pytest.mark.parametrize("words", wrong())
+@pytest.mark.parametrize("words", list(wrong()))
 @pytest.mark.usefixtures("no_work")
 def test_bad_input_is_one_line(
     words: list[str],

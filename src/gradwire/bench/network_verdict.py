@@ -45,9 +45,9 @@ def _gain(base: dict[str, Any], ours: dict[str, Any], ratio: float) -> str:
     alone = base["communication_seconds"]
     return (
         f"Compression pays here: a step takes {_seconds(ours['step_seconds'])} with {OURS}, and "
-        f"{_seconds(base['step_seconds'])} with {base['method']}, which is {1 / ratio:.2f} times as long. "
-        f"It will not pay for a step that computes for much longer than {_seconds(alone)}, since "
-        f"computing hides what {base['method']} sends then."
+        f"{_seconds(base['step_seconds'])} with {base['method']}, which is "
+        f"{1 / ratio:.2f} times as long. It will not pay for a step that computes for much longer "
+        f"than {_seconds(alone)}, since computing hides what {base['method']} sends then."
     )
 
 

@@ -79,7 +79,7 @@ def plan(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
         nodes=nodes if nodes is not None else (2 if quick else 4),
-        net=net or _default_net(quick, announce or _to_stderr),
+        net=net if net is not None else _default_net(quick, announce or _to_stderr),
         methods=methods or (COMPARED if quick else TrainConfig.methods),
         seeds=seeds,
         steps=steps if steps is not None else (30 if quick else 200),

@@ -108,7 +108,7 @@ def output(destination: str | None) -> Iterator[Output]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Advance]:
-    """What shows progress on `console`: a bar on a terminal, else a line at most every 2 seconds."""
+    """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds."""
     if not console.is_terminal:
         yield _lines(console)
         return
