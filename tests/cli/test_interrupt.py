@@ -15,6 +15,7 @@ import pytest
 
 from gradwire import lab
 from leftovers import marked, network_namespaces, until
+from products import one_in
 
 # A shell has Ctrl-C ignored by what it starts in the background, such as these tests.
 START = """
@@ -25,9 +26,9 @@ main()
 """
 RANKS = " nodes on "  # what is printed once the lab stands
 COMMANDS = [
+    (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of all methods"),
     (["demo", "--net", "none"], RANKS),
     (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
-    (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of all methods"),
     (["bench", "kernels", "--codec", "topk", "--target", "eager"], "codecs, targets and threads"),
     (["codec", "build", "--output", "made"], "x86-64"),
     (["doctor", "--ranks", "2", "--numel", "20000000"], RANKS),
@@ -74,14 +75,14 @@ def check(command: list[str], once: str, folder: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("command", "once"), COMMANDS, ids=lambda x: " ".join(x[:2]))
+@pytest.mark.parametrize(("command", "once"), one_in(7, COMMANDS))
 def test_one_line_and_nothing_is_left(command: list[str], once: str, tmp_path: Path) -> None:
     check(command, once, tmp_path)
 
 
 @pytest.mark.lab
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("command", "once"), SHAPED, ids=lambda x: " ".join(x[:2]))
+@pytest.mark.parametrize(("command", "once"), one_in(2, SHAPED))
 def test_no_namespace_is_left(command: list[str], once: str, tmp_path: Path) -> None:
     reason = lab.available()
     if reason is not None:

@@ -17,6 +17,7 @@ from gradwire.bench import train
 from gradwire.bench.workers import WorkerError
 from gradwire.cli import program
 from gradwire.cli.output import output
+from products import one_in
 
 GRADWIRE = [sys.executable, "-m", "gradwire.cli"]
 
@@ -26,7 +27,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"gradwire {__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", one_in(3, ["bash", "zsh", "fish"]))
 def test_completion_names_the_program(shell: str) -> None:
     environment = {**os.environ, "_GRADWIRE_COMPLETE": f"source_{shell}"}
     done = subprocess.run(
@@ -84,7 +85,7 @@ def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]
 
 
 LONG = [
-    ["bench", "kernels", "--codec", "fp16", "--target", "c", "--quick"],
+    ["bench", "kernels", "--codec", "fp16", "--target", "eager", "--quick"],
     ["bench", "transports", "--bytes", "64", "--quick"],
     ["bench", "collectives", "--ranks", "2", "--net", "none", "--numel", "1000", "--quick"],
     ["bench", "profile", "--numel", "2000", "--quick"],
@@ -93,7 +94,7 @@ LONG = [
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("command", LONG, ids=lambda words: " ".join(words[:2]))
+@pytest.mark.parametrize("command", one_in(6, LONG))
 def test_long_commands_have_lines_or_bars(command: list[str], tmp_path: Path) -> None:
     """Rows alone on standard output; on standard error lines, or a bar on a terminal."""
     plain = subprocess.run(
