@@ -86,6 +86,11 @@ def run(
             f"--per-node {per_node}: use a divisor of --ranks {ranks}, since every machine has as "
             "many ranks"
         )
+    if network.shaped and ranks == per_node:
+        raise ConfigError(
+            f"--per-node {per_node}: all ranks share one machine, so nothing crosses --net {net}; "
+            "use --net none, or more ranks"
+        )
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     config = Config(

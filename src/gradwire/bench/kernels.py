@@ -20,6 +20,7 @@ bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_l
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ PEERS = 3  # whose payloads decode_sum and reduce_encode add
 FLOAT = 4  # bytes
 COLD = 2**28  # bytes that no cache holds
 MOST_SETS = 4
+_MOST_THREADS = 64  # where there are fewer cores
 
 T = TypeVar("T")
 
@@ -90,6 +92,8 @@ def run(
     for count in threads or ():
         if count < 1:
             raise ConfigError(f"threads={count} must be 1 or more")
+        if count > max(os.cpu_count() or 1, _MOST_THREADS):
+            raise ConfigError(f"threads={count}: this machine has {os.cpu_count()} cores")
     todo = [
         (codec, target, count)
         for codec in chosen

@@ -42,6 +42,7 @@ from gradwire.sim.buckets import buckets
 
 _TIMEOUT_S = 300.0
 _COMPILED = 9  # times
+_PARAMETERS = 30
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ def run(
         method = parse(name)
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: this profile is of gradwire's own methods")
-        method.check()
+        method.how()  # an aggregator of several collectives is no one bucket
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
-    if numel is not None and numel < 1:
-        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
+    if numel is not None and numel < _PARAMETERS:
+        raise ConfigError(f"--numel {numel}: {_PARAMETERS} parameters have as many values or more")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
-    config = Config(names, numel or 6_553_600, 30, bucket_mb or 1000.0, 10 if quick else 40, trace)
+    config = Config(
+        names, numel or 6_553_600, _PARAMETERS, bucket_mb or 1000.0, 10 if quick else 40, trace
+    )
     worker = "gradwire.bench.profile_worker"
     where = {"ranks": ranks, "net": str(network)}
     found = workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance)

@@ -71,6 +71,8 @@ def plan(
     Raises:
         ConfigError: something is unknown or out of range.
     """
+    if nodes == 1:
+        raise ConfigError("--nodes 1: one rank sends nothing; use 2 nodes or more")
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps {steps}: train 1 step or more")
     if target is not None and not target > 0:

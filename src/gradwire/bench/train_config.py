@@ -72,6 +72,8 @@ class TrainConfig:
         Network.parse(self.net)
         if not self.seeds:
             raise ConfigError("no seeds given")
+        if min(self.seeds) < 0:
+            raise ConfigError(f"seed {min(self.seeds)}: seeds are 0 or more")
         if self.budget_seconds is not None and self.evaluate_every > task.warmup:
             raise ConfigError(
                 f"with a budget, evaluate_every ({self.evaluate_every}) must not exceed the "
