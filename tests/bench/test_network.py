@@ -69,9 +69,10 @@ def test_a_gain_that_few_turns_show_is_none() -> None:
         ({"ranks": 2, "numel": 5, "model": "resnet50"}, "give one of them"),
         ({"ranks": 2, "model": "resnet51"}, "resnet51"),
         ({"ranks": 2, "compute": 0.0}, "--compute 0"),
-        ({"ranks": 2, "numel": 10**14}, "give a smaller --numel or --model"),
+        ({"ranks": 2, "numel": 10**14}, "and this machine has"),
         ({"ranks": 2, "net": "1gbyte"}, "1gbyte"),
         ({"ranks": 3, "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "started 2 ranks"),
+        ({"environment": {"RANK": "0", "WORLD_SIZE": "two"}}, "WORLD_SIZE='two'"),
         ({"net": "1gbit", "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "under torchrun"),
     ],
 )

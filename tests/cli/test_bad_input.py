@@ -18,19 +18,24 @@ from typer.models import ArgumentInfo
 
 from gradwire.bench import curves, turns
 from gradwire.cli import app
-from gradwire.cli.program import BAD_INPUT, run
+from gradwire.cli.program import BAD_INPUT, FAILED, run
 from gradwire.lab import Lab
 from gradwire.lang import jit
 
+HUGE = "1000000000000000"
 ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}"}  # of commands, by their names
 NEEDED = {"doctor": ["--ranks", "2"]}  # without which other options mean nothing
 BAD = {
-    "integer": ["x", "1.5", "0", "-1"],
+    "integer": ["x", "1.5", "0", "-1", HUGE],
     "float": ["x", "nan", "inf", "-1"],
     "text": ["", "no-such-thing"],
     "file": ["{file}/below", "{folder}", "/proc/gradwire", "no such folder/file", "{locked}"],
 }
 RIGHT = {  # what looks wrong, and is not
+    ("bench train", "--steps", HUGE),
+    ("codec build", "--jobs", HUGE),
+    ("sim", "--segments", HUGE),  # as many as there are blocks
+    ("sim", "--per-node", HUGE),  # all ranks on one node
     ("codec build", "--output", "{folder}"),
     ("codec build", "--output", "no such folder/file"),  # is made
 }
@@ -73,7 +78,9 @@ def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[
             if isinstance(told, ArgumentInfo):
                 arguments.append(name)
                 continue
-            spelt = [*(told.param_decls or ()), f"--{name.replace('_', '-')}"][0]
+            # In Annotated, Typer takes the first name for the default until it builds the command.
+            given = [told.default, *(told.param_decls or ()), f"--{name.replace('_', '-')}"]
+            spelt = next(one for one in given if isinstance(one, str) and one.startswith("--"))
             options.append(Option(spelt, kind(plain, told.metavar)))
         yield Verb(" ".join((*before, str(command.name))), tuple(arguments), tuple(options))
 
@@ -148,6 +155,7 @@ def test_bad_input_is_one_line(
     assert printed.out == ""
     (said,) = printed.err.splitlines()
     assert said.startswith("gradwire: ")
+    assert "No such option" not in said or "--no-such-option" in words
     assert sorted(tmp_path.iterdir()) == before, "a refused command leaves no file"
 
 
@@ -182,3 +190,14 @@ def test_unknown_commands_and_missing_arguments_are_one_line(
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("gradwire: ")
     assert said.endswith("--help")
+
+
+def test_a_group_that_cannot_be_joined_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert run(["doctor"]) == FAILED
+    assert "MASTER_" in capsys.readouterr().err.splitlines()[-1]

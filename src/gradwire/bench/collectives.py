@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import memory, workers
 from gradwire.bench import methods as method_table
-from gradwire.bench import workers
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available
 
@@ -91,6 +91,8 @@ def run(
             f"--per-node {per_node}: all ranks share one machine, so nothing crosses --net {net}; "
             "use --net none, or more ranks"
         )
+    if numel is not None:
+        memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     config = Config(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.bench import methods, turns, workers
+from gradwire.bench import memory, methods, turns, workers
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, Layout, forms, gpu, kernels, passes
@@ -89,11 +89,10 @@ def run(
     chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
+    if numel is not None and device == "cpu":
+        memory.check(f"--numel {numel}", FLOAT * numel * _sets(numel) * (3 + PEERS))
     for count in threads or ():
-        if count < 1:
-            raise ConfigError(f"threads={count} must be 1 or more")
-        if count > max(os.cpu_count() or 1, _MOST_THREADS):
-            raise ConfigError(f"threads={count}: this machine has {os.cpu_count()} cores")
+        check_threads(count)
     todo = [
         (codec, target, count)
         for codec in chosen
@@ -105,6 +104,14 @@ def run(
             advance("codecs, targets and threads", index, len(todo))
         size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
         yield from _rows(codec, target, size, count, quick, device)
+
+
+def check_threads(count: int) -> None:
+    """Raise ConfigError unless a kernel may run on so many threads here."""
+    if count < 1:
+        raise ConfigError(f"--threads {count}: a kernel has 1 or more")
+    if count > max(os.cpu_count() or 1, _MOST_THREADS):
+        raise ConfigError(f"--threads {count}: this machine has {os.cpu_count()} cores")
 
 
 def _parse(name: str) -> Codec:

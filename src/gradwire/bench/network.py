@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench import network_verdict, workers
-from gradwire.errors import ConfigError
+from gradwire.bench import memory, network_verdict, workers
+from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
 from gradwire.sim import models
 
@@ -92,7 +92,10 @@ def plan(
         ConfigError: a number that makes no sense, an impossible network, or options that do not go
             together.
     """
-    started = int(environment.get("WORLD_SIZE", "1")) if "RANK" in environment else 1
+    world_size = environment.get("WORLD_SIZE", "1") if "RANK" in environment else "1"
+    if not world_size.isdecimal():
+        raise ConfigError(f"the environment has WORLD_SIZE={world_size!r}: unset it, or RANK")
+    started = int(world_size)
     joins = started > 1
     network = Network.parse(net)
     if ranks is None and not joins:
@@ -118,7 +121,8 @@ def plan(
     if compute is not None and not (compute > 0 and math.isfinite(compute)):
         raise ConfigError(f"--compute {compute:g}: give seconds above 0")
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
-    _check_memory(models.numel(shapes), 1 if joins else count)
+    size = models.numel(shapes)
+    memory.check(f"a step of {size} values", 4 * size * _COPIES * (1 if joins else count))
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     turns, budget = (5, 15.0) if quick else (11, 60.0)
@@ -133,6 +137,7 @@ def run(
 
     Raises:
         WorkerError: a rank failed.
+        TransportError: torchrun's ranks cannot be joined.
     """
     if wanted.joins:
         measured = join(wanted, advance)
@@ -154,7 +159,13 @@ def join(wanted: StepMeasurement, advance: workers.Advance | None = None) -> lis
 
     from gradwire.bench import network_worker
 
-    dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:
+        raise TransportError(
+            f"cannot join the {wanted.ranks} ranks that RANK and WORLD_SIZE tell of: "
+            f"{str(error).splitlines()[0]}; unset them to measure this machine"
+        ) from error
     measured = network_worker.measure(wanted.config, advance or (lambda what, done, total: None))
     dist.barrier()
     dist.destroy_process_group()
@@ -192,15 +203,3 @@ def _layers(numel: int) -> models.Shapes:
         return ((numel,),)
     rest = numel - _LAYERS * side * side
     return (*[(side, side)] * _LAYERS, *([(rest,)] if rest else []))
-
-
-def _check_memory(numel: int, ranks: int) -> None:
-    """Raise ConfigError unless so many ranks fit into this machine's memory."""
-    needed = 4 * numel * _COPIES * ranks
-    if hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > memory:
-            raise ConfigError(
-                f"{numel} values take up to {needed / 1e9:.0f} GB on {ranks} ranks here, and this "
-                f"machine has {memory / 1e9:.0f} GB: give a smaller --numel or --model"
-            )

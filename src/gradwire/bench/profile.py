@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench import workers
+from gradwire.bench import memory, workers
 from gradwire.bench.methods import parse
 from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
@@ -97,9 +97,9 @@ def run(
         raise ConfigError(f"--numel {numel}: {_PARAMETERS} parameters have as many values or more")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
-    config = Config(
-        names, numel or 6_553_600, _PARAMETERS, bucket_mb or 1000.0, 10 if quick else 40, trace
-    )
+    values, steps = numel or 6_553_600, 10 if quick else 40
+    memory.check(f"{values} values of {ranks} ranks", 4 * values * ranks * 3)
+    config = Config(names, values, _PARAMETERS, bucket_mb or 1000.0, steps, trace)
     worker = "gradwire.bench.profile_worker"
     where = {"ranks": ranks, "net": str(network)}
     found = workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance)

@@ -17,6 +17,7 @@ from typing import Any
 from gradwire import codecs as codec_table
 from gradwire.bench import curves as measuring
 from gradwire.bench import methods, workers
+from gradwire.bench.kernels import check_threads
 from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -24,6 +25,7 @@ from gradwire.lab import Network
 from gradwire.sim import Curves, Net, Scenario, curves, predict
 
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ def run(wanted: Wanted, advance: workers.Advance | None = None) -> Iterator[dict
         ConfigError: something unknown, or undefined, or a number that makes no sense; nothing has
             been measured then.
     """
-    if wanted.threads < 1:
-        raise ConfigError(f"--threads {wanted.threads}: a kernel has 1 or more")
+    check_threads(wanted.threads)
     points = [
         (name, value, text, scenario)
         for name, value in _sweep(wanted.sweep)
@@ -127,6 +128,8 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
     if name in ("segments", "partitions"):
         given[name] = _number(name, value, whole=True)
     ranks = _number("ranks", value, whole=True) if name == "ranks" else wanted.ranks
+    if ranks > _MOST_RANKS:
+        raise ConfigError(f"ranks={ranks}: {_MOST_RANKS} at most")
     per_node = _number("per_node", value, whole=True) if name == "per_node" else wanted.per_node
     cores = _number("cores", value) if name == "cores" else wanted.cores
     backward = _number("backward", value) if name == "backward" else wanted.backward

@@ -23,6 +23,7 @@ from gradwire.bench import workers
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_summary import Summary
 from gradwire.errors import ConfigError
+from gradwire.lab import links
 
 __all__ = ["COMPARED", "WORKER", "Progress", "TrainConfig", "plan", "run"]
 
@@ -71,6 +72,8 @@ def plan(
     Raises:
         ConfigError: something is unknown or out of range.
     """
+    if nodes is not None and nodes > links.MAX_NODES:
+        raise ConfigError(f"--nodes {nodes}: the lab has {links.MAX_NODES} at most")
     if nodes == 1:
         raise ConfigError("--nodes 1: one rank sends nothing; use 2 nodes or more")
     if steps is not None and steps < 1:

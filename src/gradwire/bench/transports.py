@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench import workers
+from gradwire.bench import memory, workers
 from gradwire.errors import ConfigError
 from gradwire.lab import Network
 from gradwire.transport import shm_library
@@ -51,6 +51,7 @@ def run(
     for size in sizes or ():
         if not str(size).isdecimal() or int(size) < 1:
             raise ConfigError(f"--bytes {size}: give the bytes of a message, 1 or more")
+        memory.check(f"--bytes {size}", 4 * int(size))  # two messages at each end
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
