@@ -63,7 +63,7 @@ def test_sparse_codecs_have_a_row_of_torch_topk() -> None:
         ((None, ["c"], 10, None, True, "cuda"), "unknown target 'c' on cuda: use one of triton"),
         ((None, None, 10, None, True, "tpu"), "unknown device 'tpu'"),
         ((None, None, 0, [1]), "numel=0"),
-        ((None, None, 10, [0]), "threads=0"),
+        ((None, None, 10, [0]), "--threads 0"),
     ],
 )
 def test_errors(arguments: tuple[object, ...], message: str) -> None:

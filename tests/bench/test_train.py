@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire import lab
-from gradwire.bench import train, train_nodes
+from gradwire.bench import train, workers
 from gradwire.bench.train_config import TrainConfig
 from products import EXHAUSTIVE
 
@@ -123,7 +123,7 @@ def failing_worker(
         f"import os, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(train_nodes, "WORKER", "failing_worker")
+    monkeypatch.setattr(train, "WORKER", "failing_worker")
     config = replace(TINY, timeout_seconds=2.0)
     return lambda: list(train.run(config, announce=lambda text: None))
 
@@ -131,14 +131,14 @@ def failing_worker(
 def test_a_failed_node_is_named_with_its_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_nodes, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 0.5)
     body = "if rank: sys.exit('the disk is on fire')\ntime.sleep(60)"
     start = time.monotonic()
-    with pytest.raises(train.TrainError) as error:
+    with pytest.raises(workers.WorkerError) as error:
         failing_worker(tmp_path, monkeypatch, body)()
-    assert "node 1 failed with exit code 1" in str(error.value)
-    assert "[node 1] the disk is on fire" in str(error.value)
-    assert "node 0 was still running" in str(error.value)
+    assert "rank 1 failed with exit code 1" in str(error.value)
+    assert "[rank 1] the disk is on fire" in str(error.value)
+    assert "rank 0 was still running" in str(error.value)
     assert time.monotonic() - start < 20
 
 
@@ -147,7 +147,7 @@ def test_a_hanging_run_ends_with_the_last_output(
 ) -> None:
     body = "print('waiting for nobody', flush=True)\ntime.sleep(60)"
     start = time.monotonic()
-    with pytest.raises(train.TrainError, match=r"(?s)within 2 s.*waiting for nobody"):
+    with pytest.raises(workers.WorkerError, match=r"(?s)within 2 s.*waiting for nobody"):
         failing_worker(tmp_path, monkeypatch, body)()
     assert time.monotonic() - start < 20
 

@@ -14,7 +14,7 @@ from gradwire import codecs
 from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
 from gradwire.errors import ConfigError
 from gradwire.lang import show
-from gradwire.lang.codec import _code_lines
+from gradwire.lang.codec import code_lines
 
 
 def test_names() -> None:
@@ -141,7 +141,7 @@ def test_a_codec_has_20_lines_with_what_it_calls() -> None:
             if inspect.isfunction(part) and not part.__name__.startswith("_")
             and inspect.getsourcefile(part) == inspect.getsourcefile(made)
         ]  # fmt: skip
-        lines[name] = sum(_code_lines(part) for part in traced)
+        lines[name] = sum(code_lines(part) for part in traced)
     assert statistics.median(lines.values()) <= 20
     assert max(lines.values()) <= 40, lines
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import gradwire.lab
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Lab, Network
+from leftovers import marked, network_namespaces, until
 
 LAB = Path(gradwire.lab.__file__).parent
 NETS = [
@@ -36,40 +36,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.exit(run_command(["sh", "-c", sys.argv[2]], 2, sys.argv[1]))
 """
-
-
-def network_namespaces(of: set[int] | None = None) -> set[str]:
-    """Of these processes; by default of all, including other labs on this machine."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (of is None or int(entry.name) in of):
-            try:
-                found.add(os.readlink(entry / "ns" / "net"))
-            except OSError:
-                continue  # it ended, or is not accessible
-    return found
-
-
-def marked(mark: str) -> set[int]:
-    """The processes whose environment has `mark`, which every process of a lab inherits."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.add(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def until(condition: object, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_a_thousand_ranks_take_seconds(file: str) -> None:
         (["--codec", "qsdg"], "qsdg"),
         (["--codec", "qsgd:algorithm=ring"], "--algorithm"),
         (["--codec", "qsgd:error_feedback=3"], "error_feedback"),
-        (["--codec", ""], "nothing to simulate"),
+        (["--codec", ""], "--codec is empty"),
         (["--algorithm", "star"], "star"),
         (["--codec", "tbq", "--algorithm", "ring"], "not defined in the algorithm 'ring'"),
         (

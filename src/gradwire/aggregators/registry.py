@@ -14,7 +14,7 @@ from gradwire.aggregators.protocol import Aggregator
 from gradwire.codecs.text import merged, parse
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
-from gradwire.lang.codec import check_codec
+from gradwire.lang.codec import check_codec, code_lines
 
 REGISTRY: dict[str, type[Aggregator]] = {"powersgd": PowerSGD, "artopk": ARTopK}
 
@@ -73,6 +73,20 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
         return Compressed(dataclasses.replace(codec, **options))  # type: ignore[type-var]
     _check(type(aggregator), str(aggregator), options)
     return dataclasses.replace(aggregator, **options)
+
+
+def listing() -> list[dict[str, Any]]:
+    """A row for every aggregator with the keys of `codecs.listing`: codec (its name), operators
+    (none: its code is not traced), lines (of `aggregate`), options (defaults)."""
+    return [
+        {
+            "codec": name,
+            "operators": [],
+            "lines": code_lines(made.aggregate),
+            "options": dataclasses.asdict(made()),
+        }
+        for name, made in REGISTRY.items()
+    ]
 
 
 def _check(made: type[Aggregator], name: str, options: dict[str, Any]) -> None:

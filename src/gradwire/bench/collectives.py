@@ -17,18 +17,15 @@ and Ethernet headers.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import memory, workers
 from gradwire.bench import methods as method_table
 from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, available, launch
+from gradwire.lab import Network, available
 
 DEFAULT_METHODS = (
     "torch-fp32",
@@ -47,7 +44,6 @@ class Config:
     methods: tuple[str, ...]
     numel: int
     rounds: int
-    output: str
     per_node: int
 
 
@@ -60,6 +56,7 @@ def run(
     numel: int | None = None,
     quick: bool = False,
     per_node: int = 1,
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
@@ -71,10 +68,12 @@ def run(
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
         quick: end within 45 seconds on two cores.
         per_node: ranks per node; they share its link and communicate through memory.
+        advance: called with every turn.
 
     Raises:
         ConfigError: an unknown method, codec or option, a number out of range, an impossible
             network, or no lab on this machine.
+        WorkerError: a rank failed.
     """
     network = Network.parse(net)
     names = list(methods or [])
@@ -83,30 +82,29 @@ def run(
         method_table.parse(name).check()
     if numel is not None and numel < 1:
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: at least one rank is needed")
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
     if per_node < 1 or ranks % per_node:
         raise ConfigError(f"--per-node {per_node}: give a number that divides the {ranks} ranks")
+    if network.shaped and ranks == per_node:
+        raise ConfigError(
+            f"--per-node {per_node}: all ranks share one machine, so nothing crosses --net {net}; "
+            "use --net none, or more ranks"
+        )
+    if numel is not None:
+        memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"this machine cannot emulate a network ({reason}); use --net none")
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        config = Config(
-            methods=tuple(names) or DEFAULT_METHODS,
-            numel=numel or (2_500_000 if quick else 25_000_000),
-            rounds=5 if quick else 9,
-            output=str(Path(folder) / "rows.json"),
-            per_node=per_node,
-        )
-        command = [sys.executable, "-m", "gradwire.bench.collectives_worker"]
-        command.append(json.dumps(asdict(config)))
-        # Standard output is for rows, so the workers' messages go to standard error.
-        nodes = ranks // per_node
-        codes = launch(
-            command, nodes, network, timeout=_TIMEOUT_S, stdout=sys.stderr, per_node=per_node
-        )
-        if any(codes):
-            raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
-        measured = json.loads(Path(config.output).read_text())
+    config = Config(
+        methods=tuple(names) or DEFAULT_METHODS,
+        numel=numel or (2_500_000 if quick else 25_000_000),
+        rounds=5 if quick else 9,
+        per_node=per_node,
+    )
+    worker = "gradwire.bench.collectives_worker"
+    measured = workers.rows(
+        worker, config, ranks // per_node, network, _TIMEOUT_S, advance, per_node
+    )
     for row in measured:
         rounds = row.pop("rounds")
         limit = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import algorithms
 from gradwire.algorithms.hierarchical import Hierarchical
 from gradwire.bench import methods as method_table
+from gradwire.bench import workers
 from gradwire.bench.collectives import Config
 from gradwire.bench.interleaved import quartiles
 from gradwire.groups import communicator
@@ -151,14 +150,17 @@ def gradient_of(rank: int, numel: int) -> torch.Tensor:
     return values.mul_(torch.linspace(0.1, 1.0, numel))
 
 
-def main(config: Config) -> None:
-    """Run all methods; rank 0 writes their rows."""
+def main(arguments: list[str]) -> None:
+    """Run all methods; rank 0 reports their rows."""
+    config, events = workers.configured(Config, arguments)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     timed_methods = [_TimedMethod(name, config.numel) for name in config.methods]
     weight = timed_methods[0].model.module.weight
     gradients = gradient_of(rank, weight.numel()).view_as(weight)
-    for turn in range(_WARM_UP + config.rounds):
+    turns = _WARM_UP + config.rounds
+    for turn in range(turns):
+        events.progress("turns of all methods", turn, turns)
         for timed_method in timed_methods:
             if len(timed_methods) > 1:
                 timed_method.step(gradients, counts=False)
@@ -166,13 +168,10 @@ def main(config: Config) -> None:
     sample = min(_SAMPLE, weight.numel())
     parts = [gradient_of(r, weight.numel())[:sample].double() for r in range(world_size)]
     expected = torch.stack(parts).mean(0)
-    rows = [timed_method.row(expected, config.per_node) for timed_method in timed_methods]
-    if rank == 0:
-        Path(config.output).write_text(json.dumps(rows))
+    events.rows([timed_method.row(expected, config.per_node) for timed_method in timed_methods])
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
-    main(Config(**{**arguments, "methods": tuple(arguments["methods"])}))
+    main(sys.argv[1:])

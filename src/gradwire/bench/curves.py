@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from gradwire import __version__
+from gradwire.bench import workers
 from gradwire.bench.provenance import processor
 from gradwire.codecs import Identity
-from gradwire.errors import ConfigError
-from gradwire.lab import Network, launch
+from gradwire.lab import Network
 from gradwire.lang import ROW, Codec, jit, kernels
 from gradwire.sim import Curves, curves
 from gradwire.sim.calibrate import engine
@@ -49,36 +46,49 @@ _GOODPUT = {"goodput": 0.985, "shared": 0.965, "settling": 0.003}
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of both workers; `output` is the file for their results."""
-
-    output: str
+    """The workers' arguments: none."""
 
 
-def measured(codecs: Iterable[Codec], threads: int = 1, fresh: bool = False) -> Curves:
+def measured(
+    codecs: Iterable[Codec],
+    threads: int = 1,
+    fresh: bool = False,
+    advance: workers.Advance | None = None,
+) -> Curves:
     """The curves of these codecs, and of Identity, on this machine.
 
     Args:
         threads: threads per kernel.
         fresh: ignore cached results.
+        advance: called before every codec that is measured.
 
     Raises:
-        ConfigError: the ranks that measure the engine failed.
+        WorkerError: a rank that measures the engine failed.
     """
     wanted = list(dict.fromkeys([*codecs, Identity()]))
     file = _cache(threads)
     known = None if fresh or not file.exists() else curves.load(file)
     if known is None:
-        known = engine(Curves(processor(), threads, _all([Identity()], threads)), _overheads())
+        known = engine(
+            Curves(processor(), threads, _all([Identity()], threads, advance)), _overheads()
+        )
     known = replace(known, link=replace(known.link, **_GOODPUT))
     missing = [codec for codec in wanted if str(codec) not in known.codecs]
     if missing:
-        known = replace(known, codecs={**known.codecs, **_all(missing, threads)})
+        known = replace(known, codecs={**known.codecs, **_all(missing, threads, advance)})
     known.save(file)
     return known
 
 
-def _all(codecs: Sequence[Codec], threads: int) -> dict[str, dict[str, Curve]]:
-    return {str(codec): kernel_curves(codec, threads) for codec in codecs}
+def _all(
+    codecs: Sequence[Codec], threads: int, advance: workers.Advance | None
+) -> dict[str, dict[str, Curve]]:
+    found = {}
+    for index, codec in enumerate(codecs):
+        if advance is not None:
+            advance("measuring kernels", index, len(codecs))
+        found[str(codec)] = kernel_curves(codec, threads)
+    return found
 
 
 def kernel_curves(codec: Codec, threads: int) -> dict[str, Curve]:
@@ -146,13 +156,8 @@ def fit(points: Sequence[Point]) -> Curve:
 
 def _overheads() -> dict[str, float]:
     """The engine's costs, measured by two ranks; see gradwire.bench.curves_worker."""
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        config = Config(str(Path(folder) / "rows.json"))
-        command = [sys.executable, "-m", "gradwire.bench.curves_worker", json.dumps(asdict(config))]
-        codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
-        if any(codes):
-            raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")
-        found: dict[str, float] = json.loads(Path(config.output).read_text())
+    worker, network = "gradwire.bench.curves_worker", Network.parse("none")
+    (found,) = workers.rows(worker, Config(), 2, network, _TIMEOUT_S)
     return found
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.bench import workers
 from gradwire.bench.curves import Config
 from gradwire.bench.transports_worker import one_way, round_trips
 from gradwire.engine import HEADER_BYTES, Communicator
@@ -28,8 +27,9 @@ _TURNS = 5
 _ROUNDS = 200
 
 
-def main(config: Config) -> None:
-    """Measure; rank 0 writes a dict of seconds (memory: bytes per second)."""
+def main(arguments: list[str]) -> None:
+    """Measure; rank 0 reports a dict of seconds (memory: bytes per second)."""
+    _, events = workers.configured(Config, arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transport = TorchP2P()
@@ -48,8 +48,7 @@ def main(config: Config) -> None:
     comm = Communicator(TorchP2P(dist.new_group()))
     for segments in SEGMENTS:
         found[f"tiny {segments}"] = _tiny(comm, segments)
-    if dist.get_rank() == 0:
-        Path(config.output).write_text(json.dumps(found))
+    events.rows([found])
     dist.barrier()
     comm.close()
     transport.close()
@@ -123,4 +122,4 @@ def _median(function: Callable[[], object], turns: int = 50) -> float:
 
 
 if __name__ == "__main__":
-    main(Config(**json.loads(sys.argv[1])))
+    main(sys.argv[1:])

@@ -12,8 +12,8 @@ is on the page.
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,24 @@ class Choice:
     reason: str
 
 
-def demo(page: Path, rows: Path | None, console: Console, net: str | None = None) -> None:
+def demo(
+    page: Path,
+    write: Callable[[dict[str, Any]], None],
+    console: Console,
+    net: str | None = None,
+) -> None:
     """Run the demo, print its table to `console`, and write the report to `page`.
 
     Args:
-        rows: a file for the rows, one JSON object per line.
+        write: called with each row.
         net: the network; None chooses one.
 
     Raises:
         ConfigError: the report's packages are missing, or `net` is not a network.
-        train.TrainError: a node failed.
+        WorkerError: a rank failed.
     """
+    if net is not None:
+        lab.Network.parse(net)
     report.check_packages()  # before the three minutes of training
     choice = Choice(net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
     console.print(choice.reason, highlight=False, soft_wrap=True)
@@ -72,8 +79,7 @@ def demo(page: Path, rows: Path | None, console: Console, net: str | None = None
     for row in train_view.watch(config, console):
         row["run"]["note"] = choice.reason
         found.append(row)
-        if rows is not None:
-            rows.write_text("".join(json.dumps(one) + "\n" for one in found))
+        write(row)
     console.print(train_view.table([row for row in found if row["row"] == "summary"]))
     page.write_text(report.render(found, "gradwire demo: time to accuracy"), encoding="utf-8")
     console.print(f"The report is in {page}", highlight=False, soft_wrap=True)

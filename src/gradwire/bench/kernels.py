@@ -19,6 +19,7 @@ bytes / s / 1e9), limit_seconds ((bytes read + bytes written) / bandwidth), of_l
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.bench import interleaved, methods
+from gradwire.bench import interleaved, memory, methods, workers
 from gradwire.bench.provenance import stamped
 from gradwire.codecs import Codec
 from gradwire.errors import ConfigError
@@ -43,6 +44,7 @@ PEERS = 3  # number of payloads that decode_sum and reduce_encode add
 FLOAT = 4  # bytes
 COLD = 2**28  # bytes, more than any cache holds
 MOST_SETS = 4
+_MOST_THREADS = 64  # where there are fewer cores
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ def run(
     threads: Sequence[int] | None = None,
     quick: bool = False,
     device: str = "cpu",
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every codec, target, number of threads and op.
 
@@ -67,6 +70,7 @@ def run(
             GPU always 1.
         quick: fewer repetitions.
         device: "cpu" or "cuda".
+        advance: is called before every codec, target and number of threads.
 
     Raises:
         ConfigError: an unknown codec, option, target or device; no compiler for target c; no GPU,
@@ -86,14 +90,29 @@ def run(
     chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
+    if numel is not None and device == "cpu":
+        memory.check(f"--numel {numel}", FLOAT * numel * _sets(numel) * (3 + PEERS))
     for count in threads or ():
-        if count < 1:
-            raise ConfigError(f"threads={count} must be 1 or more")
-    for codec in chosen:
-        for target in targets or TARGETS[device]:
-            size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
-            for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2)):
-                yield from _rows(codec, target, size, count, quick, device)
+        check_threads(count)
+    todo = [
+        (codec, target, count)
+        for codec in chosen
+        for target in targets or TARGETS[device]
+        for count in threads or ((2 if target == "c" else 1,) if quick else (1, 2))
+    ]
+    for index, (codec, target, count) in enumerate(todo):
+        if advance is not None:
+            advance("codecs, targets and threads", index, len(todo))
+        size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
+        yield from _rows(codec, target, size, count, quick, device)
+
+
+def check_threads(count: int) -> None:
+    """Raise ConfigError unless a kernel may run on so many threads here."""
+    if count < 1:
+        raise ConfigError(f"--threads {count}: a kernel has 1 or more")
+    if count > max(os.cpu_count() or 1, _MOST_THREADS):
+        raise ConfigError(f"--threads {count}: this machine has {os.cpu_count()} cores")
 
 
 def _parse(name: str) -> Codec:

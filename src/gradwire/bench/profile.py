@@ -24,39 +24,36 @@ parameters, bucket_mb. Parts:
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import memory, workers
 from gradwire.bench.methods import parse
 from gradwire.bench.provenance import stamped
 from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine.topology import Topology
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, launch
+from gradwire.lab import Network
 from gradwire.sim.buckets import ddp_buckets
 
 _TIMEOUT_S = 300.0
 _COMPILATIONS = 9
+_PARAMETERS = 30
 
 
 @dataclass(frozen=True)
 class Config:
-    """The workers' arguments; `output` is the file for rows, `trace` the one for a step's trace."""
+    """The workers' arguments; `trace` is the file for a step's trace."""
 
     methods: tuple[str, ...]
     numel: int
     parameters: int
     bucket_mb: float
     steps: int
-    output: str
     trace: str | None
 
 
@@ -69,6 +66,7 @@ def run(
     bucket_mb: float | None = None,
     trace: str | None = None,
     quick: bool = False,
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows.
 
@@ -80,10 +78,12 @@ def run(
         bucket_mb: DDP's bucket_cap_mb; by default one bucket.
         trace: file for the trace of rank 0's last step, in the format of chrome://tracing.
         quick: fewer steps.
+        advance: is called with every step.
 
     Raises:
-        ConfigError: a method that is not gradwire's, a size out of range, an impossible network, no
-            lab on this machine, or a rank that failed.
+        ConfigError: a method that is not gradwire's, a size out of range, an impossible network, or
+            no lab on this machine.
+        WorkerError: a rank failed.
     """
     network = Network.parse(net)
     names = tuple(methods or ("gradwire-qsgd4",))
@@ -91,23 +91,20 @@ def run(
         method = parse(name)
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: only gradwire's own methods can be profiled")
-        method.check()
-    if numel is not None and numel < 1:
-        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
+        method.how()  # refuses aggregators, whose buckets take several collectives
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    if numel is not None and numel < _PARAMETERS:
+        raise ConfigError(f"--numel {numel}: give {_PARAMETERS} or more, one per parameter")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ConfigError(f"--bucket-mb {bucket_mb:g}: a bucket holds more than 0 MB")
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = str(Path(folder) / "rows.json")
-        values, steps = numel or 6_553_600, 10 if quick else 40
-        config = Config(names, values, 30, bucket_mb or 1000.0, steps, output, trace)
-        command = [sys.executable, "-m", "gradwire.bench.profile_worker"]
-        command.append(json.dumps(asdict(config)))
-        # Standard output is for rows, so the workers' messages go to standard error.
-        codes = launch(command, ranks, network, timeout=_TIMEOUT_S, stdout=sys.stderr)
-        if any(codes):
-            raise ConfigError(f"workers ended with exit codes {codes}; their output is above")
-        where = {"ranks": ranks, "net": str(network)}
-        rows = [{**row, **where} for row in json.loads(Path(output).read_text())]
+    values, steps = numel or 6_553_600, 10 if quick else 40
+    memory.check(f"{values} values of {ranks} ranks", 4 * values * ranks * 3)
+    config = Config(names, values, _PARAMETERS, bucket_mb or 1000.0, steps, trace)
+    worker = "gradwire.bench.profile_worker"
+    where = {"ranks": ranks, "net": str(network)}
+    found = workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance)
+    rows = [{**row, **where} for row in found]
     yield from rows
     for row in {row["method"]: row for row in rows}.values():
         yield {**row, "part": "compile_1024", "seconds": _compile_s(row), "steps": _COMPILATIONS}

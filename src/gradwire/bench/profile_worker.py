@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench import methods
+from gradwire.bench import methods, workers
 from gradwire.bench.profile import Config
 from gradwire.engine import Timeline
 from gradwire.engine.trace import WIRE, Span
@@ -97,7 +97,7 @@ def _had_to_wait(span: Span, wire: list[Span]) -> bool:
     return any(w.seconds - w.cpu_seconds > _SLEPT_S for w in inside)
 
 
-def _profile(name: str, config: Config) -> list[dict[str, Any]]:
+def _profile(name: str, config: Config, events: workers.Events) -> list[dict[str, Any]]:
     """The rows of one method."""
     layers = _Layers(config.numel, config.parameters)
     model = DistributedDataParallel(layers, bucket_cap_mb=config.bucket_mb)
@@ -106,7 +106,10 @@ def _profile(name: str, config: Config) -> list[dict[str, Any]]:
         model().backward()
     comm = communicator()
     trace = comm.in_flight.begin_trace()
-    steps = [_step(model, handle, trace) for _ in range(config.steps)]
+    steps = []
+    for step in range(config.steps):
+        events.progress(f"steps of {name}", step, config.steps)
+        steps.append(_step(model, handle, trace))
     comm.in_flight.end_trace()
     if comm.rank == 0 and config.trace is not None:
         Path(config.trace).write_text(json.dumps(trace.chrome(comm.rank)))
@@ -126,17 +129,16 @@ def _profile(name: str, config: Config) -> list[dict[str, Any]]:
     ]
 
 
-def main(config: Config) -> None:
-    """Step a model for each method; rank 0 writes the rows."""
+def main(arguments: list[str]) -> None:
+    """Step a model for each method; rank 0 reports the rows."""
+    config, events = workers.configured(Config, arguments)
     torch.set_num_threads(1)  # thread clocks do not count a kernel's helper threads
     dist.init_process_group("gloo")
-    rows = [row for name in config.methods for row in _profile(name, config)]
-    if dist.get_rank() == 0:
-        Path(config.output).write_text(json.dumps(rows))
+    rows = [row for name in config.methods for row in _profile(name, config, events)]
+    events.rows(rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
-    main(Config(**{**arguments, "methods": tuple(arguments["methods"])}))
+    main(sys.argv[1:])

@@ -16,7 +16,8 @@ from typing import Any
 
 from gradwire import codecs as codec_table
 from gradwire.bench import curves as measuring
-from gradwire.bench import methods
+from gradwire.bench import methods, workers
+from gradwire.bench.kernels import check_threads
 from gradwire.bench.provenance import stamped
 from gradwire.codecs.text import value as value_of
 from gradwire.collectives import Options
@@ -25,6 +26,7 @@ from gradwire.lab import Network
 from gradwire.sim import Curves, Net, Scenario, curves, predict
 
 SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments", "partitions")
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,16 @@ class Wanted:
 
 
 @stamped
-def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
+def run(wanted: Wanted, advance: workers.Advance | None = None) -> Iterator[dict[str, Any]]:
     """Yield a row for each point of the sweep, algorithm and codec.
+
+    `advance` is called before every codec whose kernels are measured.
 
     Raises:
         ConfigError: an unknown name, an undefined combination or a number out of range. It is
             raised before anything is measured.
     """
-    if wanted.threads < 1:
-        raise ConfigError(f"--threads {wanted.threads}: give 1 or more threads per kernel")
+    check_threads(wanted.threads)
     points = [
         (name, value, text, scenario)
         for name, value in _sweep(wanted.sweep)
@@ -77,7 +80,7 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
     ]
     if not points:
         raise ConfigError("nothing to simulate: name a codec and an algorithm")
-    known = _curves(wanted, [scenario for *_, scenario in points])
+    known = _curves(wanted, [scenario for *_, scenario in points], advance)
     for name, value, text, scenario in points:
         swept = {} if name is None else {"sweep": name, "value": value_of(value)}
         yield {
@@ -89,14 +92,16 @@ def run(wanted: Wanted) -> Iterator[dict[str, Any]]:
         }
 
 
-def _curves(wanted: Wanted, scenarios: Sequence[Scenario]) -> Curves:
+def _curves(
+    wanted: Wanted, scenarios: Sequence[Scenario], advance: workers.Advance | None
+) -> Curves:
     needed = [scenario.codec for scenario in scenarios]
     if wanted.file is None:
-        return measuring.measured(needed, wanted.threads, wanted.fresh)
+        return measuring.measured(needed, wanted.threads, wanted.fresh, advance)
     if wanted.fresh or not wanted.file.exists():
         if not wanted.file.parent.is_dir():
             raise ConfigError(f"--curves {wanted.file}: not a file in an existing folder")
-        measuring.measured(needed, wanted.threads, wanted.fresh).save(wanted.file)
+        measuring.measured(needed, wanted.threads, wanted.fresh, advance).save(wanted.file)
     return curves.load(wanted.file)
 
 
@@ -126,6 +131,8 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
     if name in ("segments", "partitions"):
         given[name] = _number(name, value, whole=True)
     ranks = _number("ranks", value, whole=True) if name == "ranks" else wanted.ranks
+    if ranks > _MOST_RANKS:
+        raise ConfigError(f"ranks={ranks}: {_MOST_RANKS} at most")
     per_node = _number("per_node", value, whole=True) if name == "per_node" else wanted.per_node
     cores = _number("cores", value) if name == "cores" else wanted.cores
     backward = _number("backward", value) if name == "backward" else wanted.backward

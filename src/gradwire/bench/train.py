@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import lab
+from gradwire.bench import workers
 from gradwire.bench.provenance import stamped
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_nodes import TrainError, events
 from gradwire.bench.train_summary import Summary
+from gradwire.errors import ConfigError
+from gradwire.lab import links
 
-__all__ = ["COMPARED", "Progress", "TrainConfig", "TrainError", "plan", "run"]
+__all__ = ["COMPARED", "WORKER", "Progress", "TrainConfig", "plan", "run"]
+
+WORKER = "gradwire.bench.train_worker"
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
 
@@ -69,11 +73,19 @@ def plan(
     Raises:
         ConfigError: a name is unknown or a number is out of range.
     """
+    if nodes is not None and nodes > links.MAX_NODES:
+        raise ConfigError(f"--nodes {nodes}: the lab has {links.MAX_NODES} at most")
+    if nodes == 1:
+        raise ConfigError("--nodes 1: one rank sends nothing; use 2 nodes or more")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps {steps}: train 1 step or more")
+    if target is not None and not target > 0:
+        raise ConfigError(f"--target {target:g}: a validation loss is above 0")
     config = TrainConfig(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
         nodes=nodes if nodes is not None else (2 if quick else 4),
-        net=net or _default_net(quick, announce or _to_stderr),
+        net=net if net is not None else _default_net(quick, announce or _to_stderr),
         methods=methods or (COMPARED if quick else TrainConfig.methods),
         seeds=seeds,
         steps=steps if steps is not None else (30 if quick else 200),
@@ -119,14 +131,16 @@ def run(
 
     Raises:
         ConfigError: the configuration cannot run, or not on this machine.
-        TrainError: a node failed or timed out.
+        WorkerError: a rank failed or timed out.
     """
     task = config.check()
     net = lab.Network.parse(config.net)
     announce(task.describe())
     summary = Summary(config)
     common: Row = {"task": config.task, "net": str(net), "ranks": config.nodes}
-    for event in events(config, net, announce):
+    timeout = config.timeout_seconds
+    text = config.to_json()
+    for event in workers.events(WORKER, text, config.nodes, net, timeout, announce):
         kind = event.pop("event")
         if kind == "setup":
             common["parameters"] = event["parameters"]

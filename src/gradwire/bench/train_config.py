@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire.bench import methods, tasks
 from gradwire.errors import ConfigError
+from gradwire.lab import Network
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,11 @@ class TrainConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be at least {bound}")
+        Network.parse(self.net)
         if not self.seeds:
             raise ConfigError("no seeds given")
+        if min(self.seeds) < 0:
+            raise ConfigError(f"seed {min(self.seeds)}: seeds are 0 or more")
         if self.budget_seconds is not None and self.evaluate_every > task.warmup:
             raise ConfigError(
                 f"with a budget, evaluate_every ({self.evaluate_every}) must not exceed the "

@@ -18,14 +18,11 @@ clocks exclude evaluation.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -35,6 +32,7 @@ from gradwire.bench.interleaved import quartiles
 from gradwire.bench.method_run import MethodRun
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.workers import Events
 
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
 
@@ -46,25 +44,15 @@ def main(arguments: list[str]) -> None:
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     dist.init_process_group("gloo", timeout=timeout)
     with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
-        Training(config, Events(stream)).all_seeds()
+        Training(config, StepEvents(stream)).all_seeds()
     dist.barrier()
     dist.destroy_process_group()
 
 
-class Events:
-    """Writes events as JSON lines; NaN and infinity become null."""
+class StepEvents(Events):
+    """Events, of which those of steps are thinned out."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last_step = 0.0
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one event and flush."""
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None
-        self._stream.write(json.dumps({"event": event, **fields}) + "\n")
-        self._stream.flush()
+    _last_step = 0.0
 
     def step(self, run: MethodRun, steps: int) -> None:
         """Append a `step` event, unless the last one is very recent."""
@@ -86,7 +74,7 @@ class Events:
 class Training:
     """One rank's part of a run."""
 
-    def __init__(self, config: TrainConfig, events: Events) -> None:
+    def __init__(self, config: TrainConfig, events: StepEvents) -> None:
         self.config = config
         self.events = events
         self.steps = config.steps

@@ -11,17 +11,14 @@ median over messages, gbps the median over turns.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from gradwire.bench import memory, workers
 from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, launch
+from gradwire.lab import Network
 from gradwire.transport import shm_library
 
 SIZES = (64, 4096, 1 << 16, 1 << 20, 1 << 24)  # bytes
@@ -30,38 +27,38 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of both ranks; `output` is the file for the rows."""
+    """The arguments of both ranks."""
 
     sizes: tuple[int, ...]
     turns: int
-    output: str
 
 
 @stamped
-def run(sizes: Sequence[int | str] | None = None, quick: bool = False) -> Iterator[dict[str, Any]]:
+def run(
+    sizes: Sequence[int | str] | None = None,
+    quick: bool = False,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each transport and size.
 
     Args:
         sizes: bytes per message.
         quick: fewer turns.
+        advance: is called with every size.
 
     Raises:
         ConfigError: a size is not a number or below 1, or shared memory does not work on this
             machine; the message has the reason.
+        WorkerError: a rank failed.
     """
     for size in sizes or ():
         if not str(size).isdecimal() or int(size) < 1:
             raise ConfigError(f"--bytes {size}: give a number of bytes per message, 1 or more")
+        memory.check(f"--bytes {size}", 4 * int(size))  # two messages at each end
     reason = shm_library.unavailable()
     if reason is not None:
         raise ConfigError(f"no shared memory here: {reason}")
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = str(Path(folder) / "rows.json")
-        config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21, output)
-        command = [sys.executable, "-m", "gradwire.bench.transports_worker"]
-        command.append(json.dumps(asdict(config)))
-        # Standard output is for rows, so the ranks' messages go to standard error.
-        codes = launch(command, 2, Network.parse("none"), timeout=_TIMEOUT_S, stdout=sys.stderr)
-        if any(codes):
-            raise ConfigError(f"the ranks ended with exit codes {codes}; their output is above")
-        yield from json.loads(Path(output).read_text())
+    config = Config(tuple(map(int, sizes or SIZES)), 7 if quick else 21)
+    network = Network.parse("none")
+    worker = "gradwire.bench.transports_worker"
+    yield from workers.rows(worker, config, 2, network, _TIMEOUT_S, advance)

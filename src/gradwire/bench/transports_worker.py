@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from gradwire.bench import workers
 from gradwire.bench.transports import Config
 from gradwire.transport import Mixed, TorchP2P, Transport
 
@@ -92,8 +91,9 @@ def _pin_to_core(rank: int) -> None:
             os.sched_setaffinity(0, {cores[rank]})
 
 
-def main(config: Config) -> None:
-    """Measure both transports, interleaved; rank 0 writes the rows."""
+def main(arguments: list[str]) -> None:
+    """Measure both transports, interleaved; rank 0 reports the rows."""
+    config, events = workers.configured(Config, arguments)
     torch.set_num_threads(1)
     _pin_to_core(int(os.environ["RANK"]))
     dist.init_process_group("gloo")
@@ -101,7 +101,8 @@ def main(config: Config) -> None:
     assert transports["shm"].reached, "shared memory does not reach the other rank"
     tags = itertools.count(step=_TAGS)
     rows = []
-    for size in config.sizes:
+    for index, size in enumerate(config.sizes):
+        events.progress("sizes of messages", index, len(config.sizes))
         data = torch.zeros(size, dtype=torch.uint8)
         count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
         messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
@@ -127,8 +128,7 @@ def main(config: Config) -> None:
                     "gbps": size * count / statistics.median(streams[name]) / 1e9,
                 }
             )
-    if dist.get_rank() == 0:
-        Path(config.output).write_text(json.dumps(rows))
+    events.rows(rows)
     dist.barrier()
     for transport in transports.values():
         transport.close()
@@ -136,5 +136,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    arguments = json.loads(sys.argv[1])
-    main(Config(**{**arguments, "sizes": tuple(arguments["sizes"])}))
+    main(sys.argv[1:])

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire import codecs as codec_table
-from gradwire.bench import collectives
+from gradwire.bench import collectives, workers
 from gradwire.bench import curves as measuring
 from gradwire.bench.provenance import stamped
 from gradwire.collectives import Options
@@ -56,11 +56,14 @@ def run(
     numel: int = NUMEL,
     runs: int = RUNS,
     fresh: bool = False,
+    advance: workers.Advance | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of ranks, network, codec and algorithm.
 
     With `fresh`, kernels are measured again before each number of ranks on each network, since the
     speed of a shared machine changes during the twenty minutes of a full run.
+
+    `advance` is called with every point.
 
     Raises:
         ConfigError: no lab on this machine.
@@ -70,14 +73,20 @@ def run(
         raise ConfigError(f"this machine cannot emulate a network to compare with ({reason})")
     cores = float(len(os.sched_getaffinity(0)))
     chosen = [codec_table.get(codec) for codec in codecs]
-    for net, count in itertools.product(nets, ranks):
+    labs = [
+        (net, count)
+        for net, count in itertools.product(nets, ranks)
+        if count * Network.parse(net).rate_bits_per_s <= _LAB_BITS_PER_S
+    ]
+    points, done = len(labs) * len(chosen) * len(algorithms), itertools.count()
+    for net, count in labs:
         network = Network.parse(net)
-        if count * network.rate_bits_per_s > _LAB_BITS_PER_S:
-            continue
-        known = measuring.measured(chosen, threads=1, fresh=fresh)
+        known = measuring.measured(chosen, threads=1, fresh=fresh, advance=advance)
         known = replace(known, link=replace(known.link, stack=known.link.stack + _SWITCH_S))
         for text, codec in zip(codecs, chosen, strict=True):
             for algorithm in algorithms:
+                if advance is not None:
+                    advance("points in the lab", next(done), points)
                 scenario = Scenario(
                     ranks=count,
                     net=Net(net, network.rate_bits_per_s, network.latency_s),

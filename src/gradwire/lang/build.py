@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +88,17 @@ def levels(names: Iterable[str] | None = None) -> tuple[isa.Level, ...]:
 
 
 def build(
-    wanted: Sequence[Unit], levels: Sequence[isa.Level], folder: Path, jobs: int | None = None
+    wanted: Sequence[Unit],
+    levels: Sequence[isa.Level],
+    folder: Path,
+    jobs: int | None = None,
+    advance: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Build one library per level in `folder`, lowest level first, and yield a row for each.
 
     Rows: isa, kernels, seconds, bytes, file. Libraries are renamed into place. `jobs` compilers run
-    at once, by default one per core. Raises `jit.CompileError`.
+    at once, by default one per core. `advance` is called with the level, the number of its sources
+    that are compiled, and the number of all. Raises `jit.CompileError`.
     """
     compiler = jit.compiler()
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +117,14 @@ def build(
             stems = ["manifest", "series", *(unit.digest for unit in wanted)]
             compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
             pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
-            for future in pending:
-                future.result()
+            try:
+                for index, future in enumerate(pending):
+                    if advance is not None:
+                        advance(level.name, index, len(pending))
+                    future.result()
+            except BaseException:  # Ctrl-C too
+                at.shutdown(wait=False, cancel_futures=True)
+                raise
             built = folder / prebuilt.file_name(level.name)
             # no -fopenmp: the OpenMP symbols stay undefined until the library is loaded
             objects = [f"{stem}.o" for stem in stems]

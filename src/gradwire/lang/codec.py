@@ -92,10 +92,11 @@ def check_codec(codec: object, otherwise: str = "") -> None:
 
 def source_lines(codec: Codec) -> int:
     """Lines of code of encode and decode together: no blank lines, comments or docstrings."""
-    return sum(_code_lines(getattr(type(codec), name)) for name in ("encode", "decode"))
+    return sum(code_lines(getattr(type(codec), name)) for name in ("encode", "decode"))
 
 
-def _code_lines(function: Any) -> int:
+def code_lines(function: Any) -> int:
+    """Lines of code of a function: no blank lines, comments or docstring."""
     text = textwrap.dedent(inspect.getsource(function))
     definition = ast.parse(text).body[0]
     assert isinstance(definition, ast.FunctionDef)

@@ -15,6 +15,8 @@ from gradwire.errors import ConfigError
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
+_MOST = 10**13  # values of a model
+
 
 def shapes(text: str) -> Shapes:
     """The shapes of a model by name, or of a list of sizes such as "1e6,4096x1024".
@@ -27,7 +29,10 @@ def shapes(text: str) -> Shapes:
     name = text.strip().lower()
     if name in MODELS:
         return tuple(MODELS[name]())
-    return tuple(_size(text, part) for part in text.split(","))
+    sizes = tuple(_size(text, part) for part in text.split(","))
+    if numel(sizes) > _MOST:
+        raise ConfigError(f"--model {text!r}: {numel(sizes):.0e} values are more than {_MOST:.0e}")
+    return sizes
 
 
 def _size(text: str, part: str) -> Shape:

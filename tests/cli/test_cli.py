@@ -45,9 +45,13 @@ def test_codec_list_has_a_row_for_each() -> None:
     rows = {row["codec"]: row for row in rows_of("codec", "list")}
     assert {"identity", "fp16", "bf16", "qsgd", "terngrad"} <= rows.keys()
     for row in rows.values():
-        assert row["lines"] <= 25
+        assert row.keys() == {"codec", "kind", "operators", "lines", "options"}
+        assert row["lines"] <= (25 if row["kind"] == "codec" else 60)
         assert len(row["operators"]) <= 6
     assert rows["qsgd"]["options"]["bits"] == 4
+    assert rows["qsgd"]["kind"] == "codec"
+    assert rows["powersgd"]["kind"] == rows["artopk"]["kind"] == "aggregator"
+    assert rows["powersgd"]["options"] == {"rank": 2}
 
 
 def test_codec_show_prints_stages() -> None:
@@ -75,10 +79,23 @@ def test_rows_go_to_a_file_and_a_table_to_people(tmp_path: Path) -> None:
         (["bench", "kernels", "--target", "cuda"], "cuda"),
         (["bench", "collectives", "--methods", "magic"], "magic"),
         (["bench", "collectives", "--net", "1gbyte"], "1gbyte"),
-        (["bench", "collectives", "--ranks", "0", "--net", "none"], "ranks"),
+        (["bench", "collectives", "--ranks", "1", "--net", "none"], "one rank sends nothing"),
+        (["bench", "profile", "--ranks", "1"], "one rank sends nothing"),
         (["bench", "collectives", "--codec", "qsdg", "--net", "none"], "qsdg"),
         (["bench", "collectives", "--methods", "gradwire:qsgd:bits=99"], "bits=99"),
         (["bench", "collectives", "--numel", "0", "--net", "none"], "--numel 0"),
+        (["bench", "kernels", "--threads", "0"], "--threads 0"),
+        (["bench", "kernels", "--threads", "99999"], "--threads 99999"),
+        (["bench", "collectives", "--ranks", "4", "--per-node", "4"], "share one machine"),
+        (["bench", "profile", "--numel", "29"], "--numel 29"),
+        (["bench", "profile", "--methods", "gradwire:powersgd"], "several collectives"),
+        (["bench", "train", "--nodes", "1"], "one rank sends nothing"),
+        (["bench", "train", "--seeds", "0,-1"], "seed -1"),
+        (["sim", "--model", "1e30"], "1e30"),
+        (["bench", "kernels", "--threads", ""], "--threads is empty"),
+        (["bench", "train", "--seeds", ""], "--seeds is empty"),
+        (["bench", "train", "--methods", ","], "--methods is empty"),
+        (["bench", "train", "--net", ""], "network ''"),
         (["bench", "kernels", "--threads", "a"], "'a' is not a whole number"),
         (["bench", "kernels", "--threads", "1,1.5"], "'1.5' is not a whole number"),
         (["bench", "train", "--seeds", "0,x"], "--seeds 0,x: 'x'"),
@@ -86,6 +103,8 @@ def test_rows_go_to_a_file_and_a_table_to_people(tmp_path: Path) -> None:
         (["bench", "profile", "--bucket-mb", "-1"], "--bucket-mb -1"),
         (["bench", "profile", "--numel", "0"], "--numel 0"),
         (["lab", "run", "--net", "none", "--timeout", "-1", "--", "true"], "timeout=-1"),
+        (["doctor", "--ranks", "1"], "one rank sends nothing"),
+        (["doctor", "--numel", "5"], "give --ranks too"),
         (["sim", "--threads", "0"], "--threads 0"),
         (["bench", "train", "--task", "chess"], "chess"),
         (["report", "no-such-file"], "no-such-file"),

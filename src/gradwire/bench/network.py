@@ -1,0 +1,205 @@
+"""`gradwire doctor --ranks N`: is the network the problem, and does compression pay?
+
+One training step is measured under DDP: with torch's fp32 all-reduce, with torch's fp16 hook, and
+with gradwire at 4 bits. The step has the parameters of a given model. Its computing is a stand-in:
+a linear layer of each parameter's shape, 64 rows per rank; or a pause of given length, for a device
+that computes while the CPU is free. The gradients live on the CPU and travel over gloo, or over
+shared memory where gradwire finds it. Methods take turns; a turn begins with a step that is not
+timed. Seconds are those of the slowest rank, and medians over turns.
+
+A row per method: part ("step METHOD"), available, detail, method, ranks, net, numel, and
+
+    step_seconds            forward, backward and averaging
+    compute_seconds         forward and backward without averaging
+    communication_seconds   averaging alone, of gradients that cost nothing to compute
+    exposed_seconds         step_seconds - compute_seconds: what computing does not hide
+    turn_seconds            step_seconds of every turn
+
+The last row: part "verdict", available (whether compression pays), detail (why, in sentences).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.bench import memory, network_verdict, workers
+from gradwire.errors import ConfigError, TransportError
+from gradwire.lab import Network, available
+from gradwire.sim import models
+
+METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
+NUMEL = 5_000_000
+_LAYERS = 8
+_TIMEOUT_S = 600.0
+_COPIES = 12  # of the model that a rank holds at most: a module per method, buckets, gradients
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What every rank is told.
+
+    Attributes:
+        shapes: of the parameters.
+        compute_seconds: of the pause that stands for computing; None computes linear layers.
+        turns: of all methods, at most; `budget_seconds` may end them after three.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    compute_seconds: float | None
+    methods: tuple[str, ...]
+    turns: int
+    budget_seconds: float
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """What the command line asks for.
+
+    Attributes:
+        joins: whether this process is a rank that torchrun has started; else ranks are started.
+    """
+
+    ranks: int
+    network: Network
+    config: StepConfig
+    joins: bool
+
+
+def plan(
+    ranks: int | None = None,
+    net: str = "none",
+    numel: int | None = None,
+    model: str | None = None,
+    compute: float | None = None,
+    quick: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> StepMeasurement | None:
+    """What is to be measured; None if that was not asked for.
+
+    Args:
+        ranks: None measures only where torchrun has started several ranks.
+        net: RATE,LATENCY between ranks that are started here, or none.
+        numel: values of the gradient; 5 million unless given.
+        model: instead of numel, a name or sizes as in `gradwire sim`.
+        compute: seconds that the step computes.
+
+    Raises:
+        ConfigError: a number that makes no sense, an impossible network, or options that do not go
+            together.
+    """
+    world_size = environment.get("WORLD_SIZE", "1") if "RANK" in environment else "1"
+    if not world_size.isdecimal():
+        raise ConfigError(f"the environment has WORLD_SIZE={world_size!r}: unset it, or RANK")
+    started = int(world_size)
+    joins = started > 1
+    network = Network.parse(net)
+    if ranks is None and not joins:
+        asked = {"--numel": numel, "--model": model, "--compute": compute}
+        given = [name for name, value in asked.items() if value is not None]
+        given += ["--net"] if network.shaped else []
+        if given:
+            raise ConfigError(f"{given[0]} belongs to the measured step: give --ranks too")
+        return None
+    if joins and ranks not in (None, started):
+        raise ConfigError(f"--ranks {ranks}: torchrun has started {started} ranks; leave it out")
+    if joins and network.shaped:
+        raise ConfigError(
+            f"--net {net}: under torchrun the network between its ranks is measured; leave it out"
+        )
+    count = started if ranks is None else ranks
+    if count < 2:
+        raise ConfigError(f"--ranks {count}: one rank sends nothing; use 2 ranks or more")
+    if numel is not None and model is not None:
+        raise ConfigError("--numel and --model: give one of them")
+    if numel is not None and numel < 1:
+        raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
+    if compute is not None and not (compute > 0 and math.isfinite(compute)):
+        raise ConfigError(f"--compute {compute:g}: give seconds above 0")
+    shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
+    size = models.numel(shapes)
+    memory.check(f"a step of {size} values", 4 * size * _COPIES * (1 if joins else count))
+    if network.shaped and (reason := available()) is not None:
+        raise ConfigError(f"no emulated network here ({reason}); use --net none")
+    turns, budget = (5, 15.0) if quick else (11, 60.0)
+    config = StepConfig(shapes, compute, METHODS, turns, budget)
+    return StepMeasurement(count, network, config, joins)
+
+
+def run(
+    wanted: StepMeasurement, advance: workers.Advance | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows: a row per method, and the verdict.
+
+    Raises:
+        WorkerError: a rank failed.
+        TransportError: torchrun's ranks cannot be joined.
+    """
+    if wanted.joins:
+        measured = join(wanted, advance)
+        net = "as it is"
+    else:
+        worker, net = "gradwire.bench.network_worker", str(wanted.network)
+        ranks, network = wanted.ranks, wanted.network
+        measured = workers.rows(worker, wanted.config, ranks, network, _TIMEOUT_S, advance)
+    where = {"ranks": wanted.ranks, "net": net, "numel": models.numel(wanted.config.shapes)}
+    rows = [_row(seconds, where) for seconds in measured]
+    yield from rows
+    pays, text = network_verdict.verdict(rows)
+    yield {"part": "verdict", "available": pays, "detail": text}
+
+
+def join(wanted: StepMeasurement, advance: workers.Advance | None = None) -> list[dict[str, Any]]:
+    """Measure as one of the ranks that torchrun has started; all ranks return the same."""
+    import torch.distributed as dist
+
+    from gradwire.bench import network_worker
+
+    try:
+        dist.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:
+        raise TransportError(
+            f"cannot join the {wanted.ranks} ranks that RANK and WORLD_SIZE tell of: "
+            f"{str(error).splitlines()[0]}; unset them to measure this machine"
+        ) from error
+    measured = network_worker.measure(wanted.config, advance or (lambda what, done, total: None))
+    dist.barrier()
+    dist.destroy_process_group()
+    return measured
+
+
+def _row(measured: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """The row of one method, from the seconds of all its turns."""
+    step, compute, alone = (
+        statistics.median(measured[key]) for key in ("steps", "computing", "communicating")
+    )
+    method = measured["method"]
+    exposed = max(0.0, step - compute)
+    return {
+        "part": f"step {method}",
+        "available": True,
+        "detail": (
+            f"{step:.4g} s per step: {compute:.4g} s of computing, {exposed:.4g} s of "
+            f"communication that it does not hide ({alone:.4g} s alone)"
+        ),
+        "method": method,
+        **where,
+        "step_seconds": step,
+        "compute_seconds": compute,
+        "communication_seconds": alone,
+        "exposed_seconds": exposed,
+        "turn_seconds": measured["steps"],
+    }
+
+
+def _layers(numel: int) -> models.Shapes:
+    """Square matrices of one size, and a vector for the rest."""
+    side = math.isqrt(numel // _LAYERS)
+    if side == 0:
+        return ((numel,),)
+    rest = numel - _LAYERS * side * side
+    return (*[(side, side)] * _LAYERS, *([(rest,)] if rest else []))

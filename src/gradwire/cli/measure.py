@@ -1,0 +1,153 @@
+"""`gradwire bench`: kernels, collectives, transports, a bucket's profile, training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
+from gradwire.cli.output import output
+
+bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="Names, comma-separated.")
+    ] = None,
+    target: Annotated[str | None, typer.Option("--target", help="eager, c; triton.")] = None,
+    numel: Annotated[
+        int | None,
+        typer.Option("--numel", help="Values; 16777216 (cuda: four times) unless quick."),
+    ] = None,
+    threads: Annotated[str | None, typer.Option("--threads", help="Such as 1,2.")] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Time encode, encode_ef, decode and decode_add against the speed of memory."""
+    from gradwire.bench import kernels
+
+    counts = numbers("--threads", threads)
+    codecs, targets = names("--codec", codec_name), names("--target", target)
+    columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: kernels.run(codecs, targets, numel, counts, quick, device, advance),
+            columns,
+        )
+
+
+@bench.command("collectives")
+def bench_collectives(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    net: Net = "1gbit,1ms",
+    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated.")] = None,
+    codec_name: Annotated[str | None, typer.Option("--codec", help="gradwire's codecs.")] = None,
+    numel: Annotated[
+        int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")
+    ] = None,
+    quick: Quick = False,
+    per_node: Annotated[int, typer.Option(help="Ranks of a machine, which share its link.")] = 1,
+    json_file: Json = None,
+) -> None:
+    """Time all-reduces on an emulated network against the limit of the wire."""
+    from gradwire.bench import collectives
+
+    chosen, codecs = names("--methods", methods), names("--codec", codec_name)
+    columns = ["method", "net", "numel", "seconds", "wire_bytes", "of_limit", "nmse"]
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: collectives.run(
+                ranks, net, chosen, codecs, numel, quick, per_node, advance
+            ),
+            columns,
+        )
+
+
+@bench.command("transports")
+def bench_transports(
+    sizes: Annotated[
+        str | None, typer.Option("--bytes", help="Of a message, comma-separated.")
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Time messages between two ranks: shared memory, and gloo on loopback."""
+    from gradwire.bench import transports
+
+    wanted = names("--bytes", sizes)
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: transports.run(wanted, quick, advance),
+            ["transport", "bytes", "latency_us", "gbps"],
+        )
+
+
+@bench.command("profile")
+def bench_profile(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    net: Net = "none",
+    methods: Annotated[str | None, typer.Option("--methods", help="Of gradwire.")] = None,
+    numel: Annotated[int | None, typer.Option("--numel", help="Values of the gradient.")] = None,
+    bucket_mb: Annotated[
+        float | None,
+        typer.Option("--bucket-mb", help="DDP's bucket_cap_mb; else one bucket.", callback=finite),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="File for a step, for chrome://tracing.")
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """What a DDP bucket costs beyond kernels and the wire, thread by thread."""
+    from gradwire.bench import profile
+
+    writable("--trace", trace)
+    chosen, file = names("--methods", methods), None if trace is None else str(trace)
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: profile.run(ranks, net, chosen, numel, bucket_mb, file, quick, advance),
+            ["method", "part", "seconds", "steps", "transport", "ranks", "numel"],
+        )
+
+
+@bench.command("train")
+def bench_train(
+    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
+    method_names: Annotated[
+        str | None, typer.Option("--methods", help="Names, or gradwire:CODEC:OPTION=VALUE:...")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0,1,2.")] = "0",
+    steps: Annotated[int | None, typer.Option(help="Training steps of each method.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Validation loss to reach.", callback=finite)
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Train with several methods; report time to accuracy against 16 bit."""
+    from gradwire.bench import train, train_view
+
+    chosen = names("--methods", method_names)
+    with output(json_file) as out:
+        config = train.plan(
+            task=task,
+            net=net,
+            nodes=nodes,
+            methods=None if chosen is None else tuple(chosen),
+            seeds=tuple(numbers("--seeds", seeds) or ()),
+            steps=steps,
+            target=target,
+            quick=quick,
+        )
+        rows = []
+        for row in train_view.watch(config, out.remarks):
+            out.row(row)
+            rows.append(row)
+        out.console.print(train_view.table([row for row in rows if row["row"] == "summary"]))

@@ -1,0 +1,78 @@
+"""What several commands take: types of options, and how their texts are read and checked."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.errors import ConfigError
+
+
+def finite(value: float | None) -> float | None:
+    """A number that is neither nan nor infinite; a callback of options."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="JSON lines to FILE; - is standard output."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="End within 45 seconds on two cores.")]
+Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
+
+
+def names(option: str, text: str | None) -> list[str] | None:
+    """The names of an option that takes several, separated by commas; None if it is not given.
+
+    Raises:
+        ConfigError: it is given, and empty.
+    """
+    if text is None:
+        return None
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ConfigError(f"{option} is empty: give one or more, separated by commas")
+    return found
+
+
+def numbers(option: str, text: str | None) -> list[int] | None:
+    """The whole numbers of an option that takes several; None if it is not given.
+
+    Raises:
+        ConfigError: it is given, and empty, or has another part.
+    """
+    found = names(option, text)
+    if found is None:
+        return None
+    whole = []
+    for part in found:
+        try:
+            whole.append(int(part))
+        except ValueError:
+            raise ConfigError(f"{option} {text}: {part!r} is not a whole number") from None
+    return whole
+
+
+def writable(option: str, file: Path | None) -> None:
+    """Check that a file can be written, before the work that fills it; leaves it as it is.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: not a file in an existing folder")
+    existed = file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,38 @@
+"""`gradwire demo` and `gradwire report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.cli.options import Json, writable
+from gradwire.cli.output import output
+
+Page = Annotated[Path, typer.Option("--output", help="The HTML page.")]
+
+
+def demo(
+    page: Page = Path("report.html"),
+    net: Annotated[str | None, typer.Option("--net", help="Instead of one chosen here.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Train a GPT over a slow emulated network, with and without gradwire (3 minutes)."""
+    from gradwire.bench import demo as demonstration
+
+    writable("--output", page)
+    with output(json_file) as out:
+        demonstration.demo(page, out.row, out.console, net)
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Rows that --json FILE wrote.")],
+    page: Page = Path("report.html"),
+) -> None:
+    """Make one self-contained HTML page with plots from benchmark rows."""
+    from gradwire.bench import report as reports
+
+    writable("--output", page)
+    reports.write(files, page)
+    typer.echo(f"wrote {page}")

@@ -1,0 +1,156 @@
+"""`gradwire doctor --ranks N`: what is measured, and what it means."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gradwire import lab
+from gradwire.bench import network
+from gradwire.bench.network_verdict import FULL, HALF, OURS, verdict
+from gradwire.errors import ConfigError
+from products import EXHAUSTIVE
+
+KEYS = {
+    "part", "available", "detail", "method", "ranks", "net", "numel", "step_seconds",
+    "compute_seconds", "communication_seconds", "exposed_seconds", "turn_seconds",
+}  # fmt: skip
+
+
+def rows(full: float, half: float, ours: float, compute: float, alone: float = 0.2) -> list[Any]:
+    """Rows of steps that take so long, with no spread over turns."""
+    return [
+        {
+            "method": method, "step_seconds": step, "compute_seconds": compute,
+            "exposed_seconds": max(0.0, step - compute), "turn_seconds": [step] * 4,
+            "communication_seconds": alone if method == OURS else max(0.0, step - compute),
+        }
+        for method, step in ((FULL, full), (HALF, half), (OURS, ours))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("measured", "pays", "said"),
+    [
+        (rows(1.0, 0.6, 0.3, 0.1), True, "The network is the problem. Compression pays here"),
+        (rows(0.30, 0.31, 0.33, 0.29), False, "The network is not the problem. Compression will"),
+        (rows(0.30, 0.31, 0.33, 0.29), False, "computing hides the communication of torch-fp32"),
+        (rows(0.3, 0.31, 0.4, 0.1, 0.3), False, "encoding and decoding cost more than fewer bytes"),
+        (rows(1.0, 0.5, 0.49, 0.1), False, "0.98 of it in the median turn, which is no clear gain"),
+        # faster than fp32, and slower than 16 bit
+        (rows(1.0, 0.5, 0.6, 0.1), False, "Compression will not pay here"),
+    ],
+)
+def test_the_verdict_compares_with_the_faster_of_torch(
+    measured: list[Any], pays: bool, said: str
+) -> None:
+    found, text = verdict(measured)
+    assert found is pays
+    assert said in text
+
+
+def test_a_gain_that_few_turns_show_is_none() -> None:
+    measured = rows(1.0, 0.6, 0.3, 0.1)
+    measured[2]["turn_seconds"] = [0.3, 0.3, 0.7, 0.7]
+    assert verdict(measured)[0] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ranks": 1}, "--ranks 1: one rank sends nothing"),
+        ({"numel": 5}, "--numel belongs to the measured step: give --ranks too"),
+        ({"net": "1gbit"}, "--net belongs to"),
+        ({"ranks": 2, "numel": 0}, "--numel 0"),
+        ({"ranks": 2, "numel": 5, "model": "resnet50"}, "give one of them"),
+        ({"ranks": 2, "model": "resnet51"}, "resnet51"),
+        ({"ranks": 2, "compute": 0.0}, "--compute 0"),
+        ({"ranks": 2, "numel": 10**14}, "and this machine has"),
+        ({"ranks": 2, "net": "1gbyte"}, "1gbyte"),
+        ({"ranks": 3, "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "started 2 ranks"),
+        ({"environment": {"RANK": "0", "WORLD_SIZE": "two"}}, "WORLD_SIZE='two'"),
+        ({"net": "1gbit", "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "under torchrun"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        network.plan(**{"environment": {}, **options})
+
+
+def test_what_is_measured_follows_from_options_and_environment() -> None:
+    assert network.plan(environment={}) is None
+    assert network.plan(environment={"RANK": "0", "WORLD_SIZE": "1"}) is None
+    joined = network.plan(environment={"RANK": "1", "WORLD_SIZE": "4"})
+    assert joined is not None
+    assert (joined.ranks, joined.joins) == (4, True)
+    for numel in (1, 7, 8, 1000, 5_000_000):
+        started = network.plan(ranks=2, numel=numel, environment={})
+        assert started is not None
+        assert network.models.numel(started.config.shapes) == numel
+
+
+@pytest.mark.multiprocess
+def test_a_small_step_on_loopback_does_not_pay() -> None:
+    wanted = network.plan(ranks=2, numel=20_000, quick=True, environment={})
+    assert wanted is not None
+    *steps, last = network.run(wanted)
+    assert [row["method"] for row in steps] == [FULL, HALF, OURS]
+    for row in steps:
+        assert row.keys() == KEYS
+        assert (row["ranks"], row["net"], row["numel"]) == (2, "none", 20_000)
+        assert min(row["step_seconds"], row["compute_seconds"], row["communication_seconds"]) > 0
+        assert len(row["turn_seconds"]) >= 3
+    assert last.keys() == {"part", "available", "detail"}
+    assert last["available"] is False
+    assert "Compression will not pay here: " in last["detail"]
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
+def test_long_computing_hides_the_network() -> None:
+    wanted = network.plan(ranks=2, numel=200_000, compute=0.5, quick=True, environment={})
+    assert wanted is not None
+    *steps, last = network.run(wanted)
+    for row in steps:
+        assert row["compute_seconds"] >= 0.5
+    assert last["available"] is False
+    assert "The network is not the problem" in last["detail"]
+
+
+@pytest.mark.lab
+@pytest.mark.multiprocess
+def test_on_a_slow_network_it_pays() -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(f"no lab: {reason}")
+    options: dict[str, Any] = {"net": "20mbit,1ms", "numel": 200_000, "quick": True}
+    wanted = network.plan(ranks=2, environment={}, **options)
+    assert wanted is not None
+    *steps, last = network.run(wanted)
+    by_method = {row["method"]: row for row in steps}
+    wire_seconds = 200_000 * 16 / 20e6  # of 16 bit: the ring of two sends each value once
+    assert by_method[HALF]["communication_seconds"] > 0.8 * wire_seconds
+    assert last["available"] is True
+    assert "Compression pays here: " in last["detail"]
+
+
+@EXHAUSTIVE
+@pytest.mark.lab
+@pytest.mark.multiprocess
+def test_it_joins_the_ranks_that_torchrun_has_started() -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(f"no lab: {reason}")
+    doctor = [sys.executable, "-m", "gradwire.cli", "doctor", "--numel", "200000", "--quick"]
+    command = [sys.executable, "-m", "gradwire.cli", "lab", "run", "--nodes", "2"]
+    command += ["--net", "20mbit,1ms", "--", *doctor, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    lines = [line.removeprefix("[node 0] ") for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in lines]
+    assert [row["net"] for row in found if "method" in row] == ["as it is"] * 3
+    assert found[-1]["part"] == "verdict"
+    assert found[-1]["available"] is True

@@ -1,0 +1,203 @@
+"""Every command refuses bad input in one line, with exit code 2, before any work.
+
+The commands are found by walking the program, so a new command is tested without an edit here.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.models import ArgumentInfo
+
+from gradwire.bench import curves, turns
+from gradwire.cli import app
+from gradwire.cli.program import BAD_INPUT, FAILED, run
+from gradwire.lab import Lab
+from gradwire.lang import jit
+
+HUGE = "1000000000000000"
+ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}"}  # of commands, by their names
+NEEDED = {"doctor": ["--ranks", "2"]}  # without which other options mean nothing
+BAD = {
+    "integer": ["x", "1.5", "0", "-1", HUGE],
+    "float": ["x", "nan", "inf", "-1"],
+    "text": ["", "no-such-thing"],
+    "file": ["{file}/below", "{folder}", "/proc/gradwire", "no such folder/file", "{locked}"],
+}
+RIGHT = {  # what looks wrong, and is not
+    ("bench train", "--steps", HUGE),
+    ("codec build", "--jobs", HUGE),
+    ("sim", "--segments", HUGE),  # as many as there are blocks
+    ("sim", "--per-node", HUGE),  # all ranks on one node
+    ("codec build", "--output", "{folder}"),
+    ("codec build", "--output", "no such folder/file"),  # is made
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command; `kind` is a key of `BAD`, or "flag"."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command by its words, the names of its arguments, and its options."""
+
+    words: str
+    arguments: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    def line(self, *options: str) -> list[str]:
+        """The command with options, and what it cannot do without."""
+        needed = NEEDED.get(self.words, [])
+        return [*self.words.split(), *needed, *options, *(ARGUMENTS[a] for a in self.arguments)]
+
+
+def verbs(program: typer.Typer = app, before: tuple[str, ...] = ()) -> Iterator[Verb]:
+    for group in program.registered_groups:
+        assert group.typer_instance is not None
+        yield from verbs(group.typer_instance, (*before, str(group.name)))
+    for command in program.registered_commands:
+        assert command.callback is not None
+        arguments, options = [], []
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            if name == "return":
+                continue
+            plain, told = typing.get_args(hint)
+            if isinstance(told, ArgumentInfo):
+                arguments.append(name)
+                continue
+            # In Annotated, Typer takes the first name for the default until it builds the command.
+            given = [told.default, *(told.param_decls or ()), f"--{name.replace('_', '-')}"]
+            spelt = next(one for one in given if isinstance(one, str) and one.startswith("--"))
+            options.append(Option(spelt, kind(plain, told.metavar)))
+        yield Verb(" ".join((*before, str(command.name))), tuple(arguments), tuple(options))
+
+
+def kind(hint: Any, metavar: str | None) -> str:
+    for type_, name in ((bool, "flag"), (int, "integer"), (float, "float"), (Path, "file")):
+        if hint is type_ or type_ in typing.get_args(hint):
+            return name
+    return "file" if metavar == "FILE" else "text"
+
+
+def wrong() -> Iterator[Any]:
+    for verb in verbs():
+        for option in verb.options:
+            if option.kind == "flag":
+                continue
+            for value in BAD[option.kind]:
+                if (verb.words, option.name, value) not in RIGHT:
+                    name = f"{verb.words} {option.name} {value!r}"
+                    yield pytest.param(verb.line(option.name, value), id=name)
+            alone = [*verb.words.split(), option.name]
+            yield pytest.param(alone, id=f"{verb.words} {option.name}")
+        name = f"{verb.words} --no-such-option"
+        yield pytest.param(verb.line("--no-such-option"), id=name)
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test whose command starts a rank, times a kernel or compiles."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(Lab, "spawn", refuse)
+    monkeypatch.setattr(turns, "medians", refuse)
+    monkeypatch.setattr(curves, "kernel_curves", refuse)
+    said = jit.run
+    monkeypatch.setattr(jit, "run", lambda c, *a: refuse() if "-c" in c else said(c, *a))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def placed(words: list[str], folder: Path) -> list[str]:
+    """The words with the paths that they name made; skips what this machine cannot make."""
+    (folder / "file").write_text("text")
+    (folder / "rows").write_text('{"a": 1}\n')
+    (folder / "locked").mkdir()
+    text = "\n".join(words)
+    if "{locked}" in text:
+        (folder / "locked").chmod(0o500)
+        if os.access(folder / "locked", os.W_OK):
+            pytest.skip("this user may write anywhere (root): no folder lacks permission")
+    if "/proc/" in text and not Path("/proc/self").exists():
+        pytest.skip("no /proc here, on which files cannot be made")
+    paths = {"file": folder / "file", "rows": folder / "rows", "folder": folder}
+    return text.format(**paths, locked=folder / "locked" / "file").split("\n")
+
+
+@pytest.mark.parametrize("words", list(wrong()))
+@pytest.mark.usefixtures("no_work")
+def test_bad_input_is_one_line(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = placed(words, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert run(given) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (said,) = printed.err.splitlines()
+    assert said.startswith("gradwire: ")
+    assert "No such option" not in said or "--no-such-option" in words
+    assert sorted(tmp_path.iterdir()) == before, "a refused command leaves no file"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no json\n", b"[1]\n", b"\xff\xfe"])
+def test_a_report_of_no_rows_is_one_line(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows"
+    if content is not None:
+        rows.write_bytes(content)
+    assert run(["report", str(rows), "--output", str(tmp_path / "page.html")]) == BAD_INPUT
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.write_text("older")
+    words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
+    assert run(words) == BAD_INPUT
+    assert rows.read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]]
+)
+def test_unknown_commands_and_missing_arguments_are_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == BAD_INPUT
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("gradwire: ")
+    assert said.endswith("--help")
+
+
+def test_a_group_that_cannot_be_joined_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert run(["doctor"]) == FAILED
+    assert "MASTER_" in capsys.readouterr().err.splitlines()[-1]
