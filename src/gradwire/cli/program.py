@@ -2,7 +2,7 @@
 
 Exit codes: 0 all went well; 1 the work began and failed; 2 the input is wrong, and nothing has
 begun; 130 interrupted by Ctrl-C. `lab run` returns the exit code of its command, or 124 after
---timeout. docs/command-line.md lists them for users.
+--timeout. docs/reference/command-line.md lists them for users.
 """
 
 from __future__ import annotations

@@ -29,10 +29,18 @@ def demo(
 def report(
     files: Annotated[list[Path], typer.Argument(help="Rows that --json FILE wrote.")],
     page: Page = Path("report.html"),
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="Only the figure of loss against time."),
+    ] = None,
 ) -> None:
-    """Make one self-contained HTML page with plots from benchmark rows."""
+    """Make one self-contained HTML page with figures from benchmark rows."""
     from gradwire.bench import report as reports
 
-    writable("--output", page)
-    reports.write(files, page)
-    typer.echo(f"wrote {page}")
+    target = page if svg is None else svg
+    writable("--output" if svg is None else "--svg", target)
+    if svg is None:
+        reports.write(files, page)
+    else:
+        reports.picture(files, svg)
+    typer.echo(f"wrote {target}")
