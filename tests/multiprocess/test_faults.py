@@ -157,4 +157,4 @@ def test_a_rank_that_never_attaches_is_named() -> None:
 def test_states_of_two_steps_are_refused() -> None:
     reports = as_processes(2, states_of_two_steps, timeout=20)
     assert all(kind in ("CodecError", "TransportError") for kind, _, _, _ in reports), reports
-    assert any("states of one step" in text for _, _, text, _ in reports), reports
+    assert any("states of the same step" in text for _, _, text, _ in reports), reports
