@@ -85,9 +85,11 @@ def command_error(command: str) -> str | None:
 
 
 def _gradwire(words: list[str]) -> str | None:
-    """Through the command line's own parser, which runs nothing."""
+    """Through the command line's own parser, which runs nothing; COMMAND stands for any."""
     group: Any = typer.main.get_command(app)
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
+        if words[0].isupper():
+            return None
         if words[0] not in group.commands:
             return f"gradwire has no command {words[0]!r}"
         group, words = group.commands[words[0]], words[1:]

@@ -32,6 +32,7 @@ It takes 3.5 ms (`gradwire bench kernels --codec qsgd`), or 2x with `make test`,
 $ gradwire lab run --nodes 2 -- python train.py --any   # a remark
 GRADWIRE_CC=gcc gradwire doctor
 gradwire codec list --json - | head -1
+gradwire COMMAND --help
 pip install gradwire[cli,report]
 torchrun --nproc-per-node 2 examples/ddp.py
 ```
