@@ -87,9 +87,10 @@ def test_a_wrong_call_is_an_error(check: Check, tmp_path: Path) -> None:
         gw.attach("a module")
         gw.all_reduce(torch.ones(3), step="first")
         gw.QSGD(bits="four")
+        gw.Qsgd()
     """
     program.write_text(textwrap.dedent(wrong))
     code, said = check(program)
     assert code == 1
     found = re.findall(r"wrong\.py:(\d+): error: .*\[([\w-]+)\]", said)
-    assert [int(line) for line, _ in found] == [6, 7, 8], said
+    assert [int(line) for line, _ in found] == [6, 7, 8, 9], said
