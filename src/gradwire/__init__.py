@@ -7,65 +7,115 @@ gw.attach(model, codec="qsgd", bits=4)
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
-
 if TYPE_CHECKING:
-    from gradwire.codecs import QSGD, Cast, Identity, TernGrad
-    from gradwire.collectives import Options, all_gather, all_reduce, broadcast, reduce_scatter
+    from gradwire.aggregators import Aggregator, ARTopK, ErrorFeedback, PowerSGD
+    from gradwire.codecs import (
+        DGC,
+        QSGD,
+        TBQ,
+        AdaComp,
+        Cast,
+        GradDrop,
+        HardThreshold,
+        Identity,
+        LearnedLevels,
+        LowRank,
+        MSTopK,
+        OneBit,
+        RandomK,
+        RandomShift,
+        Rotated,
+        Saturating,
+        TernGrad,
+        ThreeLC,
+        TopK,
+    )
+    from gradwire.collectives import (
+        Options,
+        all_gather,
+        all_reduce,
+        broadcast,
+        load_state_dict,
+        reduce_scatter,
+        state_dict,
+    )
+    from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
     from gradwire.integrations.attach import attach
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.handle import Handle
+    from gradwire.integrations.sharded import Sharded
     from gradwire.lang import Codec
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
     "QSGD",
+    "TBQ",
+    "ARTopK",
+    "AdaComp",
+    "Aggregator",
     "Cast",
     "Codec",
     "CodecError",
     "ConfigError",
+    "ErrorFeedback",
+    "GradDrop",
     "GradwireError",
     "Handle",
+    "HardThreshold",
     "Identity",
+    "LearnedLevels",
+    "LowRank",
+    "MSTopK",
+    "OneBit",
     "Options",
+    "PowerSGD",
+    "RandomK",
+    "RandomShift",
+    "Rotated",
+    "Saturating",
+    "Sharded",
     "TernGrad",
+    "ThreeLC",
+    "TopK",
     "TransportError",
     "all_gather",
     "all_reduce",
     "attach",
     "broadcast",
+    "load_state_dict",
     "reduce_scatter",
     "register",
+    "state_dict",
 ]
 
-# What needs torch is imported when it is asked for: where wheels are built there is none. And
-# `import torch` imports this package (integrations/backend_entry.py), which must cost it nothing.
-_LATER = {
-    "QSGD": "gradwire.codecs",
-    "Cast": "gradwire.codecs",
-    "Codec": "gradwire.lang",
-    "Identity": "gradwire.codecs",
-    "TernGrad": "gradwire.codecs",
-    "Options": "gradwire.collectives",
-    "all_gather": "gradwire.collectives",
-    "all_reduce": "gradwire.collectives",
-    "broadcast": "gradwire.collectives",
-    "reduce_scatter": "gradwire.collectives",
-    "Handle": "gradwire.integrations.handle",
-    "attach": "gradwire.integrations.attach",
-    "register": "gradwire.integrations.backend_register",
+# `import torch` imports this package (integrations/backend_entry.py), and so does the build of a
+# wheel, where there is no torch: nothing else is imported until one of these names is used. Names
+# that are not listed here are codecs.
+_HOMES = {
+    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "PowerSGD"),
+    "collectives": (
+        *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
+        *("load_state_dict", "state_dict"),
+    ),
+    "errors": ("CodecError", "ConfigError", "GradwireError", "TransportError"),
+    "integrations.attach": ("attach",),
+    "integrations.backend_register": ("register",),
+    "integrations.handle": ("Handle",),
+    "integrations.sharded": ("Sharded",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    from importlib import import_module
+
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LATER[name]), name)
-    globals()[name] = value
+    home = next((home for home, names in _HOMES.items() if name in names), "codecs")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
     return value
 
 

@@ -56,3 +56,30 @@ def test_steps_are_whole_numbers() -> None:
 
     for errors in as_threads(2, body):
         assert all(isinstance(error, ConfigError) for error in errors)
+
+
+def test_a_restarted_run_draws_what_an_uninterrupted_one_does() -> None:
+    def body(comm: Communicator) -> tuple[list[torch.Tensor], dict[str, int]]:
+        drawn = [all_reduced(comm, None), all_gathered(comm, None)]
+        state = gw.state_dict(comm)
+        return [*drawn, all_reduced(comm, None), reduce_scattered(comm, None)], state
+
+    whole = as_threads(2, body)
+
+    def resumed(comm: Communicator) -> list[torch.Tensor]:
+        gw.load_state_dict(whole[comm.rank][1], comm)
+        return [all_reduced(comm, None), reduce_scattered(comm, None)]
+
+    for (drawn, state), again in zip(whole, as_threads(2, resumed), strict=True):
+        assert state == {"calls": 2}
+        assert all(torch.equal(a, b) for a, b in zip(drawn[2:], again, strict=True))
+
+
+@pytest.mark.parametrize("state", [{}, {"calls": -1}, {"calls": True}, {"calls": 1, "x": 2}, None])
+def test_a_state_of_something_else(state: object) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        return caught(lambda: gw.load_state_dict(state, comm))  # type: ignore[arg-type]
+
+    (error,) = as_threads(1, body)
+    assert isinstance(error, ConfigError)
+    assert "gradwire.state_dict()" in str(error)

@@ -40,13 +40,19 @@ def test_every_variable_is_read() -> None:
     assert settings.codec == gw.QSGD(bits=2, block=64, rounding="nearest")
     assert (settings.min_bytes, settings.seed) == (0, 7)
     assert from_environment({"GRADWIRE_CODEC": "none"}).codec is None
+    assert from_environment({"GRADWIRE_CODEC": "powersgd:rank=4"}).codec == gw.PowerSGD(rank=4)
+
+
+def test_blobs_need_a_codec() -> None:
+    with pytest.raises(gw.ConfigError, match=r"powersgd.* needs parameters"):
+        from_environment({"GRADWIRE_CODEC": "powersgd", "GRADWIRE_BLOB": "1"})
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("GRADWIRE_CODEC", "", "unknown codec ''"),
-        ("GRADWIRE_CODEC", "zip", "unknown codec 'zip'"),
+        ("GRADWIRE_CODEC", "", "expected NAME"),
+        ("GRADWIRE_CODEC", "zip", "unknown codec or aggregator 'zip'"),
         ("GRADWIRE_CODEC", "qsgd:bits", "found 'bits'"),
         ("GRADWIRE_CODEC", "qsgd:bits=", "found 'bits='"),
         ("GRADWIRE_CODEC", "qsgd:bits=4:bits=4", "given twice"),

@@ -288,7 +288,7 @@ def test_a_wheel_carries_every_codec() -> None:
     ("label", "problem"),
     [
         ("qsdg", "unknown codec 'qsdg'"),
-        ("qsgd:bits", "'bits' is not OPTION=VALUE"),
+        ("qsgd:bits", "expected OPTION=VALUE, found 'bits'"),
         ("qsgd:bits=9", "must be 1 to 8"),
         ("qsgd:color=red", "no option 'color'"),
     ],

@@ -247,6 +247,17 @@ def codec_none_leaves_all_as_it_is() -> None:
         assert chosen.stats()["ratio"] is None
 
 
+def an_aggregator_is_named_like_a_codec() -> None:
+    with setting(GRADWIRE_CODEC="powersgd:rank=2") as chosen:
+        named, attached = DDP(mlp(), process_group=chosen), DDP(mlp(), process_group=gloo())
+        handle = gw.attach(attached, "powersgd:rank=2")
+        train(named, range(3))
+        train(attached, range(3))
+        assert torch.equal(flat(named), flat(attached))
+        assert chosen.stats()["wire_bytes"] == handle.stats()["wire_bytes"] > 0
+        handle.detach()
+
+
 def one_line_says_what_is_done() -> None:
     lines: list[str] = []
     handler = logging.Handler()
@@ -472,6 +483,7 @@ SCENARIOS: list[Callable[[], None]] = [
     collectives_of_a_script_are_torchs,
     sparse_gradients_are_left_alone,
     codec_none_leaves_all_as_it_is,
+    an_aggregator_is_named_like_a_codec,
     one_line_says_what_is_done,
     blobs_by_choice,
     a_registered_ddp_module_goes_by_parameter,

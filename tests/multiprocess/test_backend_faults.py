@@ -174,7 +174,7 @@ def test_abort_ends_what_is_under_way() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("GRADWIRE_CODEC", "qsgdd", "unknown codec 'qsgdd'"),
+        ("GRADWIRE_CODEC", "qsgdd", "unknown codec or aggregator 'qsgdd'"),
         ("GRADWIRE_CODEC", "qsgd:bits=9", "bits"),
         ("GRADWIRE_MIN_BYTES", "64k", "'64k'"),
         ("GRADWIRE_BLOB", "yes", "give 0 or 1"),

@@ -11,7 +11,7 @@ from gradwire.aggregators.compressed import Compressed
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
-from gradwire.codecs.text import value as value_of
+from gradwire.codecs.text import merged, parse
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec
@@ -26,7 +26,7 @@ def get(method: Any, **options: Any) -> Aggregator:
 
     Args:
         method: a `Method`: a name of a codec or of `REGISTRY`, alone or with options
-            ("topk:density=0.05", "qsgd:bits=4,block=64"); a Codec; an Aggregator; or None.
+            ("topk:density=0.05", "qsgd:bits=4:block=64"); a Codec; an Aggregator; or None.
         options: with a name.
 
     Raises:
@@ -45,8 +45,8 @@ def get(method: Any, **options: Any) -> Aggregator:
         check_codec(
             method, otherwise=f"one of the names {', '.join([*codecs.REGISTRY, *REGISTRY])}"
         )
-    name, _, text = method.partition(":")
-    options = {**_parsed(method, text), **options}
+    name, parsed = parse(method)
+    options = merged(method, parsed, options)
     if name not in REGISTRY:
         if name not in codecs.REGISTRY:
             known = ", ".join([*codecs.REGISTRY, *REGISTRY])
@@ -81,14 +81,3 @@ def _check(made: type[Aggregator], name: str, options: dict[str, Any]) -> None:
         if option not in known:
             allowed = f"use one of {', '.join(known)}" if known else "it takes none"
             raise ConfigError(f"{name!r} has no option {option!r}: {allowed}")
-
-
-def _parsed(method: str, text: str) -> dict[str, Any]:
-    """Of "bits=4,block=64"."""
-    found = {}
-    for part in filter(None, text.split(",")):
-        option, equals, value = part.partition("=")
-        if not (option and equals and value):
-            raise ConfigError(f"{method!r}: write options as name:option=value,option=value")
-        found[option.strip()] = value_of(value.strip())
-    return found

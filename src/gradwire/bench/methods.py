@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.aggregators import Aggregator, Compressed, registry
-from gradwire.codecs.text import value as value_of
+from gradwire.codecs.text import parse as parse_text
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
@@ -144,21 +144,19 @@ def parse(text: str) -> Method:
     """
     if text in NAMED:
         return NAMED[text]
-    kind, *rest = text.split(":")
-    if kind != "gradwire" or not rest or not rest[0]:
+    kind, _, rest = text.partition(":")
+    if kind != "gradwire" or not rest:
         raise ConfigError(
             f"unknown method {text!r}; known: {', '.join(NAMED)}, "
             "or gradwire:CODEC:OPTION=VALUE:..."
         )
-    options: Options = {"codec": rest[0]}
-    for item in rest[1:]:
-        name, equals, value = item.partition("=")
-        if not name or not equals or not value:
-            raise ConfigError(f"method {text!r}: expected OPTION=VALUE, found {item!r}")
-        if name in options:
-            raise ConfigError(f"method {text!r}: option {name!r} is given twice")
-        options[name] = value_of(value)
-    return Method(text, "gradwire", options)
+    try:
+        codec, options = parse_text(rest)
+    except ConfigError as error:
+        raise ConfigError(f"method {error}") from error
+    if "codec" in options:
+        raise ConfigError(f"method {text!r}: option 'codec' is given twice")
+    return Method(text, "gradwire", {"codec": codec, **options})
 
 
 def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:

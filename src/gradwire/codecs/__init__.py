@@ -23,6 +23,7 @@ from gradwire.codecs.rotated import Rotated
 from gradwire.codecs.saturating import Saturating
 from gradwire.codecs.tbq import TBQ
 from gradwire.codecs.terngrad import TernGrad
+from gradwire.codecs.text import merged, parse
 from gradwire.codecs.threelc import ThreeLC
 from gradwire.codecs.topk import TopK
 from gradwire.errors import ConfigError
@@ -83,9 +84,14 @@ __all__ = [
 
 
 def get(codec: str | Codec, **options: Any) -> Codec:
-    """A codec by its name and options; a codec is returned as it is.
+    """The codec that a name and options stand for; a Codec is returned as it is.
 
-    Raises `ConfigError` that lists what is known, for an unknown name or option or a bad value.
+    Args:
+        codec: a name, alone or with options ("qsgd:bits=4", see `codecs.text`), or a Codec.
+        options: further options of a name.
+
+    Raises:
+        ConfigError: an unknown name or option, or a bad value; the message lists the known ones.
     """
     if isinstance(codec, Codec):
         if options:
@@ -96,14 +102,19 @@ def get(codec: str | Codec, **options: Any) -> Codec:
     given: object = codec
     if not isinstance(given, str):
         check_codec(given, otherwise=f"one of the names {', '.join(REGISTRY)}")
-    if codec not in REGISTRY:
-        raise ConfigError(f"unknown codec {codec!r}: use one of {', '.join(REGISTRY)}")
-    made, settled = REGISTRY[codec]
-    known = [name for name in _fields(made) if name not in settled]
+    name, parsed = parse(codec)
+    options = merged(codec, parsed, options)
+    if name not in REGISTRY:
+        raise ConfigError(
+            f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}; aggregators, such as "
+            "powersgd, are for models alone (attach and register)"
+        )
+    made, settled = REGISTRY[name]
+    known = [option for option in _fields(made) if option not in settled]
     for option in options:
         if option not in known:
             allowed = f"use one of {', '.join(known)}" if known else "it takes none"
-            raise ConfigError(f"codec {codec!r} has no option {option!r}: {allowed}")
+            raise ConfigError(f"codec {name!r} has no option {option!r}: {allowed}")
     factory: Callable[..., Codec] = made
     return factory(**settled, **options)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from gradwire import codecs
 from gradwire.codecs import Codec
-from gradwire.codecs.text import value as value_of
-from gradwire.errors import ConfigError
 
 # name -> options of further rows, besides the codec as it is
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -37,15 +35,4 @@ def prebuilt(chosen: Iterable[str] | None = None) -> list[tuple[str, Codec]]:
         labels.append(one)
         for options in VARIANTS.get(one, []):
             labels.append(":".join([one, *(f"{key}={value}" for key, value in options.items())]))
-    return [(label, _codec(label)) for label in labels]
-
-
-def _codec(label: str) -> Codec:
-    name, *rest = label.split(":")
-    options: dict[str, Any] = {}
-    for item in rest:
-        option, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"codec {label!r}: {item!r} is not OPTION=VALUE")
-        options[option] = value_of(value)
-    return codecs.get(name, **options)
+    return [(label, codecs.get(label)) for label in labels]

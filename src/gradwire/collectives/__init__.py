@@ -6,6 +6,7 @@ from gradwire.collectives.job import Item
 from gradwire.collectives.legal import check_defined, check_feedback, check_legal
 from gradwire.collectives.operation import AVERAGE, SUM, Operation
 from gradwire.collectives.options import Options
+from gradwire.collectives.resumed import load_state_dict, state_dict
 from gradwire.collectives.shards import all_gather, reduce_scatter
 from gradwire.collectives.typed import AllGather, AllReduce, Broadcast, ReduceScatter, Request
 
@@ -27,8 +28,10 @@ __all__ = [
     "check_defined",
     "check_feedback",
     "check_legal",
+    "load_state_dict",
     "prepare",
     "reduce_scatter",
     "retire",
     "start_round",
+    "state_dict",
 ]

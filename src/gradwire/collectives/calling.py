@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradwire import codecs
 from gradwire.collectives.collective import prepare
+from gradwire.collectives.operation import OPS
 from gradwire.collectives.options import Options
 from gradwire.collectives.typed import Request
 from gradwire.engine import Communicator, Outcome
@@ -21,6 +22,7 @@ from gradwire.groups import communicator
 from gradwire.lang import Codec, rng
 
 Async = torch.futures.Future[torch.Tensor]
+Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _COUNTED = 1 << 62  # steps from here on are those of calls that name none
 
@@ -50,7 +52,19 @@ def check_step(step: int | None) -> None:
 def step_of(comm: Communicator, step: int | None) -> int:
     """The caller's step; of a call without one a number that no other of its group has, the same on
     all ranks, since they make the same calls."""
-    return _COUNTED | next(comm.counted) if step is None else step
+    return _COUNTED | comm.count() if step is None else step
+
+
+def op_of(op: Op) -> str:
+    """The name of a reduction: itself, or of torch's ReduceOp; raises ConfigError for another."""
+    if isinstance(op, str):
+        return op  # checked with the request that it becomes part of
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        for name in OPS:
+            if op == getattr(dist.ReduceOp, name.upper()):
+                return name
+    known = ", ".join(f"{name!r} or ReduceOp.{name.upper()}" for name in OPS)
+    raise ConfigError(f"op={op!r:.60}: give one of {known}")
 
 
 def check_seed(seed: int) -> None:

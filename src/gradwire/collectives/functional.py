@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from gradwire.collectives.calling import (
     Async,
+    Op,
     begin,
     check_residual,
     check_seed,
@@ -16,6 +17,7 @@ from gradwire.collectives.calling import (
     communicator_of,
     deliver,
     flat,
+    op_of,
     options_of,
 )
 from gradwire.collectives.options import Options
@@ -28,7 +30,7 @@ def all_reduce(
     tensor: torch.Tensor,
     codec: str | Codec | None = "qsgd",
     *,
-    op: str = "sum",
+    op: Op = "sum",
     algorithm: str | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
@@ -47,16 +49,17 @@ def all_reduce(
         tensor: on the CPU or a GPU, any shape and layout. Through a codec: fp32, fp16 or bf16.
         codec: a name (see `gradwire codec list`) with its options as keywords, a Codec, or None:
             the values travel as they are, integers and float64 too.
-        op: "sum", "avg", "min" or "max"; the last two without a codec.
+        op: "sum", "avg", "min" or "max", or torch's ReduceOp.SUM, AVG, MIN or MAX; the last two
+            without a codec.
         algorithm: a name (docs/algorithms.md); None leaves it to `options`.
         group: a process group; None is the default one.
         async_op: return a future at once; its `wait()` gives the tensor. Over NCCL nothing waits
             on the host, with it or without: the current stream does.
         residual: error feedback: fp32, `tensor.numel()` values, zeros at first; it is added before
             encoding, and holds what was not sent afterwards.
-        seed, step, name: what the codec's random numbers derive from, with the rank. Without a
-            step every call draws its own; give one to draw the same numbers again, as after a
-            restart.
+        seed, step, name: what the codec's random numbers derive from, with the rank. Calls without
+            a step are counted per group, and each draws its own numbers; `gw.state_dict` saves the
+            count, so that a restarted run draws those that an uninterrupted one would.
         options: algorithm, segments, checksum.
 
     Raises:
@@ -69,7 +72,7 @@ def all_reduce(
     check_residual(residual, tensor.numel())
     kept = None if residual is None else residual.view(-1)
     values = flat(tensor)
-    request = AllReduce(values, op, kept, codec=codec_of(codec, codec_options))
+    request = AllReduce(values, op_of(op), kept, codec=codec_of(codec, codec_options))
     return _in_place("all_reduce", tensor, request, algorithm, group, async_op, seed, step, name,
                      options)  # fmt: skip
 

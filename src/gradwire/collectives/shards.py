@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradwire.collectives.calling import (
     Async,
+    Op,
     begin,
     check_residual,
     check_seed,
@@ -20,6 +21,7 @@ from gradwire.collectives.calling import (
     communicator_of,
     deliver,
     flat,
+    op_of,
     options_of,
 )
 from gradwire.collectives.options import Options
@@ -34,7 +36,7 @@ def reduce_scatter(
     input: torch.Tensor,
     codec: str | Codec | None = "qsgd",
     *,
-    op: str = "sum",
+    op: Op = "sum",
     algorithm: str | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
     async_op: bool = False,
@@ -74,7 +76,7 @@ def reduce_scatter(
     values, home = flat(input), _flat_home(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
     wire = codec_of(codec, codec_options)
-    request = ReduceScatter(values, op, residual=kept, home=home, codec=wire)
+    request = ReduceScatter(values, op_of(op), residual=kept, home=home, codec=wire)
     running, _ = begin(comm, request, name, seed, step, chosen)
 
     def finish() -> torch.Tensor:

@@ -71,7 +71,7 @@ class Communicator:
 
     Attributes:
         calls: the owner of single collectives that users call.
-        counted: numbers for those of them that draw random numbers of their own.
+        counted: how many of them named no step. Each draws random numbers of its own.
         pools: the memory of scopes under way.
         flights: the rounds under way.
         alive: asked from time to time; False: the process group has gone.
@@ -110,13 +110,20 @@ class Communicator:
         self._frontier: dict[str, int] = {}
         self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
         self.calls, self.blobs = self.streams
-        self.counted = itertools.count()
+        self.counted = 0
         engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
             self.member = engine.channel.join(
                 seat.store, self.rank, self.world_size, self.timeout, self.watch
             )
+
+    def count(self) -> int:
+        """The number of a call that names no step; it is the same on all ranks, which make the same
+        calls."""
+        with self._lock:
+            self.counted += 1
+            return self.counted - 1
 
     # ---- opening -------------------------------------------------------------------------------
 

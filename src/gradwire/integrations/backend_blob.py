@@ -26,7 +26,7 @@ from gradwire.groups import communicator, release
 from gradwire.integrations.backend_scope import in_backward, is_float, lacking, mirrors_backward
 from gradwire.integrations.backend_settings import Settings
 from gradwire.integrations.backend_work import FutureWork, Unwaited
-from gradwire.lang import rng
+from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
 
 log = logging.getLogger("gradwire")
@@ -131,7 +131,7 @@ class Blobs:
         deliver: Callable[[], None],
         result: torch.Tensor,
     ) -> FutureWork:
-        assert self.settings.codec is not None, "a blob was taken that has no codec"
+        assert isinstance(self.settings.codec, Codec), "a blob was taken that has no codec"
         comm = self._engine()
         begun = time.perf_counter()
         operation = Operation(kind, "avg" if average else "sum")

@@ -139,7 +139,7 @@ class Models:
         self.handles[module] = handle
         weakref.finalize(module, self._let_go, handle).atexit = False
         parameters = handle.plan.parameters
-        through = sum(p.codec is not None for p in parameters)
+        through = sum(p.how != "dense" for p in parameters)
         codec = self.settings.codec
         self._told.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
 

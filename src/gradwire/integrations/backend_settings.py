@@ -2,8 +2,9 @@
 
 A script that knows nothing of gradwire but the backend's name has no other place to say it.
 
-    GRADWIRE_CODEC      NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=8; "none" compresses
-                        nothing that is not registered. Default qsgd: 4 bits, blocks of 128
+    GRADWIRE_CODEC      a codec or aggregator, NAME or NAME:OPTION=VALUE:..., such as qsgd:bits=8;
+                        "none" compresses nothing that is not registered. Default qsgd: 4 bits,
+                        blocks of 128
     GRADWIRE_BLOB       1 compresses what a backward pass reduces as blobs, without knowledge of
                         parameters (backend_blob.py). Default 0
     GRADWIRE_MIN_BYTES  smaller blobs go uncompressed. Default 65536
@@ -15,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire import codecs
-from gradwire.codecs.text import value as value_of
+from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.collectives import Options, check_defined
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -33,13 +33,13 @@ class Settings:
     """The same on every rank of a process group.
 
     Attributes:
-        codec: None compresses nothing.
+        codec: a codec, or an aggregator unless there are blobs; None compresses nothing.
         min_bytes: blobs of fewer bytes go uncompressed.
         seed: of the codec's random numbers.
         blob: whether there are blobs.
     """
 
-    codec: Codec | None
+    codec: Codec | Aggregator | None
     min_bytes: int
     seed: int
     blob: bool = False
@@ -58,32 +58,28 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         ConfigError: an unknown codec or option, a codec that all-reduces cannot use, or a number
             that is none; the message names the variable.
     """
+    codec, blob = _codec(environment.get(CODEC, "qsgd")), _switch(environment, BLOB)
+    if blob and isinstance(codec, Aggregator):
+        raise ConfigError(f"{CODEC}: {codec} needs parameters, which {BLOB}=1 does not know")
     return Settings(
-        codec=_codec(environment.get(CODEC, "qsgd")),
+        codec=codec,
         min_bytes=_whole(environment, MIN_BYTES, _MIN_BYTES),
         seed=_whole(environment, SEED, 0),
-        blob=_switch(environment, BLOB),
+        blob=blob,
     )
 
 
-def _codec(text: str) -> Codec | None:
+def _codec(text: str) -> Codec | Aggregator | None:
     if text == "none":
         return None
-    name, *items = text.split(":")
-    options: dict[str, object] = {}
-    for item in items:
-        option, equals, value = item.partition("=")
-        if not option or not equals or not value:
-            raise ConfigError(f"{CODEC}={text!r}: expected OPTION=VALUE, found {item!r}")
-        if option in options:
-            raise ConfigError(f"{CODEC}={text!r}: option {option!r} is given twice")
-        options[option] = value_of(value)
     try:
-        codec = codecs.get(name, **options)
-        check_defined(Options().algorithm, codec)
+        method = registry.get(text)
+        if isinstance(method, Compressed):
+            check_defined(Options().algorithm, method.codec)
+            return method.codec
     except ConfigError as error:
         raise ConfigError(f"{CODEC}={text!r}: {error}") from error
-    return codec
+    return method
 
 
 def _switch(environment: Mapping[str, str], name: str) -> bool:

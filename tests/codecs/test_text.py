@@ -1,0 +1,55 @@
+"""One grammar for methods with options, wherever they are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire import QSGD, PowerSGD, TopK, codecs
+from gradwire.aggregators import Compressed, registry
+from gradwire.bench import methods
+from gradwire.codecs import variants
+from gradwire.codecs.text import parse
+from gradwire.errors import ConfigError
+from gradwire.integrations.backend_settings import from_environment
+
+TEXTS = {
+    "qsgd": QSGD(),
+    "qsgd:bits=2": QSGD(bits=2),
+    "qsgd:bits=2:block=64": QSGD(bits=2, block=64),
+    "qsgd:bits=2,block=64": QSGD(bits=2, block=64),
+    " qsgd: bits = 2 , block=64": QSGD(bits=2, block=64),
+    "topk:density=0.05": TopK(density=0.05),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_user_of_the_grammar_reads_the_same(text: str) -> None:
+    codec = TEXTS[text]
+    assert codecs.get(text) == codec
+    assert registry.get(text) == Compressed(codec)
+    assert from_environment({"GRADWIRE_CODEC": text}).codec == codec
+    assert methods.parse(f"gradwire:{text}").how()[0] == codec
+    assert (text.split(":")[0].strip(), codec) in [
+        (label.split(":")[0].strip(), found) for label, found in variants.prebuilt([text])
+    ]
+
+
+def test_aggregators_have_options_too() -> None:
+    assert registry.get("powersgd:rank=4") == PowerSGD(rank=4)
+    assert registry.get("powersgd", rank=4) == PowerSGD(rank=4)
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":", "qsgd:", ":bits=2", "qsgd:bits", "qsgd:bits=", "qsgd:=2", "qsgd::bits=2"]
+)
+def test_text_that_is_no_method(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        parse(text)
+
+
+def test_an_option_given_twice() -> None:
+    with pytest.raises(ConfigError, match="'bits' is given twice"):
+        parse("qsgd:bits=2:bits=3")
+    for get in (codecs.get, registry.get):
+        with pytest.raises(ConfigError, match="'bits' is given twice: in 'qsgd:bits=2' and as a"):
+            get("qsgd:bits=2", bits=3)
