@@ -26,7 +26,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     ddp = DistributedDataParallel(model)
-    handle = gw.attach(ddp, codec="qsgd", bits=4)  # 2
+    handle = gw.attach(ddp, codec="qsgd", bits=4, error_feedback=True)  # 2
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     if path is not None and path.exists():
         state = torch.load(path, weights_only=True)

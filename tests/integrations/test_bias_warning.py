@@ -44,8 +44,8 @@ def attaching(rank: int) -> None:
     for make in (lambda: DDP(mlp()), sharded):
         for given, name in (
             (("topk",), "topk:density=0.01"),
-            (("qsgd:bits=4,rounding=nearest",), "qsgd:bits=4,rounding=nearest"),
-            ((gw.QSGD(bits=2, rounding="nearest"),), "qsgd:bits=2,rounding=nearest"),
+            (("qsgd:bits=4,rounding=nearest",), "qsgd:bits=4:rounding=nearest"),
+            ((gw.QSGD(bits=2, rounding="nearest"),), "qsgd:bits=2:rounding=nearest"),
         ):
             (message,) = told(lambda make=make, given=given: gw.attach(make(), *given))
             assert f"0.weight and 1 more go through {name}, which is biased" in message

@@ -157,7 +157,7 @@ def test_summary_with_replicas() -> None:
 
 def test_codecs_are_written_as_users_write_them() -> None:
     assert short(Compressed(gw.QSGD())) == "qsgd:bits=4"
-    assert short(Compressed(gw.QSGD(bits=2, scale="max"))) == "qsgd:bits=2,scale=max"
+    assert short(Compressed(gw.QSGD(bits=2, scale="max"))) == "qsgd:bits=2:scale=max"
     assert short(Compressed(gw.Cast("bf16"))) == "bf16"
     assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
     assert short(Compressed(gw.Identity())) == "identity"

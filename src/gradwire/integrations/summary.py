@@ -238,7 +238,7 @@ def transport_name(comm: Communicator) -> str:
 
 def short(aggregator: Aggregator) -> str:
     """An aggregator as users write it: its name, its first option, and those that are not its
-    defaults: "qsgd:bits=4", "qsgd:bits=2,scale=max"."""
+    defaults: "qsgd:bits=4", "qsgd:bits=2:scale=max"."""
     if isinstance(aggregator, Compressed):
         return _short(codecs.name_of(aggregator.codec), aggregator.codec)
     names = {made: name for name, made in REGISTRY.items()}
@@ -255,4 +255,4 @@ def _short(name: str, made: Codec | Aggregator) -> str:
         for at, f in enumerate(fields)
         if at == 0 or getattr(made, f.name) != f.default
     ]
-    return ":".join([name, ",".join(given)]) if given else name
+    return ":".join([name, *given])
