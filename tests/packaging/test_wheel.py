@@ -182,7 +182,7 @@ def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
     [
         (
             {"GRADWIRE_BUILD": "all", "GRADWIRE_CC": "no-such-compiler"},
-            "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is no pro",
+            "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is not a",
         ),
         (
             {"GRADWIRE_BUILD": "identity nonsense"},
