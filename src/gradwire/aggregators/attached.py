@@ -87,11 +87,11 @@ class Attached:
         self.aggregator = aggregator
         self.keep(kept)
 
-    def understudy(self, aggregator: Aggregator) -> Attached:
+    def for_rehearsal(self, aggregator: Aggregator) -> Attached:
         """The same parameter with another aggregator and initial state, for a rehearsal."""
         return Attached(self.name, self.shape, aggregator, self.keys, self.rotation)
 
-    def pay(self, *parts: torch.Tensor) -> None:
+    def add_owed(self, *parts: torch.Tensor) -> None:
         """Add the owed residual, if any, to a finite gradient, which consists of `parts`."""
         if OWED in self.state and all(part.isfinite().all() for part in parts):
             owed = self.state.pop(OWED).split([part.numel() for part in parts])

@@ -86,7 +86,7 @@ class Rounds:
             if self.observe is not None:
                 self._before = [gradient.clone() for gradient in self.gradients]
             for member, gradient in zip(self.members, self.gradients, strict=True):
-                member.pay(gradient)
+                member.add_owed(gradient)
             if world_size > 1:  # with one rank, the gradients are the averages
                 self.active = coroutines(self.members, self.gradients, rank, world_size)
             if self.observe is not None:

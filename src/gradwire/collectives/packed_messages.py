@@ -149,7 +149,7 @@ class PackedMessages:
             return
         places, at = [], 0
         for buffer in buffers:
-            nbytes, checksum = self._told(buffer, message[at:], sender)
+            nbytes, checksum = self._parse_head(buffer, message[at:], sender)
             places.append((buffer, at, nbytes, checksum))
             at += nbytes
         # No buffer's place is before its packed bytes, so the last one is unpacked first.
@@ -160,7 +160,7 @@ class PackedMessages:
             self._unpack(buffer, apart, checksum, sender)
             self._pool.give(taken)
 
-    def _told(self, buffer: int, message: torch.Tensor, sender: int) -> tuple[int, int]:
+    def _parse_head(self, buffer: int, message: torch.Tensor, sender: int) -> tuple[int, int]:
         """(packed bytes of a buffer, their expected checksum); `message` begins with the buffer."""
         packing = self._packings[buffer]
         if packing is None:

@@ -145,7 +145,7 @@ class Group(dist.ProcessGroup):
         return self._backends[device.type][0], child._get_backend(device)
 
     def shutdown(self) -> None:
-        self.models.tell()
+        self.models.log_pending()
         self.blobs.close()
         super().shutdown()
 

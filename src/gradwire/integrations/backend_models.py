@@ -55,7 +55,7 @@ class Models:
         self._gone = dict.fromkeys(("calls", "wire_bytes", "raw_bytes", "seconds"), 0.0)
         self._seen: WeakSet[torch.nn.Module] = WeakSet()
         self._seen_records: WeakSet[Any] = WeakSet()
-        self._told: list[str] = []  # lines for the next log message
+        self._log_lines: list[str] = []  # for the next log message
         _watch()
 
     @property
@@ -67,7 +67,7 @@ class Models:
     def trains(self, ddp: DistributedDataParallel) -> bool:
         """Called before a training forward of a DDP module; whether it has been seen before."""
         if ddp in self._seen:
-            self.tell()
+            self.log_pending()
             return True
         self._seen.add(ddp)
         if self.settings.blob:
@@ -83,7 +83,7 @@ class Models:
         try:
             planned = plan_ddp(ddp, self._rules())
         except ConfigError as error:
-            self._told.append(f"{what} uncompressed ({error})")
+            self._log_lines.append(f"{what} uncompressed ({error})")
             return
         warn_of_bias(planned.plan, self._group.size())
         state = hook_state(ddp)
@@ -121,7 +121,7 @@ class Models:
                 raise ConfigError(reason)
             planned = plan_sharded(root, self._rules(), process_groups(record), _is_active)
         except ConfigError as error:
-            self._told.append(f"{what} uncompressed ({error})")
+            self._log_lines.append(f"{what} uncompressed ({error})")
             return
         warn_of_bias(planned.plan, planned.trained.groups.size)
         self._note(root, what, planned.handle(self.settings.seed))
@@ -142,17 +142,17 @@ class Models:
         parameters = handle.plan.parameters
         through = sum(p.how != "dense" for p in parameters)
         codec = self.settings.codec
-        self._told.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
+        self._log_lines.append(f"{what}: {through} of {len(parameters)} parameters through {codec}")
 
-    def tell(self) -> None:
+    def log_pending(self) -> None:
         """Log once what is compressed and what is not; called after a step."""
-        told, self._told = self._told, []
-        if told and self._group.rank() == 0:
+        lines, self._log_lines = self._log_lines, []
+        if lines and self._group.rank() == 0:
             left = ", ".join(f"{name} {count}" for name, count in sorted(self.left.items()))
             log.info(
                 "gradwire: group %s: %s; other operations, passed on to torch: %s",
                 self._group.group_name,
-                "; ".join(told),
+                "; ".join(lines),
                 left or "nothing",
             )
 
@@ -186,7 +186,7 @@ class _Once:
         self._models = models
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
-        self._models.tell()
+        self._models.log_pending()
         _remove(module, self)
 
 

@@ -39,7 +39,7 @@ from gradwire.planner import Rules, make_plan
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Arguments:
     """The arguments of `gw.attach` for a model."""
 
     codec: Method
@@ -71,11 +71,11 @@ class Registration:
         settled: whether the wrapped model was found.
     """
 
-    def __init__(self, model: torch.nn.Module, wish: _Wish) -> None:
+    def __init__(self, model: torch.nn.Module, arguments: _Arguments) -> None:
         self.handle: Handle | Sharded | None = None
         self.settled = False
         self._model = weakref.ref(model)
-        self._wish = wish
+        self._arguments = arguments
 
     def withdraw(self) -> None:
         """Stop waiting for the model to be wrapped, or detach from it."""
@@ -89,15 +89,15 @@ class Registration:
         model = self._model()
         if model is None:
             return True  # the model no longer exists
-        wish = self._wish
+        arguments = self._arguments
         if isinstance(wrapped, DistributedDataParallel):
             prefix = _name_within(wrapped.module, model) if wrapped is not model else ""
             if prefix is None:
                 return False
             _check_group(wrapped.process_group)
-            self.handle = attach(wrapped, **_narrowed(wish, wrapped.module, prefix))
+            self.handle = attach(wrapped, **_narrowed(arguments, wrapped.module, prefix))
         elif original(wrapped) is model and isinstance(wrapped, FSDPModule):
-            if wish.coalesce_bytes is not None:
+            if arguments.coalesce_bytes is not None:
                 raise ConfigError("register: coalesce_bytes is for DDP modules")
             for where, record in parameter_groups(wrapped):
                 reason = not_free(where or "(the root)", record)
@@ -105,7 +105,7 @@ class Registration:
                     raise ConfigError(reason)
                 for group in process_groups(record).all:
                     _check_group(group)
-            self.handle = attach(wrapped, **_narrowed(wish, wrapped, ""))
+            self.handle = attach(wrapped, **_narrowed(arguments, wrapped, ""))
         else:
             return False
         self.settled = True
@@ -164,7 +164,7 @@ def register(
         return None
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"register takes a torch.nn.Module, not {type(model).__name__}")
-    wish = _Wish(
+    arguments = _Arguments(
         codec,
         include,
         exclude,
@@ -177,9 +177,9 @@ def register(
         codec_options,
     )
     # Compiled or not, it is the same model: a script may wrap either.
-    registration = Registration(original(model), wish)
+    registration = Registration(original(model), arguments)
     if not registration.settle(model if isinstance(model, FSDPModule) else original(model)):
-        wish.check(model)
+        arguments.check(model)
         _wait(registration)
     return registration
 
@@ -224,24 +224,26 @@ def _name_within(outer: torch.nn.Module, model: torch.nn.Module) -> str | None:
     return None
 
 
-def _narrowed(wish: _Wish, outer: torch.nn.Module, prefix: str) -> dict[str, Any]:
+def _narrowed(arguments: _Arguments, outer: torch.nn.Module, prefix: str) -> dict[str, Any]:
     """The arguments of `attach` on a module in which the model's names begin with `prefix`."""
     start = glob.escape(prefix)
-    codecs: dict[str, Method] = {start + p: c for p, c in wish.codecs.items()}
+    codecs: dict[str, Method] = {start + p: c for p, c in arguments.codecs.items()}
     outside = [n for n, p in plain_names(outer.named_parameters()) if p.requires_grad]
     codecs |= {glob.escape(n): None for n in outside if not n.startswith(prefix)}
-    coalesce = {} if wish.coalesce_bytes is None else {"coalesce_bytes": wish.coalesce_bytes}
+    coalesce = (
+        {} if arguments.coalesce_bytes is None else {"coalesce_bytes": arguments.coalesce_bytes}
+    )
     return {
-        "codec": wish.codec,
-        "include": [start + pattern for pattern in wish.include],
-        "exclude": [start + pattern for pattern in wish.exclude],
+        "codec": arguments.codec,
+        "include": [start + pattern for pattern in arguments.include],
+        "exclude": [start + pattern for pattern in arguments.exclude],
         "codecs": codecs,
-        "error_feedback": wish.error_feedback,
-        "seed": wish.seed,
-        "algorithm": wish.algorithm,
-        "options": wish.options,
+        "error_feedback": arguments.error_feedback,
+        "seed": arguments.seed,
+        "algorithm": arguments.algorithm,
+        "options": arguments.options,
         **coalesce,
-        **wish.codec_options,
+        **arguments.codec_options,
     }
 
 

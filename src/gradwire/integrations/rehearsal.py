@@ -82,7 +82,7 @@ def rehearse(
                 of = contents[share.bucket]
                 for place in share.places:
                     member, numel = of.members[place], of.lengths[place]
-                    scope.append(members[member.name].understudy(aggregators[member.name]))
+                    scope.append(members[member.name].for_rehearsal(aggregators[member.name]))
                     gradients.append(torch.zeros(numel, dtype=of.dtype, device=of.device))
             found += rehearsed(owner, scope, gradients, plan.options)
     return found

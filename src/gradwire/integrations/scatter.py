@@ -121,7 +121,7 @@ class Scatter(FSDPReduceScatter):
                 input_tensor[at * stride + piece.at :][:length]
                 for at, length in enumerate(piece.lengths)
             ]
-            member.pay(*stretches)
+            member.add_owed(*stretches)
             own = stretches[rank]
             home = output_tensor[piece.at :][: piece.lengths[rank]]
             residual = _residual(member, home, device, handle.groups)
