@@ -31,12 +31,13 @@ TINY = TrainConfig(
 )
 EVALUATION = {
     *("row", "task", "net", "ranks", "parameters", "method", "seed", "step", "seconds"),
-    *("metric", "metric_name", "loss", "wire_bytes", "link_bytes", "peak_extra_bytes"),
+    *("metric", "metric_name", "loss", "wire_bytes", "link_bytes", "peak_extra_bytes", "run"),
 }
 SUMMARY = {
     *("row", "task", "net", "ranks", "parameters", "method", "seeds", "steps", "target"),
     *("target_from", "time_to_target", "final_metric", "final_loss", "metric_name", "seconds"),
     *("step_seconds", "ideal_step_seconds", "wire_bytes", "link_bytes", "peak_extra_bytes"),
+    *("step_seconds_quartiles", "time_to_target_by_seed", "final_loss_by_seed", "run"),
 }
 
 

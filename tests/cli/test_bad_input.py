@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.models import ArgumentInfo
 
-from gradwire.bench import curves, turns
+from gradwire.bench import curves, interleaved
 from gradwire.cli import app
 from gradwire.cli.program import BAD_INPUT, FAILED, run
 from gradwire.lab import Lab
@@ -115,7 +115,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work began")
 
     monkeypatch.setattr(Lab, "spawn", refuse)
-    monkeypatch.setattr(turns, "medians", refuse)
+    monkeypatch.setattr(interleaved, "medians", refuse)
     monkeypatch.setattr(curves, "kernel_curves", refuse)
     said = jit.run
     monkeypatch.setattr(jit, "run", lambda c, *a: refuse() if "-c" in c else said(c, *a))
