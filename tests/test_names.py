@@ -30,6 +30,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = gradwire.nothing
 
 
+def test_subpackages_are_there_without_an_import_of_their_own() -> None:
+    code = "import gradwire; print(gradwire.codecs.get('qsgd').bits, hasattr(gradwire, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "4 False\n"
+
+
 def test_importing_it_imports_nothing_else_and_is_silent() -> None:
     code = (
         "import sys, gradwire\n"

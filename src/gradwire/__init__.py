@@ -115,7 +115,11 @@ if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
         from importlib import import_module
 
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            try:  # gradwire.codecs, ... without an import of its own
+                return import_module(f"{__name__}.{name}")
+            except ModuleNotFoundError:
+                text = f"module {__name__!r} has no attribute {name!r}"
+                raise AttributeError(text) from None
         home = next((home for home, names in _HOMES.items() if name in names), "codecs")
         value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
         return value

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gradwire import QSGD, PowerSGD, TopK, codecs
-from gradwire.aggregators import Compressed, registry
+from gradwire.aggregators import Compressed, Dense, registry
 from gradwire.bench import methods
 from gradwire.codecs import variants
 from gradwire.codecs.text import parse
+from gradwire.collectives.calling import codec_of
 from gradwire.errors import ConfigError
 from gradwire.integrations.backend_settings import from_environment
 
@@ -17,7 +18,7 @@ TEXTS = {
     "qsgd:bits=2": QSGD(bits=2),
     "qsgd:bits=2:block=64": QSGD(bits=2, block=64),
     "qsgd:bits=2,block=64": QSGD(bits=2, block=64),
-    " qsgd: bits = 2 , block=64": QSGD(bits=2, block=64),
+    " qsgd : bits = 2 , block=64": QSGD(bits=2, block=64),
     "topk:density=0.05": TopK(density=0.05),
 }
 
@@ -28,10 +29,24 @@ def test_every_user_of_the_grammar_reads_the_same(text: str) -> None:
     assert codecs.get(text) == codec
     assert registry.get(text) == Compressed(codec)
     assert from_environment({"GRADWIRE_CODEC": text}).codec == codec
-    assert methods.parse(f"gradwire:{text}").how()[0] == codec
+    for method in (f"gradwire:{text}", text):
+        assert methods.parse(method).how()[0] == codec
     assert (text.split(":")[0].strip(), codec) in [
         (label.split(":")[0].strip(), found) for label, found in variants.prebuilt([text])
     ]
+
+
+def test_none_is_no_compression_everywhere() -> None:
+    assert registry.get("none") == Dense()
+    assert from_environment({"GRADWIRE_CODEC": "none"}).codec is None
+    assert codec_of("none", {}) is None
+    with pytest.raises(ConfigError, match="bits go with a codec's name"):
+        registry.get("none", bits=4)
+
+
+def test_numbers_of_bits_are_whole() -> None:
+    with pytest.raises(ConfigError, match=r"bits=4\.0 must be a whole number, 1 to 8"):
+        codecs.get("qsgd:bits=4.0")
 
 
 def test_aggregators_have_options_too() -> None:

@@ -52,7 +52,7 @@ def test_without_a_step_each_call_draws_its_own(call) -> None:  # type: ignore[n
 
 def test_steps_are_whole_numbers() -> None:
     def body(comm: Communicator) -> list[BaseException | None]:
-        return [caught(lambda s=s: all_reduced(comm, s)) for s in (-1, 1.0, 1 << 62)]  # type: ignore[misc, arg-type]
+        return [caught(lambda s=s: all_reduced(comm, s)) for s in (-1, 1.0, True, 1 << 62)]  # type: ignore[misc, arg-type]
 
     for errors in as_threads(2, body):
         assert all(isinstance(error, ConfigError) for error in errors)

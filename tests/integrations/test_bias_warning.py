@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.integrations import bias
-from ranks import as_processes
+from ranks import as_processes, caught
 
 
 def mlp() -> nn.Sequential:
@@ -28,14 +28,14 @@ def sharded() -> Any:
     return fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def told(call: Any, here: bool = True) -> list[str]:
-    """The warnings that a call gives in a process that has given none; `here`: for this file."""
+def told(call: Any) -> list[str]:
+    """The warnings that a call gives in a process that has given none, for lines of this file."""
     bias._warned = False
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
     for one in found:
-        if "biased" in str(one.message) and here:
+        if "biased" in str(one.message):
             assert one.filename == __file__, one
     return [str(one.message) for one in found if "biased" in str(one.message)]
 
@@ -62,6 +62,18 @@ def attaching(rank: int) -> None:
     assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"))  # it always has error feedback
     handle = gw.attach(DDP(mlp()), "qsgd")
     assert told(lambda: handle.update("tbq"))
+    for module in (DDP(mlp()), sharded()):  # a warning that is an error leaves nothing changed
+        handle = gw.attach(module, "qsgd")
+        bias._warned = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert isinstance(caught(lambda handle=handle: handle.update("tbq")), UserWarning)
+        assert handle.update(bits=3).version == 1
+        handle.detach()
+        assert "(detached)" in handle.summary().splitlines()[0]
+        error = caught(lambda handle=handle: handle.update(bits=2))
+        assert isinstance(error, gw.ConfigError)
+        assert "detached" in str(error)
 
 
 def registering(rank: int) -> None:
@@ -75,7 +87,7 @@ def dropped_in(rank: int) -> None:
     """A model that the backend finds by itself, through a codec that the environment names."""
     os.environ["GRADWIRE_CODEC"] = "topk"
     model = DDP(mlp(), process_group=dist.new_group(backend="gradwire"))
-    (message,) = told(lambda: model(torch.ones(3, 20)).sum().backward(), here=False)
+    (message,) = told(lambda: model(torch.ones(3, 20)).sum().backward())
     assert "gw.register error_feedback=True" in message
 
 

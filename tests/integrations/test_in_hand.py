@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -135,6 +136,13 @@ def a_state_moves_into_a_compiled_model(rank: int) -> None:
     other.load_state_dict(handle.state_dict())
 
 
+class BareFSDP1(FSDP1):
+    """Its own constructor needs a GPU."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
 class TrainerLike:
     def __init__(self, model: nn.Module) -> None:
         self.strategy = SimpleNamespace(model=model)
@@ -155,14 +163,19 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
             Holder(encoder=DDP(mlp()), decoder=DDP(mlp())),
         ),
         ("several modules", Holder(module=DDP(mlp()), model=DDP(mlp()))),
+        ("several modules", Holder(module=DDP(mlp()), net=DDP(mlp()))),
         ("such as head.weight: pass model.model", Holder(model=DDP(mlp()), head=nn.Linear(3, 3))),
         ("pass .strategy.model of it", TrainerLike(DDP(mlp()))),
+        ("pass .strategy.model of it", TrainerLike(compiled(DDP(mlp())))),
+        ("FSDP1): shard the model with fully_shard", BareFSDP1()),
         ("trainer.strategy.model (Lightning", TrainerLike(mlp())),
         ("not str", "model"),
+        ("not list", [DDP(mlp())]),
     ):
         error = caught(lambda given=given: gw.attach(given))
         assert isinstance(error, gw.ConfigError), (match, error)
         assert match in str(error), error
+        assert isinstance(given, TrainerLike) or "Lightning" not in str(error)
 
 
 SCENARIOS = [
@@ -194,6 +207,7 @@ def registered(rank: int) -> None:
         sharded,
         lambda module: sharded(compiled(module)),
         lambda module: compiled(sharded(module)),
+        lambda module: Holder(module=DDP(module)),
     ):
         for compile_first, before in (next(turns), next(turns)):
             bare = compiled(mlp()) if compile_first else mlp()
@@ -209,6 +223,12 @@ def registered(rank: int) -> None:
             assert handle.stats()["wire_bytes"] > 0
             registration.withdraw()
             torch._dynamo.reset()
+    for wrong in (
+        {"error_feedback": "yes"}, {"algorithm": "zz"}, {"coalesce_bytes": -3}, {"seed": -3},
+        {"codec": "qsgd:bits=99"}, {"exclude": ["zz"]},
+    ):  # fmt: skip
+        error = caught(lambda wrong=wrong: gw.register(mlp(), **wrong))
+        assert isinstance(error, gw.ConfigError), wrong
 
 
 @pytest.mark.multiprocess

@@ -45,6 +45,8 @@ def get(method: Any, **options: Any) -> Aggregator:
         check_codec(
             method, otherwise=f"one of the names {', '.join([*codecs.REGISTRY, *REGISTRY])}"
         )
+    if method == "none":
+        return get(None, **options)
     name, parsed = parse(method)
     options = merged(method, parsed, options)
     if name not in REGISTRY:

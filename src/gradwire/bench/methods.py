@@ -1,8 +1,8 @@
 """The methods that `bench train` compares: ways for DDP to average gradients.
 
-A method is named by an entry of `NAMED`, or spelt out as `gradwire:CODEC:OPTION=VALUE:...`, where
-CODEC may be an aggregator, and the options are those of `gradwire.attach`, of `gradwire.Options`
-and of the codec (`gradwire:qsgd:bits=2:block=1024:coordinated=true`).
+A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:...`, with or without
+`gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
+`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, registry
 from gradwire.codecs.text import parse as parse_text
 from gradwire.errors import ConfigError
@@ -145,10 +146,11 @@ def parse(text: str) -> Method:
     if text in NAMED:
         return NAMED[text]
     kind, _, rest = text.partition(":")
+    if kind.strip() in {*codecs.REGISTRY, *registry.REGISTRY}:
+        kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
         raise ConfigError(
-            f"unknown method {text!r}; known: {', '.join(NAMED)}, "
-            "or gradwire:CODEC:OPTION=VALUE:..."
+            f"unknown method {text!r}; known: {', '.join(NAMED)}, or CODEC:OPTION=VALUE:..."
         )
     try:
         codec, options = parse_text(rest)

@@ -20,6 +20,8 @@ def integer(codec: Codec, option: str, least: int, most: int, given: str = "") -
     if type(value) is not int or not least <= value <= most:
         because = f" for {given}={getattr(codec, given)!r}" if given else ""
         allowed = f"{least} to {most}" if least < most else str(least)
+        if type(value) is not int:
+            allowed = f"a whole number, {allowed}"
         raise _wrong(codec, option, allowed + because)
 
 

@@ -21,7 +21,7 @@ def parse(text: str) -> tuple[str, dict[str, Value]]:
     Raises:
         ConfigError: no name, a part that is not OPTION=VALUE, or an option given twice.
     """
-    name, colon, rest = text.strip().partition(":")
+    name, colon, rest = (piece.strip() for piece in text.partition(":"))
     if not name or (colon and not rest):
         raise ConfigError(f"{text!r}: expected NAME or NAME:OPTION=VALUE:...")
     options: dict[str, Value] = {}

@@ -45,7 +45,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_step(step: int | None) -> None:
     """Raise ConfigError unless `step` is None or an integer in range."""
-    if step is not None and (not isinstance(step, int) or not 0 <= step < _COUNTED):
+    if step is not None and (type(step) is not int or not 0 <= step < _COUNTED):
         raise ConfigError(f"step is {step!r}, must be a whole number, 0 or more, or None")
 
 
@@ -96,6 +96,8 @@ def options_of(options: Options | None, algorithm: str | None) -> Options:
 
 def codec_of(codec: str | Codec | None, codec_options: Mapping[str, object]) -> Codec | None:
     """The codec of a name or object; None: values travel uncompressed. Raises ConfigError."""
+    if codec == "none":
+        codec = None
     if codec is None and codec_options:
         raise ConfigError(
             f"options {', '.join(codec_options)} go with a codec's name, not with codec=None"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -32,9 +32,11 @@ def attach(model: DistributedDataParallel, codec: Method = ..., **options: Any) 
 @overload
 def attach(model: FSDPModule, codec: Method = ..., **options: Any) -> Sharded: ...
 @overload
-def attach(model: torch.nn.Module, codec: Method = ..., **options: Any) -> Handle | Sharded: ...
+def attach(  # what torch.compile returns is typed as a Callable
+    model: torch.nn.Module | Callable[..., Any], codec: Method = ..., **options: Any
+) -> Handle | Sharded: ...
 def attach(
-    model: torch.nn.Module | FSDPModule,
+    model: torch.nn.Module | FSDPModule | Callable[..., Any],
     codec: Method = "qsgd",
     *,
     include: Sequence[str] = (),

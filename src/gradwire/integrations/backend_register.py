@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import codecs
 from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options, check_defined
-from gradwire.collectives.calling import check_seed
+from gradwire.collectives.calling import check_seed, options_of
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.attach import attach
@@ -32,10 +32,11 @@ from gradwire.integrations.fsdp import parameter_groups, process_groups
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_plan import not_free
-from gradwire.integrations.wrapped import original, plain_name, plain_names
+from gradwire.integrations.wrapped import original, plain_name, plain_names, synchronising
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec
 from gradwire.planner import Rules, make_plan
+from gradwire.planner.rules import check_coalesce_bytes
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ class _Arguments:
         named = [(n, p) for n, p in plain_names(model.named_parameters()) if p.requires_grad]
         rules = Rules().changed(
             self.codec_options, codec=self.codec, include=self.include, exclude=self.exclude,
-            codecs=self.codecs,
+            codecs=self.codecs, error_feedback=self.error_feedback,
         )  # fmt: skip
         make_plan(named, rules, 1)
+        check_seed(self.seed)
+        options_of(self.options, self.algorithm)
+        if self.coalesce_bytes is not None:
+            check_coalesce_bytes(self.coalesce_bytes)
 
 
 class Registration:
@@ -177,9 +182,10 @@ def register(
         codec_options,
     )
     # Compiled or not, it is the same model: a script may wrap either.
-    registration = Registration(original(model), arguments)
-    if not registration.settle(model if isinstance(model, FSDPModule) else original(model)):
-        arguments.check(model)
+    wrapped = synchronising(model) or original(model)
+    registration = Registration(original(wrapped), arguments)
+    if not registration.settle(wrapped):
+        arguments.check(wrapped)
         _wait(registration)
     return registration
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire.aggregators import Aggregator, Compressed, registry
+from gradwire.aggregators import Aggregator, Compressed, Dense, registry
 from gradwire.collectives import Options, check_defined
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -70,10 +70,10 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
 
 
 def _codec(text: str) -> Codec | Aggregator | None:
-    if text == "none":
-        return None
     try:
         method = registry.get(text)
+        if isinstance(method, Dense):
+            return None
         if isinstance(method, Compressed):
             check_defined(Options().algorithm, method.codec)
             return method.codec

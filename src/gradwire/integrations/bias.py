@@ -12,7 +12,7 @@ import warnings
 from gradwire.integrations.summary import short
 from gradwire.planner import Plan
 
-_PACKAGE = "gradwire."
+_NOT_THE_USER = ("gradwire.", "torch.")
 _warned = False
 
 
@@ -33,12 +33,12 @@ def warn_of_bias(plan: Plan, ranks: int) -> None:
 
 
 def warn_once(message: str) -> None:
-    """A UserWarning at the line that has called gradwire; later calls have no effect."""
+    """A UserWarning at the user's line; later calls have no effect."""
     global _warned  # noqa: PLW0603  # one warning per process
     if _warned:
         return
     _warned = True
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_USER):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

@@ -15,6 +15,7 @@ from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Owner
+from gradwire.errors import ConfigError
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.full_state import StateGather
@@ -105,6 +106,8 @@ class Handle(Saved):
             ConfigError: as `attach`. If ranks differ, the module's next forward raises it, once,
                 on every rank, and the present plan stays in force.
         """
+        if self._state is None:
+            raise ConfigError("update: this handle was detached: attach again")
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
             "error_feedback": error_feedback,
@@ -115,7 +118,7 @@ class Handle(Saved):
         _options(options, algorithm, self.plan.options)  # raises here, not in the background
 
         def changed(before: Plan) -> Plan:
-            return make_plan(
+            plan = make_plan(
                 self._named,
                 before.rules.changed(codec_options, **given),
                 self._comm.world_size,
@@ -123,10 +126,10 @@ class Handle(Saved):
                 before.coalesce_bytes if coalesce_bytes is None else coalesce_bytes,
                 before.version + 1,
             )
+            warn_of_bias(plan, self.world_size)  # a warning may be an error: then nothing changes
+            return plan
 
-        asked = self._switch.ask(changed)
-        warn_of_bias(self._switch.newest, self.world_size)
-        return asked
+        return self._switch.ask(changed)
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
         """Call `observer` with every parameter's gradient, contribution and average, as soon as the
@@ -202,7 +205,7 @@ class Handle(Saved):
     def summary(self) -> str:
         comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)
         of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
-        return summary("a DDP module", *of)
+        return summary("a DDP module" + (" (detached)" if self._state is None else ""), *of)
 
     summary.__doc__ = Saved.summary.__doc__
 

@@ -221,6 +221,8 @@ class Sharded(Saved):
                 "update: the plan of a module with replicas (HSDP) cannot change: detach and "
                 "attach again"
             )
+        if not self._replaced:
+            raise ConfigError("update: this handle was detached: attach again")
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
             "error_feedback": error_feedback,
@@ -229,11 +231,11 @@ class Sharded(Saved):
 
         def changed(before: Plan) -> Plan:
             rules = before.rules.changed(codec_options, **given)
-            return make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
+            plan = make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
+            warn_of_bias(plan, self.world_size)  # a warning may be an error: then nothing changes
+            return plan
 
-        asked = self._switch.ask(changed)
-        warn_of_bias(self._switch.newest, self.world_size)
-        return asked
+        return self._switch.ask(changed)
 
     def _rehearse(self, plan: Plan) -> list[Collective]:
         """Prepare the collectives of `plan`, from the scatters that all ranks last ran equally."""
@@ -252,7 +254,8 @@ class Sharded(Saved):
 
         Returns:
             steps: backward passes that reduced gradients.
-            calls: reduce-scatters, and all-reduces between replicas.
+            calls: reduce-scatters, all-reduces between replicas, and exchanges of plan versions
+                with ranks that scatter nothing.
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what they would have sent uncompressed: (N-1)/N of the gradients, and
                 2 (N-1)/N of their shards between N replicas.
@@ -290,7 +293,7 @@ class Sharded(Saved):
             expected += expected_scatter(pieces, scatter, between, self.groups.shard)
         comms = [owner.comm for owner in self._owners]
         of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
-        return summary("an FSDP2 module", *of)
+        return summary("an FSDP2 module" + ("" if self._replaced else " (detached)"), *of)
 
     summary.__doc__ = Saved.summary.__doc__
 

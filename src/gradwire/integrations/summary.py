@@ -160,7 +160,8 @@ def summary(
         each = stats["wire_bytes"] / stats["steps"]
         lines.append(f"  so far: {stats['steps']:,} steps, {each:,.0f} bytes per step and rank")
     run = f"  algorithm: {plan.options.algorithm}; transport: "
-    lines.append(run + ", ".join(dict.fromkeys(map(transport_name, comms))))
+    used = [comm for comm in comms if comm.world_size > 1] or comms[:1]
+    lines.append(run + ", ".join(dict.fromkeys(map(transport_name, used))))
     lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
     return "\n".join(lines)
 

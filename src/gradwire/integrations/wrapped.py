@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
@@ -75,12 +75,12 @@ def synchronising(module: object) -> torch.nn.Module | None:
         held = synchronising(vars(module)["_modules"].get(name))
         if held is not None:
             found.setdefault(held, name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{type(module).__name__} holds several modules that synchronise gradients: "
-            f"{_listed(module)}: pass each of them to a call of its own"
-        )
     for held, name in found.items():
+        if len(_inside(module)) > 1:
+            raise ConfigError(
+                f"{type(module).__name__} holds several modules that synchronise gradients: "
+                f"{_listed(module)}: pass each of them to a call of its own"
+            )
         of_held = set(held.parameters())
         beside = [n for n, p in module.named_parameters() if p.requires_grad and p not in of_held]
         if beside:
@@ -103,6 +103,11 @@ def in_hand(module: object) -> torch.nn.Module:
     if found is not None:
         return found
     what = type(module).__name__
+    if isinstance(module, FullyShardedDataParallel):
+        raise ConfigError(
+            "attach takes a DistributedDataParallel module, or one from fully_shard (FSDP2), not "
+            "FullyShardedDataParallel (FSDP1): shard the model with fully_shard"
+        )
     if isinstance(module, torch.nn.Module):
         inside = _listed(module)
         if inside:
@@ -115,6 +120,10 @@ def in_hand(module: object) -> torch.nn.Module:
             "wrap it first, attach(DistributedDataParallel(model))"
         )
     known = _in_object(module)
+    if not hasattr(module, "__dict__"):
+        raise ConfigError(
+            f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}"
+        )
     remedy = (
         f"pass .{known} of it"
         if known
@@ -135,19 +144,24 @@ def _in_object(holder: object) -> str:
         for name in path.split("."):
             # Of the object itself: properties of trainers may do work, or raise anything.
             at = getattr(at, "__dict__", {}).get(name)
-        if _synchronises(at):
+        if isinstance(at, torch.nn.Module) and _inside(at):
             return path
     return ""
 
 
-def _listed(module: torch.nn.Module) -> str:
-    """The outermost DDP and FSDP2 modules in `module`, by name: four at most."""
-    found: list[str] = []
-    kinds: list[str] = []
+def _inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost DDP and FSDP2 modules in `module`, by name."""
+    found: dict[str, torch.nn.Module] = {}
     for name, inner in module.named_modules():
-        if _synchronises(inner) and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-            kinds.append(f"{name} ({_kind(inner)})")
+        outside = not any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if outside and _synchronises(inner):
+            found[name] = inner
+    return found
+
+
+def _listed(module: torch.nn.Module) -> str:
+    """The modules of `_inside` as text: four at most."""
+    kinds = [f"{name} ({_kind(inner)})" for name, inner in _inside(module).items()]
     return ", ".join([*kinds[:4], *["..."] * (len(kinds) > 4)])
 
 
