@@ -170,9 +170,9 @@ def reduced_over(
     return root._modules[0], record
 
 
-def gradient_dtype(record: Any, parameter: Any) -> torch.dtype:
-    """In which a parameter's gradient is reduced."""
-    policy = record.mp_policy
+def gradient_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which a parameter's gradient is reduced."""
+    policy = parameter.mp_policy  # before torch 2.15 also of the whole group
     found: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     return found
 

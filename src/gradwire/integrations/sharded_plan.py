@@ -48,7 +48,7 @@ class Trained:
                 (
                     self.names[p],
                     shard_lengths(p, self.groups.shards),
-                    gradient_dtype(record, p),
+                    gradient_dtype(p),
                 )
                 for p in record.fsdp_params
                 if p in self.names and p.sharded_param.requires_grad
