@@ -74,7 +74,7 @@ def on_ddp(rank: int) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:5]}
     assert rows["qsgd:bits=4"] == ["2", "20,000", "4.25", "yes"]
     assert rows["terngrad:form=minmax"][:2] == ["1", "900"]
-    assert rows["dense"] == ["3", "460", "32", "no"]
+    assert rows["none"] == ["3", "460", "32", "no"]
     residuals = 4 * (20000 + 900)
     assert f"0 bytes before the first step, {residuals:,} bytes from then on" in text
     told = expected(handle)
@@ -161,4 +161,4 @@ def test_codecs_are_written_as_users_write_them() -> None:
     assert short(Compressed(gw.Cast("bf16"))) == "bf16"
     assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
     assert short(Compressed(gw.Identity())) == "identity"
-    assert short(Dense()) == "dense"
+    assert short(Dense()) == "none"

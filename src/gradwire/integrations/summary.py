@@ -242,6 +242,8 @@ def short(aggregator: Aggregator) -> str:
     defaults: "qsgd:bits=4", "qsgd:bits=2:scale=max"."""
     if isinstance(aggregator, Compressed):
         return _short(codecs.name_of(aggregator.codec), aggregator.codec)
+    if aggregator == Dense():
+        return "none"
     names = {made: name for name, made in REGISTRY.items()}
     if type(aggregator) in names:
         return _short(names[type(aggregator)], aggregator)
