@@ -18,7 +18,8 @@ from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
-from gradwire.integrations.sharded import Sharded, plan_sharded
+from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
 from gradwire.integrations.wrapped import in_hand
 from gradwire.planner import Plan, Rules, make_plan
