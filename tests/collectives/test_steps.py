@@ -75,7 +75,10 @@ def test_a_restarted_run_draws_what_an_uninterrupted_one_does() -> None:
         assert all(torch.equal(a, b) for a, b in zip(drawn[2:], again, strict=True))
 
 
-@pytest.mark.parametrize("state", [{}, {"calls": -1}, {"calls": True}, {"calls": 1, "x": 2}, None])
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"calls": -1}, {"calls": True}, {"calls": 1, "x": 2}, {"calls": 1 << 62}, None],
+)
 def test_a_state_of_something_else(state: object) -> None:
     def body(comm: Communicator) -> BaseException | None:
         return caught(lambda: gw.load_state_dict(state, comm))  # type: ignore[arg-type]

@@ -406,6 +406,7 @@ def wrong_input_is_named(rank: int) -> None:
     refuses("options={'segments': 2}", options={"segments": 2})
     refuses("seed='a'", seed="a")
     refuses("seed=-1", seed=-1)
+    refuses("below 2^64", seed=1 << 64)
     refuses("seed=True", seed=True)
     refuses("coalesce_bytes=True", coalesce_bytes=True)
     refuses("error_feedback='yes'", error_feedback="yes")

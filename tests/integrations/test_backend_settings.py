@@ -43,6 +43,13 @@ def test_every_variable_is_read() -> None:
     assert from_environment({"GRADWIRE_CODEC": "powersgd:rank=4"}).codec == gw.PowerSGD(rank=4)
 
 
+@pytest.mark.parametrize("seed", ["-1", "x", str(1 << 64), "1" * 9999], ids=len)
+def test_seeds_have_64_bits(seed: str) -> None:
+    assert from_environment({"GRADWIRE_SEED": str((1 << 64) - 1)}).seed == (1 << 64) - 1
+    with pytest.raises(gw.ConfigError, match="GRADWIRE_SEED"):
+        from_environment({"GRADWIRE_SEED": seed})
+
+
 def test_blobs_need_a_codec() -> None:
     with pytest.raises(gw.ConfigError, match=r"powersgd.* needs parameters"):
         from_environment({"GRADWIRE_CODEC": "powersgd", "GRADWIRE_BLOB": "1"})

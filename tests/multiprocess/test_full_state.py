@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,11 @@ def replicas(rank: int) -> None:
     full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
     assert [state["rank"] for state in full["ranks"]] == [0, 1, 2, 3]
     assert bool(first) == (rank == 0)
+    begun = time.monotonic()
+    error = caught(lambda: handle.full_state_dict(rank0_only=rank == 3))
+    assert isinstance(error, gw.ConfigError), error
+    assert "disagree on full_state_dict" in str(error)
+    assert time.monotonic() - begun < 15  # on ranks 0 and 1 too, whose shards agree
     if rank == 0:
         assert [state["rank"] for state in first["ranks"]] == [0, 1, 2, 3]
     expected = step(model, 3)
@@ -231,6 +238,9 @@ def mistakes(rank: int) -> None:
         ("not the full_state_dict of a gradwire handle", {**full, "version": 7}),
         ("give the states of all 2 old ranks", {**full, "ranks": full["ranks"][:1] * 2}),
         ("of 1 ranks, not of 2", {**full, "ranks": full["ranks"][:1]}),
+        ("not the full_state_dict of a gradwire handle", {**full, "world_size": "2"}),
+        ("not the full_state_dict of a gradwire handle", {**full, "version": True}),
+        ("not the full_state_dict of a gradwire handle", {**full, "ranks": "01"}),
         ("not int", 3),
     ):
         error = caught(lambda state=state: handle.load_state_dict(state))
@@ -239,11 +249,81 @@ def mistakes(rank: int) -> None:
     apart = dist.new_group()
     gather = StateGather([apart])
     dist.destroy_process_group(apart)
-    del apart
-    error = caught(lambda: gather(full["ranks"][rank], rank0_only=False))
+    for _ in range(2):  # as long as someone holds the group, and after
+        error = caught(lambda: gather(full["ranks"][rank], rank0_only=False))
+        assert isinstance(error, gw.ConfigError), error
+        assert "was destroyed" in str(error)
+        apart = None  # type: ignore[assignment]
+
+
+def differs(rank: int) -> None:
+    """Told at once, and the next call of all ranks goes on."""
+    handle = attached(ddp())
+    begun = time.monotonic()
+    error = caught(lambda: handle.full_state_dict(rank0_only=rank == 0))
     assert isinstance(error, gw.ConfigError), error
-    assert "was destroyed" in str(error)
+    assert "disagree on full_state_dict" in str(error)
+    assert "'rank0_only=True'" in str(error)
+    assert time.monotonic() - begun < 10
+    assert len(handle.full_state_dict()["ranks"]) == 2
+
+
+def corrupt(rank: int) -> None:
+    """Numbers that no state has: refused, with nothing changed."""
+    model = ddp()
+    handle = attached(model)
+    gradients(model, 0)
+    before = dumped(handle.state_dict())
+
+    def with_steps(step: object) -> dict[str, Any]:
+        state = loaded(before)
+        return {**state, "steps": dict.fromkeys(state["steps"], step)}
+
+    for match, changed in (
+        ("is at step -5", with_steps(-5)),
+        ("is at step True", with_steps(True)),
+        ("not a whole number from 0 to below 2^48", with_steps(1 << 80)),
+        ("seed=-1", {"seed": -1}),
+        ("below 2^64", {"seed": 1 << 70}),
+        ("has True for 'seed'", {"seed": True}),
+        ("has False for 'rank'", {"rank": False}),
+        ("has True for 'world_size'", {"world_size": True}),
+        ("(version 1)", {"version": True}),
+        ("has 'two' for 'shards'", {"shards": "two", "dims": {}}),
+        ("None for 'dims'", {"shards": 2}),
+    ):
+        state = {**loaded(before), **changed}
+        error = caught(lambda state=state: handle.load_state_dict(state))
+        assert isinstance(error, gw.ConfigError), (match, error)
+        assert match in str(error), error
+        assert dumped(handle.state_dict()) == before
+    state = loaded(before)
+    state["aggregators"]["0.weight"]["residual"].requires_grad_()
+    handle.load_state_dict(state)
+    gradients(model, 1)
+    assert not handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
+
+
+def alone(rank: int) -> None:
+    """A rank that calls alone is told, by its group's timeout, which rank did not call."""
+    handle = attached(ddp())
+    if rank == 0:
+        error = caught(handle.full_state_dict)
+        assert isinstance(error, gw.TransportError), error
+        assert "rank 1 did not reach full_state_dict" in str(error)
+        dist.distributed_c10d._get_default_store().set("told", b"")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=30))
+
+
+def test_a_call_of_one_rank() -> None:
+    as_processes(2, alone, timeout=2)
+
+
+def all_mistakes(rank: int) -> None:
+    for body in (mistakes, differs, corrupt):
+        body(rank)
 
 
 def test_mistakes_are_named() -> None:
-    as_processes(2, mistakes, timeout=15)
+    as_processes(2, all_mistakes, timeout=15)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import backward, batch, dumped, gradients, loaded, same, sharded
+from sharded_model import Model, backward, batch, dumped, gradients, loaded, same, sharded
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from products import one_in
@@ -120,6 +121,24 @@ def resumes(rank: int, before: bytes | None) -> bytes:
         assert isinstance(error, gw.ConfigError)
         assert "4 ranks in 2 shards; this group has 4 in 4" in str(error)
         handle.load_state_dict({**state, "aggregators": {}})
+        ddp = gw.attach(DDP(Model()), "topk", density=0.1, error_feedback=True)
+        error = caught(lambda: ddp.load_state_dict(state))
+        assert isinstance(error, gw.ConfigError)
+        assert "4 ranks in 2 shards; this group has 4 under DDP" in str(error)
+        own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
+        hsdp, _ = hybrid(2)
+        replicated = gw.attach(hsdp, "topk", density=0.1, error_feedback=True)
+        for match, changed in (
+            ("4 ranks under DDP; this group has 4 in 2 shards", {**own, "rank": rank}),
+            ("sharded in other dimensions", {**state, "rank": rank, "dims": {"embedding": 1}}),
+        ):
+            error = caught(
+                lambda changed=changed: replicated.load_state_dict(
+                    {**changed, "aggregators": state["aggregators"]}
+                )
+            )
+            assert isinstance(error, gw.ConfigError)
+            assert match in str(error), error
         return before
     for step in range(3):
         backward(model, step, spare=True)

@@ -68,9 +68,9 @@ def op_of(op: Op) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """Raise ConfigError unless `seed` is a non-negative integer."""
-    if type(seed) is not int or seed < 0:
-        raise ConfigError(f"seed={seed!r}: give an integer that is not negative")
+    """Raise ConfigError unless `seed` is an integer from 0 to below 2^64."""
+    if type(seed) is not int or not 0 <= seed < 1 << 64:
+        raise ConfigError(f"seed={seed!r:.60}: give an integer that is not negative, below 2^64")
 
 
 def check_residual(residual: torch.Tensor | None, numel: int) -> None:

@@ -11,6 +11,7 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 
 _CALLS = "calls"
+_MOST = 1 << 61  # gradwire.collectives.calling sets bit 62 of a counted call's step
 
 
 def state_dict(group: dist.ProcessGroup | Communicator | None = None) -> dict[str, int]:
@@ -31,7 +32,7 @@ def load_state_dict(
         ConfigError: it is not what `state_dict` returns.
     """
     calls = state.get(_CALLS) if isinstance(state, Mapping) else None
-    if type(calls) is not int or calls < 0 or len(state) != 1:
+    if type(calls) is not int or not 0 <= calls < _MOST or len(state) != 1:
         raise ConfigError(f"state {state!r:.60} is not what gradwire.state_dict() returns")
     _communicator(group).counted = calls
 

@@ -18,7 +18,8 @@ from gradwire.groups import communicator
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
-from gradwire.integrations.sharded import Sharded, plan_sharded
+from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
 from gradwire.integrations.wrapped import in_hand
 from gradwire.planner import Plan, Rules, make_plan
@@ -74,7 +75,7 @@ def attach(
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
             and add it to the next step's gradient. "powersgd" and "artopk" always do. A biased
             codec (`Codec.biased`: topk, onebit, ...) without it warns once per process.
-        seed: of random numbers; not negative.
+        seed: of random numbers; not negative, below 2^64.
         algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
             `options`.
         options: algorithm, segments, checksum, kernels.

@@ -28,7 +28,8 @@ from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups, reduced_over
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
-from gradwire.integrations.sharded import Sharded, plan_sharded
+from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.sharded_plan import is_attached, not_free
 from gradwire.planner import Rules
 

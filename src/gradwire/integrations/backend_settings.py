@@ -91,6 +91,7 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{name}={text!r}: give a whole number that is not negative")
+    short = text.isascii() and text.isdecimal() and len(text) <= 20
+    if not short or int(text) >= 1 << 64:
+        raise ConfigError(f"{name}={text!r:.60}: give a whole number from 0 to below 2^64")
     return int(text)

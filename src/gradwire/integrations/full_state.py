@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import ConfigError
+from gradwire.groups import communicator
 
 State = Mapping[str, Any]
 
@@ -23,26 +24,45 @@ class StateGather:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = [weakref.ref(group) for group in groups]
+        self._groups = [(weakref.ref(group), communicator(group)) for group in groups]
 
     def __call__(self, state: State, rank0_only: bool) -> list[State]:
         """All ranks' states, by rank; nothing where only rank 0 gets them.
 
         Raises:
-            ConfigError: a process group was destroyed.
+            ConfigError: a process group was destroyed, or ranks differ in `rank0_only`.
+            TransportError: a rank did not make the call.
         """
+        groups = self._living()
+        self._agree(bool(rank0_only))
         states = [on_cpu(state)]
-        for held in self._groups:
-            group = held()
-            if group is None:
-                raise ConfigError(
-                    "full_state_dict: the process group of this handle was destroyed: call it "
-                    "before destroy_process_group"
-                )
+        for group in groups:
             # Where rank 0 alone gets them, all ranks of a later group have some, or all have none.
             if states and group.size() > 1:
                 states = _gathered(states, group, rank0_only)
         return sorted(states, key=lambda one: int(one["rank"]))
+
+    def _living(self) -> list[dist.ProcessGroup]:
+        groups = [held() for held, comm in self._groups if comm.alive()]
+        living = [group for group in groups if group is not None]
+        if len(living) < len(self._groups):
+            raise ConfigError(
+                "full_state_dict: the process group of this handle was destroyed: call it before "
+                "destroy_process_group"
+            )
+        return living
+
+    def _agree(self, rank0_only: bool) -> None:
+        """Verify that all ranks make this call with this argument. A rank that finds a difference
+        in one group still takes part in the agreements of later ones: their ranks wait for it."""
+        line, error = f"rank0_only={rank0_only}", None
+        for _, comm in self._groups:
+            try:
+                comm.agree("full_state_dict", [line])
+            except ConfigError as found:
+                line, error = "rank0_only=(differs between ranks)", error or found
+        if error is not None:
+            raise error
 
 
 def _gathered(states: list[State], group: dist.ProcessGroup, rank0_only: bool) -> list[State]:
@@ -86,14 +106,20 @@ def states_of(given: object) -> list[State]:
         )
     if isinstance(given, Mapping) and "ranks" in given:
         ranks = given["ranks"]
-        if given.get("version") != 1 or not isinstance(ranks, Sequence):
+        version, ranks_told = given.get("version"), given.get("world_size")
+        if (
+            (type(version), version) != (int, 1)
+            or type(ranks_told) is not int
+            or not isinstance(ranks, Sequence)
+            or isinstance(ranks, (str, bytes))
+        ):
             raise ConfigError(
                 "load_state_dict: not the full_state_dict of a gradwire handle (version 1)"
             )
-        if len(ranks) != given.get("world_size"):
+        if len(ranks) != ranks_told:
             raise ConfigError(
                 f"load_state_dict: this full_state_dict has the states of {len(ranks)} ranks, not "
-                f"of {given.get('world_size')}: load it as it was saved"
+                f"of {ranks_told}: load it as it was saved"
             )
         return list(ranks)
     if isinstance(given, Mapping):

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire.aggregators import Attached
 from gradwire.integrations.full_state import StateGather, full, states_of
+from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
 from gradwire.lang import rng
 from gradwire.planner import Plan
@@ -20,6 +21,7 @@ class Saved:
         seed: of random numbers.
         rank, world_size: among the ranks that take part in an average.
         gather: gathers the states of all these ranks.
+        layout: how the module is sharded.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class Saved:
         rank: int,
         world_size: int,
         gather: StateGather,
+        layout: ResidualLayout = UNSHARDED,
     ) -> None:
         self._members = members
         self._seed = seed
         self.rank = rank
         self.world_size = world_size
         self._gather = gather
+        self._layout = layout
 
     @property
     def plan(self) -> Plan:
@@ -46,7 +50,10 @@ class Saved:
         later training does not change it.
 
         Saved on every rank in a file of its own, it resumes bit for bit. A file of rank 0 alone
-        lacks the other ranks' residuals: use `full_state_dict` for that.
+        lacks the other ranks' residuals: use `full_state_dict` for that. Under FSDP2 it also has
+        the number of `shards`, and as `dims` of each parameter that is not sharded in its first
+        dimension, in which it is. Residuals are in the order of the parameter's values, however
+        it is sharded.
         """
         return {
             "version": 1,
@@ -57,10 +64,13 @@ class Saved:
             "parameters": {p.name: p.facts() for p in self.plan.parameters},
             "steps": {name: member.step for name, member in self._members.items()},
             "aggregators": {
-                name: {key: kept.clone() for key, kept in member.state.items()}
+                name: {
+                    key: self._layout.saved(member, key, kept) for key, kept in member.state.items()
+                }
                 for name, member in self._members.items()
                 if member.state
             },
+            **self._layout.facts(),
         }
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
@@ -81,7 +91,8 @@ class Saved:
             tensors, which torch.load(weights_only=True) reads.
 
         Raises:
-            ConfigError: the process group was destroyed.
+            ConfigError: the process group was destroyed, or ranks differ in `rank0_only`.
+            TransportError: a rank did not make the call within the group's timeout.
         """
         return full(self._gather(self.state_dict(), rank0_only))
 
@@ -97,6 +108,8 @@ class Saved:
           number of ranks is preserved, which is what later averages still have to receive. A rank
           without an old rank starts at zero. A single rank, which has no error feedback, adds its
           residual to its next gradient.
+        - between DDP and FSDP2, and between shardings, residuals move in the same way, since they
+          are of whole parameters. Residuals of replicas (HSDP) load only into the same mesh.
         - state that is equal on all ranks (PowerSGD's factor, steps, the seed) is copied, and
           sharded state is put together and sharded anew.
 
@@ -107,14 +120,16 @@ class Saved:
 
         Raises:
             ConfigError: `state` is not a handle's state, or of another plan; the message names the
-                first parameter that differs. Nothing is changed then.
+                first parameter that differs. Or it has residuals of other replicas (HSDP). Nothing
+                is changed then.
         """
-        merged = merge_states(states_of(state), self.rank, self.world_size, self.plan)
+        states = states_of(state)
+        merged = merge_states(states, self.rank, self.world_size, self.plan, self._layout)
         for name, member in self._members.items():
             member.step = merged["steps"][name]
             member.keys = rng.parameter_keys(merged["seed"], name, self.rank)
             kept = merged["aggregators"].get(name, {})
-            member.keep({key: tensor.clone() for key, tensor in kept.items()})
+            member.keep({key: self._layout.loaded(member, key, t) for key, t in kept.items()})
         self._seed = merged["seed"]
 
     def summary(self) -> str:

@@ -10,13 +10,10 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from gradwire.aggregators import Aggregator, Attached
 from gradwire.aggregators.registry import Method
@@ -35,17 +32,18 @@ from gradwire.errors import ConfigError, TransportError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, running
 from gradwire.integrations.bias import warn_of_bias
-from gradwire.integrations.fsdp import Groups, process_groups
-from gradwire.integrations.full_state import StateGather, states_of
+from gradwire.integrations.fsdp import process_groups
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.rehearsal import alike
+from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.scatter import Replicas, Scatter, WeightGather
-from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, trained_of
+from gradwire.integrations.sharded_plan import Trained, make_sharded_plan
 from gradwire.integrations.summary import Expected, expected_scatter, summary
 from gradwire.integrations.switch import Switch, Update
 from gradwire.lang import rng
 from gradwire.partition import Spec
-from gradwire.planner import Plan, Rules
+from gradwire.planner import Plan
 
 _SAME: Any = object()
 _OPTIONS = Options()
@@ -60,7 +58,8 @@ class Sharded(Saved):
         self.groups = groups = trained.groups
         members = members_of(plan, seed, groups.rank, first)
         gather = StateGather(process_groups(trained.records[0]).all)
-        super().__init__(members, seed, groups.rank, groups.size, gather)
+        layout = ResidualLayout(groups.shards, trained.dims())
+        super().__init__(members, seed, groups.rank, groups.size, gather, layout)
         what = f"the sharded module of {plan.parameters[0].name}"
         self._owners = [communicator(group).owner(what) for group in groups.all]
         self._named, self._shards = trained.named, trained.shards()
@@ -76,7 +75,6 @@ class Sharded(Saved):
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
         self._scatters: list[Scatter] = []
-        self._columns = [n for p, n in trained.names.items() if p.fsdp_placement.dim != 0]
         for record in trained.records:
             of = {p: members[trained.names[p]] for p in record.fsdp_params if p in trained.names}
             self._install(record, of)
@@ -297,22 +295,14 @@ class Sharded(Saved):
 
     summary.__doc__ = Saved.summary.__doc__
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict`, with the number of shards as `shards`."""
-        return {**super().state_dict(), "shards": self.groups.shards}
-
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """As `Handle.load_state_dict`. Residuals are of whole parameters, so they move as DDP's
-        do, whatever the shards. With FSDP2 a rank's own shard is sent exactly: what a residual
-        holds of it, from another number of ranks, is added to the next gradient.
+        """As `Handle.load_state_dict`. With FSDP2 a rank's own shard is sent exactly: what a
+        residual holds of it, from another number of ranks, another sharding or DDP, is added to
+        the next gradient.
 
         Raises:
-            ConfigError: as there; or residuals cannot be moved to this mesh: under HSDP, and of
-                parameters that are sharded by columns.
+            ConfigError: as there.
         """
-        for one in states_of(state):
-            if isinstance(one, Mapping) and one.get("aggregators"):
-                self._check_mesh(one)
         super().load_state_dict(state)
         if self.groups.size == 1 and any(member.state for member in self._members.values()):
             warnings.warn(
@@ -322,27 +312,6 @@ class Sharded(Saved):
             )
             for member in self._members.values():
                 member.keep({})
-
-    def _check_mesh(self, state: Mapping[str, Any]) -> None:
-        """A residual has the values of all shards in order; with replicas, those of the own shard
-        have the weight of all shards. So another mesh needs another layout."""
-        here = self.groups.size, self.groups.shards
-        there = state.get("world_size"), state.get("shards")
-        if there == here:
-            return
-        columns = [name for name in self._columns if name in state["aggregators"]]
-        if there[1] is None:
-            raise ConfigError(
-                "load_state_dict: this state is of a DDP module, whose residuals have another "
-                "layout; load it with an empty 'aggregators' to start from zero residuals"
-            )
-        if there[0] != there[1] or here[0] != here[1] or columns:
-            what = f"parameter {columns[0]}, sharded by columns," if columns else "replicas (HSDP)"
-            raise ConfigError(
-                f"load_state_dict: this state is of {there[0]} ranks in {there[1]} shards; this "
-                f"group has {here[0]} in {here[1]}: residuals of {what} cannot be moved; load it "
-                "with an empty 'aggregators' to start from zero residuals"
-            )
 
     def detach(self) -> None:
         """Restore FSDP2's own collectives; call it between two steps. Statistics and state stay
@@ -358,49 +327,3 @@ class Sharded(Saved):
 
 def _nothing() -> None:
     pass
-
-
-@dataclass(frozen=True)
-class PlannedShards:
-    """FSDP modules that have passed the checks on this rank, and their plan."""
-
-    model: torch.nn.Module
-    trained: Trained
-    plan: Plan
-
-    def handle(self, seed: int) -> Sharded:
-        """Attach; raises ConfigError if ranks disagree."""
-        groups = self.trained.groups
-        count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
-        agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
-        for group in groups.all:
-            communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
-        return Sharded(self.model, self.trained, self.plan, seed, count << _STEP_BITS)
-
-
-def plan_sharded(
-    model: torch.nn.Module,
-    rules: Rules,
-    like: Groups | None = None,
-    ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
-) -> PlannedShards:
-    """Check and plan every FSDP module in `model` on this rank, before ranks agree.
-
-    Args:
-        like: skip modules over other process groups than these, and modules that cannot have a
-            handle.
-        ours: whether gradients over a process group are compressed.
-
-    Raises:
-        ConfigError: a module cannot have a handle, modules use several process groups, an
-            aggregator is not a single codec, or as `make_plan`.
-    """
-    trained = trained_of(model, like, ours)
-    return PlannedShards(
-        model, trained, make_sharded_plan(trained.named, rules, trained.groups.size)
-    )
-
-
-_STEP_BITS = 32  # bits of a handle's step counter
-# Each handle of a group draws different random numbers.
-_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

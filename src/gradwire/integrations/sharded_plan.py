@@ -57,6 +57,10 @@ class Trained:
                 found.append(of_record)
         return found
 
+    def dims(self) -> dict[str, int]:
+        """The dimension in which a parameter is sharded, by name, where it is not the first."""
+        return {n: p.fsdp_placement.dim for p, n in self.names.items() if p.fsdp_placement.dim}
+
 
 def make_sharded_plan(
     named: Sequence[tuple[str, torch.Tensor]], rules: Rules, ranks: int, version: int = 0

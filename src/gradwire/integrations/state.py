@@ -16,7 +16,9 @@ import torch
 
 from gradwire.aggregators import OWED, ErrorFeedback, StateSpec
 from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError
+from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.planner import ParameterPlan, Plan
 
 _KEYS = {
@@ -28,31 +30,37 @@ _KEYS = {
     "steps": Mapping,
     "aggregators": Mapping,
 }
+_MOST_STEPS = 1 << 48  # the bits above number the rounds of a step
 
 
 def merge_states(
-    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, plan: Plan
+    states: Sequence[Mapping[str, Any]],
+    rank: int,
+    world_size: int,
+    plan: Plan,
+    layout: ResidualLayout = UNSHARDED,
 ) -> dict[str, Any]:
     """The state from which `rank` of `world_size` starts; a pure function.
 
     Args:
         states: one rank's state, or those of all ranks of the saved job.
-        plan: of the handle that loads.
+        plan, layout: of the handle that loads.
 
     Raises:
-        ConfigError: no state, another format, missing ranks, or another plan: the message names the
-            first parameter that differs.
+        ConfigError: no state, another format, missing ranks, residuals that this layout cannot
+            take, or another plan: the message names the first parameter that differs.
     """
     if not states:
         raise ConfigError("load_state_dict: the list of states is empty")
     for state in states:
         _check_form(state)
+        layout.check(state, world_size)
         _check_plan(state, plan, world_size)
         _check_tensors(state, plan, world_size)
     first = states[0]
     for state in states:
-        for key in ("world_size", "seed", "steps"):
-            if state[key] != first[key]:
+        for key in ("world_size", "seed", "steps", "shards", "dims"):
+            if state.get(key) != first.get(key):
                 raise ConfigError(
                     f"load_state_dict: the states of ranks {first['rank']} and {state['rank']} "
                     f"differ in {key}: give states that were saved together"
@@ -87,14 +95,19 @@ def merge_states(
 
 def _check_form(state: object) -> None:
     """Check that `state` is a handle's state_dict in this version's format."""
-    if not isinstance(state, Mapping) or state.get("version") != 1:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or type(version) is not int or version != 1:
         raise ConfigError("load_state_dict: not the state_dict of a gradwire handle (version 1)")
     for key, kind in _KEYS.items():
-        if not isinstance(state.get(key), kind):
+        if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
             found = f"has {state[key]!r} for {key!r}" if key in state else f"lacks {key!r}"
             raise ConfigError(
                 f"load_state_dict: the state {found}: it is not a result of Handle.state_dict"
             )
+    try:
+        check_seed(state["seed"])
+    except ConfigError as error:
+        raise ConfigError(f"load_state_dict: the state has {error}") from None
     if not 0 <= state["rank"] < state["world_size"]:
         raise ConfigError(
             f"load_state_dict: the state is of rank {state['rank']} of {state['world_size']}: it "
@@ -124,10 +137,11 @@ def _check_plan(state: Mapping[str, Any], plan: Plan, world_size: int) -> None:
                     f"load_state_dict: parameter {name} has {fact} {found} in the state and "
                     f"{value} here: load a state with the same plan with which it was saved"
                 )
-        if not isinstance(state["steps"][name], int):
+        step = state["steps"][name]
+        if type(step) is not int or not 0 <= step < _MOST_STEPS:
             raise ConfigError(
-                f"load_state_dict: parameter {name} is at step {state['steps'][name]!r}: "
-                "not a number"
+                f"load_state_dict: parameter {name} is at step {step!r:.60}: not a whole number "
+                "from 0 to below 2^48"
             )
 
 
