@@ -75,6 +75,8 @@ def test_rows_go_to_a_file_and_a_table_to_people(tmp_path: Path) -> None:
     [
         (["codec", "show", "qsdg"], "qsdg"),
         (["codec", "show", "qsgd:bitz=2"], "bitz"),
+        (["codec", "show", ""], "'': expected NAME or NAME:OPTION=VALUE:..."),
+        (["codec", "show", "powersgd:rank=2"], "aggregator, which has no stages"),
         (["bench", "kernels", "--codec", "qsdg"], "qsdg"),
         (["bench", "kernels", "--target", "cuda"], "cuda"),
         (["bench", "collectives", "--methods", "magic"], "magic"),
