@@ -66,7 +66,8 @@ def plan(
 ) -> TrainConfig:
     """The configuration for these arguments; None selects the default.
 
-    `quick` ends within 45 seconds on two cores: a small model, two nodes, three methods. The
+    `quick` ends within 45 seconds on two idle cores, unless `net` is slower than the default: a
+    small model, two nodes, three methods. The
     default network is `none` where the lab does not work; `announce` reports that (by default to
     standard error).
 

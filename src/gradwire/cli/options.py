@@ -24,9 +24,7 @@ Json = Annotated[
 ]
 Quick = Annotated[
     bool,
-    typer.Option(
-        "--quick", help="Fewer measurements: 45 seconds on two idle cores without a slow network."
-    ),
+    typer.Option("--quick", help="End within 45 s on two idle cores, unless the network is slow."),
 ]
 Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
 
