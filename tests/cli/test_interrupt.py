@@ -26,17 +26,17 @@ main()
 """
 RANKS = " nodes on "  # what is printed once the lab stands
 COMMANDS = [
-    (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of all methods"),
+    (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of "),
     (["demo", "--net", "none"], RANKS),
     (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
-    (["bench", "kernels", "--codec", "topk", "--target", "eager"], "codecs, targets and threads"),
+    (["bench", "kernels", "--codec", "topk", "--target", "eager"], "kernels of topk"),
     (["codec", "build", "--output", "made"], "x86-64"),
     (["doctor", "--ranks", "2", "--numel", "20000000"], RANKS),
-    (["sim", "--fresh"], "measuring kernels"),
+    (["sim", "--fresh"], "kernels of "),
     (["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "60"], RANKS),
 ]
 SHAPED = [
-    (["bench", "collectives", "--ranks", "2", "--net", "10mbit,1ms"], "turns of all methods"),
+    (["bench", "collectives", "--ranks", "2", "--net", "10mbit,1ms"], "turns of "),
     (["lab", "run", "--nodes", "2", "--net", "1gbit,1ms", "--", "sleep", "60"], RANKS),
 ]
 

@@ -84,6 +84,31 @@ def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]
     assert printed.err.splitlines()[0] == "turns: 0 of 2"
 
 
+def test_a_full_disk_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here, on which nothing can be written")
+    assert program.run(["codec", "list", "--json", "/dev/full"]) == program.BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "gradwire: --json /dev/full: cannot be written (No space left on device)"
+    ]
+
+
+def test_lines_name_what_runs_and_are_seldom(capsys: pytest.CaptureFixture[str]) -> None:
+    codecs = ["fp16", "qsgd", "topk"]
+
+    def measure(advance: Any) -> list[dict[str, Any]]:
+        for index, codec in enumerate(codecs):
+            advance(f"kernels of {codec}", index, len(codecs))
+        return [{"a": 1}]
+
+    with output("-") as out:
+        out.measured(measure, ["a"])
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of " in line]
+    assert lines == ["kernels of fp16: 0 of 3"]
+
+
 LONG = [
     ["bench", "kernels", "--codec", "fp16", "--target", "eager", "--quick"],
     ["bench", "transports", "--bytes", "64", "--quick"],

@@ -11,10 +11,20 @@ from dataclasses import dataclass
 import pytest
 
 from gradwire import codecs
+from gradwire.aggregators import registry
 from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
 from gradwire.errors import ConfigError
 from gradwire.lang import show
 from gradwire.lang.codec import code_lines
+
+
+@pytest.mark.parametrize("name", list(registry.REGISTRY))
+def test_an_aggregator_is_no_codec(name: str) -> None:
+    message = f"^{name} is an aggregator: it needs gw.attach or gw.register$"
+    with pytest.raises(ConfigError, match=message):
+        codecs.get(name)
+    with pytest.raises(ConfigError, match=r"^unknown codec 'qsdg': (?!.*aggregator)"):
+        codecs.get("qsdg")
 
 
 def test_names() -> None:

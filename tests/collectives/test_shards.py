@@ -245,7 +245,7 @@ def test_wrong_input_is_refused_before_anything_is_sent() -> None:
     for text, part in zip(
         texts,
         [
-            "input has 9 values; with 2 ranks it must have 8, 2 times those of output",
+            "input has 9 values; with 2 ranks it must have 8 values: 2 x output's",
             "output has 9 values",
             "input is torch.float16 and output is torch.float32",
             "op 'mean': reduce_scatter takes 'sum', 'avg', 'min', 'max'",

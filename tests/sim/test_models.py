@@ -45,7 +45,11 @@ def test_sizes_are_matrices() -> None:
     assert models.shapes("2.5e3") == ((1, 2500),)
 
 
-@pytest.mark.parametrize("text", ["", "resnet51", "0", "-4", "1.5", "1e6,,3", "4x", "1e-3", "nan"])
+NEITHER = ["", "resnet51", "0", "-4", "1.5", "1e6,,3", "4x", "1e-3", "nan", "inf", "-1e999"]
+HUGE = ["1e14", "1e999", "1e400x2", "2x1e999", "9" * 5000, "1e7x1e7", "x".join(["1e13"] * 40)]
+
+
+@pytest.mark.parametrize("text", [*NEITHER, *HUGE])
 def test_what_is_neither_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="--model"):
         models.shapes(text)

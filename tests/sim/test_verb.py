@@ -124,7 +124,10 @@ def test_a_thousand_ranks_take_seconds(file: str) -> None:
     [
         (["--model", "resnet51"], "resnet51"),
         (["--model", "0"], "at least 1"),
-        (["--ranks", "0"], "ranks=0"),
+        (["--model", "1e999"], "--model '1e999': more than 1e+13 values"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--ranks", "1"], "--ranks 1: one rank sends nothing; use 2 ranks or more"),
+        (["--sweep", "ranks=1,2"], "--sweep ranks=1: one rank sends nothing"),
         (["--per-node", "0"], "per_node=0"),
         (["--cores", "0"], "cores"),
         (["--backward", "-1"], "backward"),
@@ -155,3 +158,11 @@ def test_mistakes_are_named(file: str, arguments: list[str], match: str) -> None
     result = CliRunner().invoke(app, ["sim", "--model", "1e4", "--curves", file, *arguments])
     assert isinstance(result.exception, ConfigError), result.output
     assert match in str(result.exception)
+
+
+def test_rows_are_no_curves(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n')
+    result = CliRunner().invoke(app, ["sim", "--model", "1e4", "--curves", str(rows)])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert "it has no key 'codecs'" in str(result.exception)

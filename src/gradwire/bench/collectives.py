@@ -66,7 +66,7 @@ def run(
         methods: names as in `bench train`; by default torch's four and gradwire's 4 bits.
         codecs: instead of methods, these codecs of gradwire at their defaults.
         numel: values of the gradient; 25 million, or 2.5 million if `quick`.
-        quick: end within 45 seconds on two cores.
+        quick: end within 45 seconds on two idle cores, unless the network is slow.
         per_node: ranks per node; they share its link and communicate through memory.
         advance: called with every turn.
 

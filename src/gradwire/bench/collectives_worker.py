@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
     gradients = gradient_of(rank, weight.numel()).view_as(weight)
     turns = _WARM_UP + config.rounds
     for turn in range(turns):
-        events.progress("turns of all methods", turn, turns)
+        events.progress(f"turns of {', '.join(config.methods)}", turn, turns)
         for timed_method in timed_methods:
             if len(timed_methods) > 1:
                 timed_method.step(gradients, counts=False)

@@ -24,7 +24,7 @@ import torch
 from gradwire import __version__
 from gradwire.bench import workers
 from gradwire.bench.provenance import processor
-from gradwire.codecs import Identity
+from gradwire.codecs import Identity, name_of
 from gradwire.lab import Network
 from gradwire.lang import ROW, Codec, jit, kernels
 from gradwire.sim import Curves, curves
@@ -86,7 +86,7 @@ def _all(
     found = {}
     for index, codec in enumerate(codecs):
         if advance is not None:
-            advance("measuring kernels", index, len(codecs))
+            advance(f"kernels of {name_of(codec)}", index, len(codecs))
         found[str(codec)] = kernel_curves(codec, threads)
     return found
 

@@ -102,7 +102,9 @@ def run(
     ]
     for index, (codec, target, count) in enumerate(todo):
         if advance is not None:
-            advance("codecs, targets and threads", index, len(todo))
+            name = codec_table.name_of(codec)
+            at_once = "1 thread" if count == 1 else f"{count} threads"
+            advance(f"kernels of {name} on {target} with {at_once}", index, len(todo))
         size = numel or (QUICK_NUMEL[target] if quick else NUMEL[device])
         yield from _rows(codec, target, size, count, quick, device)
 

@@ -163,7 +163,7 @@ def join(wanted: StepMeasurement, advance: workers.Advance | None = None) -> lis
         dist.init_process_group("gloo")
     except (ValueError, RuntimeError) as error:
         raise TransportError(
-            f"cannot join the {wanted.ranks} ranks that RANK and WORLD_SIZE tell of: "
+            f"cannot join the {wanted.ranks} ranks given by RANK and WORLD_SIZE: "
             f"{str(error).splitlines()[0]}; unset them to measure this machine"
         ) from error
     measured = network_worker.measure(wanted.config, advance or (lambda what, done, total: None))

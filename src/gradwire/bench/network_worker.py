@@ -135,7 +135,7 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
             times.clear()
     begun = time.monotonic()
     for turn in range(config.turns):
-        advance("turns of all methods", turn, config.turns)
+        advance(f"turns of {', '.join(config.methods)}", turn, config.turns)
         spent = torch.tensor(time.monotonic() - begun)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         if turn >= _FEWEST and float(spent) > config.budget_seconds:

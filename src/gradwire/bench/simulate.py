@@ -131,6 +131,9 @@ def _scenario(wanted: Wanted, text: str, algorithm: str, name: str | None, value
     if name in ("segments", "partitions"):
         given[name] = _number(name, value, whole=True)
     ranks = _number("ranks", value, whole=True) if name == "ranks" else wanted.ranks
+    if ranks < 2:
+        given_as = f"--sweep ranks={value}" if name == "ranks" else f"--ranks {ranks}"
+        raise ConfigError(f"{given_as}: one rank sends nothing; use 2 ranks or more")
     if ranks > _MOST_RANKS:
         raise ConfigError(f"ranks={ranks}: {_MOST_RANKS} at most")
     per_node = _number("per_node", value, whole=True) if name == "per_node" else wanted.per_node

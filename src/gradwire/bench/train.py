@@ -66,7 +66,8 @@ def plan(
 ) -> TrainConfig:
     """The configuration for these arguments; None selects the default.
 
-    `quick` ends within 45 seconds on two cores: a small model, two nodes, three methods. The
+    `quick` ends within 45 seconds on two idle cores, unless `net` is slower than the default: a
+    small model, two nodes, three methods. The
     default network is `none` where the lab does not work; `announce` reports that (by default to
     standard error).
 
@@ -76,7 +77,7 @@ def plan(
     if nodes is not None and nodes > links.MAX_NODES:
         raise ConfigError(f"--nodes {nodes}: the lab has {links.MAX_NODES} at most")
     if nodes == 1:
-        raise ConfigError("--nodes 1: one rank sends nothing; use 2 nodes or more")
+        raise ConfigError("--nodes 1: one node sends nothing; use 2 nodes or more")
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps {steps}: train 1 step or more")
     if target is not None and not target > 0:

@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     tags = itertools.count(step=_TAGS)
     rows = []
     for index, size in enumerate(config.sizes):
-        events.progress("sizes of messages", index, len(config.sizes))
+        events.progress(f"messages of {size} bytes", index, len(config.sizes))
         data = torch.zeros(size, dtype=torch.uint8)
         count = max(2, min(_STREAM_MOST, _STREAM_BYTES // size))
         messages = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]

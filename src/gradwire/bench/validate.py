@@ -86,7 +86,7 @@ def run(
         for text, codec in zip(codecs, chosen, strict=True):
             for algorithm in algorithms:
                 if advance is not None:
-                    advance("points in the lab", next(done), points)
+                    advance(f"{text} by {algorithm}, {count} ranks on {net}", next(done), points)
                 scenario = Scenario(
                     ranks=count,
                     net=Net(net, network.rate_bits_per_s, network.latency_s),

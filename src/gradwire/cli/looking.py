@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", help="Measure a training step with as many ranks."),
+        typer.Option("--ranks", help="Measure a training step with as many ranks; about a minute."),
     ] = None,
     net: Net = "none",
     numel: Annotated[
@@ -87,15 +87,14 @@ def codec_show(
     """Print the stages of one codec (IR and C, unless some are chosen)."""
     from gradwire import codecs
     from gradwire.aggregators import registry
-    from gradwire.bench import methods
+    from gradwire.codecs.text import parse
     from gradwire.lang import show
 
-    options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
-    if options["codec"] in registry.REGISTRY:
+    if parse(name)[0] in registry.REGISTRY:
         raise ConfigError(
             f"{name!r} is an aggregator, which has no stages: name a codec of `gradwire codec list`"
         )
-    chosen = codecs.get(**options)
+    chosen = codecs.get(name)
     wanted = {"ir": ir, "c": c, "triton": triton}
     for stage in [stage for stage, given in wanted.items() if given] or ["ir", "c"]:
         typer.echo(show(chosen, stage))
@@ -104,7 +103,7 @@ def codec_show(
 @codec.command("build")
 def codec_build(
     codec_name: Annotated[
-        str | None, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., or shm; commas.")
+        str | None, typer.Option("--codec", help="Comma-separated codecs, or shm.")
     ] = None,
     isa: Annotated[
         str | None, typer.Option("--isa", help="Such as x86-64-v2,x86-64-v3; all unless given.")
@@ -112,7 +111,10 @@ def codec_build(
     folder: Annotated[
         Path | None, typer.Option("--output", help="Where this installation looks, unless given.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once; the cores.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compilers to run in parallel; default: number of cores."),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Compile kernels ahead of time, for every level of instruction sets of this machine.

@@ -51,7 +51,7 @@ def bench_collectives(
         int | None, typer.Option("--numel", help="Values; 25000000 unless quick.")
     ] = None,
     quick: Quick = False,
-    per_node: Annotated[int, typer.Option(help="Ranks of a machine, which share its link.")] = 1,
+    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
     json_file: Json = None,
 ) -> None:
     """Time all-reduces on an emulated network against the limit of the wire."""

@@ -22,7 +22,10 @@ Json = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="JSON lines to FILE; - is standard output."),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="End within 45 seconds on two cores.")]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="End within 45 s on two idle cores, unless the network is slow."),
+]
 Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
 
 
@@ -75,4 +78,9 @@ def writable(option: str, file: Path | None) -> None:
         if not existed:
             file.unlink()
     except OSError as error:
-        raise ConfigError(f"{option} {file}: cannot be written ({error.strerror})") from error
+        raise unwritable(option, file, error) from error
+
+
+def unwritable(option: str, file: Path, error: OSError) -> ConfigError:
+    """What to raise where an option's file cannot be written."""
+    return ConfigError(f"{option} {file}: cannot be written ({error.strerror})")

@@ -6,6 +6,7 @@ standard output), progress to standard error: bars on a terminal, plain lines ot
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -17,9 +18,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column
 
-from gradwire.cli.options import writable
+from gradwire.cli import tables
+from gradwire.cli.options import unwritable, writable
 from gradwire.errors import ConfigError
 
 Row = dict[str, Any]
@@ -43,12 +45,17 @@ class Output:
         self.remarks = Console(stderr=True)
 
     def row(self, row: Row) -> None:
-        """Write a row at once. A number that JSON lacks becomes null."""
-        if self._file is not None and self._stream is None:
-            self._stream = self._file.open("w")  # now, so that a failed command keeps the old file
-        if self._stream is not None:
-            self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-            self._stream.flush()
+        """Write a row at once. A number that JSON lacks becomes null.
+
+        Raises:
+            ConfigError: the file cannot be written, such as on a full disk.
+        """
+        with self._named():
+            if self._file is not None and self._stream is None:
+                self._stream = self._file.open("w")  # now: a failed command keeps the old file
+            if self._stream is not None:
+                self._stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+                self._stream.flush()
 
     def rows(self, rows: Iterable[Row], columns: list[str]) -> list[Row]:
         """Write each row as it comes; at the end print a table of `columns` for people."""
@@ -72,20 +79,28 @@ class Output:
         return kept
 
     def table(self, rows: list[Row], columns: list[str]) -> None:
-        table = Table()
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(_text(row.get(column)) for column in columns))
-        self.console.print(table)
+        """Print a table of `columns`, keys of the rows, for people."""
+        tables.show(self.console, rows, columns)
 
     def say(self, text: str) -> None:
         """Print a sentence for people, after a table."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
+        """Close the file; raises ConfigError if what it still holds back cannot be written."""
         if self._file is not None and self._stream is not None:
-            self._stream.close()
+            with self._named():
+                self._stream.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in its errors; a reader that left a pipe is no error of the file's."""
+        try:
+            yield
+        except OSError as error:
+            if self._file is None or error.errno == errno.EPIPE:
+                raise
+            raise unwritable("--json", self._file, error) from error
 
 
 @contextmanager
@@ -108,12 +123,17 @@ def output(destination: str | None) -> Iterator[Output]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Advance]:
-    """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds."""
+    """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds.
+
+    The first step of every phase has a line, too.
+    """
     if not console.is_terminal:
         yield _lines(console)
         return
+    named = Column(max_width=40, no_wrap=True, overflow="ellipsis")  # a line holds all columns
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}", table_column=named), BarColumn(20), MofNCompleteColumn(),
+        TimeElapsedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("starting", total=None)
@@ -123,12 +143,13 @@ def _progress(console: Console) -> Iterator[Advance]:
 
 
 def _lines(console: Console) -> Advance:
-    last: list[Any] = ["", 0.0]  # what, when
+    last = 0.0
 
     def advance(what: str, done: int, total: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if what != last[0] or now - last[1] >= _BETWEEN_LINES_S:
-            last[:] = [what, now]
+        if done == 0 or now - last >= _BETWEEN_LINES_S:
+            last = now
             console.print(f"{what}: {done} of {total}", highlight=False, soft_wrap=True)
 
     return advance
@@ -142,13 +163,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return value
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
-    return "-" if value is None else str(value)

@@ -25,7 +25,7 @@ def sim(
         str | None, typer.Option("--sweep", help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
-    per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1,
+    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
     cores: Annotated[
         float | None,
         typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
@@ -39,7 +39,7 @@ def sim(
     segments: Annotated[int | None, typer.Option(help="Pipeline units a chunk.")] = None,
     partitions: Annotated[int | None, typer.Option(help="Of parameter_server.")] = None,
     coordinated: Annotated[bool, typer.Option("--coordinated", help="Send in rounds.")] = False,
-    threads: Annotated[int, typer.Option(help="Of a kernel.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
     curves: Annotated[
         Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
     ] = None,
@@ -47,10 +47,10 @@ def sim(
     validate: Annotated[
         bool, typer.Option("--validate", help="Compare with the lab, at its own points.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Validate few points.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Validate fewer points.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Predict what a step's collectives take, on networks that this machine lacks."""
+    """Predict what a step's collectives take, on simulated networks."""
     from gradwire.bench import simulate
     from gradwire.bench import validate as validation
 

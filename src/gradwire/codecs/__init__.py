@@ -54,6 +54,9 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "lowrank": (LowRank, {}),
 }
 
+# The names of gradwire.aggregators.registry, which imports this package: named here for an error.
+_AGGREGATORS = ("powersgd", "artopk")
+
 __all__ = [
     "DGC",
     "QSGD",
@@ -104,11 +107,10 @@ def get(codec: str | Codec, **options: Any) -> Codec:
         check_codec(given, otherwise=f"one of the names {', '.join(REGISTRY)}")
     name, parsed = parse(codec)
     options = merged(codec, parsed, options)
+    if name in _AGGREGATORS:
+        raise ConfigError(f"{name} is an aggregator: it needs gw.attach or gw.register")
     if name not in REGISTRY:
-        raise ConfigError(
-            f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}; aggregators, such as "
-            "powersgd, are for models alone (attach and register)"
-        )
+        raise ConfigError(f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}")
     made, settled = REGISTRY[name]
     known = [option for option in _fields(made) if option not in settled]
     for option in options:

@@ -152,7 +152,7 @@ def _check_shards(
     if all_values.numel() != comm.world_size * own.numel():
         raise ConfigError(
             f"{whole_name} has {all_values.numel()} values; with {comm.world_size} ranks it must "
-            f"have {comm.world_size * own.numel()}, {comm.world_size} times those of {shard_name}"
+            f"have {comm.world_size * own.numel()} values: {comm.world_size} x {shard_name}'s"
         )
     if all_values.dtype != own.dtype:
         raise ConfigError(

@@ -120,7 +120,7 @@ def build(
             try:
                 for index, future in enumerate(pending):
                     if advance is not None:
-                        advance(level.name, index, len(pending))
+                        advance(f"kernels for {level.name}", index, len(pending))
                     future.result()
             except BaseException:  # Ctrl-C too
                 at.shutdown(wait=False, cancel_futures=True)

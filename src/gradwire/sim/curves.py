@@ -101,8 +101,9 @@ def load(file: Path) -> Curves:
     except OSError as error:
         raise ConfigError(f"--curves {file}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"it has no key {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"--curves {file}: not a file of curves ({error}); "
+            f"--curves {file}: not a file of curves ({reason}); "
             "docs/reference/simulator.md shows one"
         ) from error
 

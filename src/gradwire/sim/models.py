@@ -31,8 +31,12 @@ def shapes(text: str) -> Shapes:
         return tuple(MODELS[name]())
     sizes = tuple(_size(text, part) for part in text.split(","))
     if numel(sizes) > _MOST:
-        raise ConfigError(f"--model {text!r}: {numel(sizes):.0e} values are more than {_MOST:.0e}")
+        raise _too_many(text)
     return sizes
+
+
+def _too_many(text: str) -> ConfigError:
+    return ConfigError(f"--model {text!r}: more than {_MOST:.0e} values; give smaller sizes")
 
 
 def _size(text: str, part: str) -> Shape:
@@ -44,6 +48,8 @@ def _size(text: str, part: str) -> Shape:
                 f"{', '.join(MODELS)}; sizes: as in 1e6,4096x1024"
             )
         size = float(number)
+        if size > _MOST:
+            raise _too_many(text)
         if size < 1 or size != int(size):
             raise ConfigError(f"--model {text!r}: a size is a whole number, at least 1: {number}")
         sizes.append(int(size))
