@@ -158,6 +158,27 @@ PROFILE = [
     }
     for part in ("hook", "kernels")
 ]
+DOCTOR: list[dict[str, Any]] = [
+    {"part": "gradwire", "available": True, "detail": "0.1.0"},
+    *(
+        {
+            "part": f"step {method}",
+            "available": True,
+            "detail": "a step",
+            "method": method,
+            "ranks": 2,
+            "net": "100mbit,1ms",
+            "numel": 5_000_000,
+            "step_seconds": step,
+            "compute_seconds": 0.1,
+            "communication_seconds": step,
+            "exposed_seconds": step - 0.1,
+            "turn_seconds": [step, 1.1 * step, 0.9 * step],
+        }
+        for method, step in zip(METHODS, (1.7, 0.9, 0.3), strict=True)
+    ),
+    {"part": "verdict", "available": True, "detail": "Compression pays here: <so>."},
+]
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
     *train_rows(),
@@ -167,5 +188,6 @@ EVERYTHING: list[dict[str, Any]] = [
     VALIDATED,
     *TRANSPORT,
     *PROFILE,
+    *DOCTOR,
     *UNKNOWN,
 ]

@@ -16,7 +16,7 @@ from gradwire.errors import ConfigError
 from products import EXHAUSTIVE
 
 KEYS = {
-    "part", "available", "detail", "method", "ranks", "net", "numel", "step_seconds",
+    "part", "available", "detail", "method", "ranks", "net", "numel", "step_seconds", "run",
     "compute_seconds", "communication_seconds", "exposed_seconds", "turn_seconds",
 }  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_a_small_step_on_loopback_does_not_pay() -> None:
         assert (row["ranks"], row["net"], row["numel"]) == (2, "none", 20_000)
         assert min(row["step_seconds"], row["compute_seconds"], row["communication_seconds"]) > 0
         assert len(row["turn_seconds"]) >= 3
-    assert last.keys() == {"part", "available", "detail"}
+    assert last.keys() == {"part", "available", "detail", "run"}
     assert last["available"] is False
     assert "Compression will not pay here: " in last["detail"]
 

@@ -16,6 +16,7 @@ A row per method: part ("step METHOD"), available, detail, method, ranks, net, n
     turn_seconds            step_seconds of every turn
 
 The last row: part "verdict", available (whether compression pays), detail (why, in sentences).
+All rows have `run` (gradwire.bench.provenance).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.bench import memory, network_verdict, workers
+from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
 from gradwire.sim import models
@@ -130,6 +132,7 @@ def plan(
     return StepMeasurement(count, network, config, joins)
 
 
+@stamped
 def run(
     wanted: StepMeasurement, advance: workers.Advance | None = None
 ) -> Iterator[dict[str, Any]]:

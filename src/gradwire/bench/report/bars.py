@@ -100,7 +100,7 @@ def dots(rows: Sequence[Dots], axis: str, title: str, rule: tuple[float, str] | 
     bottom = top + 18 * len(rows)
     values = [value for row in rows for _, value in row.points]
     scale = svg.logarithmic([*values, *([rule[0]] if rule else [])], _NAMES, 390.0)
-    found += svg.bottom_axis(scale, top, bottom, axis)
+    found += svg.bottom_axis(scale, top, bottom, f"{axis} (logarithmic)")
     for place, row in enumerate(rows):
         middle = top + 18 * place + 9
         found.append(svg.text(_NAMES - 8, middle + 4, svg.shortened(row.label, _NAMES - 8), "end"))

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from gradwire.bench.baselines import SIXTEEN_BIT
 from gradwire.bench.report import svg
 from gradwire.bench.report.bars import Bar, bars
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Spread, Verdict, by_spreads
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, digits, network, seconds, size, time_unit
-from gradwire.bench.report.rows import Row, grouped
+from gradwire.bench.report.rows import grouped
 
 _TITLE = "How long does an all-reduce take, against the limit of the wire?"
 
@@ -53,6 +54,12 @@ def _section(rows: Sequence[Row]) -> Section:
                 Cell(size(row["wire_bytes"]), True),
                 Cell(digits(row["nmse"], 2), True),
             ]
+        )
+    if any((row["nmse"] or 0.0) > 1 for row in rows):
+        answers.append(
+            "An NMSE above 1 is an error larger than the average itself. The gradients of this "
+            "benchmark are random and have no low rank: they suit no low-rank method, and such a "
+            "method's NMSE says nothing about training."
         )
     headings = ["method", "algorithm, transport", "time", "middle half", f"against {SIXTEEN_BIT}"]
     headings += ["limit", "limit / time", "sent per rank", "NMSE"]

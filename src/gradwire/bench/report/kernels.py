@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.bench.report.bars import Dots, dots
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, digits, plural, seconds
-from gradwire.bench.report.rows import Row, grouped
+from gradwire.bench.report.rows import grouped
 
 _TITLE = "How fast are the kernels, against memory?"
 

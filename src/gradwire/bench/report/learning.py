@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from gradwire.bench.baselines import FULL, SIXTEEN_BIT
 from gradwire.bench.report import svg
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.noise import Verdict, by_seeds
 from gradwire.bench.report.parts import Cell, Figure, Question, Table
 from gradwire.bench.report.quantities import DASH, digits, percent, plural, seconds
-from gradwire.bench.report.rows import Row
 
 TITLE = "How long until the model reaches the baseline's loss?"
 _LEARNED = "Does compression change what is learned?"
@@ -153,6 +153,8 @@ def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[st
     near = verdict is Verdict.NOISE and by_seeds(mine, theirs) is not Verdict.NOISE
     why = f": evaluations are up to {seconds(resolution)} apart" if near else ""
     told = f"takes {ratio:.2f} times as long as {baseline['method']} to reach it"
+    if verdict is Verdict.UNKNOWN and one_seed(row):
+        return f"{ratio:.2f}×", told
     clause = {
         Verdict.LESS: f"{told}: less time",
         Verdict.MORE: f"{told}: more time",
@@ -195,6 +197,11 @@ def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Que
     return Question(_LEARNED, answers, figure, Table(headings, table) if table else None)
 
 
+def one_seed(row: Row) -> bool:
+    """Whether a summary is of one seed, so that its section says that nothing is judged."""
+    return len(row.get("seeds") or ()) == 1
+
+
 def _losses(row: Row) -> list[float | None]:
     return row.get("final_loss_by_seed") or [row["final_loss"]]
 
@@ -214,6 +221,8 @@ def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
     verdict = by_seeds(_losses(row), _losses(baseline))
     if row["final_loss"] == baseline["final_loss"]:
         verdict = Verdict.NOISE
+    if verdict is Verdict.UNKNOWN and one_seed(row):
+        return change, told
     clause = {
         Verdict.LESS: f"{told}, more than noise",
         Verdict.MORE: f"{told}, more than noise: it costs accuracy here",

@@ -70,8 +70,10 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
         else svg.linear(xs, _LEFT, _RIGHT, zero=True)
     )
     up = svg.logarithmic(ys, bottom, top) if axes.log_y else svg.linear(ys, bottom, top)
-    parts += svg.bottom_axis(across, top, bottom, axes.x, axes.x_form, list(axes.x_ticks) or None)
-    parts.append(svg.text(0, top - 8, axes.y))
+    parts += svg.bottom_axis(
+        across, top, bottom, _named(axes.x, axes.log_x), axes.x_form, list(axes.x_ticks) or None
+    )
+    parts.append(svg.text(0, top - 8, _named(axes.y, axes.log_y)))
     for value in up.ticks():
         parts.append(svg.line(_LEFT, up(value), _RIGHT, up(value), "grid"))
         parts.append(svg.text(_LEFT - 5, up(value) + 4, short(value), "end", soft=True))
@@ -83,6 +85,10 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
         level = up(axes.rule[0])
         parts.append(svg.line(_LEFT, level, _RIGHT, level, "rule"))
     return svg.figure(parts, bottom + 36, axes.title)
+
+
+def _named(axis: str, logarithmic: bool) -> str:
+    return f"{axis} (logarithmic)" if logarithmic else axis
 
 
 def _positive(one: Line, axes: Axes) -> Line:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, network, plural
-from gradwire.bench.report.rows import Row
 
 _NAMES = {
     "commit": "commit",
@@ -32,10 +33,19 @@ def section(rows: Sequence[Row]) -> Section:
     about = []
     if silent:
         about.append(
-            f"{plural(len(silent), 'row')} of {len(rows)} do not say what command, commit and "
-            "machine made them: files written before gradwire recorded that, or by something else."
+            f"{plural(len(silent), 'row')} of {len(rows)} {_are(len(silent))} without command, "
+            "commit and machine: from files written before gradwire recorded these, from checks "
+            "of `gradwire doctor` that measure nothing, or from something else."
         )
     found = list(runs.values())
+    loaded = [run for run, _ in found if _overloaded(run)]
+    if loaded:
+        most = max(loaded, key=lambda run: float(run["load"]))
+        about.append(
+            f"Before {len(loaded)} of {plural(len(found), 'run')}, more processes ran or waited "
+            f"than the machine has cores (a load of {most['load']} on {_cores(most)}): the times "
+            f"of {'this run' if len(loaded) == 1 else 'these runs'} may be those of a busy machine."
+        )
     if not found:
         return Section("What was run", about)
     common = [key for key in _NAMES if len({str(run.get(key)) for run, _ in found}) == 1]
@@ -48,6 +58,21 @@ def section(rows: Sequence[Row]) -> Section:
     keys = _run_keys(found, [key for key in _NAMES if key not in common])
     each = Table(list(keys.values()), [[_cell(*one, key) for key in keys] for one in found])
     return Section("What was run", about, [Question("", table=shared), Question("", table=each)])
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _cores(run: dict[str, Any]) -> int | None:
+    """Of the machine, where its description has them."""
+    found = re.search(r"\b(\d{1,6}) cores\b", str(run.get("machine")))
+    return int(found[1]) if found else None
+
+
+def _overloaded(run: dict[str, Any]) -> bool:
+    cores, load = _cores(run), run.get("load")
+    return cores is not None and load is not None and float(load) > cores
 
 
 def _run_keys(

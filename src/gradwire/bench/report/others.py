@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradwire.bench.report import svg
 from gradwire.bench.report.bars import Bar, bars
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import (
@@ -18,7 +19,7 @@ from gradwire.bench.report.quantities import (
     size,
     time_unit,
 )
-from gradwire.bench.report.rows import Row, grouped
+from gradwire.bench.report.rows import grouped
 
 _LATENCY = "How long does a message take between two processes?"
 _COST = "Where does the time of a step's communication go?"
@@ -47,7 +48,7 @@ def transports(rows: Sequence[Row]) -> list[Section]:
         latencies = [row["latency_us"] for row in ordered]
         drawn.append(Line(str(name), stroke, [row["bytes"] for row in ordered], latencies))
     axes = Axes(
-        "bytes of a message", "µs", _LATENCY, log_x=True, log_y=True,
+        "bytes of a message", "latency, µs", _LATENCY, log_x=True, log_y=True,
         x_ticks=sorted({row["bytes"] for row in rows}),
     )  # fmt: skip
     caption = "Half the time there and back; medians over messages and turns."

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradwire.bench.report import (
     collectives,
+    doctor,
     kernels,
     learning,
     origin,
@@ -21,9 +22,10 @@ from gradwire.bench.report import (
     svg,
     training,
 )
+from gradwire.bench.report.kinds import Row, check
 from gradwire.bench.report.parts import Section
-from gradwire.bench.report.quantities import network
-from gradwire.bench.report.rows import Row, grouped, read, sort
+from gradwire.bench.report.quantities import network, plural
+from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
 TITLE = "gradwire benchmark report"
@@ -35,6 +37,7 @@ _MAKERS = {
     "sim --validate": simulation.validation,
     "bench transports": others.transports,
     "bench profile": others.profile,
+    "doctor": doctor.sections,
     "": others.unknown,
 }
 
@@ -46,7 +49,8 @@ def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
         ConfigError: a file cannot be read, holds no rows, or a line of it is no row, as the message
             says; the page cannot be written; or jinja2 is not installed.
     """
-    _write(page, render([row for file in files for row in read(file)], title))
+    check_packages()
+    _write(page, _render([row for file in files for row in read(file)], title))
 
 
 def picture(files: Iterable[Path], file: Path) -> None:
@@ -75,6 +79,12 @@ def render(rows: Sequence[Row], title: str = TITLE) -> str:
         ConfigError: a row is not as its kind is, or jinja2 is not installed.
     """
     check_packages()
+    for place, row in enumerate(rows, start=1):
+        check(row, f"row {place}")
+    return _render(rows, title)
+
+
+def _render(rows: Sequence[Row], title: str) -> str:
     import jinja2
 
     package = resources.files("gradwire.bench.report")
@@ -83,7 +93,7 @@ def render(rows: Sequence[Row], title: str = TITLE) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
-        title=title, sections=sections(rows), rows=len(rows), style=svg.STYLE
+        title=title, sections=sections(rows), rows=plural(len(rows), "row"), style=svg.STYLE
     )
 
 
@@ -102,8 +112,10 @@ def check_packages() -> None:
 def sections(rows: Sequence[Row]) -> list[Section]:
     """What was run, then the kinds of rows in a fixed order, each row in exactly one section.
 
+    The rows have been checked.
+
     Raises:
-        ConfigError: there are no rows, or one is not as its kind is.
+        ConfigError: there are no rows.
     """
     if not rows:
         raise ConfigError("there are no rows to report on")

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire.bench.report import svg
 from gradwire.bench.report.bars import Bar, Dots, bars, dots
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import (
@@ -18,7 +19,7 @@ from gradwire.bench.report.quantities import (
     size,
     time_unit,
 )
-from gradwire.bench.report.rows import Row, grouped
+from gradwire.bench.report.rows import grouped
 from gradwire.lab import Network
 
 _VALIDATED = "How far are predictions from what the lab measures?"

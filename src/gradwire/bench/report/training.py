@@ -12,6 +12,7 @@ from typing import Any
 from gradwire.bench.baselines import FULL, SIXTEEN_BIT
 from gradwire.bench.report import learning, svg
 from gradwire.bench.report.bars import Bar, bars
+from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Spread, Verdict, by_spreads
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import (
@@ -23,7 +24,7 @@ from gradwire.bench.report.quantities import (
     size_unit,
     time_unit,
 )
-from gradwire.bench.report.rows import Row, grouped
+from gradwire.bench.report.rows import grouped
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -43,7 +44,7 @@ def _section(rows: Sequence[Row]) -> Section:
     if seeds:
         about += f"; {plural(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"
     told = [about + "; every method had the same initial weights and the same batches."]
-    if len(seeds) == 1:
+    if len(seeds) == 1 or any(map(learning.one_seed, summaries)):
         told.append(
             "With one seed, the spread over seeds is unknown: differences in loss and in time to "
             "a loss are given, and not judged."

@@ -1,0 +1,225 @@
+"""The kinds of rows: by which keys each is known, and what stands under every key.
+
+`check` is applied once to every row, when it is read, so that what draws meets no other values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.errors import ConfigError
+from gradwire.lab import Network
+
+Row = dict[str, Any]
+
+_LEAST, _MOST = 1e-100, 1e100  # of numbers other than zero: their ratios stay finite
+_LONG = 2**63
+
+
+@dataclass(frozen=True)
+class Value:
+    """What may stand under a key: in words, and as a test."""
+
+    words: str
+    allows: Callable[[Any], bool]
+
+    def or_null(self) -> Value:
+        return Value(f"{self.words} or null", lambda value: value is None or self.allows(value))
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """A kind of rows.
+
+    Attributes:
+        name: of the command that writes them.
+        marks: the keys by which a row is known to be of this kind.
+        values: marks that have one given value.
+        keys: keys that every row has, and what they hold.
+        more: keys that a row may have.
+    """
+
+    name: str
+    marks: frozenset[str]
+    values: Mapping[str, str]
+    keys: Mapping[str, Value]
+    more: Mapping[str, Value]
+
+    def has(self, row: Row) -> bool:
+        return self.marks <= row.keys() and all(row[k] == v for k, v in self.values.items())
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == 0 or _LEAST <= abs(value) <= _MOST
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LONG
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and bool(value >= 0)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and bool(value >= 0)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_spread(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(_is_amount, value))
+        and value[0] <= value[1]
+    )
+
+
+def _lists(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(allows, value))
+
+
+def _is_network(value: object) -> bool:
+    try:
+        return isinstance(value, str) and Network.parse(value, emulated=False).shaped
+    except ConfigError:
+        return False
+
+
+def _is_run(value: object) -> bool:
+    if not isinstance(value, dict) or not _is_amount(value.get("load") or 0):
+        return False
+    return all(one is None or _is_text(one) or _is_number(one) for one in value.values())
+
+
+TEXT = Value("a text", _is_text)
+NUMBER = Value("a number", _is_number)
+AMOUNT = Value("a number of 0 or more", _is_amount)
+INTEGER = Value("an integer", _is_integer)
+COUNT = Value("an integer of 0 or more", _is_count)
+POSITIVE = Value("an integer of 1 or more", lambda value: _is_count(value) and value > 0)
+SPREAD = Value("a list of two numbers, the lower one first,", _is_spread)
+AMOUNTS = Value("a list of numbers of 0 or more", lambda v: _lists(_is_amount)(v) and bool(v))
+INTEGERS = Value("a list of integers", _lists(INTEGER.allows))
+NUMBERS = Value("a list of numbers or nulls", _lists(NUMBER.or_null().allows))
+TIMES = Value("a list of numbers of 0 or more or nulls", _lists(AMOUNT.or_null().allows))
+FLAG = Value("true or false", lambda value: isinstance(value, bool))
+OPTIONS = Value("an object", lambda value: isinstance(value, dict))
+PLAIN = Value("a text or a number", lambda v: isinstance(v, bool | str) or _is_number(v))
+NETWORK = Value("a network as RATE,LATENCY", _is_network)
+RUN = Value("an object of texts and numbers or null", lambda v: v is None or _is_run(v))
+
+
+def _kind(name: str, marks: str, keys: str, more: str = "", **values: str) -> RowKind:
+    """Of keys as "seconds:amount loss:number?", where `?` allows null."""
+    known = frozenset([*marks.split(), *values])
+    return RowKind(name, known, values, _values(keys), _values(more))
+
+
+_NAMED = {
+    "text": TEXT, "number": NUMBER, "amount": AMOUNT, "integer": INTEGER, "count": COUNT,
+    "positive": POSITIVE, "spread": SPREAD, "amounts": AMOUNTS, "integers": INTEGERS,
+    "numbers": NUMBERS, "times": TIMES, "flag": FLAG, "options": OPTIONS, "plain": PLAIN,
+    "network": NETWORK,
+}  # fmt: skip
+
+
+def _values(told: str) -> dict[str, Value]:
+    found = {}
+    for one in told.split():
+        key, _, name = one.partition(":")
+        value = _NAMED[name.rstrip("?")]
+        found[key] = value.or_null() if name.endswith("?") else value
+    return found
+
+
+_TRAIN = "task:text net:text method:text ranks:positive"
+_TRAIN_MORE = "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount?"
+_SIM = (
+    "codec:text algorithm:text model:text ranks:positive seconds:amount wire_bytes:amount "
+    "messages:count limit_seconds:amount?"
+)
+_SIM_MARKS = "codec backward_seconds buckets"
+_SWEPT = f"{_SIM} sweep:text value:plain"
+_STEP = (
+    "part:text available:flag detail:text method:text net:text ranks:positive numel:count "
+    "step_seconds:amount compute_seconds:amount communication_seconds:amount "
+    "exposed_seconds:amount turn_seconds:amounts"
+)
+
+KINDS = (
+    _kind(
+        "bench train", "",
+        f"{_TRAIN} seed:integer step:count seconds:amount loss:number? wire_bytes:amount?",
+        f"{_TRAIN_MORE} metric:number?", row="evaluation",
+    ),
+    _kind(
+        "bench train", "",
+        f"{_TRAIN} steps:count final_loss:number? target:number? time_to_target:amount? "
+        "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
+        f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
+        "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
+        "step_seconds_quartiles:spread?", row="summary",
+    ),
+    _kind(
+        "sim --validate", "measured_seconds simulated_seconds",
+        "net:text method:text algorithm:text ranks:positive numel:count measured_seconds:amount "
+        "simulated_seconds:amount error:number spread:amount", "of_limit:amount? runs:positive",
+    ),
+    _kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="rate"),
+    _kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="latency"),
+    _kind("sim", f"{_SIM_MARKS} sweep", f"{_SWEPT} net:text", "machine:text?"),
+    _kind("sim", _SIM_MARKS, f"{_SIM} net:text", "machine:text?"),
+    _kind(
+        "bench collectives", "method algorithm nmse limit_seconds",
+        "method:text algorithm:text net:text ranks:positive numel:count seconds:amount "
+        "wire_bytes:amount limit_seconds:amount? of_limit:amount? nmse:amount?",
+        "transport:text per_node:positive? seconds_quartiles:spread? link_bytes:amount?",
+    ),
+    _kind(
+        "bench kernels", "codec op gbps",
+        "codec:text op:text target:text numel:count threads:positive seconds:amount gbps:amount "
+        "of_limit:amount", "device:text options:options? limit_seconds:amount? copy_gbps:amount?",
+    ),
+    _kind(
+        "bench profile", "method part seconds",
+        "method:text part:text net:text seconds:amount ranks:positive numel:count", "steps:count",
+    ),
+    _kind(
+        "bench transports", "transport latency_us",
+        "transport:text bytes:positive latency_us:amount gbps:amount",
+    ),
+    _kind("doctor", "part available method", _STEP),
+    _kind("doctor", "part available step_seconds", _STEP),  # without its method: refused
+    _kind("doctor", "part available detail", "part:text available:flag detail:text"),
+)  # fmt: skip
+
+
+def kind_of(row: Row) -> RowKind | None:
+    """The kind of a row; None if it is of none."""
+    return next((kind for kind in KINDS if kind.has(row)), None)
+
+
+def check(row: Row, where: str) -> None:
+    """Raise ConfigError, which begins with `where` and names the key, if the row is not as its kind
+    is."""
+    if not row:
+        raise ConfigError(f"{where}: the row has no keys")
+    kind = kind_of(row)
+    needed = dict(kind.keys) if kind else {}
+    allowed = {**needed, **(kind.more if kind else {}), "run": RUN}
+    whose = f", a row of `gradwire {kind.name}`" if kind else ""
+    for key, value in allowed.items():
+        if key not in row and key not in needed:
+            continue
+        if key not in row or not value.allows(row[key]):
+            found = f"{key!r} is {json.dumps(row[key])[:60]}" if key in row else f"no {key!r}"
+            raise ConfigError(f"{where}{whose}: {found}, where {value.words} is needed")

@@ -1,0 +1,139 @@
+"""Rows that are not as their kind is, and files that are no rows: one ConfigError, no traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_rows import (
+    COLLECTIVE,
+    DOCTOR,
+    KERNEL,
+    PROFILE,
+    RUN,
+    SIMULATED,
+    SWEPT,
+    TRANSPORT,
+    VALIDATED,
+    train_rows,
+)
+
+from gradwire.bench import report
+from gradwire.bench.report import kinds, page, rows
+from gradwire.errors import ConfigError
+
+BAD = (None, "text", [], [None], {}, True, -1, 0, 1e308, 5e-324, math.inf, -math.inf, math.nan)
+LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
+RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
+FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which of them are changed
+    "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
+    "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
+    "kernels": ([KERNEL], [0]),
+    "sim": ([SIMULATED], [0]),
+    "sweep": (SWEPT, [0]),
+    "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
+    "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
+    "validated": ([VALIDATED], [0]),
+    "transports": (TRANSPORT, [0]),
+    "profile": (PROFILE, [0]),
+    "doctor": (DOCTOR, [0, 1, len(DOCTOR) - 1]),
+}
+
+
+def changes(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row with each key removed, and with each value replaced by each of `BAD`."""
+    for key in row:
+        yield f"without {key}", {k: v for k, v in row.items() if k != key}
+        for value in BAD:
+            yield f"{key}={value!r}", {**row, key: value}
+
+
+def complaint(row: dict[str, Any]) -> str:
+    """What is said of a row; "" if it is as its kind is."""
+    try:
+        kinds.check(row, "file, line 1")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_kind_is_fuzzed() -> None:
+    found = [kinds.kind_of(rows[place]) for rows, places in FILES.values() for place in places]
+    written = [kind for kind in kinds.KINDS if kind.marks != {"part", "available", "step_seconds"}]
+    assert set(map(id, found)) == set(map(id, written))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_key_makes_a_page_or_one_error_that_names_it(name: str) -> None:
+    whole, places = FILES[name]
+    for place in places:
+        for what, changed in changes({**whole[place], "run": RUN}):
+            mixed = [*whole[:place], changed, *whole[place + 1 :]]
+            told = complaint(changed)
+            if told:
+                assert told.startswith("file, line 1")
+                assert repr(what.split("=")[0].removeprefix("without ")) in told
+                continue
+            made = page.sections(mixed)  # raises nothing, ConfigError included
+            drawn = [q.figure.svg for section in made for q in section.questions if q.figure]
+            for one in drawn:
+                assert '"nan' not in one, what
+                assert '"inf' not in one, what
+
+
+def test_an_error_names_file_line_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    bad = {**COLLECTIVE, "wire_bytes": -1}
+    file.write_text(f"{json.dumps(COLLECTIVE)}\n\n{json.dumps(bad)}\n")
+    with pytest.raises(ConfigError) as error:
+        report.write([file], tmp_path / "page.html")
+    assert str(error.value) == (
+        f"{file}, line 3, a row of `gradwire bench collectives`: 'wire_bytes' is -1, "
+        "where a number of 0 or more is needed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[" * 100_000, "line 1 is nested deeper than 50 levels"),
+        ('{"a":' * 100_000, "line 1 is nested deeper than 50 levels"),
+        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "line 1 is nested deeper than 50 levels"),
+        ("{}", "line 1: the row has no keys"),
+        ('{"a": 1}\n{"a": Infinity}', "line 2 is not JSON: Infinity is no number of JSON"),
+        ('{"a": NaN}', "line 1 is not JSON: NaN is no number of JSON"),
+        ('{"a": 1e999}', "line 1 is not JSON: 1e999 is too large"),
+        (f'{{"a": {"9" * 5000}}}', "line 1 is not JSON"),
+        ('{"a": 1}\n{"a" 2}', "line 2 is not JSON: Expecting ':' delimiter at column 6$"),
+        (r'{"a": "\ud800"}', "line 1 is not JSON"),
+        ('{"a": 1, "run": [1]}', r"line 1: 'run' is \[1\]"),
+        (b'{"a": 1}\n\xff', "line 2 is not UTF-8 text"),
+    ],
+)
+def test_lines_that_are_no_rows_are_named(tmp_path: Path, content: Any, complaint: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=complaint) as error:
+        report.write([file], tmp_path / "report.html")
+    assert str(error.value).startswith(str(file))
+
+
+def test_an_endless_line_ends(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/dev/zero, line 1 is longer than 16 MiB: not a row"):
+        report.write([Path("/dev/zero")], tmp_path / "report.html")
+
+
+def test_a_folder_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        report.write([tmp_path], tmp_path / "report.html")
+    assert str(error.value) == f"cannot read rows from {tmp_path}: is a directory"
+
+
+def test_a_line_may_hold_every_character_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": "one\u2028line, \\ud83d\\ude00"}\n', encoding="utf-8")
+    assert rows.read(file) == [{"a": "one\u2028line, \U0001f600"}]
