@@ -70,7 +70,8 @@ def processor() -> str:
 
 def _command() -> str:
     program = Path(sys.argv[0])
-    ours = program.name == "gradwire" or program.parent.name == "gradwire"  # python -m gradwire
+    # "gradwire" itself, or a file of the package: python -m gradwire.cli
+    ours = program.name == "gradwire" or "gradwire" in program.parts[-3:-1]
     return shlex.join(["gradwire" if ours else program.name, *sys.argv[1:]])
 
 
