@@ -84,7 +84,7 @@ def _steps(rows: Sequence[Row], told: Sequence[str]) -> Question:
     figure = Figure(
         caption, bars(drawn, f"{unit} per step", _PAYS, ("computing", "exposed communication"))
     )
-    headings = ["method", "step", "computing", "exposed", "averaging alone", "middle half"]
+    headings = ["method", "step", "computing", "exposed", "alone", "middle half"]
     return Question(_PAYS, told, figure, Table(headings, table))
 
 
