@@ -24,11 +24,15 @@ _EXTRAS = {
 }
 
 
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def examine() -> Iterator[dict[str, Any]]:
     """Yield rows: part, available, detail (a version, or the reason why not)."""
     yield _row("gradwire", True, f"{__version__}, Python {platform.python_version()}")
-    yield _row("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    yield _row("machine", True, f"{os.cpu_count()} cores, {platform.machine()}")
+    yield _row("torch", True, f"{torch.__version__}, {_counted(torch.get_num_threads(), 'thread')}")
+    yield _row("machine", True, f"{_counted(os.cpu_count() or 1, 'core')}, {platform.machine()}")
     yield _row("target eager", True, "torch on the CPU")
     yield _tried("compiler", jit.compiler)
     library, said = prebuilt.loaded()

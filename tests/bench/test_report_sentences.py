@@ -30,7 +30,7 @@ def test_doctors_rows_have_a_verdict_and_bars() -> None:
     assert steps.figure.svg.count('fill-opacity="0.4"') == 3 + 1  # computing, and in the legend
     assert steps.table is not None
     assert [cell.text for cell in steps.table.rows[2]] == [
-        "gradwire-qsgd4", "300 ms", "100 ms", "200 ms", "300 ms", "285 ms to 315 ms"
+        "gradwire-qsgd4", "300 ms", "100 ms", "200 ms", "300 ms", "285 ms to 315 ms", "3"
     ]  # fmt: skip
     assert parts.table is not None
     assert [cell.text for cell in parts.table.rows[0]] == ["gradwire", "yes", "0.1.0"]

@@ -22,7 +22,7 @@ lab = typer.Typer(help="Emulated machines on slow links.", no_args_is_help=True)
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", help="Measure a training step with as many ranks; about a minute."),
+        typer.Option("--ranks", help="Measure a step with as many ranks; up to about a minute."),
     ] = None,
     net: Net = "none",
     numel: Annotated[

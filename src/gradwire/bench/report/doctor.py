@@ -73,6 +73,7 @@ def _steps(rows: Sequence[Row], told: Sequence[str]) -> Question:
                 Cell(row["method"]),
                 *(Cell(seconds(row[key]), True) for key in times),
                 Cell(f"{seconds(low)} to {seconds(high)}", True),
+                Cell(str(len(row["turn_seconds"])), True),
             ]
         )
     first = rows[0]
@@ -84,7 +85,7 @@ def _steps(rows: Sequence[Row], told: Sequence[str]) -> Question:
     figure = Figure(
         caption, bars(drawn, f"{unit} per step", _PAYS, ("computing", "exposed communication"))
     )
-    headings = ["method", "step", "computing", "exposed", "alone", "middle half"]
+    headings = ["method", "step", "computing", "exposed", "alone", "middle half", "turns"]
     return Question(_PAYS, told, figure, Table(headings, table))
 
 

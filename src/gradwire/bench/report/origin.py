@@ -66,7 +66,7 @@ def _are(count: int) -> str:
 
 def _cores(run: dict[str, Any]) -> int | None:
     """Of the machine, where its description has them."""
-    found = re.search(r"\b(\d{1,6}) cores\b", str(run.get("machine")))
+    found = re.search(r"\b(\d{1,6}) cores?\b", str(run.get("machine")))
     return int(found[1]) if found else None
 
 
