@@ -27,7 +27,7 @@ main()
 RANKS = " nodes on "  # what is printed once the lab stands
 COMMANDS = [
     (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of "),
-    (["demo", "--net", "none"], RANKS),
+    (["demo", "--net", "none", "--json", "-"], RANKS),  # all but rows on standard error
     (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
     (["bench", "kernels", "--codec", "topk", "--target", "eager"], "kernels of topk"),
     (["codec", "build", "--output", "made"], "x86-64"),
