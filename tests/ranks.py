@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from fifo import FifoHub
 from gradwire.engine import Communicator
+from gradwire.lab.ports import free_port
 from gradwire.transport import Hub
 from rank_ends import End, collect, in_time, report, stack
 
@@ -78,12 +78,6 @@ def caught(body: Callable[[], Any]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def forkserver(*more: str) -> Any:

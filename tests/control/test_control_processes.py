@@ -20,8 +20,9 @@ from gradwire.control import Channel
 from gradwire.control import host as control_host
 from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
+from gradwire.lab.ports import free_port
 from products import EXHAUSTIVE, one_in
-from ranks import as_processes, free_port
+from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch.distributed as dist
 from pages import Block, Page
 
-from ranks import as_processes, free_port
+from gradwire.lab.ports import free_port
+from ranks import as_processes
 
 RANKS = 2
 

@@ -6,7 +6,6 @@ numpy, and gradwire on the path.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import triton_checks  # noqa: E402
 
 from codec_calls import CODECS, DTYPES, WIDTHS  # noqa: E402
 from gradwire.codecs import QSGD, AdaComp, Codec, TopK  # noqa: E402
+from gradwire.lab.ports import free_port  # noqa: E402
 from gradwire.lang import gpu, kernels, layout  # noqa: E402
 
 CASES = [(codec, dtype) for dtype in DTYPES for codec in CODECS]
@@ -127,9 +127,7 @@ def missing_for_nccl(ranks: int) -> str | None:
 def ranks_share(world_size: int, device: str = DEVICE, backend: str = "gloo") -> str:
     """Ranks reduce CUDA tensors to the bits of the CPU, and train: over gloo they share the GPU,
     over NCCL each has its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     script = str(Path(__file__).with_name("share.py"))
     ranks = [
         subprocess.Popen(

@@ -7,7 +7,6 @@ Prints what is wrong, or nothing. DEVICE is cuda; cpu tries the script itself, o
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,6 +22,7 @@ from fifo import FifoHub
 from gradwire.engine import Communicator, Graph, Issue, Kind
 from gradwire.engine.schedule import lower
 from gradwire.groups import communicator
+from gradwire.lab.ports import free_port
 from gradwire.transport import Hub
 
 SEGMENTS, NBYTES, JOBS = 6, 1 << 20, 5
@@ -77,9 +77,7 @@ def main(device: torch.device) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         dist.init_process_group("nccl", address, timedelta(seconds=60), 1, 0)
         dist.all_reduce(torch.ones(1, device=device))  # makes the communicator
         comm = communicator()

@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
+from gradwire.lab.ports import free_port
 from products import EXHAUSTIVE
-from ranks import free_port
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess

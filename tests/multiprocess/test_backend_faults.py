@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from gradwire.lab.ports import free_port
 from products import one_in
-from ranks import as_processes, caught, free_port
+from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 

@@ -27,6 +27,7 @@ from typing import IO, Any
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import links, program
 from gradwire.lab.network import Network
+from gradwire.lab.ports import free_port
 from gradwire.lab.supervisor import MESSAGE_BYTES
 
 # The supervisor must not import torch (it takes seconds and starts threads). So it bypasses the
@@ -225,7 +226,7 @@ class Lab:
             "WORLD_SIZE": str(self.nodes * per_node),
             "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": links.address(0) if shaped else "127.0.0.1",
-            "MASTER_PORT": str(next(self._ports) if shaped else _free_port()),
+            "MASTER_PORT": str(next(self._ports) if shaped else free_port()),
             "GLOO_SOCKET_IFNAME": "eth0" if shaped else "lo",
         }
         if "OMP_NUM_THREADS" not in os.environ:
@@ -310,8 +311,3 @@ def _descriptor(target: int | IO[Any] | None, ours: int, null: IO[bytes]) -> int
     if target == subprocess.DEVNULL:
         return null.fileno()
     return target if isinstance(target, int) else target.fileno()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
