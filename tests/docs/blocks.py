@@ -39,7 +39,7 @@ def run(page: Page, inspect: Callable[[int, dict[str, Any]], Any] | None = None)
     ports = [free_port() for _ in range(1 + len(blocks))]
     with tempfile.TemporaryDirectory() as folder:
         given = (page.path.name, folder, blocks, ports, inspect)
-        return as_processes(RANKS, _rank, *given, deadline=60.0)
+        return as_processes(RANKS, _rank, *given, deadline=240.0)
 
 
 def _rank(

@@ -28,6 +28,7 @@ class Attached:
         rotation: see gradwire.partition.
         step: number of averages started so far; enters the random numbers.
         state: its aggregator's state, by name; made in the first step.
+        metrics: what its aggregator measured last, by name; see `Context.metrics`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Attached:
     rotation: int = 0
     step: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     _resolved: dict[tuple[object, ...], ResolvedRequest] = field(default_factory=dict)
     _device: torch.device | None = None  # of its state
 
@@ -47,7 +49,7 @@ class Attached:
         if self._device != device:
             self._make_state(device, rank, world_size)
         of = self.name, self.shape, gradient, rank, world_size
-        return Context(*of, self.step, self.state, self.keys, self)
+        return Context(*of, self.step, self.state, self.keys, self, metrics=self.metrics)
 
     def _make_state(self, device: torch.device, rank: int, world_size: int) -> None:
         """Make or move all state that the aggregator declares, on `device`."""

@@ -17,7 +17,7 @@ saves, loads and reshards them for another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -85,6 +85,8 @@ class Context:
         residual: for aggregators that pass it to their collectives (`feeds_back`); else None.
         observed: whether the sent part is needed, if it is expensive to compute.
         keys: of random numbers, for `generator`.
+        metrics: scalars that the aggregator measures, by name, each a tensor of one value: for
+            example the share of values that saturated. The newest replaces the one before it.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Context:
     member: Any  # the engine's own
     residual: torch.Tensor | None = None
     observed: bool = False
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def generator(self, shared: bool = True) -> torch.Generator:
         """A CPU generator seeded for this parameter and step; `shared`: equal on all ranks."""
