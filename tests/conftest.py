@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from loopback import own_loopback
+
 TESTS = Path(__file__).parent
 LEFT_OUT = pytest.StashKey[int]()
 
@@ -36,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch looks up the name of 127.0.0.1 whenever it connects to a store. A name server that does
     not answer costs 5 seconds or more by default, too long for tests of timeouts.
     """
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        own_loopback()
     gc.set_threshold(200_000, 20, 20)  # thousands of cases stay live: saves a tenth of the time
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read where torch is loaded, later

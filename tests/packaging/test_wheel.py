@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from gradwire.lang import isa
+from loopback import host_network
 from products import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
@@ -106,9 +107,10 @@ def wheel(
     levels: list[str], tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Path:
     """A wheel with a few kernels; built with isolation only in an exhaustive run."""
-    how = isolation() if pytestconfig.getoption("exhaustive") else ["--no-isolation"]
     wanted = {"GRADWIRE_BUILD": KERNELS, "GRADWIRE_BUILD_ISA": " ".join(levels)}
-    return build(tmp_path_factory.mktemp("wheel"), *how, **wanted)[0]
+    with host_network():
+        how = isolation() if pytestconfig.getoption("exhaustive") else ["--no-isolation"]
+        return build(tmp_path_factory.mktemp("wheel"), *how, **wanted)[0]
 
 
 @pytest.fixture(scope="module")
