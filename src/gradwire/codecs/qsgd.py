@@ -22,6 +22,9 @@ from gradwire.lang.ops import (
 )
 
 
+ROUNDINGS = ("stochastic", "nearest", "dithered")
+
+
 @dataclass(frozen=True)
 class QSGD(Codec):
     """Codes of `bits` bits on a uniform grid per block; unbiased when rounding is stochastic.
@@ -51,12 +54,12 @@ class QSGD(Codec):
         checks.one_of(self, "scale", ("minmax", "max", "l2"))
         checks.integer(self, "bits", least, 8, given="scale")
         checks.integer(self, "block", 1, checks.MAX_BLOCK)
-        checks.one_of(self, "rounding", ("stochastic", "nearest"))
+        checks.one_of(self, "rounding", ROUNDINGS)
         checks.one_of(self, "metadata", ("bf16", "fp32"))
 
     def encode(self, g: Value) -> Payload:
         x = g.blocks(self.block)
-        offset = random() if self.rounding == "stochastic" else 0.5
+        offset = 0.5 if self.rounding == "nearest" else random()
         if self.scale == "minmax":
             low = self.stored(reduce(min, x), toward="down")
             half = self.stored((reduce(max, x) * 0.5 - low * 0.5) / self.top, toward="up")
@@ -73,6 +76,8 @@ class QSGD(Codec):
         )
 
     def decode(self, code: Value, **grid: Value) -> Value:
+        if self.rounding == "dithered":
+            code = map(lambda k: k - (random() - 0.5), code)
         if self.scale == "minmax":
             low, half = grid["low"], grid["half"]
             return map(lambda k: low + half * k + half * k, code)
