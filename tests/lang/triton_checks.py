@@ -17,7 +17,7 @@ import torch
 from codec_calls import gradient, same
 from gradwire.codecs import Codec
 from gradwire.errors import CodecError
-from gradwire.lang import ROW, Layout, kernels, layout
+from gradwire.lang import ROW, Layout, kernels, layout, rng
 from gradwire.lang.forms import FORMS
 
 GAP = 3  # bytes and values between rows, so rows are not aligned
@@ -153,6 +153,9 @@ def with_payloads(codec: Codec, made: Memory) -> Memory:
         values.copy_(gradient(values.numel(), values.dtype, seed=peer))
         own = made.rows["source"] + np.uint64(peer * made.stride)
         rows["payload"] = own if peer < PEERS else made.rows["payload"]
+        rows["key"] = made.rows["key"]
+        if eager.layout.redraws and peer < PEERS:
+            rows["key"] = rng.origin_keys(rows["shared"], ORIGINS[peer])
         eager.run("encode", rows)
     return made
 

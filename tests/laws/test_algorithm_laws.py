@@ -28,9 +28,16 @@ from ranks import WORLD_SIZES, as_threads, caught
 from transport.shm_ends import ends
 
 SIZES = [1, 17, 0, 128, 129, 1000, 1025]
-CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05), RandomK(density=0.1)]
-NAMES = ["identity", "qsgd", "terngrad", "topk", "randomk"]
-FEW: list[Codec] = [Identity(), QSGD(), TopK(density=0.05)]
+CODECS: list[Codec] = [
+    Identity(),
+    QSGD(),
+    QSGD(rounding="dithered"),
+    TernGrad(),
+    TopK(density=0.05),
+    RandomK(density=0.1),
+]
+NAMES = ["identity", "qsgd", "dithered", "terngrad", "topk", "randomk"]
+FEW: list[Codec] = [Identity(), QSGD(rounding="dithered"), TopK(density=0.05)]
 
 # The options of each algorithm, as a function of world size n.
 WAYS = {

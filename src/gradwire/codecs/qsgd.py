@@ -21,7 +21,6 @@ from gradwire.lang.ops import (
     where,
 )
 
-
 ROUNDINGS = ("stochastic", "nearest", "dithered")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
-from gradwire.codecs.qsgd import ROUNDINGS, QSGD
+from gradwire.codecs.qsgd import QSGD, ROUNDINGS
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import rotate
 

@@ -60,7 +60,6 @@ class Call:
         stride = int(distances[1])
         if any(at != k * stride for k, at in enumerate(distances)):
             raise ConfigError(
-                f"payloads at distances {distances}: this target only sums equally "
-                "spaced payloads"
+                f"payloads at distances {distances}: this target only sums equally spaced payloads"
             )
         return stride

@@ -207,11 +207,11 @@ class _Row(RowMemory):
         return torch.where(kept, self.evaluate(n.args[0], frame), 0)
 
     def uniform(self, stream: ir.Stream, index: Tensor, source: int | None = None) -> Tensor:
-        key = self.row["shared" if stream.shared else "key"]
+        key = int(self.row["shared" if stream.shared else "key"])
         if stream.source:
             assert source is not None
-            key = rng.origin_keys(self.row["shared"], self.call.origins[source])
-        return rng.uniform(int(key), stream.number, index)
+            key = int(rng.origin_keys(self.row["shared"], self.call.origins[source])[0])
+        return rng.uniform(key, stream.number, index)
 
     def _random(self, n: Node, frame: _Frame) -> Tensor:
         index = self._index(n, frame)

@@ -80,8 +80,8 @@ def origin_keys(shared: np.ndarray, origin: int | np.ndarray) -> np.ndarray:
 
     An origin's key has the bits of the two words of the stream of that number.
     """
-    steps = (np.asarray(origin).astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    x: np.ndarray = np.array(np.asarray(shared, dtype=np.uint64) + steps)
+    steps = (np.atleast_1d(origin).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    x: np.ndarray = np.asarray(shared, dtype=np.uint64) + steps
     _mix_in_place(x)
     return x
 

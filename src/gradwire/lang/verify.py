@@ -163,9 +163,7 @@ def elements(
         stack.extend(n.args)
 
 
-def _misplaced(
-    n: ir.Node, root: ir.Node, again: frozenset[tuple[int, Scope]]
-) -> str | None:
+def _misplaced(n: ir.Node, root: ir.Node, again: frozenset[tuple[int, Scope]]) -> str | None:
     """Why a node cannot be used in decode, or None."""
     if n.op == "scatter" and n is not root:
         return "scatter must come last in decode: compute before it"
@@ -173,13 +171,11 @@ def _misplaced(
         return "decode can use the payload only, not the gradient"
     if n.op == "reduce":  # it would need more sweeps in every derived form
         return "decode cannot reduce: send the result as a field"
-    if n.op == "random" and isinstance(n.attr, ir.Stream) and not n.attr.shared:
-        if (n.attr.number, n.scope) not in again:
-            return (
-                f"random() number {n.attr.number + 1} of decode is that of encode again, which "
-                f"stores nothing made of it, one per {n.scope.name.lower()}: draw it in encode, or "
-                "use random(shared=NAME)"
-            )
+    for number, scope in drawn([n]) - again if n.op == "random" else ():
+        return (
+            f"random() number {number + 1} of decode is that of encode again, and encode makes no "
+            f"field of one per {scope.name.lower()}: draw it there, or use random(shared=NAME)"
+        )
     if n.op == "gather" and n.args[0].scope is Scope.ELEMENT:
         computed = ("alu", "cast", "const", "param", "index", "random")
         below = (a for a in ir.walk([n.args[0]]) if a.scope is Scope.ELEMENT)
