@@ -124,6 +124,9 @@ def kernel_calls(
             source = offsets[sources[place_in]] if sources else 0
             message = graph.buffer_chunk[buffer] * len(cut.sizes) + graph.buffer_segment[buffer]
             encodes = bool(graph.writes[task])
+            assert not encodes or graph.buffer_source[buffer] == rank, (
+                f"{graph.describe(task)}: fills a buffer whose source is another rank"
+            )
             of_message = offsets[buffer], source, phase, encodes, graph.origin(buffer)
             covered.append((place, message, *of_message))
     columns = np.array(covered, dtype="i8").reshape(-1, 7)
