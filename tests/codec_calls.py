@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ from gradwire.codecs import (
     ThreeLC,
     TopK,
 )
-from gradwire.lang import ROW, kernels
+from gradwire.lang import ROW, kernels, rng
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -41,6 +42,8 @@ CODECS: list[Codec] = [
     QSGD(),
     QSGD(bits=7, scale="max", metadata="fp32"),
     QSGD(bits=5, scale="l2", rounding="nearest", block=100),
+    QSGD(rounding="dithered"),
+    QSGD(bits=6, scale="l2", rounding="dithered", metadata="fp32", block=50),
     TernGrad(),
     TernGrad("ternary"),
     OneBit(block=100),
@@ -99,8 +102,12 @@ def call(
     key: int = 7,
     shared: int = 11,
     start: int = 0,
+    origins: Sequence[int] | None = None,
 ) -> Result:
-    """Run a form on copies of the given tensors."""
+    """Run a form on copies of the given tensors.
+
+    `origins`: of the peers' payloads, by default 0, 1, ...; `key_of` gives the keys to encode them.
+    """
     made = kernels(codec, values.dtype, target)
     size = made.layout.nbytes(values.numel())
     result = Result(
@@ -124,13 +131,19 @@ def call(
     rows["source"] += places[:1].astype("u8") if peers else 0
     rows["numel"], rows["start"] = values.numel(), start
     rows["key"], rows["shared"] = key, shared
+    behind = np.array(range(len(peers)) if origins is None else origins, dtype="i8")
     made.run(
-        form, rows, ranks=len(peers) + 1, rank=rank, distances=places - places[:1],
-        factor=factor, threads=threads,
+        form, rows, ranks=len(peers) + 1, rank=rank, factor=factor, threads=threads,
+        distances=np.concatenate([places - places[:1], behind]),
     )  # fmt: skip
     assert result.payload[0] == result.payload[-1] == 0xA5
     result.payload = result.payload[1:-1]
     return result
+
+
+def key_of(origin: int, shared: int = 11) -> int:
+    """The key with which the payload of an origin is encoded, if its codec redraws."""
+    return int(rng.origin_keys(np.uint64(shared), origin)[0])
 
 
 def gradient(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

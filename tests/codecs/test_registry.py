@@ -71,7 +71,7 @@ def test_a_users_codec_has_its_class_name() -> None:
         ("qsgd", {"block": 0}, "block=0.*1 to 65536"),
         ("qsgd", {"block": 10**6}, "block=1000000"),
         ("qsgd", {"scale": "mean"}, "scale='mean'.*'minmax', 'max' or 'l2'"),
-        ("qsgd", {"rounding": "up"}, "rounding='up'.*'stochastic' or 'nearest'"),
+        ("qsgd", {"rounding": "up"}, "rounding='up'.*'nearest' or 'dithered'"),
         ("qsgd", {"metadata": "fp16"}, "metadata='fp16'.*'bf16' or 'fp32'"),
         ("terngrad", {"bits": 9}, "bits=9.*1 to 8"),
         ("terngrad", {"form": "ternary", "bits": 3}, "bits=3.*2 for form='ternary'"),

@@ -31,7 +31,7 @@ from products import every_pair
 from ranks import WORLD_SIZES, as_threads, caught
 
 SIZES = [1, 17, 0, 128, 129, 1000, 3025]
-CODECS: list[Codec] = [Identity(), QSGD(), TopK(density=0.05)]
+CODECS: list[Codec] = [Identity(), QSGD(), QSGD(rounding="dithered"), TopK(density=0.05)]
 
 WAYS: dict[str, Any] = {
     "sra": lambda n: Options(segments=3),

@@ -154,6 +154,7 @@ def test_broadcast_from_every_root(way: str, n: int) -> None:
 
 CODECS: dict[str, Codec] = {
     "qsgd": QSGD(bits=4, block=128),
+    "dithered": QSGD(bits=4, block=128, rounding="dithered"),
     "topk": TopK(density=0.05),
     "onebit": OneBit(),
 }

@@ -18,7 +18,13 @@ from ranks import WORLD_SIZES, as_threads
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "skeleton_algorithm.py"
 NAME = "star"
-CODECS: list[Codec] = [Identity(), QSGD(), TernGrad(), TopK(density=0.05)]
+CODECS: list[Codec] = [
+    Identity(),
+    QSGD(),
+    QSGD(rounding="dithered"),
+    TernGrad(),
+    TopK(density=0.05),
+]
 
 
 @pytest.fixture(autouse=True)

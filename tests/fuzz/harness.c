@@ -111,8 +111,8 @@ static int try_all(const Case *c, int64_t value_nbytes, const float *table, int 
     rows[r].start = below(1000), rows[r].key = random_bits(), rows[r].shared = random_bits();
   }
   void *workspace = c->workspace[n - 1][threads - 1];
-  int64_t distances[PEERS];
-  for (int k = 0; k < PEERS; k++) distances[k] = k * c->nbytes;
+  int64_t distances[2 * PEERS]; /* and origins */
+  for (int k = 0; k < PEERS; k++) distances[k] = k * c->nbytes, distances[PEERS + k] = k;
   for (unsigned f = 0; f < sizeof forms / sizeof *forms; f++) {
     const int alone = forms[f].peers && below(2); /* all contributions are payloads */
     const int ranks = forms[f].peers ? PEERS + !alone : 1, rank = alone ? -1 : (int)below(ranks);

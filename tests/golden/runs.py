@@ -54,6 +54,7 @@ HALVES = ("reduce_scatter", "all_gather")
 CODECS: dict[str, Codec] = {
     "qsgd": codecs.get("qsgd"),
     "qsgd2": codecs.get("qsgd", bits=2),
+    "dithered": codecs.get("qsgd", rounding="dithered"),
     "topk": codecs.get("topk", density=0.05),
     "terngrad": codecs.get("terngrad"),
     "onebit": codecs.get("onebit"),
@@ -62,7 +63,7 @@ CODECS: dict[str, Codec] = {
     "rotated": codecs.get("rotated"),
     "randomk": codecs.get("randomk", density=0.1, unbiased=False),
 }
-FEEDBACK = {"qsgd2", "topk", "onebit", "randomk"}
+FEEDBACK = {"qsgd2", "dithered", "topk", "onebit", "randomk"}
 SEGMENTS = (1, 3)
 
 # Number of values per tensor of a case; for reduce-scatter and all-gather, per shard.

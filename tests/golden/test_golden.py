@@ -27,6 +27,7 @@ CASES: dict[str, Codec] = {
     "qsgd": codecs.get("qsgd"),
     "qsgd-7-max-fp32": codecs.get("qsgd", bits=7, scale="max", metadata="fp32", block=50),
     "qsgd-3-l2-nearest": codecs.get("qsgd", bits=3, scale="l2", rounding="nearest"),
+    "qsgd-dithered": codecs.get("qsgd", rounding="dithered"),
     "terngrad": codecs.get("terngrad"),
     "terngrad-ternary": codecs.get("terngrad", form="ternary"),
     "onebit": codecs.get("onebit"),

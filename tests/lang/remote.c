@@ -25,8 +25,8 @@ int main(void) {
     row.payload = take(h[3]);
     row.source = take(h[3] * h[7]);
     const float *table = take(h[8] * 4);
-    int64_t distances[h[7] + 1];
-    for (int64_t k = 0; k < h[7]; k++) distances[k] = k * h[3];
+    int64_t distances[2 * h[7] + 1];
+    for (int64_t k = 0; k < h[7]; k++) distances[k] = k * h[3], distances[h[7] + k] = k;
     if (forms[h[0]](&row, 1, h[5], h[6], distances, 1.0f / 3, 2, malloc(h[4] + 1), table)) return 3;
     fwrite(row.payload, 1, h[3], stdout);
     fwrite(row.values, 1, h[1] * h[2], stdout);

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
 
-from codec_calls import CODECS, DTYPES, call, gradient, same
+from codec_calls import CODECS, DTYPES, call, gradient, key_of, same
 from gradwire.codecs import Codec
 from gradwire.lang import verify
 from products import one_in
@@ -15,12 +16,21 @@ from products import one_in
 N = 2500
 
 
-def decoded(codec: Codec, payload: torch.Tensor) -> torch.Tensor:
-    return call(codec, "decode", torch.zeros(N), payload=payload, target="eager").values
+def decoded(codec: Codec, payload: torch.Tensor, key: int = 7) -> torch.Tensor:
+    return call(codec, "decode", torch.zeros(N), payload=payload, target="eager", key=key).values
 
 
-def encoded(codec: Codec, values: torch.Tensor, seed: int = 7) -> torch.Tensor:
-    return call(codec, "encode", values, target="eager", key=seed).payload
+def encoded(codec: Codec, values: torch.Tensor, key: int = 7) -> torch.Tensor:
+    return call(codec, "encode", values, target="eager", key=key).payload
+
+
+def of_peers(codec: Codec, origins: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Payloads of these origins, and what they decode to."""
+    keys = [key_of(origin) for origin in origins]
+    payloads = [
+        encoded(codec, gradient(N, seed=s), key) for s, key in zip(origins, keys, strict=True)
+    ]
+    return payloads, [decoded(codec, p, key) for p, key in zip(payloads, keys, strict=True)]
 
 
 def encoded_sum(codec: Codec, x: torch.Tensor) -> torch.Tensor:
@@ -54,22 +64,24 @@ class TestForms:
     @pytest.mark.parametrize("rank", [0, 1, 3])
     def test_reduce_encode_sums_in_rank_order(self, codec: Codec, rank: int) -> None:
         own = gradient(N)
-        peers = [encoded(codec, gradient(N, seed=s), s) for s in (1, 2, 3)]
-        terms = [decoded(codec, p) for p in peers]
+        peers, terms = of_peers(codec, (4, 1, 2**20))
         terms.insert(rank, own)
         x = terms[0]
         for term in terms[1:]:
             x = x + term
         x = x * 0.25
-        result = call(codec, "reduce_encode", own, peers=peers, rank=rank, factor=0.25)
+        given = {"peers": peers, "origins": (4, 1, 2**20)}
+        result = call(codec, "reduce_encode", own, rank=rank, factor=0.25, **given)
         assert torch.equal(result.payload, encoded_sum(codec, x))
         assert torch.equal(result.values, decoded(codec, result.payload))
 
     def test_reduce_encode_ef_keeps_its_error(self, codec: Codec) -> None:
         own, residual = gradient(N), gradient(N, seed=5)
-        peers = [encoded(codec, gradient(N, seed=1), 1)]
-        x = ((own + residual) + decoded(codec, peers[0])) * 0.5
-        result = call(codec, "reduce_encode_ef", own, peers=peers, residual=residual, factor=0.5)
+        peers, terms = of_peers(codec, (3,))
+        x = ((own + residual) + terms[0]) * 0.5
+        result = call(
+            codec, "reduce_encode_ef", own, peers=peers, origins=(3,), residual=residual, factor=0.5
+        )
         assert torch.equal(result.payload, encoded_sum(codec, x))
         sent = decoded(codec, result.payload)
         assert torch.equal(result.values, sent)

@@ -131,7 +131,29 @@ class Looked(Codec):
         return (few + many + crossed) * where(sign > 0.0, -1.0, 1.0) + error
 
 
-CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked()]
+@dataclass(frozen=True)
+class Redrawn(Codec):
+    """Random numbers of both scopes, which decode gives again, in another order of use; a sum draws
+    one more."""
+
+    def encode(self, g: Any) -> Any:
+        x = g.blocks(40)
+        shift, each = random("block"), random()
+        largest = fp32(reduce(max, abs(x)) + shift)
+        code = map(lambda v: (v * inverse(largest) + 1.0) * 7.0 + each, x)
+        return concat(largest=largest, code=uint(4, code))
+
+    def encode_sum(self, g: Any) -> Any:
+        payload = self.encode(g)
+        (_, largest), (_, code) = payload.fields
+        return concat(largest=largest, code=uint(4, code * 1.0 + random() * 0.5))
+
+    def decode(self, largest: Any, code: Any) -> Any:
+        shift, each = random("block"), random()
+        return ((code - each) / 7.0 - 1.0) * largest + 1e-3 * shift
+
+
+CODECS: list[Codec] = [Stages(), Sweeps(), Odd(), SharedNoise(), Looked(), Redrawn()]
 
 
 # each pair is compiled: every codec in fp32, and the one with a native field in all dtypes

@@ -32,6 +32,7 @@ from gradwire.lang.ops import (
     keep,
     lookup,
     map,
+    random,
     reduce,
     rotate,
     scatter,
@@ -110,6 +111,21 @@ class Mixed(Codec):
 
 
 @dataclass(frozen=True)
+class Dithered(Codec):
+    """Entries as codes whose random numbers are redrawn."""
+
+    def encode(self, g: Value) -> Payload:
+        x = g.blocks(200)
+        top = fp32(reduce(max, abs(x)))
+        chosen = topk(abs(g), share(0.1))
+        code = (g * inverse(top) + 1.0) * 7.0 + random()
+        return concat(top=top, chosen=chosen, code=uint(4, gather(code, chosen)))
+
+    def decode(self, top: Value, chosen: Value, code: Value) -> Value:
+        return scatter(((code + (0.5 - gather(random(), chosen))) / 7.0 - 1.0) * top, chosen)
+
+
+@dataclass(frozen=True)
 class Tabled(Codec):
     """Levels that are passed to kernels."""
 
@@ -147,7 +163,17 @@ class Whole(Codec):
         return scatter(value * 1e-5 + fields["total"] * 0.0, chosen)
 
 
-CODECS = [TopK(), TopK(0.3, "fp32"), Rotated(), Kept(), Sampled(), Mixed(), Tabled(), Whole()]
+CODECS = [
+    TopK(),
+    TopK(0.3, "fp32"),
+    Rotated(),
+    Kept(),
+    Sampled(),
+    Mixed(),
+    Tabled(),
+    Whole(),
+    Dithered(),
+]
 
 
 # dtype, values, threads; threads share the largest rows, see emit/c_rows.py

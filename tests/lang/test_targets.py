@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec_calls import CODECS, DTYPES, WIDTHS, Result, call, gradient, ragged_sizes, same
+from codec_calls import CODECS, DTYPES, WIDTHS, Result, call, gradient, key_of, ragged_sizes, same
 from gradwire.codecs import QSGD, Codec, Identity, TopK
 from gradwire.lang import ROW, kernels, layout
 from gradwire.lang.forms import FORMS
@@ -27,12 +27,20 @@ def run(codec: Codec, form: str, values: torch.Tensor, target: str, threads: int
     peers = []
     if form.startswith("reduce"):
         peers = [
-            call(codec, "encode", gradient(n, values.dtype, s), target="eager", key=s).payload
+            call(
+                codec,
+                "encode",
+                gradient(n, values.dtype, s),
+                target="eager",
+                key=key_of(s),
+                start=640,
+            ).payload
             for s in (2, 3)
         ]
     return call(
         codec, form, values, target=target, payload=payload, residual=gradient(n, seed=4),
         peers=peers, rank=1 if peers else 0, factor=1 / 3, threads=threads, start=640,
+        origins=(2, 3)[: len(peers)],
     )  # fmt: skip
 
 
@@ -115,7 +123,7 @@ def test_a_cut_at_a_block_boundary_changes_no_decoded_value(codec: Codec) -> Non
 
 
 def test_tensor_scope_and_selections_are_not_splittable() -> None:
-    assert [layout(c).splittable for c in CODECS[:8]] == [True] * 6 + [False] * 2
+    assert [layout(c).splittable for c in CODECS[:10]] == [True] * 8 + [False] * 2
     assert not layout(TopK()).splittable
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("triton")
 SIGNATURE = {
     "table": "*i64", "n": "i32", "steps": "i32", "ranks": "i32", "rank": "i32", "stride": "i64",
     "factor": "fp32", "numbers": "*fp32", "workspace": "*fp32", "words": "*i32",
-    "failed": "*i32",
+    "failed": "*i32", "origins": "*i64",
 }  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -39,14 +39,17 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # use others' kernels
+DITHERED = QSGD(rounding="dithered")
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
 # all forms of one codec; for the others one form that encodes values, and one that encodes a sum,
 # which takes many times as long to compile
 NVIDIA = [(QSGD(), form, "sm_90") for form in FORMS]
 NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OWN]
 NVIDIA += [(Identity(), "reduce_encode", "sm_80")]
+NVIDIA += [(DITHERED, "decode", "sm_80"), (DITHERED, "reduce_encode", "sm_90")]
 LONG_NVIDIA = [(codec, "reduce_encode", "sm_80") for codec in OWN[2::2]]
 AMD = [(QSGD(), form) for form in ("encode_ef", "reduce_encode")]
+AMD += [(DITHERED, "reduce_encode")]
 AMD += [(codec, "encode_ef") for codec in CODECS if isinstance(codec, ALIKE)]
 LONG_AMD = [(codec, "reduce_encode") for codec in OWN[1::2]]
 
@@ -62,7 +65,11 @@ def compiled(codec: Codec, form: str, target: str) -> list[Any]:
     options = gpu.options(layout(codec), gpu_target.warp_size)
     return [
         compiler.compile(
-            compiler.ASTSource(fn=kernel, signature=SIGNATURE, constexprs={}),
+            compiler.ASTSource(
+                fn=kernel,
+                signature={name: SIGNATURE[name] for name in kernel.arg_names},
+                constexprs={},
+            ),
             target=gpu_target,
             options=options,
         )

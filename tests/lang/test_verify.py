@@ -101,6 +101,16 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
         lambda self, code: code + random(),
         "shared=NAME",
     ),
+    "decoder draws otherwise": (
+        lambda self, g: one(g + random()),
+        lambda self, code: code + random("block"),
+        "one per block",
+    ),
+    "decoder draws more": (
+        lambda self, g: one(g + random()),
+        lambda self, code: code + random() + random(),
+        "random() number 2 of decode",
+    ),
     "scatter in encode": (
         lambda self, g: one(g - scatter(gather(g, largest(g)), largest(g))),
         None,

@@ -17,11 +17,12 @@ import torch
 from codec_calls import gradient, same
 from gradwire.codecs import Codec
 from gradwire.errors import CodecError
-from gradwire.lang import ROW, Layout, kernels, layout
+from gradwire.lang import ROW, Layout, kernels, layout, rng
 from gradwire.lang.forms import FORMS
 
 GAP = 3  # bytes and values between rows, so rows are not aligned
 PEERS = 2
+ORIGINS = [3, 5]
 
 
 def begin() -> None:
@@ -87,7 +88,7 @@ class Memory:
             copy.rows[name] += moved(old, new)
         made, error = kernels(codec, self.values.dtype, target), None
         try:
-            at = np.arange(PEERS) * self.stride
+            at = distances(self.stride)
             made.run(form, copy.rows, ranks=ranks, rank=rank, distances=at, factor=1 / 3)
         except CodecError as raised:
             error = raised
@@ -104,6 +105,11 @@ class Memory:
             "payload": torch.equal(self.payload, other.payload),
         }
         return [name for name, is_equal in equal.items() if not is_equal]
+
+
+def distances(stride: int) -> np.ndarray:
+    """Of PEERS payloads, and where kernels read them, their origins."""
+    return np.concatenate([np.arange(PEERS) * stride, ORIGINS])
 
 
 def moved(old: torch.Tensor, new: torch.Tensor) -> np.uint64:
@@ -147,6 +153,9 @@ def with_payloads(codec: Codec, made: Memory) -> Memory:
         values.copy_(gradient(values.numel(), values.dtype, seed=peer))
         own = made.rows["source"] + np.uint64(peer * made.stride)
         rows["payload"] = own if peer < PEERS else made.rows["payload"]
+        rows["key"] = made.rows["key"]
+        if eager.layout.redraws and peer < PEERS:
+            rows["key"] = rng.origin_keys(rows["shared"], ORIGINS[peer])
         eager.run("encode", rows)
     return made
 
@@ -299,7 +308,7 @@ def strays(codec: Codec, sizes: Sequence[int]) -> list[str]:
         ranks = PEERS + 1 if form.startswith("reduce") or form == "decode_sum" else 1
         needed = k.workspace_nbytes(made.rows["numel"], 1, ranks)
         workspace = torch.full((needed + 64,), 0xA5, dtype=torch.uint8)
-        at = np.arange(PEERS) * made.stride
+        at = distances(made.stride)
         k.run(form, made.rows, ranks=ranks, distances=at, factor=1 / 3, workspace=workspace)
         if not bool((workspace[needed:] == 0xA5).all()):
             wrong.append(form)

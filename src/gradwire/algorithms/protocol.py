@@ -24,6 +24,8 @@ class Algorithm(Protocol):
     - Every rank ends with the output of the final merge: the rank that computes it keeps what the
       payload decodes to.
     - Every value is merged with the values of each rank exactly once.
+    - A buffer's source is the rank that encodes it, on every rank that has it: decoders may need
+      the random numbers of that rank.
     """
 
     @property

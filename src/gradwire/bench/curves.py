@@ -119,6 +119,8 @@ def _points(
         for payloads in PAYLOADS if sums else (0,):
             peers = payload.repeat(max(payloads, 1))
             rows["source"] = peers.data_ptr()
+            places = np.arange(payloads)
+            distances = np.concatenate([places * payload.numel(), places])  # and origins
             own = form != "decode_sum"
             times = []
             for first in itertools.islice(itertools.cycle(range(0, _ARRAY, numel)), 1 + _TURNS):
@@ -127,7 +129,7 @@ def _points(
                 begun = time.perf_counter()
                 made.run(
                     form, rows, threads=threads, workspace=workspace,
-                    distances=np.arange(payloads) * payload.numel(),
+                    distances=distances,
                     ranks=payloads + own if sums else 1, rank=0 if own else -1,
                 )  # fmt: skip
                 times.append(time.perf_counter() - begun)

@@ -131,12 +131,14 @@ def _rows(
     needed = made.workspace_nbytes(np.array([numel]), threads, 1 + PEERS)
     workspace = torch.empty(needed, dtype=torch.uint8, device=device)
     mark = made.mark()
+    places = np.arange(PEERS)
+    distances = np.concatenate([places * made.layout.nbytes(numel), places])  # and origins
 
     def run(op: str, rows: np.ndarray) -> None:
         ranks = 1 + PEERS if op in ("decode_sum", "reduce_encode") else 1
         made.run(
-            op, rows, threads=threads, workspace=workspace, ranks=ranks,
-            distances=np.arange(PEERS) * made.layout.nbytes(numel), factor=1 / ranks, mark=mark,
+            op, rows, threads=threads, workspace=workspace, ranks=ranks, distances=distances,
+            factor=1 / ranks, mark=mark,
         )  # fmt: skip
 
     sets = [_Arrays.of(made.layout, numel, device, seed) for seed in range(_sets(numel))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
-from gradwire.codecs.qsgd import QSGD
+from gradwire.codecs.qsgd import QSGD, ROUNDINGS
 from gradwire.lang import Codec, Payload, Value
 from gradwire.lang.ops import rotate
 
@@ -35,7 +35,7 @@ class Rotated(Codec):
         checks.one_of(self, "rotation", ("block", "full"))
         checks.integer(self, "bits", 1, 8)
         checks.integer(self, "block", 1, checks.MAX_BLOCK)
-        checks.one_of(self, "rounding", ("stochastic", "nearest"))
+        checks.one_of(self, "rounding", ROUNDINGS)
         checks.one_of(self, "metadata", ("bf16", "fp32"))
 
     def encode(self, g: Value) -> Payload:

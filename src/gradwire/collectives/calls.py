@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwire.engine import HEADER_BYTES, Graph, Kind
-from gradwire.lang import ROW, rng
+from gradwire.lang import ROW, layout, rng
 from gradwire.partition import Partition, Spec
 
 # Phases of the RNG key: encoding own values, the sum of all ranks, a partial sum; and the random
-# numbers that all ranks share.
+# numbers that all ranks share. Where codecs redraw, origins take the place of phases.
 _PHASES = np.array([[0], [1], [2], [0]], dtype="u8")
 _SHARED = 3
 
@@ -56,6 +56,10 @@ class Calls:
         first, last: per call, its rows of the table, [first, last).
         rows: the table, of dtype `lang.ROW`, without the numbers that a step adds.
         terms: per row and column, the index of the step's number (see `table`) that is added.
+        redraw: the rows whose codec redraws (see `Layout`); the key of such a row is that of its
+            payload's origin, on the rank that encodes it and on those that decode it.
+        origin: of the payloads of these rows.
+        summed: per task, the origins of the payloads that it sums; empty if no codec redraws.
     """
 
     of: Sequence[range]
@@ -65,6 +69,9 @@ class Calls:
     last: Sequence[int]
     rows: np.ndarray
     terms: np.ndarray
+    redraw: np.ndarray
+    origin: np.ndarray
+    summed: Sequence[Sequence[int]]
 
     def forms(self, kernels: int) -> list[list[str]]:
         """The forms that each of `kernels` kernels runs, by kernel index."""
@@ -84,7 +91,10 @@ class Calls:
         end = np.array([arena, 0], dtype="u8")
         numbers = np.concatenate([*step[:_ADDRESSES], keys.reshape(-1), end])
         table: np.ndarray = self.rows.view("u8") + numbers[self.terms.view("i8")]
-        return table.view(ROW)
+        rows = table.view(ROW)
+        if len(self.redraw):
+            rows["key"][self.redraw] = rng.origin_keys(rows["shared"][self.redraw], self.origin)
+        return rows
 
 
 def kernel_calls(
@@ -105,7 +115,7 @@ def kernel_calls(
     """
     kernels = [task for task, peer in enumerate(graph.peer) if peer < 0]
     # For each message that a kernel covers: index of the kernel, message, what its rows share.
-    covered: list[tuple[int, int, int, int, int, bool]] = []
+    covered: list[tuple[int, int, int, int, int, bool, int]] = []
     for place, task in enumerate(kernels):
         merges = graph.kind[task] is Kind.MERGE
         sources = graph.reads[task] if merges else ()
@@ -114,22 +124,26 @@ def kernel_calls(
             source = offsets[sources[place_in]] if sources else 0
             message = graph.buffer_chunk[buffer] * len(cut.sizes) + graph.buffer_segment[buffer]
             encodes = bool(graph.writes[task])
-            covered.append((place, message, offsets[buffer], source, phase, encodes))
-    columns = np.array(covered, dtype="i8").reshape(-1, 6)
+            assert not encodes or graph.buffer_source[buffer] == rank, (
+                f"{graph.describe(task)}: fills a buffer whose source is another rank"
+            )
+            of_message = offsets[buffer], source, phase, encodes, graph.origin(buffer)
+            covered.append((place, message, *of_message))
+    columns = np.array(covered, dtype="i8").reshape(-1, 7)
     messages = columns[:, 1]
     rows = cut.first[messages + 1] - cut.first[messages]
     ends = rows.cumsum()
     row = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
         cut.first[messages] - ends + rows, rows
     )
-    place, _, payload, source, phase, encodes = np.repeat(columns, rows, axis=0).T
+    place, _, payload, source, phase, encodes, origin = np.repeat(columns, rows, axis=0).T
 
     # Sort by kernel and form; within a call, rows keep the order of their messages.
     feedback = np.array([spec.feedback for spec in specs], dtype="i8")
     kind = cut.kind[row] * 2 + encodes * feedback[cut.item[row]]
     order = (place * 2 * len(cut.kinds) + kind).argsort(kind="stable")
     row, place, kind = row[order], place[order], kind[order]
-    payload, source, phase = payload[order], source[order], phase[order]
+    payload, source, phase, origin = (x[order] for x in (payload, source, phase, origin))
     begins = np.ones(len(row), dtype=bool)
     if batched:
         begins[1:] = (np.diff(place) != 0) | (np.diff(kind) != 0)
@@ -154,6 +168,8 @@ def kernel_calls(
     terms["payload"] = terms["source"] = arena
     terms["key"] = (_ADDRESSES + phase) * count + item
     terms["shared"] = (_ADDRESSES + _SHARED) * count + item
+    redraws = np.array([layout(*kind).redraws for kind in cut.kinds], dtype=bool)
+    redraw = redraws[cut.kind[row]].nonzero()[0]
     return Calls(
         of=of,
         kernel=(kind[first] // 2).tolist(),
@@ -165,6 +181,9 @@ def kernel_calls(
         last=[*first[1:].tolist(), len(row)][: len(first)],
         rows=table,
         terms=terms,
+        redraw=redraw,
+        origin=origin[redraw],
+        summed=[summed(graph, task) for task in range(len(graph))] if len(redraw) else (),
     )
 
 
@@ -174,6 +193,13 @@ def covered_messages(graph: Graph, task: int) -> tuple[int, ...]:
     if graph.writes[task] or graph.kind[task] is not Kind.MERGE:
         return graph.writes[task] or reads
     return reads[: graph.width(task)]
+
+
+def summed(graph: Graph, task: int) -> list[int]:
+    """The origins of the payloads that a task sums, one per peer."""
+    if graph.kind[task] is not Kind.MERGE:
+        return []
+    return [graph.origin(buffer) for buffer in graph.reads[task][:: max(graph.width(task), 1)]]
 
 
 def form(graph: Graph, task: int, feedback: bool) -> str:

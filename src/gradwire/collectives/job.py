@@ -204,8 +204,9 @@ class Job:
         self.kernel_calls += self.series.run(calls.start, calls.stop, distances)
 
     def find(self, task: int) -> np.ndarray | None:
-        """Find what a kernel reads: returns a merge's distances between payloads, and fills the
-        addresses of borrowed messages into the rows of a merge or decode."""
+        """Find what a kernel reads: returns a merge's distances between payloads (and the payloads'
+        origins, see lang/call.py), and fills the addresses of borrowed messages into the rows of a
+        merge or decode."""
         kind, reads = self.graph.kind[task], self.graph.reads[task]
         if kind not in (Kind.MERGE, Kind.DECODE):
             return None
@@ -220,7 +221,8 @@ class Job:
         if kind is Kind.DECODE:
             return None
         of_peers = reads[:: max(self.graph.width(task), 1)]
-        return np.array([self._address(buffer) - begin for buffer in of_peers], dtype="i8")
+        distances = [self._address(buffer) - begin for buffer in of_peers]
+        return np.array([*distances, *(calls.summed[task] if calls.summed else ())], dtype="i8")
 
     def _address(self, buffer: int) -> int:
         """The address at which kernels read a message."""

@@ -288,6 +288,12 @@ class Graph:
         """How many chunks a merge produces, which is how many of its reads are one peer's."""
         return len({self.buffer_chunk[buffer] for buffer in self.reads[task]})
 
+    def origin(self, buffer: int) -> int:
+        """A number of the payload in a buffer: of the rank that encoded it, and of its role. The
+        same on all ranks; no rank encodes a value twice in one role."""
+        place = self.roles.index(self.buffer_role[buffer])
+        return self.buffer_source[buffer] * len(self.roles) + place
+
     def describe(self, task: int) -> str:
         """A task in words."""
         direction = {Kind.SEND: " to rank", Kind.RECV: " from rank"}.get(self.kind[task], "")

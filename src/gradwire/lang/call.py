@@ -18,7 +18,9 @@ class Call:
     ranks: contributions to a sum, the caller's own included.
     rank: position of the caller's values in the sum; -1 if all contributions are payloads.
     distances: int64[payloads] or more, the same for all rows: offsets in bytes from a row's
-        `source` to each payload that is summed, so the first is 0; None if no payload is summed.
+        `source` to each payload that is summed, so the first is 0; None if no payload is summed. If
+        the layout `redraws`, each payload's origin (see rng.origin_keys) follows: int64[2 *
+        payloads] or more.
     factor: multiplier of decoded values and of sums.
     threads: number of threads that share the blocks (target c); results do not depend on it.
     workspace: uint8[kernels.workspace_nbytes(...)], or None for codecs that need none.
@@ -35,18 +37,29 @@ class Call:
     failed: torch.Tensor | None = None
 
     @property
+    def payloads(self) -> int:
+        """The number of payloads that are summed."""
+        return self.ranks - (self.rank >= 0)
+
+    @property
+    def origins(self) -> np.ndarray:
+        """The origins of the payloads, where `distances` has them."""
+        assert self.distances is not None
+        return self.distances[self.payloads : 2 * self.payloads]
+
+    @property
     def stride(self) -> int:
         """The distance between equally spaced payloads, for a target that needs one.
 
         Raises:
             ConfigError: the payloads are not equally spaced.
         """
-        if self.distances is None or len(self.distances) < 2:
+        distances = [] if self.distances is None else self.distances[: self.payloads].tolist()
+        if len(distances) < 2:
             return 0
-        stride = int(self.distances[1])
-        if any(at != k * stride for k, at in enumerate(self.distances.tolist())):
+        stride = int(distances[1])
+        if any(at != k * stride for k, at in enumerate(distances)):
             raise ConfigError(
-                f"payloads at distances {self.distances.tolist()}: this target only sums equally "
-                "spaced payloads"
+                f"payloads at distances {distances}: this target only sums equally spaced payloads"
             )
         return stride

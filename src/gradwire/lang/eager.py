@@ -206,8 +206,11 @@ class _Row(RowMemory):
         kept = self.evaluate(n.args[1], frame) != 0
         return torch.where(kept, self.evaluate(n.args[0], frame), 0)
 
-    def uniform(self, stream: ir.Stream, index: Tensor) -> Tensor:
+    def uniform(self, stream: ir.Stream, index: Tensor, source: int | None = None) -> Tensor:
         key = int(self.row["shared" if stream.shared else "key"])
+        if stream.source:
+            assert source is not None
+            key = int(rng.origin_keys(self.row["shared"], self.call.origins[source])[0])
         return rng.uniform(key, stream.number, index)
 
     def _random(self, n: Node, frame: _Frame) -> Tensor:
@@ -215,7 +218,7 @@ class _Row(RowMemory):
         if n.scope is Scope.BLOCK:
             index = index[:, :1]
         assert isinstance(n.attr, ir.Stream)
-        return self.uniform(n.attr, index)
+        return self.uniform(n.attr, index, frame.source)
 
     def _index(self, n: Node, frame: _Frame) -> Tensor:
         part = frame.part

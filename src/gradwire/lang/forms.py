@@ -101,13 +101,17 @@ def derive(codec: Codec, native: str) -> Forms:
 
 
 class _Tracer:
-    """Traces the codec's methods on given nodes, with the same stream numbers in every trace."""
+    """Traces the codec's methods on given nodes, with the same stream numbers in every trace.
+
+    The random numbers of decode are those of encode again, in the order of the calls: `drawn` has
+    the number and the scope of each that every trace of encode has drawn.
+    """
 
     def __init__(self, codec: Codec, native: str) -> None:
         self.codec = codec
         self.native = native
         self.block = DEFAULT_BLOCK
-        self.streams = 0
+        self.drawn: frozenset[tuple[int, Scope]] | None = None
         self.operators: list[str] = []
         self.table: tuple[float, ...] = ()
         self.fields: tuple[Field, ...] = ()
@@ -130,17 +134,19 @@ class _Tracer:
         self.fields = fields
         self.block = block
         verify.block(self.codec, self.block, fields)
-        self.streams = trace.streams
+        drawn = verify.drawn(n for _, n in stored)
+        self.drawn = drawn if self.drawn is None else self.drawn & drawn
         self.take_table(trace.table)
         self.operators = self.operators or trace.operators
         return stored
 
-    def decode(self, fields: tuple[tuple[str, Node], ...]) -> Node:
-        trace = Trace(self.native, block=self.block, streams=self.streams, table=self.table)
+    def decode(self, fields: tuple[tuple[str, Node], ...], source: bool = False) -> Node:
+        """The decoded elements of these fields; `source`: they are those of a fold's peer."""
+        trace = Trace(self.native, block=self.block, source=source, table=self.table)
         with tracing(trace):
             trace.uses("extract")
             elements = self.codec.decode(**{name: Value(n) for name, n in fields})
-        verify.elements(self.codec, elements, allowed={n for _, n in fields})
+        verify.elements(self.codec, elements, {n for _, n in fields}, self.drawn or frozenset())
         self.take_table(trace.table)
         self.operators += [op for op in trace.operators if op not in self.operators]
         return as_number(elements.node)
@@ -160,7 +166,7 @@ class _Tracer:
                 below = [selection]
             ref = ir.FieldRef(f.name, source, f.shape)
             nodes[f.name] = ir.node("field", below, ref, dtype=f.dtype, scope=f.scope)
-        return self.decode(tuple(nodes.items()))
+        return self.decode(tuple(nodes.items()), source)
 
 
 class _Composer:

@@ -219,15 +219,27 @@ class Launches:
     def __init__(self, device: Device, divided: Tiles, call: Call, failed: torch.Tensor) -> None:
         self.device, self.divided, self.call, self.layout = device, divided, call, device.layout
         self.failed = failed
-        self.table = device.upload(divided.table)
+        n = len(divided.table)
+        self.table, self.origins = self.uploaded()
         self.numbers = device.numbers(self.table.device)
         self.workspace = self.numbers
         if call.workspace is not None:
             self.workspace = call.workspace[: 4 * divided.words].view(torch.float32)
         self.words = self.workspace.view(torch.int32)
-        n = len(divided.table)
         self.rows = (self.table, n, n.bit_length())
         self.tile = {"BLOCK": self.layout.block, "GROUP": triton_rows.group(self.layout)}
+
+    def uploaded(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The table on the device; and, where kernels take it, what follows: the payloads'
+        origins."""
+        table, payloads = self.divided.table, self.call.payloads
+        if not self.layout.redraws:
+            return self.device.upload(table), ()
+        behind = np.zeros((-(-payloads // table.shape[1]), table.shape[1]), np.int64)
+        if payloads:
+            behind.flat[:payloads] = self.call.origins
+        moved = self.device.upload(np.concatenate([table, behind]))
+        return moved, (moved.view(-1)[table.size :],)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch a kernel; every launch of target triton goes through here."""
@@ -243,7 +255,7 @@ class Launches:
         self.launch(
             kernel, (self.divided.number,), *self.rows, call.ranks, call.rank, call.stride,
             call.factor, self.numbers, self.workspace, self.words, self.failed,
-            **self.device.options,
+            *self.origins, **self.device.options,
         )  # fmt: skip
 
     def complete(self, index: int, number: int, kind: str) -> None:

@@ -127,10 +127,16 @@ class FieldRef:
 
 @dataclass(frozen=True)
 class Stream:
-    """attr of a random node: its unique number; shared: all ranks draw the same numbers."""
+    """attr of a random node: its unique number; shared: all ranks draw the same numbers; source:
+    the numbers are those of the encoder of the peer payload of a fold."""
 
     number: int
     shared: bool = False
+    source: bool = False
+
+    def __repr__(self) -> str:
+        text = f"Stream(number={self.number}, shared={self.shared})"
+        return f"peer's {text}" if self.source else text
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,12 @@ class Kernels:
         assert rows.flags.c_contiguous, "rows: a contiguous table"
         assert -1 <= rank < ranks, (rank, ranks)
         assert threads >= 1, threads
-        payloads = ranks - (rank >= 0)
-        assert not payloads or distances is not None, f"{payloads} payloads without distances"
+        read = (ranks - (rank >= 0)) * (1 + self.layout.redraws)
+        assert not read or distances is not None, f"{ranks} ranks, without distances"
         if distances is not None:
             assert distances.dtype == np.int64, distances.dtype
             assert distances.flags.c_contiguous
-            assert distances.size >= payloads, (distances, payloads)
+            assert distances.size >= read, (distances, read)
         needed = self.workspace_nbytes(rows["numel"], threads, ranks)
         if needed and workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)

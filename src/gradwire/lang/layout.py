@@ -94,6 +94,7 @@ class Layout:
         staged: numbers per staged entry in the workspace, 0 without a selection.
         data_dependent: whether the length of a payload depends on data; it does not if a selection
             is always full.
+        redraws: whether decoding needs the encoder's random numbers.
         expected_entries: `Codec.expected_entries`.
     """
 
@@ -103,6 +104,7 @@ class Layout:
     samples: int
     staged: int
     data_dependent: bool
+    redraws: bool
     expected_entries: Callable[[int], float | None] = field(compare=False)  # not part of the layout
 
     @property
@@ -232,6 +234,7 @@ def _layout(codec: Codec, native: str) -> Layout:
         samples=min((n.attr.every for n in nodes if isinstance(n.attr, ir.Rank)), default=0),
         staged=max(passes.staged_numbers(p) for p in programs),
         data_dependent=any(n.op == "keep" or _may_be_partial(n) for n in nodes),
+        redraws=any(isinstance(n.attr, ir.Stream) and n.attr.source for n in nodes),
         expected_entries=codec.expected_entries,
     )
 
@@ -239,7 +242,7 @@ def _layout(codec: Codec, native: str) -> Layout:
 @lru_cache(maxsize=64)
 def _exact(itemsize: int) -> Layout:
     value = Field("value", f"{RAW}{8 * itemsize}", Scope.ELEMENT)
-    return Layout((value,), forms.DEFAULT_BLOCK, 0, 0, 0, False, lambda numel: None)
+    return Layout((value,), forms.DEFAULT_BLOCK, 0, 0, 0, False, False, lambda numel: None)
 
 
 def _may_be_partial(n: ir.Node) -> bool:

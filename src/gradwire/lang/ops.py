@@ -138,8 +138,9 @@ def count(value: Value) -> Value:
 def random(scope: str = "element", shared: str | None = None) -> Value:
     """Uniform in [0, 1) in steps of 2^-24: one per element, or per block with `scope="block"`.
 
-    Every call draws new numbers. With `shared=NAME`, all ranks draw the same numbers, in encode and
-    in decode, for the contributions to a sum and for the sum.
+    Every call in encode draws new numbers; the n-th call in decode gives those of the n-th call in
+    encode again, as the rank that encoded the payload drew them. With `shared=NAME`, all ranks draw
+    the same numbers, in encode and in decode, for the contributions to a sum and for the sum.
     """
     trace = active()
     if scope not in _SCOPES:

@@ -4,6 +4,9 @@ Vocabulary
     parameter key  64 bits from (user seed, parameter name, rank), computed once. Shared keys use
                    rank -1, so they are the same on all ranks
     step key       64 bits from (parameter key, step, phase), stored in a kernel's row
+    origin         which payload of a step: a number of the rank that encoded it, and of its role in
+                   the algorithm. Where decoding needs the encoder's random numbers, the origin's
+                   key takes the place of the step key, and any rank can compute it
     stream         identifies a `random()` call of a codec; has two 32-bit words from the step key
 
 A value costs three 32-bit multiplications, five shifts and exclusive-ors, and two additions. There
@@ -68,6 +71,17 @@ def step_keys(keys: np.ndarray, step: int | np.ndarray, phase: int | np.ndarray)
     x: np.ndarray = np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * _GOLDEN
     _mix_in_place(x)
     x = x + np.atleast_1d(phase).astype(np.uint64) * _GOLDEN
+    _mix_in_place(x)
+    return x
+
+
+def origin_keys(shared: np.ndarray, origin: int | np.ndarray) -> np.ndarray:
+    """The keys of payloads: uint64[n] from their rows' shared step keys and their origins.
+
+    An origin's key has the bits of the two words of the stream of that number.
+    """
+    steps = (np.atleast_1d(origin).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    x: np.ndarray = np.asarray(shared, dtype=np.uint64) + steps
     _mix_in_place(x)
     return x
 

@@ -12,7 +12,7 @@ ROW = np.dtype(
         ("source", "<u8"),  # address of the first peer's payload; see `Call.distances`
         ("numel", "<i8"),
         ("start", "<i8"),  # position of the first value in its parameter
-        ("key", "<u8"),  # of the random numbers, see rng.step_keys
+        ("key", "<u8"),  # of the random numbers, see rng.step_keys and rng.origin_keys
         ("shared", "<u8"),  # of the random numbers that all ranks share
     ]
 )

@@ -79,7 +79,7 @@ class Series:
         before: before[i] is the number of `native` calls among the first i calls.
         entries: ENTRY per `native` call, without the parts that depend on the table.
         scaled: per `native` call, `KernelCall.scaled`.
-        payloads: per call, the number of payloads that it sums.
+        distances: per call, how many numbers it reads of `distances`, see `Call`.
         runner: runs entries; None if there are none.
     """
 
@@ -99,7 +99,9 @@ class Series:
             check_form(call.form)
             assert 0 <= call.first < call.last <= self.rows, call
             assert -1 <= call.rank < call.ranks, call
-        self.payloads = [call.ranks - (call.rank >= 0) for call in calls]
+        self.distances = [
+            (call.ranks - (call.rank >= 0)) * (1 + call.kernels.layout.redraws) for call in calls
+        ]
         self.workspace_nbytes = max(
             (
                 call.kernels.workspace_nbytes(numels[call.first : call.last], threads, call.ranks)
@@ -171,9 +173,9 @@ class Bound:
                 the call's first. Later calls are not made. With a mark, the mark raises it.
         """
         series = self._series
-        payloads = max(series.payloads[first:last], default=0)
+        read = max(series.distances[first:last], default=0)
         given = 0 if distances is None else distances.size
-        assert given >= payloads, f"{payloads} payloads, {given} distances"
+        assert given >= read, f"{given} distances, of {read}"
         begin, end = series.before[first], series.before[last]
         if begin < end and distances is not None:
             assert distances.dtype == np.int64, distances.dtype

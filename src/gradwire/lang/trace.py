@@ -31,6 +31,7 @@ class Trace:
     Attributes:
         native: dtype of the values, one of "fp32", "fp16", "bf16".
         block: set by `g.blocks(n)`, or None.
+        source: whether it decodes the peer payload of a fold, rather than the own payload.
         streams: number of `random()` calls so far; each has a stream of its own.
         operators: names of the language's operators used, in order of first use.
         table: the numbers given to `table()`, or empty.
@@ -38,6 +39,7 @@ class Trace:
 
     native: str
     block: int | None = None
+    source: bool = False
     streams: int = 0
     operators: list[str] = field(default_factory=list)
     table: tuple[float, ...] = ()
@@ -266,4 +268,4 @@ def stream(shared: str | None = None) -> ir.Stream:
         return ir.Stream(2**16 + zlib.crc32(shared.encode()) % 2**16, shared=True)
     trace = active()
     trace.streams += 1
-    return ir.Stream(trace.streams - 1)
+    return ir.Stream(trace.streams - 1, source=trace.source)

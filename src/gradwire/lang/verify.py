@@ -7,7 +7,7 @@ has the checks that need a whole method.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.lang import ir
@@ -120,8 +120,26 @@ def gathered(codec: Codec, number: int) -> None:
         )
 
 
-def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
-    """Check that `decode` returned one number per element, computed from the fields only."""
+def drawn(fields: Iterable[ir.Node]) -> frozenset[tuple[int, Scope]]:
+    """The number and scope of each random number that these fields are made of."""
+    return frozenset(
+        (n.attr.number, n.scope)
+        for n in ir.walk(fields)
+        if n.op == "random" and isinstance(n.attr, ir.Stream) and not n.attr.shared
+    )
+
+
+def elements(
+    codec: Codec,
+    result: object,
+    allowed: set[ir.Node],
+    again: frozenset[tuple[int, Scope]] = frozenset(),
+) -> None:
+    """Check that `decode` returned one number per element, computed from the fields and the
+    encoder's random numbers only.
+
+    `allowed`: the fields; `again`: the random numbers, as `drawn` gives them.
+    """
     at = _definition(codec, "decode")
     if not isinstance(result, Value):
         raise LanguageError(at, f"decode must return elements, not {type(result).__name__}")
@@ -139,13 +157,13 @@ def elements(codec: Codec, result: object, allowed: set[ir.Node]) -> None:
         n = stack.pop()
         if n in below:
             continue
-        problem = _misplaced(n, result.node)
+        problem = _misplaced(n, result.node, again)
         if problem is not None:
             raise LanguageError(_at(codec, "decode", n), problem)
         stack.extend(n.args)
 
 
-def _misplaced(n: ir.Node, root: ir.Node) -> str | None:
+def _misplaced(n: ir.Node, root: ir.Node, again: frozenset[tuple[int, Scope]]) -> str | None:
     """Why a node cannot be used in decode, or None."""
     if n.op == "scatter" and n is not root:
         return "scatter must come last in decode: compute before it"
@@ -153,8 +171,11 @@ def _misplaced(n: ir.Node, root: ir.Node) -> str | None:
         return "decode can use the payload only, not the gradient"
     if n.op == "reduce":  # it would need more sweeps in every derived form
         return "decode cannot reduce: send the result as a field"
-    if n.op == "random" and isinstance(n.attr, ir.Stream) and not n.attr.shared:
-        return "in decode every rank would draw different numbers: use random(shared=NAME)"
+    for number, scope in drawn([n]) - again if n.op == "random" else ():
+        return (
+            f"random() number {number + 1} of decode is that of encode again, and encode makes no "
+            f"field of one per {scope.name.lower()}: draw it there, or use random(shared=NAME)"
+        )
     if n.op == "gather" and n.args[0].scope is Scope.ELEMENT:
         computed = ("alu", "cast", "const", "param", "index", "random")
         below = (a for a in ir.walk([n.args[0]]) if a.scope is Scope.ELEMENT)

@@ -73,6 +73,8 @@ def _sweep(
     if sweep.steps:
         parts += [group().emit(number, sweep), c_rows.rest(form, number)]
         cursors = c_rows.cursors(*_visited(program, sweep))
+        if any(s.source for s in streams([program])):
+            cursors += c_rows.peers([s for s in drawn if s.source])
         size = c_rows.group_size(layout, sweep)
         if sweep.entries:
             gathered = len(passes.gathered(program))

@@ -281,6 +281,10 @@ class Blocks(Writer):
         self.indent += 1
         self.put("const int own_before = 0 <= call->rank && call->rank < k;")
         self.put("const uint8_t *source = place->row->source + call->distances[k - own_before];")
+        again = [s for s in self.streams if s.source]
+        for at, s in enumerate(again):
+            peer = f"(k - own_before) * {len(again)} + {at}"
+            self.put(f"const Stream {stream_name(s)} = place->peers[{peer}];")
         for inner in step.body:
             self.STEPS[type(inner)](self, inner)
         self.close()

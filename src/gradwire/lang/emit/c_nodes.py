@@ -56,11 +56,12 @@ WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
 
 def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:
-    """The random streams that programs use; generated code refers to them by position."""
+    """The random streams that programs use; generated code refers to them by position: first to
+    those of the row, then to those of peers' payloads."""
     nodes = {n for p in programs for n in ir.walk(p.roots)}
     drawn = {n.attr for n in nodes if isinstance(n.attr, ir.Stream)}
     drawn |= {n.attr.stream for n in nodes if isinstance(n.attr, (ir.Rotation, ir.Rank))}
-    return tuple(sorted(drawn, key=lambda s: (s.shared, s.number)))
+    return tuple(sorted(drawn, key=lambda s: (s.source, s.shared, s.number)))
 
 
 def needs_clamp(n: Node) -> bool:
@@ -94,7 +95,8 @@ def literal(value: float) -> str:
 
 
 def stream_name(stream: ir.Stream) -> str:
-    return f"{'shared' if stream.shared else 'stream'}{stream.number}"
+    kind = "shared" if stream.shared else "peer" if stream.source else "stream"
+    return f"{kind}{stream.number}"
 
 
 def register(n: Node) -> str:
@@ -148,7 +150,9 @@ class Writer:
         for value, name in self.limits.items():
             self.put(f"const float {name} = limit({literal(value)});")
         for s in streams([self.program]):
-            self.put(f"const Stream {stream_name(s)} = place->streams[{self.streams.index(s)}];")
+            if not s.source:
+                at = self.streams.index(s)
+                self.put(f"const Stream {stream_name(s)} = place->streams[{at}];")
 
     def memory(self, offset: str) -> None:
         """Declare pointers to the row's values and residual, `offset` values from their start."""

@@ -9,6 +9,8 @@ FORM            the entry point, with the signature that lang/native.py calls
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradwire.lang import ir
 from gradwire.lang.forms import Field
 from gradwire.lang.ir import Scope
@@ -39,6 +41,7 @@ def group_size(layout: Layout, sweep: Sweep) -> str:
 
 def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     """The struct Place, the function that fills it, and offsets of variable parts of fields."""
+    own = [s for s in streams if not s.source]
     sizes = {"BLOCK": layout.block, "PARTIALS": layout.partials}
     if layout.staged:
         sizes["STAGED"] = layout.staged
@@ -49,7 +52,8 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
         "typedef struct {",
         "  const Row *row;",
         f"  int64_t blocks, at[{len(layout.fields) + 1}];",
-        f"  Stream streams[{max(1, len(streams))}];",
+        f"  Stream streams[{max(1, len(own))}];",
+        *(["  const Stream *peers;"] if len(own) < len(streams) else []),
         "  float *partials;",
         *(["  uint32_t *samples;"] if layout.samples else []),
         *(["  Staging *staging;", "  Cursor *cursors;"] if layout.variable else []),
@@ -63,7 +67,7 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     for number, f in enumerate(layout.fields):
         lines.append(f"  p.at[{number}] = at, at += {_known(f, layout)};  /* {f.name} */")
     lines.append(f"  p.at[{len(layout.fields)}] = at;")
-    for number, s in enumerate(streams):
+    for number, s in enumerate(own):
         key = "shared" if s.shared else "key"
         lines.append(f"  p.streams[{number}] = stream(row->{key}, {s.number});")
     if layout.samples:
@@ -177,6 +181,23 @@ def cursors(own: bool, sources: bool) -> str:
             "            cursor_at(call, &place, row->source + call->distances[k], b);",
         ]
     return "\n".join([*lines, ""]) if own or sources else ""
+
+
+def peers(streams: Sequence[ir.Stream]) -> str:
+    """The streams of the encoders of the peers' payloads, whose origins follow the distances."""
+    each = len(streams)
+    lines = [
+        "      const int payloads = call->ranks - (call->rank >= 0);",
+        f"      Stream peers[payloads * {each} + 1];",
+        "      for (int k = 0; k < payloads; k++) {",
+        "        const Stream of = stream(row->shared, call->distances[payloads + k]);",
+        "        const uint64_t key = (uint64_t)of.high << 32 | of.low;",
+        *(f"        peers[k * {each} + {at}] = stream(key, {s.number});"
+          for at, s in enumerate(streams)),
+        "      }",
+        "      place.peers = peers;",
+    ]  # fmt: skip
+    return "\n".join([*lines, ""])
 
 
 def _walk(form: str, number: int, cursors: str, final: bool = True) -> str:

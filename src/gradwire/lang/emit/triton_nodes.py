@@ -338,7 +338,17 @@ class Nodes:
                 self.put("behind = (rank >= 0) & (rank < k)")
                 self.put("peer = k - behind.to(tl.int64)")
                 self.put("source = sources + peer * stride")
+                self.redraw()
                 self.accumulate(n, total, view)
+
+    def redraw(self) -> None:
+        """The streams of the encoder of a peer's payload."""
+        for s in (n.attr for n in self.number if isinstance(n.attr, ir.Stream)):
+            if s.source:
+                name = triton_rows.stream(s)
+                key = "origin_key(tl.load(row + SHARED), tl.load(origins + peer))"
+                self.put(f"{name}_low, {name}_high = stream({key}, {s.number})")
+                self.put(f"{name}_weyl = weyl(first + {name}_low)")
 
     def accumulate(self, fold: Node, total: str, view: int) -> None:
         """Add the decoded payload of a peer."""
@@ -351,7 +361,8 @@ class Nodes:
         return cells
 
     def stream(self, stream: ir.Stream) -> str:
-        self.used.streams.add(stream)
+        if not stream.source:  # those are made where peers' payloads are summed
+            self.used.streams.add(stream)
         return triton_rows.stream(stream)
 
     def place(self, name: str) -> str:

@@ -151,6 +151,15 @@ def stream(key, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def origin_key(shared, origin):
+    """The key of a payload, from the shared key of its row and its origin."""
+    x = shared.to(tl.uint64, bitcast=True) + (origin + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
 def weyl(index):
     """The Weyl sequence at an index. It is linear, so weyl(a + b) = weyl(a) + weyl(b)."""
     return index.to(tl.uint32) * 0x9E3779B1

@@ -16,6 +16,7 @@ VARYING = ("n", "steps", "ranks", "rank", "stride")  # arguments that must not b
 # `workspace` and `words` are the same memory, as floats and int32; `failed`: see
 # triton_prelude.fail
 CALL = ("ranks", "rank", "stride", "factor", "numbers", "workspace", "words", "failed")
+ORIGINS = "origins"  # an argument of codecs that redraw: int64, of the payloads of a sum
 STATISTICS = 2  # per codec, at most: encode and encode_sum may use one each
 POINTER = {"fp32": "tl.float32", "fp16": "tl.uint16", "bf16": "tl.uint16"}
 
@@ -95,6 +96,11 @@ class Used:
     loads: bool = False
 
 
+def arguments(layout: Layout) -> str:
+    """The names of a call's arguments, which all kernels of a codec have."""
+    return ", ".join((*CALL, ORIGINS) if layout.redraws else CALL)
+
+
 def head(layout: Layout) -> str:
     """The first lines of a generated file."""
     selects = layout.variable or layout.samples
@@ -144,7 +150,7 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
         ]
     for cells in sorted(used.views):
         lines += _view(cells, layout)
-    call = ", ".join(CALL)
+    call = arguments(layout)
     return "\n".join(
         [
             "@triton.jit",
@@ -156,7 +162,7 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
             *body,
             "",
             "",
-            _varying(),
+            _varying(layout),
             f"def {name}(table, n, steps, {call}):",
             "    row = find(table, n, steps)",
             "    block, held, m, full = place(row, BLOCK, GROUP)",
@@ -172,13 +178,14 @@ def kernel(name: str, layout: Layout, native: str, used: Used, body: list[str]) 
     )
 
 
-def _varying() -> str:
-    return f"@triton.jit(do_not_specialize={list(VARYING)})".replace("'", '"')
+def _varying(layout: Layout) -> str:
+    names = [*VARYING, *([ORIGINS] if layout.redraws else [])]
+    return f"@triton.jit(do_not_specialize={names})".replace("'", '"')
 
 
 def stream(s: ir.Stream) -> str:
     """The name of a stream in generated code."""
-    return f"{'shared' if s.shared else 'stream'}{s.number}"
+    return f"{'shared' if s.shared else 'peer' if s.source else 'stream'}{s.number}"
 
 
 def _view(cells: int, layout: Layout) -> list[str]:
@@ -266,8 +273,8 @@ def packing(layout: Layout) -> str:
     lines.append(f"clear_bytes({at}, payload + {most}, part, parts)")
     return "\n".join(
         [
-            _varying(),
-            f"def pack(table, n, steps, {', '.join(CALL)}):",
+            _varying(layout),
+            f"def pack(table, n, steps, {arguments(layout)}):",
             "    row = find(table, n, steps)",
             "    part, parts = share_of(row, BLOCK, GROUP)",
             "    capacity = tl.load(row + CAPACITY).to(tl.int32)",
