@@ -81,7 +81,7 @@ def keep_residual(c: Context, finite: torch.Tensor, error: torch.Tensor) -> None
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 values in another float dtype: finite ones saturate, NaN stays NaN."""
+    """fp32 values, finite or NaN, in another float dtype: finite ones saturate."""
     if dtype == torch.float32:
         return values
     most = torch.finfo(dtype).max

@@ -5,6 +5,7 @@ No message carries these payloads; `run_local` calls their kernels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gradwire.lang import Codec, Payload, Value
@@ -18,11 +19,13 @@ from gradwire.lang.ops import (
     fp32,
     index,
     inverse,
+    isfinite,
     map,
     random,
     reduce,
     rotate,
     sqrt,
+    where,
 )
 
 
@@ -75,7 +78,10 @@ class Rounded(Codec):
 
 @dataclass(frozen=True)
 class Restored(Codec):
-    """Decoding turns whole numbers and ranges into values, and rotates them back; see `Rounded`."""
+    """Decoding turns whole numbers and ranges into values, and rotates them back; see `Rounded`.
+
+    Values of a chunk whose range is not finite are NaN.
+    """
 
     chunk: int
     most: int
@@ -86,7 +92,8 @@ class Restored(Codec):
         return concat(value=fp32(x), size=bf16(reduce(max, map(abs, x)), toward="up"))
 
     def decode(self, value: Value, size: Value) -> Value:
-        x = value * (size * (1.0 / self.most))
+        step = where(isfinite(size), size * (1.0 / self.most), math.nan)
+        x = value * step
         return rotate(x, inverse=True) if self.rotated else x
 
 
