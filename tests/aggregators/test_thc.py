@@ -253,7 +253,7 @@ def error_of(aggregator: Aggregator, ranks: int = 4) -> float:
 
 
 def test_saturation_and_partial_rotation_cost_little() -> None:
-    """The bars of docs/reference/algorithms.md, on synthetic gradients."""
+    """Against the sum in 8 bits, and the full rotation, on synthetic gradients."""
     wide, five, four = (error_of(THC(bits, 4)) for bits in (8, 5, 4))
     full, none = (error_of(THC(8, 4, how)) for how in ("full", "none"))
     assert five < 1.1 * wide

@@ -19,8 +19,8 @@ As N grows, give more bits (UTIL 3.2.2). What saturates is lost without error fe
 it, and the error of rounding with it.
 
 rotation="partial" rotates chunks, which fit L1 (UTIL's shared memory). "full" rotates the whole
-parameter: chunks, then across chunks, in groups of a power of two of them; ranges are per chunk all
-the same. "none" rotates nothing.
+parameter: chunks, then across chunks, in groups of a power of two of them; ranges are still per
+chunk. "none" rotates nothing.
 
 A non-finite value makes its chunk's range non-finite, so the average of that chunk on all ranks,
 and the residual stays as it was. Values above 1e38 / chunk may overflow where they are rotated.
