@@ -34,6 +34,7 @@ class Parameters:
         shapes: Sequence[Shape],
         aggregators: Aggregator | Sequence[Aggregator],
         seed: int = 0,
+        algorithm: str = "sra",
     ) -> None:
         if isinstance(aggregators, Aggregator):
             aggregators = [aggregators] * len(shapes)
@@ -45,6 +46,7 @@ class Parameters:
             for i, (shape, aggregator) in enumerate(zip(shapes, aggregators, strict=True))
         ]  # fmt: skip
         self.owner: Owner = comm.owner("a module")
+        self.options = Options(algorithm=algorithm)
         self.outcomes: list[list[Outcome]] = []
 
     def average(
@@ -83,7 +85,7 @@ class Parameters:
                 errors.append(error)
             ended.set()
 
-        Rounds(self.owner, members, gradients, Options(), done, observe).start()
+        Rounds(self.owner, members, gradients, self.options, done, observe).start()
         assert ended.wait(30), "hangs"
         if errors:
             raise errors[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwire.aggregators import Aggregator, ARTopK, ErrorFeedback, PowerSGD
+    from gradwire.aggregators import THC, Aggregator, ARTopK, ErrorFeedback, PowerSGD, TopKC
     from gradwire.codecs import (
         DGC,
         QSGD,
@@ -54,6 +54,7 @@ __all__ = [
     "DGC",
     "QSGD",
     "TBQ",
+    "THC",
     "ARTopK",
     "AdaComp",
     "Aggregator",
@@ -81,6 +82,7 @@ __all__ = [
     "TernGrad",
     "ThreeLC",
     "TopK",
+    "TopKC",
     "TransportError",
     "all_gather",
     "all_reduce",
@@ -96,7 +98,7 @@ __all__ = [
 # wheel, where there is no torch: nothing else is imported until one of these names is used. Names
 # that are not listed here are codecs.
 _HOMES = {
-    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "PowerSGD"),
+    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "PowerSGD", "THC", "TopKC"),
     "collectives": (
         *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
         *("load_state_dict", "state_dict"),

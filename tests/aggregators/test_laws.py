@@ -15,6 +15,7 @@ import torch
 
 from averaging import Parameters, Shape, drawn
 from gradwire.aggregators import (
+    THC,
     Aggregator,
     ARTopK,
     Averages,
@@ -25,6 +26,7 @@ from gradwire.aggregators import (
     PowerSGD,
     StateSpec,
     Steps,
+    TopKC,
 )
 from gradwire.codecs import QSGD, OneBit, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
@@ -99,8 +101,19 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "topk": (Compressed(TopK(density=0.05)),),
     "powersgd": (PowerSGD(2),),
     "artopk": (ARTopK(0.05),),
+    "topkc": (TopKC(bits=4, chunk=16),),
+    "topkc permuted": (TopKC(bits=8, chunk=32, values="bf16", permuted=True),),
+    "thc": (THC(chunk=64),),
+    "thc full": (THC(bits=6, code=3, rotation="full", chunk=32),),
     "drawn": (Drawn(),),
-    "mixed": (PowerSGD(1), ARTopK(0.1), Drawn(3), Compressed(QSGD(bits=4))),
+    "mixed": (
+        PowerSGD(1),
+        ARTopK(0.1),
+        Drawn(3),
+        TopKC(2, 32),
+        THC(bits=5),
+        Compressed(QSGD(bits=4)),
+    ),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 import gradwire as gw
 from averaging import Parameters, Shape, drawn
 from gradwire.aggregators import (
+    THC,
     Aggregator,
     ARTopK,
     Compressed,
@@ -21,6 +22,7 @@ from gradwire.aggregators import (
     PowerSGD,
     StateSpec,
     Steps,
+    TopKC,
 )
 from gradwire.codecs import QSGD, TopK
 from gradwire.collectives import AllGather, ReduceScatter
@@ -79,6 +81,8 @@ CASES: dict[str, Aggregator] = {
     "topk": Compressed(TopK(density=0.05)),
     "powersgd": PowerSGD(2),
     "artopk": ARTopK(0.05),
+    "topkc": TopKC(bits=4, chunk=16),
+    "thc": THC(chunk=64),
     "smoothed": Smoothed(),
 }
 

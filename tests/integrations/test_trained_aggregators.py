@@ -23,12 +23,14 @@ Method = tuple[str, Mapping[str, Any]]
 METHODS: dict[str, Method] = {
     "powersgd": ("powersgd", {"rank": 2}),
     "artopk": ("artopk", {"density": 0.01}),
+    "topkc": ("topkc", {"bits": 1, "chunk": 32}),
+    "thc": ("thc", {"bits": 5, "error_feedback": True}),
     "mixed": (
         "powersgd",
         {"rank": 2, "codecs": {"*.3.weight": "artopk", "*.4.weight": "qsgd"}},
     ),
 }
-EXPECTED = {"powersgd": {"powersgd"}, "artopk": {"artopk"}, "mixed": {"powersgd", "artopk", "QSGD"}}
+EXPECTED = {name: {name} for name in METHODS} | {"mixed": {"powersgd", "artopk", "QSGD"}}
 
 
 class MLP(nn.Module):
@@ -66,7 +68,8 @@ def trains(rank: int, method: Method, steps: int) -> tuple[list[float], bytes, s
 
 
 @pytest.mark.parametrize(
-    ("steps", "method"), one_in(6, product([25, 300], ["mixed", "powersgd", "artopk"]))
+    ("steps", "method"),
+    one_in(3, product([25, 300], ["mixed", "powersgd", "artopk", "topkc", "thc"])),
 )
 def test_they_train(steps: int, method: str) -> None:
     found = as_processes(3, trains, METHODS[method], steps)

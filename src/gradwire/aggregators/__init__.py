@@ -15,9 +15,12 @@ from gradwire.aggregators.protocol import (
     Steps,
 )
 from gradwire.aggregators.rounds import Rounds, rehearsed
+from gradwire.aggregators.thc import THC
+from gradwire.aggregators.topkc import TopKC
 
 __all__ = [
     "OWED",
+    "THC",
     "ARTopK",
     "Aggregator",
     "Attached",
@@ -31,5 +34,6 @@ __all__ = [
     "Rounds",
     "StateSpec",
     "Steps",
+    "TopKC",
     "rehearsed",
 ]

@@ -152,6 +152,10 @@ class Aggregator:
         """The state of a parameter of `shape`, by name."""
         return {}
 
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ConfigError, with the nearest legal option, if the options do not suit so many
+        ranks."""
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         """Yield collectives, one or several at a time, until the averages are known; return them.
 

@@ -11,12 +11,19 @@ from gradwire.aggregators.compressed import Compressed
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
+from gradwire.aggregators.thc import THC
+from gradwire.aggregators.topkc import TopKC
 from gradwire.codecs.text import merged, parse
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.lang.codec import check_codec, code_lines
 
-REGISTRY: dict[str, type[Aggregator]] = {"powersgd": PowerSGD, "artopk": ARTopK}
+REGISTRY: dict[str, type[Aggregator]] = {
+    "powersgd": PowerSGD,
+    "artopk": ARTopK,
+    "topkc": TopKC,
+    "thc": THC,
+}
 
 Method = str | Codec | Aggregator | None  # how a user says that gradients are averaged
 

@@ -144,6 +144,7 @@ def make_plan(
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
         planned.append(ParameterPlan(known[0], shape, parameter.dtype, chosen, turn))
     for one in {p.aggregator: p for p in planned}.values():
+        one.inner.check_ranks(world_size)
         if one.codec is not None:
             check_defined(options.algorithm, one.codec)
             if one.feedback:

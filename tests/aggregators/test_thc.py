@@ -1,0 +1,375 @@
+"""THC: against the paper's steps (UTIL 3.2) in float64, its bytes, its bias, and what saturates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import THC, Aggregator, ErrorFeedback
+from gradwire.aggregators.local import run_local
+from gradwire.aggregators.local_codecs import Ends, Restored, Rounded, Turned
+from gradwire.aggregators.thc import Numbers, rotate_across
+from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.lang import layout, rng
+from gradwire.lang.trace import stream
+from gradwire.planner import Rules, make_plan
+from products import every_pair
+from ranks import as_threads
+
+SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (1000,), (20, 30), (0,), (), (64, 8)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROTATIONS = ["partial", "full", "none"]
+
+
+def hadamard(n: int) -> torch.Tensor:
+    """The orthonormal Hadamard matrix of order n, by Sylvester's construction, in float64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(n)
+
+
+def powers(n: int) -> list[int]:
+    """n as a sum of powers of two, the largest first."""
+    return [1 << b for b in reversed(range(n.bit_length())) if n >> b & 1]
+
+
+def rotation(numel: int, how: str, chunk: int, signs: torch.Tensor) -> torch.Tensor:
+    """The matrix of the rotation, in float64."""
+    whole = numel // chunk
+    lengths = [chunk] * whole
+    if how == "full":
+        lengths = [group * chunk for group in powers(whole)]
+    if how == "none":
+        return torch.eye(numel, dtype=torch.float64)
+    blocks = [hadamard(n) for n in lengths + powers(numel % chunk)]
+    return torch.block_diag(*blocks) * signs.double()
+
+
+def signs_of(c: int, numel: int, step: int) -> torch.Tensor:
+    """The signs of a rotation of parameter c, which all ranks draw: its rotation of ones, in chunks
+    of one value."""
+    found = torch.empty(numel)
+    key = step_key(rng.parameter_keys(0, f"p{c}", 0).shared, step)
+    run_local(Turned(1), "encode", [torch.ones(numel)], [found], key)
+    return found
+
+
+def step_key(key: int, step: int) -> np.ndarray:
+    return rng.step_keys(np.array([key], np.uint64), step, 1 << 32)
+
+
+def reference(
+    c: int, step: int, aggregator: THC, fed: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], float]:
+    """(the average of parameter c by the paper's steps in float64, what each rank sent if nothing
+    saturates, the share of sums at an end); fed: of each rank."""
+    numel, chunk, most = len(fed[0]), aggregator.chunk, aggregator.most
+    turn = rotation(numel, aggregator.rotation, chunk, signs_of(c, numel, step))
+    rotated = [turn @ f.double() for f in fed]
+    ranges = torch.cat([
+        torch.stack([part.abs().max() for part in r.split(chunk)]).view(-1, 1) for r in rotated
+    ], 1).amax(1)  # fmt: skip
+    up = ranges.float().bfloat16()
+    up = torch.where(up.double() < ranges, up.view(torch.int16) + 1, up.view(torch.int16))
+    size = up.view(torch.bfloat16).double().repeat_interleave(chunk)[:numel]
+    numbers = []
+    for rank, r in enumerate(rotated):
+        key = step_key(rng.parameter_keys(0, f"p{c}", rank).own, step)
+        offset = rng.uniform(int(key[0]), stream("rounding").number, torch.arange(numel))
+        numbers.append((r * most / size + offset.double()).floor().clamp(-most, most))
+    end = 2 ** (aggregator.bits - 1) - 1
+    total = sum(numbers).clamp(-end, end)  # type: ignore[union-attr]
+    sent = [turn.T @ (n * size / most) for n in numbers]
+    average = turn.T @ (total * size / most) / len(fed)
+    ends = float((total.abs() == end).double().mean())
+    return average, sent, ends
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "how", "dtype"),
+    every_pair([2, 3, 5, 8], [(4, 4, 16), (8, 4, 64), (6, 3, 32)], ROTATIONS, DTYPES),
+)
+def test_it_is_the_papers(
+    ranks: int, options: tuple[int, int, int], how: str, dtype: torch.dtype
+) -> None:
+    bits, code, chunk = options
+    aggregator = THC(bits, code, how, chunk)
+    data = [[drawn(SHAPES, r, step, dtype) for r in range(ranks)] for step in range(2)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, aggregator)
+        shares = []
+        averages = []
+        for given in data:
+            averages.append(mine.average(given[comm.rank]))
+            shares.append([m.metrics.get("saturated_share") for m in mine.members])
+        return [averages, shares]
+
+    found = as_threads(ranks, body)
+    eps = max(2 * torch.finfo(dtype).eps, 1e-5)
+    saturates = aggregator.saturates(ranks)
+    for step, given in enumerate(data):
+        for c in range(len(SHAPES)):
+            average = found[0][0][step][c].view(-1)
+            assert all(torch.equal(mine[0][step][c].view(-1), average) for mine in found)
+            if average.numel():
+                fed = [mine[c].view(-1) for mine in given]
+                expected, _, ends = reference(c, step, aggregator, fed)
+                torch.testing.assert_close(average.double(), expected, rtol=eps, atol=eps)
+                share = found[0][1][step][c]
+                assert share.shape == (1,)
+                assert share.item() == pytest.approx(ends if saturates else 0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "how"), every_pair([2, 5], ROTATIONS))
+def test_error_feedback_keeps_what_was_not_sent(ranks: int, how: str) -> None:
+    """Without saturation each rank's residual is its own rounding error; in the next step it is
+    part of what is rounded. (The laws test what is kept of sums that saturate.)"""
+    aggregator = THC(8, 4, how, 32)
+    data = [[drawn(SHAPES, r, step) for r in range(ranks)] for step in range(2)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator))
+        return [(mine.average(given[comm.rank]), mine.states()) for given in data]
+
+    found = as_threads(ranks, body)
+    for c, shape in enumerate(SHAPES):
+        kept = [torch.zeros(math.prod(shape)).double()] * ranks
+        for step, given in enumerate(data):
+            if math.prod(shape):
+                fed = [mine[c].view(-1) + e for mine, e in zip(given, kept, strict=True)]
+                expected, sent, _ = reference(c, step, aggregator, fed)
+                kept = [f - s for f, s in zip(fed, sent, strict=True)]
+                average = found[0][step][0][c].view(-1).double()
+                torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-5)
+                for mine, error in zip(found, kept, strict=True):
+                    torch.testing.assert_close(
+                        mine[step][1][c].double(), error, rtol=0, atol=1e-5
+                    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [2, 16, 64])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 13])
+def test_a_full_rotation_is_that_of_each_power_of_two(chunks: int, chunk: int) -> None:
+    numel = chunks * chunk + 7
+    values, key = torch.randn(numel, generator=torch.Generator().manual_seed(chunk)), step_key(5, 0)
+    turned, ones, signs, back = (torch.empty(numel) for _ in range(4))
+    run_local(Turned(1), "encode", [ones.fill_(1)], [signs], key)
+    run_local(Turned(chunk), "encode", [values], [turned], key)
+    rotate_across(turned, chunk)
+    expected = rotation(numel, "full", chunk, signs) @ values.double()
+    torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-5)
+    rotate_across(turned, chunk)
+    run_local(Turned(chunk), "decode", [back], [turned], key)
+    torch.testing.assert_close(back, values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("how", ROTATIONS)
+@pytest.mark.parametrize("power", [-60, 17, 80])
+def test_no_scale_is_too_large_or_too_small(power: int, how: str, feedback: bool) -> None:
+    """A GradScaler's scale, a power of two, changes nothing but the scale."""
+    inner = THC(4, 4, how, 32)
+    aggregator: Aggregator = ErrorFeedback(inner) if feedback else inner
+
+    def body(comm: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for scale in (1.0, 2.0**power):
+            mine, averages = Parameters(comm, SHAPES, aggregator), []
+            for step in range(2):
+                averages += mine.average([g * scale for g in drawn(SHAPES, comm.rank, step)])
+            found.append([t / scale for t in [*averages, *mine.states()]])
+        return found
+
+    for plain, scaled in as_threads(3, body):
+        assert all(map(torch.equal, plain, scaled))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"), [("sra", {7.0}), ("ring", {0.0, 7.0}), ("tree", {7.0})]
+)
+def test_sums_saturate_in_the_order_of_the_algorithm(algorithm: str, expected: set[float]) -> None:
+    """7 + 7 - 7: 7 where one rank adds all of it, 0 where 7 + 7 is sent on."""
+
+    def body(comm: Communicator) -> set[float]:
+        mine = Parameters(comm, [(4096,)], THC(rotation="none", chunk=64), algorithm=algorithm)
+        given = torch.full((4096,), -7.0 if comm.rank == 2 else 7.0)
+        average = mine.average([given])[0]
+        assert mine.members[0].metrics["saturated_share"] == (average > 2).float().mean()
+        return set((3 * average).round().tolist())
+
+    assert as_threads(3, body) == [expected] * 3
+
+
+@pytest.mark.parametrize("how", ROTATIONS)
+def test_it_is_unbiased_where_nothing_saturates(how: str) -> None:
+    """z-tests: over 400 steps of 180 values; and, unrotated, over 10^5 equal values in one."""
+    steps, shape = 400, (12, 15)
+
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mine = Parameters(comm, [shape], THC(5, 4, how, 16, saturate=False))
+        given = drawn([shape], comm.rank, 0)
+        mean = sum(drawn([shape], rank, 0)[0].double() for rank in range(2)) / 2
+        errors = torch.stack([mine.average(given)[0].double() - mean for _ in range(steps)])
+        many = Parameters(comm, [(102400,)], THC(5, 4, how, 128))
+        alike = torch.full((102400,), 0.3)
+        alike[::128] = -1.0
+        same = many.average([alike])[0].view(-1, 128)[:, 1:].double()
+        return errors.mean(0), errors.std(0), same
+
+    mean, deviation, alike = as_threads(2, body)[0]
+    z = mean / (deviation / math.sqrt(steps)).clamp(min=1e-7)
+    assert z.abs().max() < 5
+    assert z.square().mean() < 1.4
+    if how == "none":
+        assert abs(alike.mean() - 0.3) < 5 * alike.std() / math.sqrt(alike.numel())
+
+
+def heavy(shape: Shape, rank: int, step: int = 0) -> torch.Tensor:
+    """Heavy tails, rows of different size, and a part that all ranks share."""
+    own, shared = drawn([shape], rank, step)[0], drawn([shape], 100, step)[0]
+    rows = drawn([(shape[0], 1)], 200, 0)[0].exp()
+    return rows * (own * own.abs() + 0.5 * shared * shared.abs())
+
+
+def error_of(aggregator: Aggregator, ranks: int = 4) -> float:
+    """NMSE of one average of heavy gradients."""
+    shape = (300, 400)
+
+    def body(comm: Communicator) -> torch.Tensor:
+        return Parameters(comm, [shape], aggregator).average([heavy(shape, comm.rank)])[0]
+
+    mean = sum(heavy(shape, rank).double() for rank in range(ranks)) / ranks
+    average = as_threads(ranks, body)[0].double()
+    return float((average - mean).square().sum() / mean.square().sum())
+
+
+def test_saturation_and_partial_rotation_cost_little() -> None:
+    """Against the sum in 8 bits, and the full rotation, on synthetic gradients."""
+    wide, five, four = (error_of(THC(bits, 4)) for bits in (8, 5, 4))
+    full, none = (error_of(THC(8, 4, how)) for how in ("full", "none"))
+    assert five < 1.1 * wide
+    assert wide < four < 3 * wide
+    assert wide < 1.35 * full
+    assert none > 3 * wide
+
+
+@pytest.mark.parametrize(("ranks", "options"), every_pair([2, 3, 5], [(4, 4), (5, 4), (8, 3)]))
+def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[int, int]) -> None:
+    """Ranges and numbers, each all-reduced in chunks of whole blocks of 1024."""
+    shape, numel = (640, 1024), 655360
+    aggregator = THC(*options, chunk=256)
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, [shape], aggregator)
+        mine.average(drawn([shape], comm.rank, 0))
+        return [o.wire_bytes for o in mine.outcomes[0]]
+
+    found = as_threads(ranks, body)
+    nbytes = 2 * numel // 256, options[0] * numel // 8
+    assert aggregator.payload_bytes(shape, torch.float32) == sum(nbytes)
+    lengths = numel // 256, numel
+    expected = [
+        2 * (ranks - 1) * (n + min(ranks, -(-length // 1024)) * HEADER_BYTES)
+        for n, length in zip(nbytes, lengths, strict=True)
+    ]
+    assert [sum(of) for of in zip(*found, strict=True)] == expected
+
+
+@pytest.mark.parametrize("how", ROTATIONS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("sick", "dtype"), every_pair([0, 2], DTYPES))
+def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
+    sick: int, dtype: torch.dtype, bad: float, how: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(THC(5, 4, how, 32)))
+        for step in range(2):
+            mine.average(drawn(SHAPES, comm.rank, step, dtype))
+        before, gradients = mine.states(), drawn(SHAPES, comm.rank, 2, dtype)
+        if comm.rank == sick:
+            gradients[0][3, 4] = bad
+            gradients[4][-1] = bad
+            gradients[5].fill_(bad)
+        averages = mine.average(gradients)
+        assert not averages[0][3, 4].isfinite()
+        assert not averages[4][-1].isfinite()
+        assert not averages[5].isfinite().any()
+        assert how == "full" or averages[0].isfinite().any()
+        after = mine.states()
+        assert all(torch.equal(before[at], after[at]) for at in (0, 4, 5))
+        assert all(averages[at].isfinite().all() for at in (1, 2, 3, 6, 7, 8))
+        assert not torch.equal(before[8], after[8])
+
+    as_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (3, {"bits": 5}, r"3 ranks' numbers, each up to 7, may be 21, .* up to 15: give bits=6"),
+        (4, {"bits": 4, "code": 4}, "give bits=6"),
+        (19, {"bits": 8}, "8 bits suffice for code=3"),
+        (127, {"bits": 8, "code": 3}, "8 bits suffice for code=2"),
+        (128, {"bits": 8, "code": 2}, "at most 127 ranks can do without, or saturate=True"),
+    ],
+)
+def test_a_width_too_small_for_the_ranks_is_refused(
+    ranks: int, options: dict[str, int], message: str
+) -> None:
+    aggregator = THC(**options, saturate=False)  # type: ignore[arg-type]
+    with pytest.raises(gw.ConfigError, match=message):
+        aggregator.check_ranks(ranks)
+    with pytest.raises(gw.ConfigError, match=message):
+        make_plan([("p", torch.zeros(3, 4))], Rules(aggregator), ranks)
+    THC(**options).check_ranks(ranks)  # type: ignore[arg-type]
+    THC(**options, saturate=False).check_ranks(1)  # type: ignore[arg-type]
+
+
+def test_what_it_mends_it_accepts() -> None:
+    THC(6, 4, saturate=False).check_ranks(4)
+    THC(8, 3, saturate=False).check_ranks(19)
+    THC(8, 2, saturate=False).check_ranks(127)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 9}, "bits=9: give a whole number from 2 to 8"),
+        ({"bits": 1}, "bits=1"),
+        ({"bits": 3}, "code=4: give a whole number from 2 to 3 = bits"),
+        ({"bits": 4.0}, "bits=4.0"),
+        ({"code": 1}, "code=1"),
+        ({"rotation": "half"}, "use partial, full, none"),
+        ({"chunk": 1000}, "such as 1024"),
+        ({"chunk": 1 << 17}, "such as 65536"),
+        ({"chunk": 0}, "such as 2"),
+        ({"chunk": "64"}, "give a power of two"),
+        ({"saturate": 1}, "use True or False"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gw.ConfigError, match=message):
+        THC(**options)
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 100])
+def test_the_memory_of_numbers_is_a_payload(numel: int) -> None:
+    made = Numbers(torch.zeros(numel), 16)
+    for codec in (Rounded(16, 7, True), Restored(16, 7, True)):
+        assert layout(codec).nbytes(numel) == made.memory.numel()
+    made.numbers.copy_(torch.arange(numel) % 7)
+    made.ranges.fill_(14)
+    found, ends = torch.empty(numel), torch.empty(1)
+    run_local(Restored(16, 7, False), "decode", [found], [made.memory], None, 0.5)
+    torch.testing.assert_close(found, made.numbers)
+    run_local(Ends(5), "encode", [made.numbers], [ends])
+    assert ends.item() == (made.numbers >= 5).sum()

@@ -1,0 +1,258 @@
+"""TopKC: against the paper's steps (UTIL 3.1.2) in float64, its bytes, and its range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import ErrorFeedback, TopKC
+from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
+from gradwire.engine import HEADER_BYTES, Communicator
+from products import every_pair, one_in
+from ranks import as_threads
+
+SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (1000,), (20, 30), (0,), (), (64, 8)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Reference:
+    """TopKC with fp32 values, all ranks at once, in float64; only norms are rounded to bf16."""
+
+    def __init__(self, bits: float, chunk: int, ranks: int) -> None:
+        self.bits, self.chunk = bits, chunk
+        self.residuals = [[torch.zeros(math.prod(s)).double() for s in SHAPES]] * ranks
+
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """The averages; gradients[rank][parameter]."""
+        fed = [
+            [g.double().view(-1) + e for g, e in zip(mine, kept, strict=True)]
+            for mine, kept in zip(gradients, self.residuals, strict=True)
+        ]
+        averages = []
+        self.residuals = [[] for _ in gradients]
+        for at, numel in enumerate(len(f) for f in fed[0]):
+            chunks = [range(b, min(b + self.chunk, numel)) for b in range(0, numel, self.chunk)]
+            norms = [[float(mine[at][list(c)].norm().bfloat16()) for mine in fed] for c in chunks]
+            means = [float(torch.tensor(sum(of) / len(fed)).bfloat16()) for of in norms]
+            sent = (self.bits * numel / 8 - 2 * len(chunks)) // (4 * self.chunk)
+            order = sorted(range(len(chunks)), key=lambda c: (-means[c], c))
+            mask = torch.zeros(numel).double()
+            for c in order[: max(1, int(sent))]:
+                mask[list(chunks[c])] = 1.0
+            for mine, kept in zip(fed, self.residuals, strict=True):
+                kept.append(mine[at] * (1 - mask))
+            averages.append(torch.stack([mine[at] * mask for mine in fed]).mean(0))
+        return averages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "dtype"),
+    every_pair([2, 3, 5, 8], [(4, 16), (9, 8), (2, 64), (32, 4)], DTYPES),
+)
+def test_it_is_the_papers(ranks: int, options: tuple[int, int], dtype: torch.dtype) -> None:
+    bits, chunk = options
+    data = [[drawn(SHAPES, r, step, dtype) for r in range(ranks)] for step in range(4)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(bits, chunk, values="fp32")))
+        return [(mine.average(given[comm.rank]), mine.states()) for given in data]
+
+    found = as_threads(ranks, body)
+    reference = Reference(bits, chunk, ranks)
+    eps = max(torch.finfo(dtype).eps, 3e-6)
+    for step, given in enumerate(data):
+        for at, expected in enumerate(reference.step(given)):
+            average = found[0][step][0][at].view(-1)
+            assert all(torch.equal(mine[step][0][at].view(-1), average) for mine in found)
+            assert torch.equal(average != 0, expected != 0), "other chunks"
+            torch.testing.assert_close(average.double(), expected, rtol=eps, atol=eps)
+            for mine, kept in zip(found, reference.residuals, strict=True):
+                torch.testing.assert_close(mine[step][1][at].double(), kept[at], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "power"), every_pair([2, 3], [-70, -20, 17, 90]))
+@pytest.mark.parametrize("algorithm", ["sra", "ring"])
+def test_no_scale_is_too_large_or_too_small(ranks: int, power: int, algorithm: str) -> None:
+    """A GradScaler's scale, a power of two, changes nothing but the scale: no norm vanishes or
+    overflows, and no fp16 value does."""
+
+    def body(comm: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for scale in (1.0, 2.0**power):
+            mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(8, 16)), algorithm=algorithm)
+            averages = []
+            for step in range(3):
+                given = [g * scale for g in drawn(SHAPES, comm.rank, step)]
+                averages += mine.average(given)
+            found.append([t / scale for t in [*averages, *mine.states()]])
+        return found
+
+    for plain, scaled in as_threads(ranks, body):
+        assert all(map(torch.equal, plain, scaled))
+        assert any(t.any() for t in plain)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fp16_gradients_near_the_largest(ranks: int) -> None:
+    """They neither overflow on the wire nor in the average, which saturates."""
+
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, [(40, 40)], ErrorFeedback(TopKC(2, 16)))
+        for step in range(20):
+            given = [g.clamp(-1, 1) * 60000 for g in drawn([(40, 40)], comm.rank, step)]
+            average = mine.average([g.half() for g in given])[0]
+            assert average.isfinite().all()
+            assert mine.states()[0].isfinite().all()
+        assert average.abs().max() == 65504  # of a chunk that has waited
+
+    as_threads(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    every_pair(
+        [2, 3, 5], [(0.5, None, "fp16"), (2, None, "bf16"), (4, 32, "fp32"), (8, None, "fp16")]
+    ),
+)
+def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[Any, ...]) -> None:
+    """Norms and chosen values, each all-reduced in chunks of whole blocks of 1024."""
+    shape, numel = (640, 128), 81920
+    aggregator = TopKC(*options)
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, [shape], ErrorFeedback(aggregator))
+        mine.average(drawn([shape], comm.rank, 0))
+        return [o.wire_bytes for o in mine.outcomes[0]]
+
+    found = as_threads(ranks, body)
+    chunks, sent = aggregator.cut(numel)
+    nbytes = 2 * chunks, aggregator.width * sent * aggregator.size
+    assert aggregator.payload_bytes(shape, torch.float32) == sum(nbytes)
+    short = options[0] * numel / 8 - sum(nbytes)
+    assert 0 <= short < aggregator.width * aggregator.size
+    lengths = chunks, sent * aggregator.size
+    expected = [
+        2 * (ranks - 1) * (n + min(ranks, -(-length // 1024)) * HEADER_BYTES)
+        for n, length in zip(nbytes, lengths, strict=True)
+    ]
+    assert [sum(of) for of in zip(*found, strict=True)] == expected
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("sick", "dtype"), every_pair([0, 2], DTYPES))
+def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
+    sick: int, dtype: torch.dtype, bad: float
+) -> None:
+    """At one place, in a ragged last chunk, and everywhere: more chunks than are sent."""
+
+    def body(comm: Communicator) -> None:
+        for permuted in (False, True):
+            inner = TopKC(4, 16, permuted=permuted)
+            mine = Parameters(comm, SHAPES, ErrorFeedback(inner))
+            for step in range(2):
+                mine.average(drawn(SHAPES, comm.rank, step, dtype))
+            before, gradients = mine.states(), drawn(SHAPES, comm.rank, 2, dtype)
+            if comm.rank == sick:
+                gradients[0][3, 4] = bad
+                gradients[4][-1] = bad
+                gradients[5].fill_(bad)
+            averages = mine.average(gradients)
+            after = mine.states()
+            for at in (0, 4, 5):
+                assert not averages[at].isfinite().all()
+                assert torch.equal(before[at], after[at])
+            assert all(averages[at].isfinite().all() for at in (1, 2, 3, 6, 7, 8))
+            assert not torch.equal(before[8], after[8])
+
+    as_threads(3, body)
+
+
+def test_permuting_loses_what_neighbours_share() -> None:
+    """Large values in runs, as rows of a matrix have: the error of all but J chunks grows when
+    values are permuted, in each step otherwise, and the same on every rank."""
+    shape = (100, 128)
+
+    def given(rank: int, step: int) -> list[torch.Tensor]:
+        size = torch.randn(100, 1, generator=torch.Generator().manual_seed(7)).exp().square()
+        return [g * size for g in drawn([shape], rank, step)]
+
+    def body(comm: Communicator) -> list[float]:
+        errors = []
+        for permuted in (False, True):
+            inner = TopKC(2, 64, permuted=permuted)
+            mine = Parameters(comm, [shape], ErrorFeedback(inner))
+            average = mine.average(given(comm.rank, 0))[0]
+            mean = sum(given(r, 0)[0] for r in range(3)) / 3
+            errors.append(float((average - mean).square().sum() / mean.square().sum()))
+            kept = [mine.states()[0]]
+            places = [average != 0]
+            places.append(mine.average(given(comm.rank, 1))[0] != 0)
+            assert kept[0].any()
+            assert not torch.equal(*places)
+        return errors
+
+    found = as_threads(3, body)
+    assert found[0] == found[1] == found[2]
+    plain, permuted = found[0]
+    assert plain < 0.2
+    assert permuted > 0.6
+
+
+def test_of_equal_norms_the_lowest_come_first() -> None:
+    norms = torch.tensor([1.0, 3.0, 3.0, 0.0, 1.0, 3.0, torch.inf, 0.0]).bfloat16()
+    nan = torch.tensor([5.0, torch.nan, -torch.nan, torch.inf, 6.0, 7.0, 0.0, 0.0]).bfloat16()
+    for count, expected in enumerate([[], [6], [1, 6], [1, 2, 6], [1, 2, 5, 6], [0, 1, 2, 5, 6]]):
+        if count:
+            first, second, third = largest_chunks([norms, nan, norms[:3]], [count, 3, 2])
+            assert first.tolist() == expected
+            assert second.tolist() == [1, 2, 3]
+            assert third.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("numel", "size"), one_in(5, [(n, s) for n in range(1, 40) for s in (4, 16)])
+)
+def test_chunks_are_taken_out_and_put_back(numel: int, size: int) -> None:
+    values, chunks = torch.arange(1.0, numel + 1), -(-numel // size)
+    for picks in range(1, 1 << min(chunks, 6)):
+        at = torch.tensor([c for c in range(chunks) if picks >> c & 1])
+        rows = torch.full((len(at), size), torch.nan)
+        gather_chunks(values, at, rows)
+        padded = torch.nn.functional.pad(values, (0, chunks * size - numel)).view(chunks, size)
+        assert torch.equal(rows, padded[at])
+        back = -values
+        scatter_chunks(rows, at, back)
+        taken = torch.zeros(chunks, size).index_fill_(0, at, 1).view(-1)[:numel].bool()
+        assert torch.equal(back, torch.where(taken, values, -values))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 0}, "at most 16"),
+        ({"bits": 17}, "at most 16"),
+        ({"bits": 33, "values": "fp32"}, "at most 32"),
+        ({"bits": "2"}, "bits='2'"),
+        ({"bits": True}, "bits=True"),
+        ({"bits": 0.25, "chunk": 64}, "chunk=65 or more"),
+        ({"bits": 0.1}, "chunk=161 or more"),
+        ({"chunk": 1}, "from 2 to 65536"),
+        ({"chunk": 64.0}, "from 2 to 65536"),
+        ({"values": "int8"}, "use fp16, bf16, fp32"),
+        ({"permuted": 1}, "use True or False"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gw.ConfigError, match=message):
+        TopKC(**options)
+
+
+def test_defaults_are_the_papers() -> None:
+    assert [TopKC(bits).size for bits in (0.5, 2, 4, 8)] == [128, 64, 64, 64]
+    assert str(TopKC()) == "topkc(bits=2, chunk=64)"
