@@ -13,18 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.models import ArgumentInfo
 
 from gradwire.bench import curves, interleaved
+from gradwire.bench.recording import Recording, save
 from gradwire.cli import app
 from gradwire.cli.program import BAD_INPUT, FAILED, run
 from gradwire.lab import Lab
 from gradwire.lang import jit
 
 HUGE = "1000000000000000"
-ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}"}  # of commands, by their names
-NEEDED = {"doctor": ["--ranks", "2"]}  # without which other options mean nothing
+# of commands, by their names
+ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}", "folders": "{recorded}"}
+NEEDED = {  # without which other options mean nothing
+    "doctor": ["--ranks", "2"],
+    "bench record": ["--output", "recorded anew"],
+}
 BAD = {
     "integer": ["x", "1.5", "0", "-1", HUGE],
     "float": ["x", "nan", "inf", "-1"],
@@ -34,6 +40,10 @@ BAD = {
 RIGHT = {  # what looks wrong, and is not
     ("bench train", "--steps", HUGE),
     ("codec build", "--jobs", HUGE),
+    ("bench record", "--seed", "0"),
+    ("bench record", "--seed", HUGE),
+    ("bench record", "--length", HUGE),
+    ("bench record", "--output", "no such folder/file"),  # is made
     ("sim", "--segments", HUGE),  # as many as there are blocks
     ("sim", "--per-node", HUGE),  # all ranks on one node
     ("codec build", "--output", "{folder}"),
@@ -128,6 +138,8 @@ def placed(words: list[str], folder: Path) -> list[str]:
     (folder / "file").write_text("text")
     (folder / "rows").write_text('{"a": 1}\n')
     (folder / "locked").mkdir()
+    if "{recorded}" in words:
+        _recording(folder / "recorded")
     text = "\n".join(words)
     if "{locked}" in text:
         (folder / "locked").chmod(0o500)
@@ -135,8 +147,16 @@ def placed(words: list[str], folder: Path) -> list[str]:
             pytest.skip("this user may write anywhere (root): no folder lacks permission")
     if "/proc/" in text and not Path("/proc/self").exists():
         pytest.skip("no /proc here, on which files cannot be made")
-    paths = {"file": folder / "file", "rows": folder / "rows", "folder": folder}
+    paths = {name: folder / name for name in ("file", "rows", "recorded")} | {"folder": folder}
     return text.format(**paths, locked=folder / "locked" / "file").split("\n")
+
+
+def _recording(folder: Path) -> None:
+    """Recorded gradients of one small parameter."""
+    folder.mkdir()
+    made = Recording("gpt", {}, 0, 2, (0,), 1, (("weight", (4, 4)),), {})
+    save(made.file(folder, 0, 0), [torch.ones(16), torch.ones(16)])
+    made.write(folder)
 
 
 @pytest.mark.parametrize("words", list(wrong()))

@@ -87,6 +87,7 @@ class Attached:
         if residual is not None and RESIDUAL not in kept:
             kept[OWED] = residual + kept[OWED] if OWED in kept else residual
         self.aggregator = aggregator
+        self.metrics = {}  # the old one's
         self.keep(kept)
 
     def for_rehearsal(self, aggregator: Aggregator) -> Attached:

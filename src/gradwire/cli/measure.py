@@ -1,4 +1,4 @@
-"""`gradwire bench`: kernels, collectives, transports, a bucket's profile, training."""
+"""`gradwire bench`: kernels, collectives, transports, a bucket's profile, training, errors."""
 
 from __future__ import annotations
 
@@ -151,3 +151,68 @@ def bench_train(
             out.row(row)
             rows.append(row)
         out.console.print(train_view.table([row for row in rows if row["row"] == "summary"]))
+
+
+@bench.command("record")
+def bench_record(
+    folder: Annotated[Path, typer.Option("--output", help="A new folder.")],
+    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    at: Annotated[
+        str | None, typer.Option("--at", help="Where recording begins; 0,100,400 unless quick.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Consecutive steps at each; 8 unless quick.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Steps of the run whose learning rates are used; 900 or more."),
+    ] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Train, and store every rank's gradients of consecutive steps."""
+    from gradwire.bench import record
+
+    points = numbers("--at", at)
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: record.run(
+                folder, task, points, steps, ranks, seed, length, quick, advance=advance
+            ),
+            ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
+        )
+
+
+@bench.command("error")
+def bench_error(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Of bench record; none with --quick.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="NAME:OPTION=VALUE:..., comma-separated.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="Of all-reduces; sra unless given.")
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", help="Only these points, such as 0,100.")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Rows for each parameter, too.")] = False,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """What methods lose on recorded gradients, beside the bits that they send."""
+    from gradwire.bench import error
+
+    chosen, points = names("--methods", methods), numbers("--at", at)
+    columns = ["at", *(["layer"] if layers else []), "method", "error_feedback", "nmse", "cosine"]
+    columns += ["input_bits", "packed_bits"]
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: error.run(
+                folders or (), chosen, algorithm, points, layers, quick, advance
+            ),
+            columns,
+        )

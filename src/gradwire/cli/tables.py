@@ -24,6 +24,12 @@ HEADINGS = {
     "seconds": "time (s)",
     "wire_bytes": "wire bytes",
     "of_limit": "of limit",
+    "error_feedback": "feedback",
+    "nmse": "NMSE",
+    "input_bits": "input bits",
+    "packed_bits": "packed bits",
+    "gradient_norm": "gradient norm",
+    "nbytes": "bytes",
     "latency_us": "latency (us)",
     "gbps": "GB/s",
 }  # of keys that are long or hide their unit; other keys head their own columns

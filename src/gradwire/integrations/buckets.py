@@ -20,6 +20,7 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.gather import Gather, Share, Split
+from gradwire.integrations.metrics import Sampler
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.torch_versions import values_of
 from gradwire.lang import rng
@@ -34,6 +35,7 @@ class Buckets:
         owner: of the module's scopes.
         switch: the module's plans.
         adopt: called when a pass begins with another plan than the one before.
+        sampler: of metrics.
 
     Attributes:
         observers: called with every parameter's average.
@@ -46,6 +48,7 @@ class Buckets:
         owner: Owner,
         switch: Switch,
         adopt: Callable[[], None],
+        sampler: Sampler,
     ) -> None:
         self.observers: list[Callable[[Observation], None]] = []
         self.known: list[Content] = []
@@ -54,6 +57,8 @@ class Buckets:
         self._comm = owner.comm
         self._switch = switch
         self._adopt = adopt
+        self._sampler = sampler
+        self._by_name = {member.name: member for member in members.values()}
         self._lock = threading.Lock()
         self._totals: dict[str, float] = {
             "steps": 0,
@@ -71,7 +76,7 @@ class Buckets:
         self._least: int | None = None  # the least version that any rank offers, if known
         self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
-        self.backward = Backward(self._settle, self._abandoned, self._forward)
+        self.backward = Backward(self._pass_ended, self._abandoned, self._forward)
         self._then: Callable[[], None] | None = None
         self._error: BaseException | None = None
 
@@ -120,6 +125,7 @@ class Buckets:
         """Begin a pass, after all collectives of the previous one have ended. The newest plan that
         all ranks have prepared comes into force."""
         self._totals["steps"] += 1
+        self._sampler.begin(int(self._totals["steps"]))
         before = self._switch.plan
         self._version = self._switch.begin(self._agreed())
         self._least, self._word = None, None
@@ -175,7 +181,8 @@ class Buckets:
             self._ended(buckets, error, outcomes)
 
         try:
-            plan, observe = self._switch.plan, self._observe if self.observers else None
+            observed = self.observers or self._sampler.running
+            plan, observe = self._switch.plan, self._observe if observed else None
             rounds = Rounds(
                 self._owner, members, gradients, plan.options, done, observe, self._version,
                 plan.version,
@@ -188,6 +195,8 @@ class Buckets:
             self._settle()
 
     def _observe(self, observation: Observation) -> None:
+        if self._sampler.running:
+            self._sampler.observe(self._by_name[observation.name], observation)
         for observer in self.observers:
             observer(observation)
 
@@ -251,6 +260,10 @@ class Buckets:
                 f"{parameter.dtype}, that it did not synchronise at attach: detach and attach again"
             )
         return self._members[parameter]
+
+    def _pass_ended(self) -> None:
+        self._settle()
+        self._sampler.end()
 
     def _settle(self) -> None:
         """Wait for the averages of all started buckets; raises their error."""

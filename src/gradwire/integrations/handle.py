@@ -20,6 +20,7 @@ from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
+from gradwire.integrations.metrics import EVERY, Metrics
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.summary import expected_all_reduce, summary
@@ -56,7 +57,9 @@ class Handle(Saved):
         by_name = dict(named)
         by_parameter = {by_name[name]: member for name, member in self._members.items()}
         self._switch = Switch(plan, owner, self._rehearse)
-        self._buckets = Buckets(by_parameter, owner, self._switch, self._adopt)
+        self._metrics = Metrics(comm.world_size)
+        of = owner, self._switch, self._adopt, self._metrics.sampler
+        self._buckets = Buckets(by_parameter, *of)
         self._buckets.backward.watch(model)
         # A module that is deleted without `detach` starts no collective any more.
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
@@ -201,6 +204,49 @@ class Handle(Saved):
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
+
+    def metrics(self, layers: bool = False, every: int = EVERY) -> dict[str, float]:
+        """Scalars for a logger:
+
+            writer.add_scalars("gradwire", handle.metrics(), step)
+
+        Of this rank; over the passes since the previous call:
+
+        - ratio: bytes of an uncompressed all-reduce / bytes sent.
+        - bits_per_value: a gradient's bits per value / ratio, headers included.
+        - exposed_seconds: what communication added to a backward, on average; see `stats`.
+
+        Of the last sampled pass, in which this rank fed p into the average, its gradient plus its
+        residual, and sent s of it; sums are over all parameters but uncompressed ones:
+
+        - nmse: sum of |p - s|^2 / sum of |p|^2: of this rank's own contribution. Errors of ranks
+          partly cancel in the average, which no rank knows exactly. With error feedback p - s is
+          the residual: what later steps still send. On a rank that sums and encodes others' values,
+          it includes the error of that sum. Without error feedback s is what the codec makes of p,
+          drawn anew.
+        - compression_gain: sum of |s|^2 / sum of |p|^2 (ARTOPK 3-E).
+        - residual_norm: sqrt of the sum of |residual|^2; in units of the scaled loss under
+          GradScaler.
+        - sampled_step: which pass it was, counted from 1 as in `stats`.
+
+        And what aggregators tell, such as the share of saturated values: the newest, as the mean
+        over parameters weighted by their numbers of values.
+
+        A value that is not known yet has no key; a single rank sends nothing and has no sample.
+        Nothing is sampled before the first call. A sampled pass copies its gradients and reads them
+        several times; nothing in training changes.
+
+        Args:
+            layers: in addition, the same for each parameter, under "NAME/KEY"; there bits_per_value
+                is that of the payload in the plan in force, at most.
+            every: sample one pass in so many.
+
+        Raises:
+            ConfigError: `every` is not a number of passes.
+        """
+        totals = self._buckets.totals()
+        totals["raw_bytes"] = self._buckets.raw_bytes(totals["gradient_bytes"])
+        return self._metrics.read(totals, self.plan, self._members, layers, every)
 
     def summary(self) -> str:
         comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)

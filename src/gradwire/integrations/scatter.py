@@ -24,6 +24,7 @@ from gradwire.collectives import AllReduce, Operation, ReduceScatter
 from gradwire.collectives.legal import FLOATS, uncompressed
 from gradwire.errors import ConfigError
 from gradwire.integrations.fsdp import Groups, Piece, factor_of, scattered
+from gradwire.integrations.metrics import Sampler, round_trip
 from gradwire.lang import Codec
 from gradwire.partition import Spec
 
@@ -114,6 +115,7 @@ class Scatter(FSDPReduceScatter):
             input_tensor.dtype,
             device,
         )
+        samples = []
         specs = what.specs({member.name: member.aggregator for member in what.members})
         items = []
         for spec, piece, member in zip(specs, pieces, what.members, strict=True):
@@ -128,6 +130,8 @@ class Scatter(FSDPReduceScatter):
             if residual is not None and handle.groups.of_replicas == 1:
                 _pay(_own(residual, piece, rank), own)
             home.copy_(own)
+            if handle.sampler.running:
+                samples.append(Sample(member, piece, stretches, residual))
             values = input_tensor[piece.at :][: (ranks - 1) * stride + piece.lengths[-1]]
             request = ReduceScatter(
                 values, reduction, piece.lengths, stride, residual, home,
@@ -137,6 +141,8 @@ class Scatter(FSDPReduceScatter):
             member.step += 1
         raw_bytes = input_tensor.nbytes * (ranks - 1) // ranks
         least = handle.run(owner, specs, items, what.operation, raw_bytes, version)
+        for sample in samples:
+            sample.take(handle.sampler, rank)
         for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
             output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
         if what.reaches_all:
@@ -146,6 +152,43 @@ class Scatter(FSDPReduceScatter):
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None
+
+
+class Sample:
+    """A parameter's sample, for metrics, begun before its reduce-scatter.
+
+    Args:
+        stretches: its values for each rank.
+        residual: before.
+    """
+
+    def __init__(
+        self,
+        member: Attached,
+        piece: Piece,
+        stretches: Sequence[torch.Tensor],
+        residual: torch.Tensor | None,
+    ) -> None:
+        self.member = member
+        self.lengths = piece.lengths
+        self.gradient = torch.cat([part.view(-1) for part in stretches])
+        self.residual = residual
+        self.fed = self.gradient.float()
+        if residual is not None:
+            self.fed = self.fed + residual.view(-1)
+
+    def take(self, sampler: Sampler, rank: int) -> None:
+        """Called after the reduce-scatter, which has changed the residual."""
+        codec = codec_of(self.member.aggregator, self.gradient.dtype)
+        if codec is None:
+            return
+        if self.residual is not None:
+            sent = self.fed - self.residual.view(-1)
+        else:
+            sent = round_trip(codec, self.gradient, self.member)
+            own, whole = (v.split(list(self.lengths)) for v in (sent, self.fed))
+            own[rank].copy_(whole[rank])  # exact
+        sampler.add(self.member.name, self.fed, sent, self.residual)
 
 
 class WeightGather(FSDPAllGather):

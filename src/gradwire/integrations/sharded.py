@@ -34,6 +34,7 @@ from gradwire.integrations.backward import Backward, running
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups
 from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.metrics import EVERY, Metrics
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import Saved, members_of
@@ -67,6 +68,8 @@ class Sharded(Saved):
         self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
         self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
+        self._metrics = Metrics(groups.size)
+        self.sampler = self._metrics.sampler
         self._switch = Switch(plan, self._owners[0], self._rehearse)
         self._pass = self._counted = running()
         self._version = 0  # the plan version that this rank offers in this pass
@@ -112,6 +115,7 @@ class Sharded(Saved):
         now = running()
         if now != self._pass:
             self._pass = now
+            self.sampler.begin(int(self._totals["steps"]) + 1)
             before = self._switch.plan
             least = before.version if self._least is None else self._least
             self._version, self._least = self._switch.begin(least), None
@@ -280,6 +284,18 @@ class Sharded(Saved):
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
+
+    def metrics(self, layers: bool = False, every: int = EVERY) -> dict[str, float]:
+        """Scalars for a logger; see `Handle.metrics`. Uncompressed bytes are those of `stats`. A
+        sample is of reduce-scatters, in which the own shard is exact, and is there as the next pass
+        begins.
+
+        Raises:
+            ConfigError: `every` is not a number of passes.
+        """
+        with self._lock:
+            totals = dict(self._totals)
+        return self._metrics.read(totals, self.plan, self._members, layers, every)
 
     def summary(self) -> str:
         planned = {p.name: p for p in self.plan.parameters}

@@ -1,0 +1,252 @@
+"""`gradwire bench error`: what methods lose on recorded gradients, beside what they send.
+
+The gradients are those of `gradwire bench record`. Each method averages the consecutive steps of a
+point on ranks that are threads of this process, through the coroutines, collectives and kernels of
+training, and its averages a_t are compared with the exact means m_t, in float64:
+
+    nmse            sum over steps of |a_t - m_t|^2 / sum over steps of |m_t|^2
+    nmse_of_fed     the same against m_t plus the mean residual: against what the ranks fed in
+    nmse_of_sum     |sum of a_t - sum of m_t|^2 / |sum of m_t|^2: what is lost over all steps
+    cosine          of a_t and m_t, mean over steps
+
+State (residuals, bases, momentum) starts fresh at each point and is carried over its steps. Only
+the parameters count that `attach` compresses: those of two dimensions and more.
+
+Bits per value are those that a rank feeds into collectives in one step: `packed_bits` as gradwire
+packs them, without headers of messages, and `input_bits` as papers count them, with 32 bits for the
+position of each value of a sparse payload (UTIL 2.3, 3.1.3). `wire_bytes` is what a rank sends in
+a step, headers included.
+
+Rows are of all parameters together (`row: total`) and, on request, of each (`row: layer`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Aggregator, ErrorFeedback, registry
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.bench import record
+from gradwire.bench.error_sums import Sums, figures
+from gradwire.bench.in_process import Counted, InProcessRanks
+from gradwire.bench.provenance import stamped
+from gradwire.bench.recording import Recording
+from gradwire.bench.workers import Advance
+from gradwire.codecs.text import parse
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.planner import make_plan
+from gradwire.planner.rules import Rules
+
+Row = dict[str, Any]
+Parameters = Sequence[tuple[str, tuple[int, ...]]]
+
+METHODS = (
+    "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",
+    "artopk:density=0.01",
+)  # fmt: skip
+QUICK_METHODS = ("qsgd:bits=4", "topk:density=0.01", "powersgd:rank=2")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A method, and how its collectives run.
+
+    Attributes:
+        method: as the user wrote it.
+        inner: averages gradients; without error feedback around it.
+        feedback: with which error feedback it is measured: False, True or both.
+    """
+
+    method: str
+    inner: Aggregator
+    options: Options
+    feedback: tuple[bool, ...]
+
+
+@stamped
+def run(
+    folders: Sequence[str | Path] = (),
+    methods: Sequence[str] | None = None,
+    algorithm: str | None = None,
+    at: Sequence[int] | None = None,
+    layers: bool = False,
+    quick: bool = False,
+    advance: Advance | None = None,
+) -> Iterator[Row]:
+    """Yield the rows.
+
+    Args:
+        folders: with recordings; none if `quick`: then a tiny one is made and deleted.
+        methods: names of codecs and aggregators with options (also those of `gradwire.Options`,
+            and error_feedback=true or false; without it, both are measured if both are possible).
+        algorithm: of collectives; a method's own option precedes it.
+        at: only these points.
+        layers: rows for each parameter, too.
+        advance: called with every step.
+
+    Raises:
+        ConfigError: an unknown method, option, algorithm or point, or a folder without a complete
+            recording.
+    """
+    chosen = methods if methods is not None else (QUICK_METHODS if quick else METHODS)
+    measured = [method(text, algorithm) for text in chosen]
+    if not folders and not quick:
+        raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
+    recordings = [(Path(folder), Recording.read(Path(folder))) for folder in folders]
+    for folder, recording in recordings:
+        _check(folder, recording, measured, at)
+    if recordings:
+        yield from _all(recordings, measured, at, layers, advance)
+        return
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as made:
+        for _ in record.run(Path(made), ranks=2, quick=True, advance=advance):
+            pass
+        recording = Recording.read(Path(made))
+        _check(Path(made), recording, measured, at)
+        yield from _all([(Path(made), recording)], measured, at, layers, advance)
+
+
+def method(text: str, algorithm: str | None = None) -> Measured:
+    """The method that `text` names.
+
+    Raises:
+        ConfigError: an unknown name or option, or a bad value.
+    """
+    try:
+        name, given = parse(text)
+        known = {field.name for field in fields(Options)}
+        of_run: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
+        of_run |= {key: given.pop(key) for key in list(given) if key in known}
+        asked = given.pop("error_feedback", None)
+        if not isinstance(asked, bool | None):
+            raise ConfigError(f"error_feedback={asked!r}: use true or false")
+        inner = registry.get(name, **given)
+        own = RESIDUAL in inner.states((64, 64))  # it keeps the error itself
+        if asked is False and own:
+            raise ConfigError("it keeps its error itself: leave error_feedback out")
+        both = (False, True) if asked is None else (asked,)
+        options = Options(**{"threads": 1, **of_run})
+    except ConfigError as error:
+        raise ConfigError(f"method {text!r}: {error}") from error
+    return Measured(text, inner, options, (True,) if own else both)
+
+
+def _check(
+    folder: Path, recording: Recording, measured: Sequence[Measured], at: Sequence[int] | None
+) -> None:
+    """Raise ConfigError for what cannot be measured on a recording."""
+    unknown = next((point for point in at or () if point not in recording.at), None)
+    if unknown is not None:
+        known = ", ".join(map(str, recording.at))
+        raise ConfigError(f"--at {unknown}: {folder} has the points {known}")
+    if recording.ranks < 2:
+        raise ConfigError(f"{folder} has 1 rank, which sends nothing: record 2 or more")
+    if not _compressed(recording):
+        raise ConfigError(f"{folder} has no parameter of two dimensions or more")
+    for one in measured:
+        for feedback in one.feedback:
+            try:
+                _aggregators(one, feedback, recording)
+            except ConfigError as error:
+                raise ConfigError(f"method {one.method!r}: {error}") from error
+
+
+def _compressed(recording: Recording) -> list[int]:
+    """Indices of the parameters that `attach` compresses."""
+    return [i for i, (_, shape) in enumerate(recording.parameters) if len(shape) >= 2]
+
+
+def _aggregators(one: Measured, feedback: bool, recording: Recording) -> list[Aggregator]:
+    """Of each compressed parameter; checked as `attach` checks them."""
+    inner = one.inner
+    wrap = feedback and RESIDUAL not in inner.states((64, 64))
+    aggregator = ErrorFeedback(inner) if wrap else inner
+    named = [
+        (recording.parameters[i][0], recording.parameters[i][1]) for i in _compressed(recording)
+    ]
+    blank = [(name, torch.empty(shape, device="meta")) for name, shape in named]
+    make_plan(blank, replace(Rules(default=inner), feedback=feedback), recording.ranks, one.options)
+    return [aggregator] * len(named)
+
+
+def _all(
+    recordings: Sequence[tuple[Path, Recording]],
+    measured: Sequence[Measured],
+    at: Sequence[int] | None,
+    layers: bool,
+    advance: Advance | None,
+) -> Iterator[Row]:
+    for folder, recording in recordings:
+        for point in at or recording.at:
+            for one in measured:
+                for feedback in one.feedback:
+                    yield from _one(folder, recording, point, one, feedback, layers, advance)
+
+
+def _one(
+    folder: Path,
+    recording: Recording,
+    at: int,
+    one: Measured,
+    feedback: bool,
+    layers: bool,
+    advance: Advance | None,
+) -> Iterator[Row]:
+    """The rows of one method at one point."""
+    places = _compressed(recording)
+    parameters = [recording.parameters[i] for i in places]
+    sums = [Sums(shape) for _, shape in parameters]
+    sent = 0.0
+    aggregators = _aggregators(one, feedback, recording)
+    with InProcessRanks(recording.ranks, parameters, aggregators, one.options) as ranks:
+        for step in range(recording.steps):
+            if advance is not None:
+                what = f"{recording.task} at {at}: {one.method}"
+                advance(what + (", error feedback" if feedback else ""), step, recording.steps)
+            whole = recording.gradients(folder, at, step)
+            gradients = [[of_rank[i] for i in places] for of_rank in whole]
+            residuals = ranks.residual_mean()
+            averaged = ranks.average(gradients)
+            sent += averaged.wire_bytes
+            columns = zip(
+                sums, zip(*gradients, strict=True), residuals, averaged.averages, strict=True
+            )
+            for kept, of_ranks, residual, average in columns:
+                kept.add(list(of_ranks), residual, average)
+        counted = ranks.members[0]
+    common = {
+        "task": recording.task,
+        "at": at,
+        "steps": recording.steps,
+        "ranks": recording.ranks,
+        "method": one.method,
+        "algorithm": one.options.algorithm,
+        "error_feedback": feedback,
+    }
+    total = figures(sums)
+    bits = _bits(counted, total["numel"], recording.steps)
+    yield {
+        "row": "total", **common, "layer": None, **total, **bits,
+        "wire_bytes": sent / recording.steps, "recorded": dict(recording.run),
+    }  # fmt: skip
+    for member, kept in zip(counted, sums, strict=True) if layers else ():
+        bits = _bits([member], kept.numel, recording.steps)
+        yield {
+            "row": "layer", **common, "layer": member.name, **figures([kept]), **bits,
+            "wire_bytes": None, "recorded": dict(recording.run),
+        }  # fmt: skip
+
+
+def _bits(members: Sequence[Counted], numel: int, steps: int) -> Row:
+    values = numel * steps
+    return {
+        "input_bits": sum(member.input_bits for member in members) / values,
+        "packed_bits": sum(member.packed_bits for member in members) / values,
+    }

@@ -1,0 +1,180 @@
+"""Ranks of one process that average given gradients through an aggregator, as training does.
+
+Each rank has a communicator over the loopback transport, and its parameters' state. Rounds run the
+same coroutines, collectives and kernels as DDP's hook. So any registered method can be measured
+without a network, and its bytes are those of a network.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Aggregator, Attached, Rounds
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.aggregators.resolve import ResolvedRequest
+from gradwire.collectives import Options, Request
+from gradwire.engine import Communicator, Outcome
+from gradwire.errors import TransportError
+from gradwire.lang import Codec, layout, rng
+from gradwire.lang.layout import COUNT_NBYTES, run_nbytes
+from gradwire.partition import rotation
+from gradwire.transport import Hub
+
+_TIMEOUT_S = 600.0
+_INDEX_BITS = 32  # of a position, as papers count it
+
+
+@dataclass
+class Counted(Attached):
+    """A parameter that counts what its aggregator feeds into collectives.
+
+    Attributes:
+        packed_bits: as it is packed, without headers of messages.
+        input_bits: the same, but 32 bits for each position of a sparse payload.
+    """
+
+    packed_bits: int = 0
+    input_bits: int = 0
+
+    def resolve(
+        self, request: Request, number: int, options: Options, world_size: int
+    ) -> ResolvedRequest:
+        packed, counted = bits_of(request.values, request.codec)
+        self.packed_bits += packed
+        self.input_bits += counted
+        return super().resolve(request, number, options, world_size)
+
+    # Attached compares by identity; a dataclass would compare fields.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def bits_of(values: torch.Tensor, codec: Codec | None) -> tuple[int, int]:
+    """(bits as they are packed, bits with 32 for each position) of a collective's input; expected
+    bits, if the length of a payload depends on data."""
+    numel = values.numel()
+    if codec is None:
+        bits = 8 * values.itemsize * numel
+        return bits, bits
+    form = layout(codec, values.dtype)
+    packed = 8 * form.expected_nbytes(numel)
+    counted = packed
+    for f in form.fields:
+        if f.capacity is not None and numel:
+            expected = form.expected_entries(numel) if form.data_dependent else None
+            entries = form.capacity(numel) if expected is None else round(expected)
+            positions = COUNT_NBYTES * form.blocks(numel) + run_nbytes(form.position, entries)
+            counted += _INDEX_BITS * entries - 8 * positions
+    return packed, counted
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """One step of all ranks.
+
+    Attributes:
+        averages: of every parameter, equal on all ranks: rank 0's.
+        wire_bytes: sent by a rank, headers included; mean over ranks.
+    """
+
+    averages: list[torch.Tensor]
+    wire_bytes: float
+
+
+class InProcessRanks:
+    """Ranks as threads, which average the gradients of the same parameters.
+
+    Args:
+        parameters: (name, shape) of each.
+        aggregators: of each parameter; equal ones are one object.
+        options: of every collective.
+        seed: of random numbers.
+
+    Attributes:
+        members: rank -> its parameters.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        parameters: Sequence[tuple[str, tuple[int, ...]]],
+        aggregators: Sequence[Aggregator],
+        options: Options,
+        seed: int = 0,
+    ) -> None:
+        hub = Hub(ranks, _TIMEOUT_S)
+        self._options = options
+        self._comms = [Communicator(hub.transport(rank)) for rank in range(ranks)]
+        self._owners = [comm.owner("recorded gradients") for comm in self._comms]
+        self.members = [
+            [
+                Counted(
+                    name, shape, aggregator, rng.parameter_keys(seed, name, rank),
+                    rotation(i, ranks),
+                )
+                for i, ((name, shape), aggregator) in enumerate(
+                    zip(parameters, aggregators, strict=True)
+                )
+            ]
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> Averaged:
+        """One step; `gradients` by rank and parameter are not changed.
+
+        Raises:
+            ConfigError, CodecError, TransportError: the first error of any rank.
+        """
+        with ThreadPoolExecutor(len(gradients)) as pool:
+            done = list(pool.map(self._one_rank, range(len(gradients)), gradients))
+        shapes = [member.shape for member in self.members[0]]
+        averages = [part.view(shape) for part, shape in zip(done[0][0], shapes, strict=True)]
+        return Averaged(averages, sum(sent for _, sent in done) / len(done))
+
+    def _one_rank(
+        self, rank: int, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], int]:
+        # One buffer, as DDP's.
+        bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = list(bucket.split([gradient.numel() for gradient in gradients]))
+        ended, found = threading.Event(), []
+
+        def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
+            found.append((error, sum(outcome.wire_bytes for outcome in outcomes)))
+            ended.set()
+
+        Rounds(self._owners[rank], self.members[rank], flat, self._options, done).start()
+        if not ended.wait(2 * _TIMEOUT_S):
+            raise TransportError(f"rank {rank} did not end within {2 * _TIMEOUT_S:.0f} s")
+        error, wire_bytes = found[0]
+        if error is not None:
+            raise error
+        return flat, wire_bytes
+
+    def residual_mean(self) -> list[torch.Tensor]:
+        """The mean over ranks of each parameter's residual, in float64; zeros where none is."""
+        means = []
+        for of_ranks in zip(*self.members, strict=True):
+            total = torch.zeros(math.prod(of_ranks[0].shape), dtype=torch.float64)
+            for member in of_ranks:
+                if RESIDUAL in member.state:
+                    total += member.state[RESIDUAL].view(-1)
+            means.append(total.view(of_ranks[0].shape) / len(of_ranks))
+        return means
+
+    def close(self) -> None:
+        for comm in self._comms:
+            comm.close()
+
+    def __enter__(self) -> InProcessRanks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,198 @@
+"""Metrics while training: scalars of a handle, for any logger.
+
+Counters are read at the call. What needs the gradient and what was sent of it is measured in a
+*sample*: one pass in many, and none before the first call. A sample is taken where an observer is
+called, as the averages of a scope are there and before its residuals change again. It reads, and
+changes nothing, so training is bit-identical with it and without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Attached, Dense, ErrorFeedback, Observation
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.lang.kernels import decode, encode
+from gradwire.planner import Plan
+
+EVERY = 100  # passes
+
+
+class Sampler:
+    """Takes samples of passes.
+
+    Args:
+        ranks: that take part in an average; a single rank has nothing to sample.
+
+    Attributes:
+        running: whether the running pass is sampled.
+        step: number of the pass that was sampled last; None: there is no sample.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.running = False
+        self.step: int | None = None
+        self._ranks = ranks
+        self._every = 0  # 0: nobody has asked
+        self._next = 0
+        self._now = 0
+        # By parameter: |p|, |s|, |p - s| and |residual|, on the gradient's device.
+        self._partial: dict[str, torch.Tensor] = {}
+        self._norms: dict[str, torch.Tensor] = {}
+
+    def ask(self, every: int) -> None:
+        """From the next pass on, sample one in `every` passes."""
+        if every != self._every:
+            self._every, self._next = every, 0
+
+    def begin(self, number: int) -> None:
+        """Called as pass `number` begins, when all scopes of the one before have ended."""
+        self.end()
+        self._now = number
+        self.running = bool(self._every) and number >= self._next and self._ranks > 1
+        if self.running:
+            self._next = number + self._every
+
+    def observe(self, member: Attached, observed: Observation) -> None:
+        """Sample a parameter, from its average; called from the engine's threads."""
+        aggregator, residual = member.aggregator, member.state.get(RESIDUAL)
+        if aggregator == Dense():
+            return
+        gradient = observed.gradient.view(-1)
+        if observed.sent is not None:
+            sent = observed.sent.float().view(-1)
+            fed = gradient.float() if residual is None else sent + residual.view(-1)
+        elif not isinstance(aggregator, ErrorFeedback):
+            codec = getattr(aggregator, "codec", None)
+            if codec is None:
+                return
+            fed, sent = gradient.float(), round_trip(codec, gradient, member)
+        else:
+            return
+        self.add(member.name, fed, sent, residual)
+
+    def add(
+        self, name: str, fed: torch.Tensor, sent: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Sample a parameter: what this rank fed in, and what it sent of it; fp32 vectors."""
+        kept = fed.new_zeros(1) if residual is None else residual
+        norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (
+            fed, sent, fed - sent, kept
+        )]  # fmt: skip
+        self._partial[name] = torch.stack(norms)
+
+    def squares(self) -> dict[str, list[float]]:
+        """Of the last sample, by parameter: |p|^2, |s|^2, |p - s|^2, |residual|^2. Waits for the
+        device."""
+        if not self._norms:
+            return {}
+        rows = torch.stack(list(self._norms.values())).square().tolist()
+        return dict(zip(self._norms, rows, strict=True))
+
+    def end(self) -> None:
+        """Called at the end of a pass, at the latest as the next one begins: makes its sample
+        readable."""
+        if self.running and self._partial:
+            self._norms, self._partial, self.step = self._partial, {}, self._now
+        self.running = False
+
+
+class Metrics:
+    """The scalars of one handle.
+
+    Args:
+        ranks: that take part in an average.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.sampler = Sampler(ranks)
+        self._before: dict[str, float] = {}
+        self._window: dict[str, float] = {}
+
+    def read(
+        self,
+        totals: Mapping[str, float],
+        plan: Plan,
+        members: Mapping[str, Attached],
+        layers: bool,
+        every: int,
+    ) -> dict[str, float]:
+        """See `Handle.metrics`; `totals` are steps, wire_bytes, raw_bytes, exposed_seconds."""
+        if type(every) is not int or every < 1:
+            raise ConfigError(f"every={every!r}: give a number of passes, 1 or more")
+        self.sampler.ask(every)
+        found: dict[str, float] = {}
+        told = _told(members)
+        for name in sorted({name for of in told.values() for name in of}):
+            of = {key: values[name] for key, values in told.items() if name in values}
+            weights = {key: max(math.prod(members[key].shape), 1) for key in of}
+            found[name] = sum(of[key] * w for key, w in weights.items()) / sum(weights.values())
+        self._advance(totals, plan)
+        squares = self.sampler.squares()
+        found |= self._window | sampled(list(squares.values()))
+        if self.sampler.step is not None:
+            found["sampled_step"] = self.sampler.step
+        if layers:
+            for p in plan.parameters:
+                own = dict(told.get(p.name, {}))
+                if p.numel:
+                    payload = p.aggregator.payload_bytes(p.shape, p.dtype)
+                    own["bits_per_value"] = 8 * payload / p.numel
+                if p.name in squares:
+                    own |= sampled([squares[p.name]])
+                found |= {f"{p.name}/{key}": value for key, value in own.items()}
+        return found
+
+    def _advance(self, totals: Mapping[str, float], plan: Plan) -> None:
+        """Counters of the passes since the previous call; they stay if there was none."""
+        new = {key: totals[key] - self._before.get(key, 0) for key in totals}
+        if not new["steps"]:
+            return
+        self._before = dict(totals)
+        self._window = {"exposed_seconds": new["exposed_seconds"] / new["steps"]}
+        if new["wire_bytes"]:
+            ratio = new["raw_bytes"] / new["wire_bytes"]
+            bits = 8 * sum(p.numel * p.dtype.itemsize for p in plan.parameters)
+            values = sum(p.numel for p in plan.parameters)
+            self._window |= {"ratio": ratio, "bits_per_value": bits / values / ratio}
+
+
+def sampled(squares: Sequence[Sequence[float]]) -> dict[str, float]:
+    """nmse, compression_gain and residual_norm, from the rows of `Sampler.squares`; nothing that is
+    not known."""
+    if not squares:
+        return {}
+    fed, sent, lost, residual = (sum(column) for column in zip(*squares, strict=True))
+    found = {"residual_norm": math.sqrt(residual)} if residual >= 0 else {}
+    if fed > 0:
+        found |= {"nmse": lost / fed, "compression_gain": sent / fed}
+    return found
+
+
+def round_trip(codec: Codec, values: torch.Tensor, member: Attached) -> torch.Tensor:
+    """What a codec makes of a vector of this rank, in fp32: without error feedback nobody keeps
+    what was sent, so the codec draws anew."""
+    key = member.keys.own
+    payload = encode(codec, values, key)
+    return decode(codec, payload, values.numel(), values.dtype, key).float()
+
+
+def _told(members: Mapping[str, Attached]) -> dict[str, dict[str, float]]:
+    """What aggregators have told, by parameter and name; one copy from the device."""
+    keys: list[tuple[str, str]] = []
+    tensors: list[torch.Tensor] = []
+    for name, member in members.items():
+        for key, value in dict(member.metrics).items():
+            keys.append((name, key))
+            tensors.append(value.detach().double().reshape(()))
+    found: dict[str, dict[str, Any]] = {}
+    values = torch.stack(tensors).tolist() if tensors else []
+    for (name, key), number in zip(keys, values, strict=True):
+        found.setdefault(name, {})[key] = number
+    return found

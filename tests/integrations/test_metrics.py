@@ -1,0 +1,243 @@
+"""`handle.metrics()`: its values against references, and that training does not change by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from gradwire.aggregators import Aggregator, Context, Steps
+from gradwire.collectives import AllReduce
+from gradwire.errors import ConfigError
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+METHODS: list[dict[str, Any]] = [
+    {"codec": "qsgd", "bits": 4, "error_feedback": True},
+    {"codec": "qsgd", "bits": 4},
+    {"codec": "topk", "density": 0.05, "error_feedback": True},
+    {"codec": "powersgd", "rank": 2},
+    {"codec": "artopk", "density": 0.05},
+]
+SAMPLED = {"nmse", "compression_gain", "residual_norm", "sampled_step"}
+COUNTED = {"ratio", "bits_per_value", "exposed_seconds"}
+
+
+def attached(sharded: bool = False, **arguments: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 50))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = DDP(model, bucket_cap_mb=0.01)
+    return model, gw.attach(model, **arguments)
+
+
+def trains(model: nn.Module, steps: int, optimizer: Any = None) -> Any:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    draw = torch.Generator().manual_seed(5 + dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def weights(rank: int, measured: bool) -> list[list[bytes]]:
+    """Of every method after some steps, with metrics in each or without."""
+    found = []
+    cases = [(False, method) for method in METHODS] + [(True, method) for method in METHODS[:3]]
+    for sharded, method in cases:
+        model, handle = attached(sharded, **method)
+        optimizer = None
+        for _ in range(4):
+            if measured:
+                handle.metrics(layers=True, every=1)
+            optimizer = trains(model, 1, optimizer)
+        if measured:
+            assert handle.metrics()["sampled_step"] >= 3
+        found.append(
+            [
+                (p.to_local() if sharded else p).detach().numpy().tobytes()  # type: ignore[attr-defined]
+                for p in model.parameters()
+            ]
+        )
+        handle.detach()
+    return found
+
+
+def test_training_is_bit_identical_with_metrics() -> None:
+    with_metrics, without = (as_processes(2, weights, measured) for measured in (True, False))
+    assert with_metrics == without
+
+
+def ddp_values(rank: int, method: dict[str, Any]) -> tuple[Any, ...]:
+    """(metrics, per layer, reference, stats) of a sampled third pass."""
+    model, handle = attached(**method)
+    first = handle.metrics(every=1)
+    optimizer = trains(model, 2)
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    handle.observe(
+        lambda o: seen.update(
+            {o.name: (o.gradient.double(), None if o.sent is None else o.sent.double().view(-1))}
+        )
+    )
+    before = handle.state_dict()["aggregators"]
+    trains(model, 1, optimizer)
+    found = handle.metrics()
+    layers = handle.metrics(layers=True)
+    reference = {}
+    for name, (gradient, sent) in seen.items():
+        fed = gradient.view(-1)
+        if "residual" in before.get(name, {}):
+            fed = fed + before[name]["residual"].double()
+        after = handle.state_dict()["aggregators"].get(name, {}).get("residual")
+        reference[name] = [
+            float(fed.square().sum()),
+            None if sent is None else float(sent.square().sum()),
+            None if sent is None else float((fed - sent).square().sum()),
+            0.0 if after is None else float(after.double().square().sum()),
+        ]
+    return first, found, layers, reference, handle.stats(), seen
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_values_are_those_of_a_reference(method: dict[str, Any]) -> None:
+    for first, found, layers, reference, stats, _ in as_processes(2, ddp_values, method):
+        assert first == {}
+        assert found.keys() == SAMPLED | COUNTED
+        assert all(isinstance(value, (int, float)) for value in found.values())
+        assert found["sampled_step"] == stats["steps"] == 3
+        assert found["ratio"] == pytest.approx(stats["ratio"])
+        assert found["bits_per_value"] == pytest.approx(32 / stats["ratio"])
+        assert 0 < found["exposed_seconds"] * 3 == pytest.approx(stats["exposed_seconds"])
+        names = [name for name in reference if name.endswith("weight")]  # biases: uncompressed
+        rows = [reference[name] for name in names]
+        fed, residual = sum(row[0] for row in rows), sum(row[3] for row in rows)
+        assert found["residual_norm"] == pytest.approx(math.sqrt(residual), rel=1e-5)
+        if None in rows[0]:  # without error feedback: drawn anew
+            assert 0.001 < found["nmse"] < 0.05
+            assert found["compression_gain"] == pytest.approx(1, abs=0.1)
+        else:
+            sent, lost = sum(row[1] for row in rows), sum(row[2] for row in rows)
+            assert found["nmse"] == pytest.approx(lost / fed, rel=1e-4)
+            assert found["compression_gain"] == pytest.approx(sent / fed, rel=1e-4)
+            for name in names:
+                assert layers[f"{name}/nmse"] == pytest.approx(
+                    reference[name][2] / reference[name][0], rel=1e-4
+                )
+                kept = math.sqrt(reference[name][3])
+                assert layers[f"{name}/residual_norm"] == pytest.approx(kept, rel=1e-5)
+        own = stats["parameters"]["0.weight"]
+        bits = 8 * own["payload_bytes"] / own["numel"]
+        assert layers["0.weight/bits_per_value"] == pytest.approx(bits)
+        assert layers["0.bias/bits_per_value"] == 32
+        assert "0.bias/nmse" not in layers
+        assert found.items() <= layers.items()
+
+
+def sharded_values(rank: int, method: dict[str, Any]) -> tuple[dict[str, float], float, Any]:
+    model, handle = attached(True, **method)
+    handle.metrics(every=1)
+    optimizer = trains(model, 3)
+    residuals = [of["residual"] for of in handle.state_dict()["aggregators"].values() if of]
+    trains(model, 1, optimizer)  # as it begins, the sample of the third pass is there
+    norm = math.sqrt(sum(float(r.double().square().sum()) for r in residuals))
+    return handle.metrics(), norm, handle.stats()
+
+
+@pytest.mark.parametrize("method", METHODS[:3], ids=str)
+def test_values_under_fsdp2(method: dict[str, Any]) -> None:
+    for found, norm, stats in as_processes(2, sharded_values, method):
+        assert found.keys() == SAMPLED | COUNTED
+        assert found["sampled_step"] == 3
+        assert found["ratio"] == pytest.approx(stats["ratio"])
+        assert found["residual_norm"] == pytest.approx(norm, rel=1e-5)
+        if method["codec"] == "qsgd":
+            # half of it is the own shard, which is exact
+            assert 0.0005 < found["nmse"] < 0.05
+            assert found["compression_gain"] == pytest.approx(1, abs=0.1)
+        else:
+            assert 0.1 < found["nmse"] < 0.8
+            assert found["compression_gain"] + found["nmse"] == pytest.approx(1, rel=1e-3)
+
+
+@dataclass(frozen=True)
+class Telling(Aggregator):
+    """Tells the number of rows of each parameter as its metric."""
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        for c in contexts:
+            c.metrics["saturated"] = torch.tensor(float(c.shape[0]))
+        return (yield [AllReduce(c.gradient, of=c) for c in contexts])
+
+    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
+
+def what_aggregators_tell(rank: int) -> tuple[Any, ...]:
+    model, handle = attached(codec=Telling())
+    trains(model, 1)
+    told = handle.metrics(layers=True)
+    update = handle.update("qsgd")
+    update.wait()
+    while not update.in_force:
+        trains(model, 1)
+    return told, handle.metrics()
+
+
+def test_what_aggregators_tell_is_weighted_by_values() -> None:
+    for told, after in as_processes(2, what_aggregators_tell):
+        mean = (300 * 12000 + 50 * 15000) / (12000 + 15000)
+        assert told["saturated"] == pytest.approx(mean)
+        assert told["0.weight/saturated"] == 300
+        assert "nmse" not in told
+        assert "saturated" not in after
+
+
+def samples(rank: int) -> tuple[list[int], list[dict[str, float]], str]:
+    model, handle = attached(codec="qsgd", error_feedback=True)
+    optimizer = trains(model, 2)
+    unasked = handle.metrics(every=3)
+    assert not SAMPLED & unasked.keys()
+    seen = []
+    for _ in range(8):
+        trains(model, 1, optimizer)
+        seen.append(int(handle.metrics(every=3)["sampled_step"]))
+    twice = [handle.metrics(every=3), handle.metrics(every=3)]
+    try:
+        handle.metrics(every=0)
+    except ConfigError as error:
+        return seen, twice, str(error)
+    return seen, twice, "no error"
+
+
+def test_one_pass_in_some_is_sampled() -> None:
+    for seen, twice, said in as_processes(2, samples):
+        assert seen == [3, 3, 3, 6, 6, 6, 9, 9]
+        assert twice[0] == twice[1]
+        assert "every=0" in said
+
+
+def alone(rank: int) -> dict[str, float]:
+    model, handle = attached(codec="qsgd", error_feedback=True)
+    handle.metrics(every=1)
+    trains(model, 2)
+    found: dict[str, float] = handle.metrics()
+    return found
+
+
+def test_a_single_rank_sends_nothing() -> None:
+    (found,) = as_processes(1, alone)
+    assert found.keys() == {"exposed_seconds"}
