@@ -1,4 +1,4 @@
-"""`bench train` killed with SIGKILL at any point continues and ends with the same rows but times."""
+"""`bench train` killed by SIGKILL at any point continues, and ends with the same rows but times."""
 
 from __future__ import annotations
 

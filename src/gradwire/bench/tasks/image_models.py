@@ -109,7 +109,9 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         first = _convolution(inputs, outputs, stride)
-        self.body = nn.Sequential(*first, *_convolution(outputs, outputs)[:-1])
+        convolution, norm, _ = _convolution(outputs, outputs)
+        nn.init.zeros_(norm.weight)  # a block starts as the identity: deep networks learn earlier
+        self.body = nn.Sequential(*first, convolution, norm)
         self.fitted: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.fitted = nn.Sequential(
@@ -121,12 +123,14 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.fitted(x))
 
 
-def _convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    return [
+def _convolution(
+    inputs: int, outputs: int, stride: int = 1
+) -> tuple[nn.Conv2d, nn.BatchNorm2d, nn.ReLU]:
+    return (
         nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
-    ]
+    )
 
 
 NETWORKS = {
