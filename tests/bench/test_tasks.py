@@ -13,12 +13,24 @@ from gradwire.errors import ConfigError
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 32, "heads": 2, "context": 16, "validation_sequences": 37},
-    "image": {"data": "digits", "channels": 4, "hidden": 16, "test_images": 101},
+    "image": {
+        "data": "digits",
+        "network": "cnn",
+        "channels": 4,
+        "hidden": 16,
+        "test_images": 101,
+    },
+}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "vgg": {"network": "vgg", "hidden": 32, "peak_learning_rate": 0.02},
+    "resnet": {"network": "resnet", "hidden": 0},
 }
 
 
-@pytest.fixture(params=sorted(SMALL))
+@pytest.fixture(params=[*sorted(SMALL), *NETWORKS])
 def task(request: pytest.FixtureRequest) -> tasks.Task:
+    if request.param in NETWORKS:
+        return tasks.get("image", **{**SMALL["image"], **NETWORKS[request.param]})
     return tasks.get(request.param, **SMALL[request.param])
 
 
@@ -105,10 +117,43 @@ def test_unknown_tasks_and_options_are_named() -> None:
         tasks.get("gpt", depth=3)
 
 
-def test_the_schedule_rises_then_falls_and_its_start_ignores_the_length() -> None:
-    factors = [warm_up_then_decay(step, 100, warmup=10) for step in range(100)]
+def test_the_schedule_rises_then_falls_to_its_floor() -> None:
+    factors = [warm_up_then_decay(step, 10, horizon=100) for step in range(150)]
     assert factors[:10] == sorted(factors[:10])
     assert factors[9] == 1.0
     assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert 0 < factors[-1] < 0.12
-    assert factors[:10] == [warm_up_then_decay(step, 10**6, warmup=10) for step in range(10)]
+    assert factors[100:] == [pytest.approx(0.1)] * 50
+
+
+def test_by_class_gives_ranks_disjoint_classes_that_are_all_classes() -> None:
+    for ranks in (2, 4, 10):
+        task = tasks.get("image", **{**SMALL["image"], "split": "by-class", "images": 200})
+        classes = [set(task.batch(0, rank, 3, ranks)[1].tolist()) for rank in range(ranks)]
+        assert sum(map(len, classes)) == 10
+        assert set.union(*classes) == set(range(10))
+    assert set(task.batch(0, 11, 3, 12)[1].tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("gpt", {"split": "by-class"}, "the data of task 'gpt' have no classes"),
+        ("image", {"split": "by-name"}, "split=by-name: use one of iid, by-class"),
+        ("image", {"network": "alexnet"}, "network=alexnet: use one of cnn, vgg, resnet"),
+        ("image", {"network": "resnet", "hidden": 64}, "resnet has no hidden dense layer"),
+        ("image", {"channels": -1}, "channels=-1"),
+        ("image", {"images": "many"}, "option images=many of task 'image': give a whole number"),
+        ("image", {"momentum": "no"}, "give a number"),
+        ("gpt", {"tied": 3}, "give true or false"),
+    ],
+)
+def test_wrong_task_options_are_refused(name: str, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        tasks.get(name, **options)
+
+
+def test_a_method_with_momentum_of_its_own_takes_that_of_the_optimizer_off() -> None:
+    image, gpt = (tasks.get(name, **SMALL[name]) for name in ("image", "gpt"))
+    for momentum, expected in ((None, 0.9), (0.0, 0.0)):
+        assert image.optimizer(image.model(0), momentum).param_groups[0]["momentum"] == expected
+        assert gpt.optimizer(gpt.model(0), momentum).param_groups[0]["betas"][0] == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire import lab
-from gradwire.bench import train, workers
+from gradwire.bench import train, train_rows, workers
 from gradwire.bench.train_config import TrainConfig
 from products import EXHAUSTIVE
 
@@ -32,12 +32,16 @@ TINY = TrainConfig(
 EVALUATION = {
     *("row", "task", "net", "ranks", "parameters", "method", "seed", "step", "seconds"),
     *("metric", "metric_name", "loss", "wire_bytes", "link_bytes", "peak_extra_bytes", "run"),
+    *("rolling_metric", "rolling_loss", "timing_only", "task_options", "composed"),
 }
 SUMMARY = {
     *("row", "task", "net", "ranks", "parameters", "method", "seeds", "steps", "target"),
     *("target_from", "time_to_target", "final_metric", "final_loss", "metric_name", "seconds"),
     *("step_seconds", "ideal_step_seconds", "wire_bytes", "link_bytes", "peak_extra_bytes"),
     *("step_seconds_quartiles", "time_to_target_by_seed", "final_loss_by_seed", "run"),
+    *("rolling_metric", "rolling_loss", "timing_only", "task_options", "composed"),
+    *("final_metric_by_seed", "final_metric_difference_by_seed", "step_seconds_mean"),
+    *("utility", "utility_against"),
 }
 
 
@@ -102,7 +106,13 @@ def test_buffers_and_seeds_and_a_budget() -> None:
     config = replace(
         TINY,
         task="image",
-        task_options={"data": "digits", "channels": 4, "hidden": 16, "channels_last": True},
+        task_options={
+            "data": "digits",
+            "network": "cnn",
+            "channels": 4,
+            "hidden": 16,
+            "channels_last": True,
+        },
         nodes=3,
         methods=("torch-fp32", "gradwire-qsgd4"),
         seeds=(0, 1),
@@ -124,7 +134,7 @@ def failing_worker(
         f"import os, sys, time\nrank = int(os.environ['RANK'])\n{body}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(train, "WORKER", "failing_worker")
+    monkeypatch.setattr(train_rows, "WORKER", "failing_worker")
     config = replace(TINY, timeout_seconds=2.0)
     return lambda: list(train.run(config, announce=lambda text: None))
 

@@ -25,6 +25,8 @@ def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) ->
                     "seconds": 10.0 * turn + seed,
                     "metric": loss,
                     "loss": loss,
+                    "rolling_metric": loss,
+                    "rolling_loss": loss,
                     "wire_bytes": 100 * turn,
                     "link_bytes": None,
                     "peak_extra_bytes": None,
@@ -36,6 +38,7 @@ def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) ->
                 "seed": seed,
                 "step_seconds": 1.0 + seed,
                 "step_seconds_quartiles": [0.9 + seed, 1.1 + seed],
+                "step_seconds_mean": 1.25 + seed,
                 "ideal_step_seconds": 0.5,
                 "peak_extra_bytes": None,
             }

@@ -42,9 +42,11 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    def run(config: TrainConfig, progress: Any, announce: Any) -> Iterator[dict[str, Any]]:
+    def run(
+        config: TrainConfig, progress: Any, announce: Any, state: Any, resume: bool
+    ) -> Iterator[dict[str, Any]]:
         announce("two nodes")
-        progress(train.Progress("torch-fp32", 0, 5, 10, 0.7, None))
+        progress(train.Progress("training", "torch-fp32", 0, 5, 10, 0.7, None))
         yield from rows()
 
     monkeypatch.setattr(train, "run", run)

@@ -8,3 +8,4 @@ from __future__ import annotations
 
 FULL = "torch-fp32"
 SIXTEEN_BIT = "torch-fp16-hook"
+SIXTEEN_BITS = (SIXTEEN_BIT, "torch-bf16-hook")  # the better one is the bar for utility

@@ -2,7 +2,8 @@
 
 A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:...`, with or without
 `gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
-`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`).
+`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`). So are torch's
+PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `torch_hooks`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -15,49 +16,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, registry
+from gradwire.bench import torch_hooks
+from gradwire.bench.torch_hooks import Applied, Options, Traffic, ring_bytes
 from gradwire.codecs.text import parse as parse_text
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
-Options = dict[str, "int | float | bool | str"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a method has sent from this rank since it was applied, and what memory it took.
-
-    Attributes:
-        wire_bytes: bytes, by the rules of this module's docstring.
-        peak_extra_bytes: memory beyond plain DDP; None where the method does not count it.
-    """
-
-    wire_bytes: int
-    peak_extra_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A method at work on one DDP model.
-
-    Attributes:
-        traffic: traffic after the given number of steps.
-        remove: gives back what the method holds; the model is not trained after it.
-    """
-
-    traffic: Callable[[int], Traffic]
-    remove: Callable[[], None]
+__all__ = ["NAMED", "Applied", "Method", "Traffic", "attach", "parse", "ring_bytes"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +42,14 @@ class Method:
         kind: which function of `_APPLY` puts it on a model.
         options: what that function is given.
         bucket_mb: DDP's `bucket_cap_mb`; None for its default.
+        timing_only: whether it only shows what a step can cost: it does not train the model.
     """
 
     name: str
     kind: str
     options: Options = field(default_factory=dict)
     bucket_mb: int | None = None
+    timing_only: bool = False
 
     def check(self) -> None:
         """Whether `apply` can succeed, told before anything is launched.
@@ -97,6 +73,13 @@ class Method:
                 "compares such methods"
             )
         return aggregator.codec, options
+
+    @property
+    def replaces_momentum(self) -> bool:
+        """Whether its averages include momentum, so that the optimizer must have none."""
+        if self.kind != "gradwire":
+            return False
+        return bool(getattr(self._made()[0], "replaces_momentum", False))
 
     def _made(self) -> tuple[Aggregator, gradwire.Options]:
         attach_options = inspect.signature(gradwire.attach).parameters
@@ -145,12 +128,15 @@ def parse(text: str) -> Method:
     """
     if text in NAMED:
         return NAMED[text]
-    kind, _, rest = text.partition(":")
-    if kind.strip() in {*codecs.REGISTRY, *registry.REGISTRY}:
+    kind, _, rest = (part.strip() for part in text.partition(":"))
+    if kind in _NUMBERS:
+        return _with_number(text, kind)
+    if kind in {*codecs.REGISTRY, *registry.REGISTRY}:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
         raise ConfigError(
-            f"unknown method {text!r}; known: {', '.join(NAMED)}, or CODEC:OPTION=VALUE:..."
+            f"unknown method {text!r}; known: {', '.join(NAMED)}, truncate:ratio=R, or "
+            "CODEC:OPTION=VALUE:..."
         )
     try:
         codec, options = parse_text(rest)
@@ -161,52 +147,26 @@ def parse(text: str) -> Method:
     return Method(text, "gradwire", {"codec": codec, **options})
 
 
-def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:
-    """What each rank sends in a ring all-reduce: 2 (N-1)/N of the data."""
-    return round(2 * (world_size - 1) / world_size * numel * bytes_per_value)
-
-
-def _torch_fp32(model: DistributedDataParallel, options: Options) -> Applied:
-    step_bytes = ring_bytes(_numel(model), 4, _world_size(model))
-    return Applied(lambda steps: Traffic(steps * step_bytes, 0), _nothing)
-
-
-def _torch_cast(model: DistributedDataParallel, options: Options) -> Applied:
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_compress_hook}
-    model.register_comm_hook(None, hooks[str(options["dtype"])])
-    step_bytes = ring_bytes(_numel(model), 2, _world_size(model))
-    return Applied(lambda steps: Traffic(steps * step_bytes, None), _nothing)
-
-
-def _bf16_compress_hook(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Torch's own hook. DDP refuses it by its name without NCCL, though gloo reduces bf16."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-# DDP compares a hook's annotations with the types themselves; ours are strings in this module.
-_bf16_compress_hook.__annotations__ = {
-    "bucket": dist.GradBucket,
-    "return": torch.futures.Future[torch.Tensor],
+# Methods without gradwire that take one number: its name, whether it is whole, and the method.
+_NUMBERS: dict[str, tuple[str, type, Method]] = {
+    "torch-powersgd": ("rank", int, NAMED["torch-powersgd"]),
+    "truncate": ("ratio", float, Method("truncate", "truncate", {"ratio": 4}, timing_only=True)),
 }
 
 
-def _torch_powersgd(model: DistributedDataParallel, options: Options) -> Applied:
-    dense_steps = 2  # the fewest that torch allows with error feedback
-    state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=int(options["rank"]),
-        start_powerSGD_iter=dense_steps,
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    numel, world_size = _numel(model), _world_size(model)
-
-    def traffic(steps: int) -> Traffic:
-        reduced = min(steps, dense_steps) * numel + state.total_numel_after_compression
-        return Traffic(ring_bytes(reduced, 4, world_size), None)
-
-    return Applied(traffic, _nothing)
+def _with_number(text: str, kind: str) -> Method:
+    """Such a method with its number; raises ConfigError for another option, or a number below 1."""
+    name, number, base = _NUMBERS[kind]
+    try:
+        options = parse_text(text)[1]
+    except ConfigError as error:
+        raise ConfigError(f"method {error}") from error
+    what = "a whole number" if number is int else "a number"
+    value = options.get(name)
+    allowed = (int,) if number is int else (int, float)
+    if set(options) != {name} or type(value) not in allowed or not 1 <= float(value or 0) < 1e9:
+        raise ConfigError(f"method {text!r}: write {kind}:{name}=N, with {what} of 1 or more")
+    return replace(base, name=text, options={name: options[name]})
 
 
 def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
@@ -216,7 +176,7 @@ def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
         stats = handle.stats()
         return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
 
-    return Applied(traffic, handle.detach)
+    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict)
 
 
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
@@ -238,20 +198,9 @@ def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 _APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
-    "torch_fp32": _torch_fp32,
-    "torch_cast": _torch_cast,
-    "torch_powersgd": _torch_powersgd,
+    "torch_fp32": torch_hooks.torch_fp32,
+    "torch_cast": torch_hooks.torch_cast,
+    "torch_powersgd": torch_hooks.torch_powersgd,
+    "truncate": torch_hooks.truncate,
     "gradwire": _gradwire,
 }
-
-
-def _nothing() -> None:
-    """Torch's hooks cannot be taken off; they go with their model."""
-
-
-def _numel(model: DistributedDataParallel) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _world_size(model: DistributedDataParallel) -> int:
-    return int(model.process_group.size())

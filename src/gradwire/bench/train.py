@@ -13,43 +13,27 @@ is 16 bit, not 32. Every row names its method:
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradwire import lab
-from gradwire.bench import workers
 from gradwire.bench.provenance import stamped
+from gradwire.bench.train_compose import composed_rows
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_summary import Summary
+from gradwire.bench.train_rows import Progress, train_rows
+from gradwire.bench.train_state import lease, prepare
 from gradwire.errors import ConfigError
 from gradwire.lab import links
 
-__all__ = ["COMPARED", "WORKER", "Progress", "TrainConfig", "plan", "run"]
-
-WORKER = "gradwire.bench.train_worker"
+__all__ = ["COMPARED", "Progress", "TrainConfig", "plan", "run"]
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one method.
-
-    Attributes:
-        seconds: its training time so far.
-        loss: rank 0's training loss of the last step; None if it was not finite.
-    """
-
-    method: str
-    seed: int
-    step: int
-    steps: int
-    seconds: float
-    loss: float | None
 
 
 def plan(
@@ -63,6 +47,10 @@ def plan(
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] | None = None,
+    target_at: float | None = None,
+    patience: int | None = None,
+    nets: tuple[str, ...] = (),
+    validate: bool = False,
 ) -> TrainConfig:
     """The configuration for these arguments; None selects the default.
 
@@ -82,6 +70,12 @@ def plan(
         raise ConfigError(f"--steps {steps}: train 1 step or more")
     if target is not None and not target > 0:
         raise ConfigError(f"--target {target:g}: a validation loss is above 0")
+    if nets and net is not None:
+        raise ConfigError(
+            f"--net {net}: --compose trains on none and times on --nets; leave it out"
+        )
+    if nets:
+        net = "none"
     config = TrainConfig(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
@@ -93,8 +87,14 @@ def plan(
         evaluate_every=10,
         target=target,
         # On a slow machine this reduces `steps`, so that a quick run ends in time.
-        budget_seconds=15.0 if quick and steps is None else None,
+        budget_seconds=15.0 if quick and steps is None and not nets else None,
         ideal_steps=4 if quick else 6,
+        target_at=target_at,
+        patience=patience,
+        interleaved=not nets,
+        nets=nets,
+        timed_steps=8 if quick else TrainConfig.timed_steps,
+        validate=validate,
     )
     config.check()
     return config
@@ -102,7 +102,7 @@ def plan(
 
 _QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2, "width": 128, "heads": 4, "validation_sequences": 64},
-    "image": {"channels": 8, "hidden": 128, "test_images": 500},
+    "image": {"network": "cnn", "channels": 8, "hidden": 128, "test_images": 500},
 }
 
 
@@ -123,38 +123,33 @@ def run(
     config: TrainConfig,
     progress: Callable[[Progress], None] | None = None,
     announce: Callable[[str], None] = _to_stderr,
+    state: Path | None = None,
+    resume: bool = False,
 ) -> Iterator[Row]:
     """Train, and yield rows as they come; closing the iterator ends all processes.
 
     Args:
         progress: called a few times per second while a method trains.
         announce: called with lines for people: what is emulated, what was substituted.
+        state: folder in which the run keeps what it needs to continue after it is killed; it is
+            removed at the end.
+        resume: continue the run in `state`, if there is one; its rows come again, from the first.
 
     Raises:
-        ConfigError: the configuration cannot run, or not on this machine.
+        ConfigError: the configuration cannot run, or not on this machine; or `resume`, and the run
+            in `state` has another configuration.
         WorkerError: a rank failed or timed out.
     """
-    task = config.check()
-    net = lab.Network.parse(config.net)
-    announce(task.describe())
-    summary = Summary(config)
-    common: Row = {"task": config.task, "net": str(net), "ranks": config.nodes}
-    timeout = config.timeout_seconds
-    text = config.to_json()
-    for event in workers.events(WORKER, text, config.nodes, net, timeout, announce):
-        kind = event.pop("event")
-        if kind == "setup":
-            common["parameters"] = event["parameters"]
-        elif kind == "length":
-            announce(f"{event['steps']} steps: {event['reason']}")
-        elif kind == "step":
-            event["loss"] = event.pop("train_loss")
-            if progress is not None:
-                progress(Progress(**event))
-        elif kind == "evaluation":
-            summary.evaluations.append(event)
-            yield {"row": "evaluation", **common, **event, "metric_name": task.metric}
-        elif kind == "finished":
-            summary.finished.append(event)
-    for row in summary.rows():
-        yield {"row": "summary", **common, **row, "metric_name": task.metric}
+    announce(config.check().describe())
+    rows = composed_rows if config.nets else train_rows
+    if state is None:
+        yield from rows(config, progress, announce)
+        return
+    with lease(state):
+        told = dataclasses.asdict(config)
+        if prepare(state, told, resume):
+            announce(f"Continuing the run in {state}")
+        elif resume:
+            announce(f"There is no run to continue in {state}: it starts from the beginning")
+        yield from rows(dataclasses.replace(config, state=str(state / "train")), progress, announce)
+    shutil.rmtree(state)

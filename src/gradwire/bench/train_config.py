@@ -30,7 +30,18 @@ class TrainConfig:
         budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
             first evaluation, so that training and evaluation end within this time.
         target: validation loss to reach; None takes the baseline's last loss plus `tolerance`.
-        tolerance: relative.
+        target_at: if set, the target is the baseline's loss at this share of its run.
+        tolerance: relative, on the baseline's last loss.
+        patience: if set, a method's run ends once its rolling loss has not improved for so many
+            evaluations.
+        rolling: evaluations in a rolling average.
+        interleaved: whether methods take turns; otherwise one trains after the other.
+        nets: if not empty, compose (`train_compose`): train once, on `net`, and measure the steps'
+            times on each of these networks.
+        timed_steps: steps per method and network that are timed.
+        validate: with `nets`, also train as a whole on each network, and compare.
+        state: folder from which a killed run continues; None saves nothing.
+        save_seconds: time between two saved states, at least.
         timeout_seconds: for the whole run.
         collective_timeout_seconds: for each collective.
     """
@@ -48,7 +59,16 @@ class TrainConfig:
     budget_seconds: float | None = None
     target: float | None = None
     tolerance: float = 0.01
-    timeout_seconds: float = 3600.0
+    target_at: float | None = None
+    patience: int | None = None
+    rolling: int = 5
+    interleaved: bool = True
+    nets: tuple[str, ...] = ()
+    timed_steps: int = 24
+    validate: bool = False
+    state: str | None = None
+    save_seconds: float = 60.0
+    timeout_seconds: float = 7 * 24 * 3600.0
     collective_timeout_seconds: float = 60.0
 
     def check(self) -> tasks.Task:
@@ -62,14 +82,31 @@ class TrainConfig:
             raise ConfigError(f"no methods given; known: {', '.join(methods.NAMED)}")
         for name in self.methods:
             methods.parse(name).check()
-        for name, values in (("methods", self.methods), ("seeds", self.seeds)):
+        for name, values in (("methods", self.methods), ("seeds", self.seeds), ("nets", self.nets)):
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} contain duplicates: {', '.join(map(str, values))}")
-        least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "ideal_steps": 2, "skip_steps": 0}
+        least = {
+            "nodes": 1,
+            "steps": 0,
+            "evaluate_every": 1,
+            "ideal_steps": 2,
+            "skip_steps": 0,
+            "rolling": 1,
+            "timed_steps": 6,
+            "patience": 1,
+        }
         for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least {bound}")
-        Network.parse(self.net)
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ConfigError(f"{name} is {value}, must be at least {bound}")
+        for net in (self.net, *self.nets):
+            Network.parse(net)
+        if self.target_at is not None and not 0 < self.target_at <= 1:
+            raise ConfigError(f"target_at is {self.target_at:g}: give a share, above 0 and up to 1")
+        if self.target_at is not None and self.target is not None:
+            raise ConfigError("target and target_at exclude each other: give one")
+        if self.validate and not self.nets:
+            raise ConfigError("validate compares composed with whole runs: give nets to compose")
         if not self.seeds:
             raise ConfigError("no seeds given")
         if min(self.seeds) < 0:
@@ -81,6 +118,12 @@ class TrainConfig:
             )
         return task
 
+    def groups(self) -> list[tuple[int, tuple[str, ...]]]:
+        """What trains together: (seed, methods), in order."""
+        if self.interleaved:
+            return [(seed, self.methods) for seed in self.seeds]
+        return [(seed, (method,)) for seed in self.seeds for method in self.methods]
+
     def to_json(self) -> str:
         """The record as one JSON object."""
         return json.dumps(dataclasses.asdict(self))
@@ -89,6 +132,6 @@ class TrainConfig:
     def from_json(cls, text: str) -> TrainConfig:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        for name in ("methods", "seeds"):
+        for name in ("methods", "seeds", "nets"):
             fields[name] = tuple(fields[name])
         return cls(**fields)

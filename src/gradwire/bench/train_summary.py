@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from gradwire.bench.baselines import FULL
+from gradwire.bench import methods
+from gradwire.bench.baselines import FULL, SIXTEEN_BITS
 from gradwire.bench.train_config import TrainConfig
 
 Row = dict[str, Any]
@@ -47,7 +48,34 @@ class Summary:
                 "wire_bytes": _median([event["wire_bytes"] for event in last]),
                 "link_bytes": _median([event["link_bytes"] for event in last]),
                 "peak_extra_bytes": _median([event["peak_extra_bytes"] for event in last]),
+                "rolling_loss": _mean([event["rolling_loss"] for event in last]),
+                "rolling_metric": _mean([event["rolling_metric"] for event in last]),
+                "step_seconds_mean": _median([event["step_seconds_mean"] for event in ended]),
+                **self._against_full(last),
+                **self._utility(targets, times),
+                "timing_only": methods.parse(method).timing_only,
             }
+
+    def _against_full(self, last: list[dict[str, Any]]) -> Row:
+        """The final metric with each seed, and its difference to fp32's; None without fp32."""
+        metrics = [event["metric"] for event in last]
+        found: list[float | None] = [None] * len(metrics)
+        if FULL in self.config.methods:
+            full = [event["metric"] for event in self._last(FULL)]
+            found = [
+                None if None in (mine, theirs) else mine - theirs
+                for mine, theirs in zip(metrics, full, strict=True)
+            ]
+        return {"final_metric_by_seed": metrics, "final_metric_difference_by_seed": found}
+
+    def _utility(self, targets: list[float | None], times: list[float | None]) -> Row:
+        """The time to target of the best 16-bit baseline, over this method's (UTIL 1)."""
+        best = {name: _median(self._times_to(targets, name)) for name in SIXTEEN_BITS}
+        reached = {name: time for name, time in best.items() if time}
+        against = min(reached, key=lambda name: reached[name]) if reached else None
+        mine = _median(times)
+        utility = reached[against] / mine if against is not None and mine else None
+        return {"utility": utility, "utility_against": against}
 
     def _last(self, method: str) -> list[dict[str, Any]]:
         """The last evaluation with each seed."""
@@ -57,23 +85,42 @@ class Summary:
     def _targets(self) -> tuple[list[float | None], str]:
         """The target loss per seed, and its origin.
 
-        The target is the baseline's last loss plus the tolerance, from the same initial weights and
-        batches. Without the fp32 method, the first method is the baseline.
+        The target is the baseline's last loss plus the tolerance, or its loss at `target_at`, from
+        the same initial weights and batches. Without the fp32 method, the first is the baseline.
         """
         seeds = self.config.seeds
         if self.config.target is not None:
             return [self.config.target] * len(seeds), "given"
         baseline = FULL if FULL in self.config.methods else self.config.methods[0]
-        losses = [event["loss"] for event in self._last(baseline)]
+        last = self._last(baseline)
+        losses = [event["loss"] for event in last]
+        tolerance, origin = self.config.tolerance, baseline
+        if self.config.target_at is not None:
+            losses = [self._loss_at(baseline, event, self.config.target_at) for event in last]
+            tolerance, origin = 0.0, f"{baseline} at {self.config.target_at:g} of its run"
         if None in losses:
             return [None] * len(seeds), f"{baseline} (its loss was not finite)"
-        return [loss * (1 + self.config.tolerance) for loss in losses], baseline
+        return [loss * (1 + tolerance) for loss in losses if loss is not None], origin
+
+    def _loss_at(self, method: str, last: dict[str, Any], share: float) -> float | None:
+        """The loss at the last evaluation within a share of the run that `last` ends."""
+        within = [
+            event["loss"]
+            for event in self.evaluations
+            if (event["method"], event["seed"]) == (method, last["seed"])
+            and event["step"] <= share * last["step"]
+        ]
+        loss: float | None = within[-1]
+        return loss
 
     def _times_to(self, targets: list[float | None], method: str) -> list[float | None]:
         """With each seed, the training time at the first evaluation that meets its target.
 
-        None if a seed never meets its target. The time is not interpolated between evaluations.
+        None if a seed never meets its target, or the method is for timing only. The time is not
+        interpolated between evaluations.
         """
+        if method not in self.config.methods or methods.parse(method).timing_only:
+            return [None] * len(targets)
         times: list[float | None] = []
         for seed, target in zip(self.config.seeds, targets, strict=True):
             reached = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,11 +19,16 @@ from gradwire.bench.train_config import TrainConfig
 
 Row = dict[str, Any]
 
+_BETWEEN_LINES_S = 5.0
 
-def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
+
+def watch(
+    config: TrainConfig, console: Console, state: Path | None = None, resume: bool = False
+) -> Iterator[Row]:
     """The rows of `train.run`, with the progress of each method on `console`.
 
-    If `console` is not a terminal, it gets a line per evaluation instead of bars.
+    If `console` is not a terminal, it gets a line per evaluation, and every few seconds one of the
+    steps where rows come only at the end (`--compose`).
     """
     columns = (
         TextColumn("{task.description}"),
@@ -30,39 +37,100 @@ def watch(config: TrainConfig, console: Console) -> Iterator[Row]:
         TextColumn("{task.fields[seconds]:.1f} s"),
         TextColumn("[bold]loss {task.fields[loss]}"),
     )
-    total = config.steps * len(config.seeds)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        ids: dict[str, TaskID] = {
-            name: bars.add_task(name, total=total, seconds=0.0, loss="–") for name in config.methods
-        }
+        shown = _Bars(config, bars)
+        last_line = 0.0
 
         def moved(at: train.Progress) -> None:
-            before = config.seeds.index(at.seed) * at.steps
-            bars.update(
-                ids[at.method],
-                completed=before + at.step,
-                total=at.steps * len(config.seeds),
-                seconds=at.seconds,
-            )
+            nonlocal last_line
+            shown.moved(at)
+            now = time.monotonic()
+            if config.nets and not console.is_terminal and now - last_line >= _BETWEEN_LINES_S:
+                last_line = now
+                console.print(
+                    f"{at.phase}: {at.method}, seed {at.seed}, step {at.step} of {at.steps}",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
 
         def announce(text: str) -> None:
             console.print(text, style="dim", highlight=False, soft_wrap=True)
 
-        for row in train.run(config, moved, announce):
-            if row["row"] == "evaluation":
-                loss = digits(row["loss"], 4)
-                done = config.seeds.index(row["seed"]) * config.steps + row["step"]
-                if console.is_terminal:
-                    bars.update(ids[row["method"]], loss=loss, seconds=row["seconds"])
-                    if len(config.seeds) == 1:
-                        bars.update(ids[row["method"]], completed=done)
-                else:
+        for row in train.run(config, moved, announce, state, resume):
+            if row["row"] == "evaluation" and not config.nets:
+                shown.evaluated(row)
+                if not console.is_terminal:
                     console.print(
                         f"{row['method']:>20}  seed {row['seed']}  step {row['step']:>4}  "
-                        f"{row['seconds']:7.1f} s  loss {loss}",
+                        f"{row['seconds']:7.1f} s  loss {digits(row['loss'], 4)}",
                         highlight=False,
                     )
             yield row
+
+
+class _Bars:
+    """A bar for each method; a new phase starts them anew."""
+
+    def __init__(self, config: TrainConfig, bars: Progress) -> None:
+        self._config = config
+        self._bars = bars
+        self._phase = "training"
+        self._ids: dict[str, TaskID] = {}
+        self._begin("training")
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        for bar in self._ids.values():
+            self._bars.remove_task(bar)
+        total = self._config.steps * len(self._config.seeds)
+        prefix = "" if phase == "training" else f"{phase}: "
+        self._ids = {
+            name: self._bars.add_task(prefix + name, total=total, seconds=0.0, loss="–")
+            for name in self._config.methods
+        }
+
+    def moved(self, at: train.Progress) -> None:
+        if at.phase != self._phase:
+            self._begin(at.phase)
+        seeds = (at.seed,) if at.phase.startswith("timing") else self._config.seeds
+        self._bars.update(
+            self._ids[at.method],
+            completed=seeds.index(at.seed) * at.steps + at.step,
+            total=at.steps * len(seeds),
+            seconds=at.seconds,
+        )
+
+    def evaluated(self, row: Row) -> None:
+        loss = digits(row["loss"], 4)
+        self._bars.update(self._ids[row["method"]], loss=loss, seconds=row["seconds"])
+        if len(self._config.seeds) == 1:
+            self._bars.update(self._ids[row["method"]], completed=row["step"])
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """A table of the summary rows of each network, and one of the validation rows."""
+    summaries = [row for row in rows if row["row"] == "summary"]
+    nets = dict.fromkeys(row["net"] for row in summaries)
+    found = [table([row for row in summaries if row["net"] == net]) for net in nets]
+    compared = [row for row in rows if row["row"] == "validation"]
+    return found + ([_validation(compared)] if compared else [])
+
+
+def _validation(rows: Sequence[Row]) -> Table:
+    made = Table(title="composed against whole runs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.add_column("net")
+    made.add_column("method", style="bold", overflow="fold")
+    for heading in ("composed", "whole", "error"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        error = row["error"]
+        made.add_row(
+            row["net"],
+            row["method"],
+            seconds(row["composed_seconds"]),
+            seconds(row["whole_seconds"]),
+            "–" if error is None else f"{error:+.1%}".replace("%", " %"),
+        )
+    return made
 
 
 def table(summaries: Sequence[Row]) -> Table:
@@ -76,10 +144,13 @@ def table(summaries: Sequence[Row]) -> Table:
     by_method = {row["method"]: row for row in summaries}
     network = "loopback" if first["net"] == "none" else first["net"]
     origin = "as given"
-    if first["target_from"] != "given":
+    if " at " in first["target_from"]:
+        origin = f"the loss of {first['target_from']}"
+    elif first["target_from"] != "given":
         origin = f"the last loss of {first['target_from']}, with the tolerance"
     made = Table(
-        title=f"{first['task']}, {first['ranks']} ranks, {network}, {first['steps']} steps",
+        title=f"{first['task']}, {first['ranks']} ranks, {network}, {first['steps']} steps"
+        + (", composed" if first.get("composed") else ""),
         caption=f"target loss {digits(first['target'], 4)}: {origin}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -98,7 +169,11 @@ def table(summaries: Sequence[Row]) -> Table:
             size(row["wire_bytes"]),
             digits(row["final_loss"], 4),
             _share(row, by_method.get(FULL), "final_loss", "{:+.2f} %"),
-            "not met" if reached is None else seconds(reached),
+            "timing only"
+            if row.get("timing_only")
+            else "not met"
+            if reached is None
+            else seconds(reached),
         )
     return made
 

@@ -6,14 +6,14 @@ JSON object per line, each with the key `event`:
 - `setup`: `parameters`;
 - `length`: `steps` and `reason`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
-- `evaluation`: `method, seed, step, seconds, metric, loss, wire_bytes, link_bytes,
-  peak_extra_bytes`;
-- `finished`: `method, seed, step_seconds, step_seconds_quartiles, ideal_step_seconds,
-  peak_extra_bytes`;
+- `evaluation`: `method, seed, step, seconds, metric, loss, rolling_metric, rolling_loss,
+  wire_bytes, link_bytes, peak_extra_bytes`;
+- `finished`: `method, seed, step_seconds, step_seconds_quartiles, step_seconds_mean,
+  ideal_step_seconds, peak_extra_bytes`;
 - `done`.
 
-Methods are interleaved: each trains up to the next evaluation, in an order that rotates. Their
-clocks exclude evaluation.
+The methods of a group are interleaved: each trains up to the next evaluation, in an order that
+rotates. Their clocks exclude evaluation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,10 @@ import torch.distributed as dist
 from gradwire.bench import methods
 from gradwire.bench.interleaved import quartiles
 from gradwire.bench.method_run import MethodRun
-from gradwire.bench.tasks import Task
+from gradwire.bench.rolling import rolling, stalled
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.workers import Events
+from gradwire.bench.train_state import Turns, saved_events, used_by_rank
+from gradwire.bench.workers import Events, finite
 
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
 
@@ -44,15 +46,33 @@ def main(arguments: list[str]) -> None:
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     dist.init_process_group("gloo", timeout=timeout)
     with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
-        Training(config, StepEvents(stream)).all_seeds()
+        events = StepEvents(stream)
+        if config.state is None:
+            Training(config, events, None).all_groups()
+        else:
+            folder = Path(config.state)
+            with used_by_rank(folder):
+                turns = Turns(folder, dist.get_rank())
+                events.kept = saved_events(folder)
+                Training(config, events, turns).all_groups()
     dist.barrier()
     dist.destroy_process_group()
 
 
 class StepEvents(Events):
-    """Events, of which those of steps are thinned out."""
+    """Events, of which those of steps are thinned out, and all others kept to be saved."""
 
     _last_step = 0.0
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.kept: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event, at once; one of a step is not kept."""
+        super().write(event, **fields)
+        if event != "step":
+            self.kept.append({"event": event, **finite(fields)})
 
     def step(self, run: MethodRun, steps: int) -> None:
         """Append a `step` event, unless the last one is very recent."""
@@ -72,46 +92,71 @@ class StepEvents(Events):
 
 
 class Training:
-    """One rank's part of a run."""
+    """One rank's part of a run: groups of methods, one group after the other.
 
-    def __init__(self, config: TrainConfig, events: StepEvents) -> None:
+    Its position, and the state of the group in training, are saved between two turns.
+    """
+
+    def __init__(self, config: TrainConfig, events: StepEvents, turns: Turns | None) -> None:
         self.config = config
         self.events = events
+        self.turns = turns
+        self.task = config.check()
+        self.groups = config.groups()
+        self.position = {"group": 0, "turn": 0}
         self.steps = config.steps
         self.length_fixed = config.budget_seconds is None
         self.evaluation_seconds: list[float] = []
+        self.saved_at = time.monotonic()
+        self.saving_seconds = 0.0
 
-    def all_seeds(self) -> None:
-        """Every method with every seed."""
-        task = self.config.check()
-        for seed in self.config.seeds:
-            self._one_seed(task, seed)
+    def all_groups(self) -> None:
+        """Every method with every seed, from where a saved run ended."""
+        saved = self.turns.load(dist.get_rank()) if self.turns else None
+        if saved is not None:
+            self.position, self.steps = saved["position"], saved["steps"]
+            self.length_fixed = True
+        while self.position["group"] < len(self.groups):
+            self._one_group(saved["runs"] if saved else {})
+            saved = None
+            self.position = {"group": self.position["group"] + 1, "turn": 0}
+            self._save([])
         self.events.write("done")
 
-    def _one_seed(self, task: Task, seed: int) -> None:
-        runs = [MethodRun.start(methods.parse(name), task, seed) for name in self.config.methods]
-        if seed == self.config.seeds[0]:
-            model = runs[0].model
-            self.events.write("setup", parameters=sum(p.numel() for p in model.parameters()))
+    def _one_group(self, saved: dict[str, Any]) -> None:
+        seed, names = self.groups[self.position["group"]]
+        runs = [MethodRun.start(methods.parse(name), self.task, seed) for name in names]
         start = time.perf_counter()
-        self._evaluate(runs)
-        turn = 0
-        while runs[0].step < self.steps:
-            first = turn % len(runs)
-            in_turn = runs[first:] + runs[:first]
-            until = min(runs[0].step + self.config.evaluate_every, self.steps)
-            for run in in_turn:
-                self._train(run, until)
-            self._evaluate(in_turn)
+        if saved:
+            self._load(runs, saved)
+        else:
+            if not self.position["group"]:
+                model = runs[0].model
+                self.events.write("setup", parameters=sum(p.numel() for p in model.parameters()))
+            self._evaluate(runs)
+        while going := [run for run in runs if not self._ended(run)]:
+            first = self.position["turn"] % len(going)
+            going = going[first:] + going[:first]
+            for run in going:
+                self._train(run, min(run.step + self.config.evaluate_every, self.steps))
+            self._evaluate(going)
             if not self.length_fixed:
                 self._fix_length(runs, time.perf_counter() - start)
-            turn += 1
+            self.position["turn"] += 1
+            self._save(runs)
         self._finish(runs)
+
+    def _ended(self, run: MethodRun) -> bool:
+        losses = [loss for loss, _ in run.scores]
+        patience = self.config.patience
+        if run.step >= self.steps:
+            return True
+        return patience is not None and stalled(rolling(losses, self.config.rolling), patience)
 
     def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
         while run.step < until:
-            run.train(1, self.steps)
+            run.train(1)
             self.events.step(run, self.steps)
 
     def _evaluate(self, runs: list[MethodRun]) -> None:
@@ -120,6 +165,7 @@ class Training:
             score = run.evaluate()
             self.evaluation_seconds.append(time.perf_counter() - start)
             traffic = run.traffic()
+            losses, metrics = zip(*run.scores, strict=True)
             self.events.write(
                 "evaluation",
                 method=run.name,
@@ -128,10 +174,39 @@ class Training:
                 seconds=sum(run.step_seconds),
                 metric=run.task.metric_of(score),
                 loss=score.mean_loss,
+                rolling_loss=rolling(losses, self.config.rolling)[-1],
+                rolling_metric=rolling(metrics, self.config.rolling)[-1],
                 wire_bytes=traffic.wire_bytes,
                 link_bytes=run.link_bytes,
                 peak_extra_bytes=traffic.peak_extra_bytes,
             )
+
+    def _save(self, runs: list[MethodRun]) -> None:
+        """Save, at the end of a group or if it is time; rank 0 decides."""
+        if self.turns is None:
+            return
+        # At most a twentieth of the time goes into saving.
+        pause = max(self.config.save_seconds, 20 * self.saving_seconds)
+        due = torch.tensor([int(not runs or time.monotonic() - self.saved_at >= pause)])
+        dist.broadcast(due, 0)
+        if not due.item():
+            return
+        start = time.monotonic()
+        state = {"position": self.position, "steps": self.steps}
+        state["runs"] = {run.name: run.state() for run in runs}
+        self.turns.write(state, self.events.kept)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.turns.commit(self.position["group"] == len(self.groups))
+        self.saved_at = time.monotonic()
+        self.saving_seconds = self.saved_at - start
+
+    def _load(self, runs: list[MethodRun], saved: dict[str, Any]) -> None:
+        assert self.turns is not None
+        replicas = self.turns.load(0)
+        assert replicas is not None
+        for run in runs:
+            run.load(saved[run.name], replicas["runs"][run.name])
 
     def _fix_length(self, runs: list[MethodRun], spent: float) -> None:
         """Fix the number of steps that fit into the budget, from the times of the first turn.
@@ -165,6 +240,7 @@ class Training:
                 seed=run.seed,
                 step_seconds=statistics.median(counted) if counted else None,
                 step_seconds_quartiles=quartiles(counted) if counted else None,
+                step_seconds_mean=statistics.mean(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[run.name][1:]),
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
             )

@@ -45,10 +45,7 @@ class Events:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event, at once."""
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None
-        self._stream.write(json.dumps({"event": event, **fields}) + "\n")
+        self._stream.write(json.dumps({"event": event, **finite(fields)}) + "\n")
         self._stream.flush()
 
     def rows(self, rows: list[Row]) -> None:
@@ -59,6 +56,12 @@ class Events:
     def progress(self, what: str, done: int, total: int) -> None:
         """Append an event `progress`."""
         self.write("progress", what=what, done=done, total=total)
+
+
+def finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an event, None in place of a number that JSON lacks."""
+    lacking = {k: None for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**fields, **lacking}
 
 
 def configured(kind: Callable[..., T], arguments: list[str]) -> tuple[T, Events]:

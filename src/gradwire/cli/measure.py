@@ -9,6 +9,7 @@ import typer
 
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
 from gradwire.cli.output import output
+from gradwire.cli.training import bench_train
 
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
 
@@ -115,42 +116,7 @@ def bench_profile(
         )
 
 
-@bench.command("train")
-def bench_train(
-    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
-    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
-    method_names: Annotated[
-        str | None, typer.Option("--methods", help="Names, or gradwire:CODEC:OPTION=VALUE:...")
-    ] = None,
-    seeds: Annotated[str, typer.Option(help="Such as 0,1,2.")] = "0",
-    steps: Annotated[int | None, typer.Option(help="Training steps of each method.")] = None,
-    target: Annotated[
-        float | None, typer.Option(help="Validation loss to reach.", callback=finite)
-    ] = None,
-    quick: Quick = False,
-    json_file: Json = None,
-) -> None:
-    """Train with several methods; report time to accuracy against 16 bit."""
-    from gradwire.bench import train, train_view
-
-    chosen = names("--methods", method_names)
-    with output(json_file) as out:
-        config = train.plan(
-            task=task,
-            net=net,
-            nodes=nodes,
-            methods=None if chosen is None else tuple(chosen),
-            seeds=tuple(numbers("--seeds", seeds) or ()),
-            steps=steps,
-            target=target,
-            quick=quick,
-        )
-        rows = []
-        for row in train_view.watch(config, out.remarks):
-            out.row(row)
-            rows.append(row)
-        out.console.print(train_view.table([row for row in rows if row["row"] == "summary"]))
+bench.command("train")(bench_train)
 
 
 @bench.command("record")

@@ -142,7 +142,11 @@ def _values(told: str) -> dict[str, Value]:
 
 
 _TRAIN = "task:text net:text method:text ranks:positive"
-_TRAIN_MORE = "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount?"
+_TRAIN_MORE = (
+    "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount? "
+    "rolling_loss:number? rolling_metric:number? timing_only:flag composed:flag "
+    "task_options:options"
+)
 _SIM = (
     "codec:text algorithm:text model:text ranks:positive seconds:amount wire_bytes:amount "
     "messages:count limit_seconds:amount?"
@@ -167,7 +171,9 @@ KINDS = (
         "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
         f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
         "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
-        "step_seconds_quartiles:spread?", row="summary",
+        "step_seconds_quartiles:spread? step_seconds_mean:amount? utility:amount? "
+        "utility_against:text? final_metric_by_seed:numbers? "
+        "final_metric_difference_by_seed:numbers?", row="summary",
     ),
     _kind(
         "sim --validate", "measured_seconds simulated_seconds",

@@ -28,8 +28,8 @@ from gradwire.bench.report.rows import grouped
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per task, network, number of ranks and model."""
-    found = grouped(rows, "task", "net", "ranks", "parameters")
+    """One section per task, network, number of ranks and model; composed rows by themselves."""
+    found = grouped(rows, "task", "net", "ranks", "parameters", "task_options", "composed")
     return [_section(mine) for mine in found.values()]
 
 

@@ -26,10 +26,24 @@ def get(name: str, **options: object) -> Task:
     if name not in REGISTRY:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(sorted(REGISTRY))}")
     factory = REGISTRY[name]
-    known = [field.name for field in dataclasses.fields(factory)]
-    for option in options:
-        if option not in known:
+    defaults = {field.name: field.default for field in dataclasses.fields(factory)}
+    if "split" in options and "split" not in defaults:
+        raise ConfigError(
+            f"split={options['split']}: the data of task {name!r} have no classes to split by; "
+            "leave --split out"
+        )
+    for option, value in options.items():
+        if option not in defaults:
             raise ConfigError(
-                f"task {name!r} has no option {option!r}; it has: {', '.join(sorted(known))}"
+                f"task {name!r} has no option {option!r}; it has: {', '.join(sorted(defaults))}"
             )
+        _check_type(name, option, value, defaults[option])
     return factory(**options)  # type: ignore[arg-type]
+
+
+def _check_type(task: str, option: str, value: object, default: object) -> None:
+    kind = type(default)
+    if type(value) is kind or (kind is float and type(value) is int):
+        return
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    raise ConfigError(f"option {option}={value} of task {task!r}: give {words[kind]}")

@@ -23,6 +23,7 @@ from gradwire.bench.tasks.task import Batch, Score
 
 _VOCABULARY = 256  # bytes
 _EVALUATION_BATCH = 32
+_MOMENTUM = 0.9  # AdamW's first beta
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Gpt:
         sequences: sequences per rank and step.
         tied: whether the output matrix is the embedding.
         peak_learning_rate: AdamW's, reached after `warmup` steps.
+        horizon: the step at which the rate has decayed to a tenth of it.
         validation_sequences: number of held-out sequences per evaluation, evenly spaced.
     """
 
@@ -46,6 +48,7 @@ class Gpt:
     tied: bool = False
     peak_learning_rate: float = 2e-3
     warmup: int = 10
+    horizon: int = 900
     validation_sequences: int = 128
 
     @property
@@ -63,19 +66,19 @@ class Gpt:
             torch.manual_seed(seed)
             return GptModel(self)
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
+    def optimizer(self, model: nn.Module, momentum: float | None = None) -> Optimizer:
         return AdamW(
             model.parameters(),
             lr=self.peak_learning_rate,
-            betas=(0.9, 0.95),
+            betas=(_MOMENTUM if momentum is None else momentum, 0.95),
             weight_decay=0.01,
             fused=True,
         )
 
-    def learning_rate(self, step: int, steps: int) -> float:
-        return warm_up_then_decay(step, steps, self.warmup)
+    def learning_rate(self, step: int) -> float:
+        return warm_up_then_decay(step, self.warmup, self.horizon)
 
-    def batch(self, seed: int, rank: int, step: int) -> Batch:
+    def batch(self, seed: int, rank: int, step: int, ranks: int = 1) -> Batch:
         text = self._text().train
         draw = np.random.default_rng((seed, rank, step))
         starts = draw.integers(0, text.numel() - self.context, size=self.sequences)

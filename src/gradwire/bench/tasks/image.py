@@ -1,13 +1,17 @@
-"""`image`: a small convolutional network on Fashion-MNIST (or digits), with SGD and momentum.
+"""`image`: a convolutional network on Fashion-MNIST (or digits), with SGD and momentum.
 
 BatchNorm gives the model buffers, and `channels_last` gives the gradients non-contiguous strides; a
-communication hook must handle both. Most parameters are in one fully connected layer, as in VGG, so
-communication matters.
+communication hook must handle both. `image_models` has the networks.
+
+`split="by-class"` gives each rank the images of some classes only: with N ranks, class c belongs to
+rank c mod N (from 10 ranks on, rank r has class r mod 10). Ranks then disagree about the gradient,
+as in federated learning; AR-Topk conjectures that its VAR variant helps there (section 3-B).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,10 +20,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from gradwire.bench.tasks.image_data import ImageData, load
+from gradwire.bench.tasks.image_models import CLASSES, ImageNetwork, get_network
 from gradwire.bench.tasks.schedule import warm_up_then_decay
 from gradwire.bench.tasks.task import Batch, Score
+from gradwire.errors import ConfigError
 
-_CLASSES = 10
+SPLITS = ("iid", "by-class")
 _EVALUATION_BATCH = 250
 
 
@@ -29,23 +35,34 @@ class Image:
 
     Attributes:
         data: "auto", "fashion" or "digits" (`image_data.load`).
-        channels: of the first convolution; the second has twice as many.
-        hidden: width of the fully connected layer.
+        network: a name of `image_models.NETWORKS`.
+        channels: of the first convolution; 0 selects the default of the network.
+        hidden: width of the hidden dense layers; 0 selects the default of the network.
+        split: "iid", or "by-class": see above.
         images: images per rank and step, drawn with replacement.
         channels_last: whether model and images use that memory format.
-        peak_learning_rate, momentum: SGD's.
+        peak_learning_rate, momentum: SGD's; the rate is reached after `warmup` steps.
+        horizon: the step at which the rate has decayed to a hundredth of it.
         test_images: number of test images per evaluation (the first ones).
     """
 
     data: str = "auto"
-    channels: int = 16
-    hidden: int = 512
+    network: str = "vgg"
+    channels: int = 0
+    hidden: int = 0
+    split: str = "iid"
     images: int = 32
     channels_last: bool = False
     peak_learning_rate: float = 0.05
     momentum: float = 0.9
     warmup: int = 10
+    horizon: int = 900
     test_images: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ConfigError(f"split={self.split}: use one of {', '.join(SPLITS)}")
+        self._size()
 
     @property
     def metric(self) -> str:
@@ -53,31 +70,35 @@ class Image:
 
     def describe(self) -> str:
         return (
-            f"CNN with BatchNorm, {self.channels} channels, hidden layer of {self.hidden}, "
-            f"{self.images} images per rank, on {self._data().origin}"
+            f"{self._size().describe()}, {self.images} images per rank"
+            f"{', split by class' if self.split == 'by-class' else ''}, on {self._data().origin}"
         )
 
     def model(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = ImageModel(self.channels, self.hidden, self._data().side)
+            model = self._size().build(self._data().side)
         return model.to(memory_format=self._format())  # type: ignore[call-overload, no-any-return]
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
+    def optimizer(self, model: nn.Module, momentum: float | None = None) -> Optimizer:
         return SGD(
             model.parameters(),
             lr=self.peak_learning_rate,
-            momentum=self.momentum,
+            momentum=self.momentum if momentum is None else momentum,
             weight_decay=5e-4,
         )
 
-    def learning_rate(self, step: int, steps: int) -> float:
-        return warm_up_then_decay(step, steps, self.warmup, floor=0.01)
+    def learning_rate(self, step: int) -> float:
+        return warm_up_then_decay(step, self.warmup, self.horizon, floor=0.01)
 
-    def batch(self, seed: int, rank: int, step: int) -> Batch:
+    def batch(self, seed: int, rank: int, step: int, ranks: int = 1) -> Batch:
         data = self._data()
         draw = np.random.default_rng((seed, rank, step))
-        chosen = torch.from_numpy(draw.integers(0, len(data.train_labels), size=self.images))
+        if self.split == "by-class":
+            mine = _of_classes(self.data, rank, ranks)
+            chosen = mine[torch.from_numpy(draw.integers(0, len(mine), size=self.images))]
+        else:
+            chosen = torch.from_numpy(draw.integers(0, len(data.train_labels), size=self.images))
         images = data.train_images[chosen].contiguous(memory_format=self._format())
         return images, data.train_labels[chosen]
 
@@ -102,6 +123,9 @@ class Image:
     def metric_of(self, score: Score) -> float:
         return score.correct / score.count
 
+    def _size(self) -> ImageNetwork:
+        return get_network(self.network, self.channels, self.hidden)
+
     def _data(self) -> ImageData:
         return load(self.data)
 
@@ -109,29 +133,9 @@ class Image:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
-class ImageModel(nn.Module):
-    """Images [n, 1, side, side] to logits [n, 10]; `side` is halved twice, rounding down."""
-
-    def __init__(self, channels: int, hidden: int, side: int) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            _convolution(1, channels),
-            _convolution(channels, 2 * channels),
-        )
-        flat = 2 * channels * (side // 4) ** 2
-        self.hidden = nn.Linear(flat, hidden)
-        self.output = nn.Linear(hidden, _CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.features(images).flatten(1)
-        logits: Tensor = self.output(F.relu(self.hidden(x)))
-        return logits
-
-
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    )
+@lru_cache(maxsize=64)
+def _of_classes(data: str, rank: int, ranks: int) -> Tensor:
+    """The training images of one rank's classes, as indices."""
+    assert 0 <= rank < ranks, "a split by class needs the number of ranks"
+    own = [c for c in range(CLASSES) if c % ranks == rank % CLASSES]
+    return torch.isin(load(data).train_labels, torch.tensor(own)).nonzero()[:, 0]

@@ -4,7 +4,8 @@ A task is a frozen dataclass: its fields are the model's sizes and the recipe, i
 model, the optimizer and the data. It does not communicate, so all methods (`bench.methods`) train
 the same task.
 
-A batch depends only on (seed, rank, step), so that all methods train on the same batches and a run
+A batch depends only on (seed, rank, step), and on the number of ranks where the data are split by
+class, so that all methods train on the same batches and a run
 can be repeated.
 """
 
@@ -64,21 +65,23 @@ class Task(Protocol):
     def model(self, seed: int) -> nn.Module:
         """The model, initialised from `seed` alone: equal for all methods and ranks."""
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer, at the peak learning rate."""
+    def optimizer(self, model: nn.Module, momentum: float | None = None) -> Optimizer:
+        """The optimizer, at the peak learning rate.
 
-    def learning_rate(self, step: int, steps: int) -> float:
-        """The factor on the peak learning rate at `step` (from 0) of a run of `steps` steps.
-
-        It must not depend on `steps` while `step < warmup`, when a run may still change `steps`.
+        Args:
+            momentum: in place of the recipe's (of AdamW: its first beta), for a method that has
+                momentum of its own.
         """
+
+    def learning_rate(self, step: int) -> float:
+        """The factor on the peak learning rate at `step` (from 0), whatever the run's length."""
 
     @property
     def warmup(self) -> int:
         """Steps over which `learning_rate` rises."""
 
-    def batch(self, seed: int, rank: int, step: int) -> Batch:
-        """The rank's share of the global batch of `step`."""
+    def batch(self, seed: int, rank: int, step: int, ranks: int = 1) -> Batch:
+        """The rank's share of the global batch of `step`, among `ranks` ranks."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss to minimise, a scalar, averaged over the batch."""

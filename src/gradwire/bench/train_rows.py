@@ -1,0 +1,103 @@
+"""One run of `bench train`: starts the workers, and turns their events into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire import lab
+from gradwire.bench import methods, train_state, workers
+from gradwire.bench.tasks import Task
+from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.train_summary import Summary
+
+WORKER = "gradwire.bench.train_worker"
+
+Row = dict[str, Any]
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of one method.
+
+    Attributes:
+        phase: what it trains for: "training", "timing NET" or "whole run NET".
+        seconds: its training time so far.
+        loss: rank 0's training loss of the last step; None if it was not finite.
+    """
+
+    phase: str
+    method: str
+    seed: int
+    step: int
+    steps: int
+    seconds: float
+    loss: float | None
+
+
+Advance = Callable[[Progress], None]
+
+
+def train_rows(
+    config: TrainConfig, progress: Advance | None, announce: Announce, phase: str = "training"
+) -> Iterator[Row]:
+    """Train, and yield rows as they come, those of a run that is continued first.
+
+    Raises:
+        ConfigError: the configuration cannot run, or not on this machine.
+        WorkerError: a rank failed or timed out.
+    """
+    task = config.check()
+    summary = Summary(config)
+    common = common_keys(config)
+    for event in _events(config, announce):
+        kind = event.pop("event")
+        if kind == "setup":
+            common["parameters"] = event["parameters"]
+        elif kind == "length":
+            announce(f"{event['steps']} steps: {event['reason']}")
+        elif kind == "step":
+            event["loss"] = event.pop("train_loss")
+            if progress is not None:
+                progress(Progress(phase, **event))
+        elif kind == "evaluation":
+            summary.evaluations.append(event)
+            yield evaluation_row(common, event, task)
+        elif kind == "finished":
+            summary.finished.append(event)
+    for row in summary.rows():
+        yield {"row": "summary", **common, **row, "metric_name": task.metric}
+
+
+def common_keys(config: TrainConfig) -> Row:
+    """The keys that all rows of a run share."""
+    return {
+        "task": config.task,
+        "task_options": dict(config.task_options),
+        "net": str(lab.Network.parse(config.net)),
+        "ranks": config.nodes,
+        "composed": False,
+    }
+
+
+def evaluation_row(common: Row, event: Row, task: Task) -> Row:
+    timing_only = methods.parse(event["method"]).timing_only
+    return {
+        "row": "evaluation", **common, **event, "metric_name": task.metric,
+        "timing_only": timing_only,
+    }  # fmt: skip
+
+
+def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
+    """The events of a run; of one that has ended already, those that were saved."""
+    if config.state is not None:
+        folder = Path(config.state)
+        yield from train_state.saved_events(folder)
+        found = train_state.latest(folder)
+        if found is not None and found["ended"]:
+            return
+    net, timeout, text = lab.Network.parse(config.net), config.timeout_seconds, config.to_json()
+    yield from workers.events(WORKER, text, config.nodes, net, timeout, announce)

@@ -1,0 +1,124 @@
+"""`gradwire bench train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradwire.cli.options import Json, Quick, finite, names, numbers
+from gradwire.cli.output import output
+from gradwire.errors import ConfigError
+
+
+def bench_train(
+    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    task_option: Annotated[
+        list[str] | None,
+        typer.Option("--task-option", help="NAME=VALUE, such as network=resnet; repeatable."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="iid, or by-class: some classes per rank.")] = "iid",
+    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
+    method_names: Annotated[
+        str | None, typer.Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0,1,2.")] = "0",
+    steps: Annotated[int | None, typer.Option(help="Training steps of each method.")] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(help="End a method when its rolling loss did not improve for N evaluations."),
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Validation loss to reach.", callback=finite)
+    ] = None,
+    target_at: Annotated[
+        float | None,
+        typer.Option("--target-at", help="Target: fp32's loss at this share.", callback=finite),
+    ] = None,
+    compose: Annotated[
+        bool, typer.Option("--compose", help="Train once; time steps on each of --nets.")
+    ] = False,
+    nets: Annotated[
+        str | None, typer.Option("--nets", help="Networks, separated by semicolons.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Train on each of --nets as a whole, too.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a killed run of the same --json FILE.")
+    ] = False,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """Train with several methods; report time to accuracy against 16 bit."""
+    from gradwire.bench import train, train_view
+
+    chosen = names("--methods", method_names)
+    networks = _networks(compose, nets)
+    with output(json_file) as out:
+        config = train.plan(
+            task=task,
+            task_options=_task_options(task_option, split),
+            net=net,
+            nodes=nodes,
+            methods=None if chosen is None else tuple(chosen),
+            seeds=tuple(numbers("--seeds", seeds) or ()),
+            steps=steps,
+            target=target,
+            target_at=target_at,
+            patience=patience,
+            nets=networks,
+            validate=validate,
+            quick=quick,
+        )
+        state = _state(json_file, resume)
+        rows = []
+        for row in train_view.watch(config, out.remarks, state, resume):
+            out.row(row)
+            rows.append(row)
+        for table in train_view.tables(rows):
+            out.console.print(table)
+
+
+def _networks(compose: bool, text: str | None) -> tuple[str, ...]:
+    if compose != (text is not None):
+        missing = "--nets" if compose else "--compose"
+        raise ConfigError(f"--compose and --nets go together: {missing} is missing")
+    found = tuple(part.strip() for part in (text or "").split(";") if part.strip())
+    if compose and not found:
+        raise ConfigError("--nets is empty: give networks, such as '100mbit,1ms;1gbit,1ms'")
+    return found
+
+
+def _task_options(given: list[str] | None, split: str) -> dict[str, Any]:
+    from gradwire.codecs.text import parse
+
+    options: dict[str, Any] = {} if split == "iid" else {"split": split}
+    for text in given or ():
+        try:
+            _, one = parse(f"task:{text}")
+        except ConfigError:
+            raise ConfigError(f"--task-option {text}: write NAME=VALUE") from None
+        twice = next((name for name in one if name in options), None)
+        if twice is not None:
+            raise ConfigError(f"--task-option {text}: {twice} is given twice")
+        options |= one
+    return options
+
+
+def _state(json_file: str | None, resume: bool) -> Path | None:
+    """The folder beside the rows in which an unfinished run is kept."""
+    if json_file in (None, "-"):
+        if resume:
+            raise ConfigError("--resume continues the run of a file: give its --json FILE")
+        return None
+    file = Path(str(json_file))
+    state = file.with_name(file.name + ".state")
+    if resume and not state.exists() and file.exists() and '"row": "summary"' in file.read_text():
+        raise ConfigError(
+            f"--resume: {file} holds the rows of a run that ended, and there is nothing to "
+            "continue: leave --resume out to run it again"
+        )
+    return state
