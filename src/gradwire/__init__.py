@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwire.aggregators import Aggregator, ARTopK, ErrorFeedback, PowerSGD
+    from gradwire.aggregators import (
+        Aggregator,
+        ARTopK,
+        ErrorFeedback,
+        GlobalTopK,
+        LWTopK,
+        PowerSGD,
+    )
     from gradwire.codecs import (
         DGC,
         QSGD,
@@ -62,11 +69,13 @@ __all__ = [
     "CodecError",
     "ConfigError",
     "ErrorFeedback",
+    "GlobalTopK",
     "GradDrop",
     "GradwireError",
     "Handle",
     "HardThreshold",
     "Identity",
+    "LWTopK",
     "LearnedLevels",
     "LowRank",
     "MSTopK",
@@ -96,7 +105,7 @@ __all__ = [
 # wheel, where there is no torch: nothing else is imported until one of these names is used. Names
 # that are not listed here are codecs.
 _HOMES = {
-    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "PowerSGD"),
+    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "GlobalTopK", "LWTopK", "PowerSGD"),
     "collectives": (
         *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
         *("load_state_dict", "state_dict"),

@@ -2,9 +2,10 @@
 
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.attached import OWED, Attached
-from gradwire.aggregators.compressed import Compressed
+from gradwire.aggregators.compressed import Compressed, Encoded
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.error_feedback import ErrorFeedback
+from gradwire.aggregators.gathered import GlobalTopK, LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import (
     Aggregator,
@@ -25,7 +26,10 @@ __all__ = [
     "Compressed",
     "Context",
     "Dense",
+    "Encoded",
     "ErrorFeedback",
+    "GlobalTopK",
+    "LWTopK",
     "Observation",
     "PowerSGD",
     "Rounds",

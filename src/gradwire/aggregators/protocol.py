@@ -137,14 +137,15 @@ class Aggregator:
       change it.
 
     Attributes:
-        scope: the parameters that one coroutine gets: "bucket", those of one or more DDP buckets,
-            or "model", all parameters of the aggregator.
+        scope: the parameters that one coroutine gets: "model", all parameters of the aggregator;
+            else those of one or more DDP buckets. "bucket" and "layer" are the same to the engine:
+            an aggregator with a choice says by "layer" that it treats each parameter by itself.
         feeds_back: whether it passes `Context.residual` to its collectives, whose kernels keep the
             error; otherwise `ErrorFeedback` keeps it.
         needs_feedback: whether it requires error feedback.
     """
 
-    scope: ClassVar[str] = "bucket"
+    scope = "bucket"  # not a ClassVar, which a dataclass would place before an aggregator's fields
     feeds_back: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators import Aggregator, Compressed, Dense, ErrorFeedback
+from gradwire.aggregators import Aggregator, Dense, Encoded, ErrorFeedback
 from gradwire.collectives import Options, check_defined, check_feedback
 from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
@@ -56,7 +56,7 @@ class ParameterPlan:
     @property
     def codec(self) -> Codec | None:
         """The codec, if the aggregator does nothing but encode the gradient with one; else None."""
-        return self.inner.codec if isinstance(self.inner, Compressed) else None
+        return self.inner.codec if isinstance(self.inner, Encoded) else None
 
     @property
     def how(self) -> str:
@@ -144,10 +144,10 @@ def make_plan(
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
         planned.append(ParameterPlan(known[0], shape, parameter.dtype, chosen, turn))
     for one in {p.aggregator: p for p in planned}.values():
-        if one.codec is not None:
-            check_defined(options.algorithm, one.codec)
+        if isinstance(one.inner, Encoded):
+            check_defined(one.inner.algorithm or options.algorithm, one.inner.codec)
             if one.feedback:
-                check_feedback(one.codec)
+                check_feedback(one.inner.codec)
     return Plan(version, rules, options, coalesce_bytes, tuple(planned))
 
 
