@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradwire.aggregators import (
         Aggregator,
         ARTopK,
+        DeepGradientCompression,
         ErrorFeedback,
         GlobalTopK,
         LWTopK,
@@ -68,6 +69,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "ConfigError",
+    "DeepGradientCompression",
     "ErrorFeedback",
     "GlobalTopK",
     "GradDrop",
@@ -105,7 +107,15 @@ __all__ = [
 # wheel, where there is no torch: nothing else is imported until one of these names is used. Names
 # that are not listed here are codecs.
 _HOMES = {
-    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "GlobalTopK", "LWTopK", "PowerSGD"),
+    "aggregators": (
+        "ARTopK",
+        "Aggregator",
+        "DeepGradientCompression",
+        "ErrorFeedback",
+        "GlobalTopK",
+        "LWTopK",
+        "PowerSGD",
+    ),
     "collectives": (
         *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
         *("load_state_dict", "state_dict"),

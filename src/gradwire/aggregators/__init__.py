@@ -3,6 +3,7 @@
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.attached import OWED, Attached
 from gradwire.aggregators.compressed import Compressed, Encoded
+from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.error_feedback import ErrorFeedback
 from gradwire.aggregators.gathered import GlobalTopK, LWTopK
@@ -25,6 +26,7 @@ __all__ = [
     "Averages",
     "Compressed",
     "Context",
+    "DeepGradientCompression",
     "Dense",
     "Encoded",
     "ErrorFeedback",

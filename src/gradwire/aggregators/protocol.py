@@ -143,11 +143,26 @@ class Aggregator:
         feeds_back: whether it passes `Context.residual` to its collectives, whose kernels keep the
             error; otherwise `ErrorFeedback` keeps it.
         needs_feedback: whether it requires error feedback.
+        own_feedback: whether it keeps what it does not send by itself, in the state "residual";
+            then `ErrorFeedback` never wraps it.
+        serves_one_rank: whether it runs on a single rank, too, where there is nothing to send.
+        replaces_momentum: whether averages include momentum, so that the optimiser must have none.
     """
 
     scope = "bucket"  # not a ClassVar, which a dataclass would place before an aggregator's fields
     feeds_back: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    own_feedback: ClassVar[bool] = False
+    serves_one_rank: ClassVar[bool] = False
+    replaces_momentum: ClassVar[bool] = False
+
+    def at(self, step: int) -> Aggregator:
+        """The aggregator as it is in a step, where options depend on the step."""
+        return self
+
+    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
+        """Steps whose collectives have all layouts that occur; a new plan prepares them."""
+        return [0]
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """The state of a parameter of `shape`, by name."""

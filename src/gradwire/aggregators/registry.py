@@ -8,6 +8,7 @@ from typing import Any
 from gradwire import codecs
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.compressed import Compressed
+from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.gathered import GlobalTopK, LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
@@ -22,6 +23,7 @@ REGISTRY: dict[str, type[Aggregator]] = {
     "artopk": ARTopK,
     "lwtopk": LWTopK,
     "globaltopk": GlobalTopK,
+    "dgc": DeepGradientCompression,  # of the same name: the codec inside it
 }
 
 Method = str | Codec | Aggregator | None  # how a user says that gradients are averaged
@@ -50,7 +52,7 @@ def get(method: Any, **options: Any) -> Aggregator:
         return Dense() if method is None else Compressed(method)
     if not isinstance(method, str):
         check_codec(
-            method, otherwise=f"one of the names {', '.join([*codecs.REGISTRY, *REGISTRY])}"
+            method, otherwise=f"one of the names {', '.join({**codecs.REGISTRY, **REGISTRY})}"
         )
     if method == "none":
         return get(None, **options)
@@ -58,7 +60,7 @@ def get(method: Any, **options: Any) -> Aggregator:
     options = merged(method, parsed, options)
     if name not in REGISTRY:
         if name not in codecs.REGISTRY:
-            known = ", ".join([*codecs.REGISTRY, *REGISTRY])
+            known = ", ".join({**codecs.REGISTRY, **REGISTRY})
             raise ConfigError(f"unknown codec or aggregator {name!r}: use one of {known}")
         own = _own_options(options)
         return Compressed(codecs.get(name, **options), **own)

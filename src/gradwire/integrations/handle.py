@@ -203,8 +203,9 @@ class Handle(Saved):
         }
 
     def summary(self) -> str:
-        comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)
-        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        plan = self._plan_now()
+        comms, expected = [self._comm], expected_all_reduce(plan, self._comm)
+        of = plan, self.rank, comms, expected, self.stats(), self.world_size
         return summary("a DDP module" + (" (detached)" if self._state is None else ""), *of)
 
     summary.__doc__ = Saved.summary.__doc__

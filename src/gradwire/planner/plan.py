@@ -7,8 +7,8 @@ Codecs, and all aggregators but `Dense`, take fp32, fp16 and bf16. A parameter o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,7 +44,7 @@ class ParameterPlan:
     @property
     def feedback(self) -> bool:
         """Whether error feedback keeps a residual."""
-        return isinstance(self.aggregator, ErrorFeedback)
+        return isinstance(self.aggregator, ErrorFeedback) or self.aggregator.own_feedback
 
     @property
     def inner(self) -> Aggregator:
@@ -101,6 +101,13 @@ class Plan:
             *map(str, self.parameters),
         ]
 
+    def at(self, steps: Mapping[str, int]) -> Plan:
+        """The plan as it is in these steps, by parameter: see `Aggregator.at`."""
+        parameters = [
+            replace(p, aggregator=p.aggregator.at(steps[p.name])) for p in self.parameters
+        ]
+        return replace(self, parameters=tuple(parameters))
+
 
 def make_plan(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
@@ -138,7 +145,8 @@ def make_plan(
             chosen = Dense()
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
         # A single rank sends nothing, so there is no error to keep.
-        if wrapped and world_size > 1 and not isinstance(chosen, ErrorFeedback):
+        has = isinstance(chosen, ErrorFeedback) or chosen.own_feedback
+        if wrapped and world_size > 1 and not has:
             chosen = ErrorFeedback(chosen)
         chosen = unique.setdefault(chosen, chosen)
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
