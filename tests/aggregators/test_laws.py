@@ -21,12 +21,13 @@ from gradwire.aggregators import (
     Compressed,
     Context,
     ErrorFeedback,
+    LWTopK,
     Observation,
     PowerSGD,
     StateSpec,
     Steps,
 )
-from gradwire.codecs import QSGD, OneBit, TernGrad, TopK
+from gradwire.codecs import QSGD, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
 from gradwire.integrations.gather import Gather, Split
@@ -99,6 +100,12 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "topk": (Compressed(TopK(density=0.05)),),
     "powersgd": (PowerSGD(2),),
     "artopk": (ARTopK(0.05),),
+    "artopk by variance": (ARTopK(0.05, "variance", values="fp32"),),
+    "artopk auto": (ARTopK(0.05, "auto"),),
+    "lwtopk": (LWTopK(0.05),),
+    "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
+    "hardthreshold": (Compressed(HardThreshold(1.5, 0.2), "all_gather"),),
+    "randomk": (Compressed(RandomK(0.1)),),
     "drawn": (Drawn(),),
     "mixed": (PowerSGD(1), ARTopK(0.1), Drawn(3), Compressed(QSGD(bits=4))),
 }

@@ -135,7 +135,9 @@ class DeepGradientCompression(Encoded):
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         factor = self._clipping(contexts)
-        given = [c.gradient.float() if factor is None else c.gradient * factor for c in contexts]
+        given = [c.gradient.float() for c in contexts]
+        if factor is not None:
+            given = [g * factor for g in given]
         moved = [
             g + self.momentum * c.state[VELOCITY] if self.momentum else g.clone()
             for c, g in zip(contexts, given, strict=True)
@@ -171,7 +173,9 @@ class DeepGradientCompression(Encoded):
         ordered = sorted(contexts, key=lambda c: c.name)
         norms = [torch.linalg.vector_norm(c.gradient, dtype=torch.float64) for c in ordered]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        return (self.clip / (math.sqrt(contexts[0].world_size) * norm)).clamp(max=1.0).float()
+        share = self.clip / math.sqrt(contexts[0].world_size)
+        factor: torch.Tensor = (share / norm).clamp(max=1.0).float()
+        return factor
 
     def __str__(self) -> str:
         clip = "" if self.clip is None else f", clip={self.clip:g}"

@@ -20,6 +20,7 @@ from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
+from gradwire.integrations.momentum import MomentumGuard
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.summary import expected_all_reduce, summary
@@ -60,6 +61,8 @@ class Handle(Saved):
         self._buckets.backward.watch(model)
         # A module that is deleted without `detach` starts no collective any more.
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
+        self._momentum = MomentumGuard(named)
+        self._momentum.watch(plan)
         self._state: HookState | None = state
         state.reducer = self._buckets
 
@@ -150,6 +153,7 @@ class Handle(Saved):
         """Adopt a new plan, as a pass begins."""
         for planned in self.plan.parameters:
             self._members[planned.name].adopt(planned.aggregator)
+        self._momentum.watch(self.plan)
         retire(self._owner)
 
     def stats(self) -> dict[str, Any]:
@@ -221,6 +225,7 @@ class Handle(Saved):
 
     def _detach(self, state: HookState) -> None:
         self._buckets.backward.unwatch()
+        self._momentum.unwatch()
         if state.reducer is self._buckets:
             state.reducer = None
         self._comm.close_owner(self._owner)
