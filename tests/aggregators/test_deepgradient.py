@@ -24,8 +24,8 @@ Tensors = list[torch.Tensor]
 
 
 class Reference:
-    """One rank of Alg. 1 to 4, in float64. It has no sampled threshold, which these densities never need: a sample of a
-    small tensor gives a low threshold."""
+    """One rank of Alg. 1 to 4, in float64. It has no sampled threshold: at these densities the
+    sample of a small tensor gives a low one."""
 
     def __init__(self, made: Deep, ranks: int) -> None:
         self.made = made

@@ -55,7 +55,7 @@ class DeepGradientCompression(Encoded):
 
     Under Adam and AdamW use momentum=0: these average and normalise gradients by themselves, and
     the method is accumulation alone, that is error feedback, with clipping and warm-up. With
-    momentum here, an Adam needs betas=(0, ...).
+    momentum here, an Adam needs betas=(0.0, ...).
 
     Args:
         density: the share of values that each rank sends after the warm-up, above 0 and at most 1.

@@ -86,7 +86,7 @@ def _own_momentum(group: Mapping[str, Any]) -> tuple[str, str] | None:
         return f"momentum={float(momentum):g}", "momentum=0"
     if betas and betas[0]:
         rest = ", ".join(f"{float(beta):g}" for beta in betas[1:])
-        return f"betas=({float(betas[0]):g}, {rest})", f"betas=(0, {rest})"
+        return f"betas=({float(betas[0]):g}, {rest})", f"betas=(0.0, {rest})"
     if beta1:
         return f"beta1={float(beta1):g}", "beta1=None"
     return None
