@@ -20,6 +20,7 @@ from gradwire.aggregators import (
     Averages,
     Compressed,
     Context,
+    DeepGradientCompression,
     ErrorFeedback,
     LWTopK,
     Observation,
@@ -106,6 +107,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
     "hardthreshold": (Compressed(HardThreshold(1.5, 0.2), "all_gather"),),
     "randomk": (Compressed(RandomK(0.1)),),
+    "dgc": (DeepGradientCompression(0.05, momentum=0, warmup=2),),
     "drawn": (Drawn(),),
     "mixed": (PowerSGD(1), ARTopK(0.1), Drawn(3), Compressed(QSGD(bits=4))),
 }
@@ -113,7 +115,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 
 def mixed(case: str) -> list[Aggregator]:
     """The aggregator of each parameter, with error feedback; equal ones are one object."""
-    fed = [ErrorFeedback(inner) for inner in CASES[case]]
+    fed = [one if one.own_feedback else ErrorFeedback(one) for one in CASES[case]]
     return [fed[i % len(fed)] for i in range(len(SHAPES))]
 
 
