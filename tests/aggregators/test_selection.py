@@ -31,3 +31,12 @@ def test_what_is_not_finite_is_largest() -> None:
     values = torch.tensor([1.0, torch.nan, 1e38, -torch.inf, torch.inf, 2.0])
     packed = selection.pack(values, 0.5)
     assert selection.unpack(packed, 0.5, 6).tolist() == [1, 3, 4]
+
+
+def test_zeros_unpack_to_places_in_the_tensor() -> None:
+    """A rehearsal sends nothing."""
+    for numel in SIZES:
+        zeros = torch.zeros(selection.packed_nbytes(0.1, numel), dtype=torch.uint8)
+        places = selection.unpack(zeros, 0.1, numel)
+        assert places.shape == (selection.count(0.1, numel),)
+        assert ((places >= 0) & (places < max(numel, 1))).all()

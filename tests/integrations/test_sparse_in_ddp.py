@@ -206,12 +206,26 @@ def resumes_to_the_same_bits(method: str, folder: Path) -> None:
         moved.detach()
 
 
+def is_adopted_during_training(method: str, _: Path) -> None:
+    """A rehearsal prepares it; a residual of the codec before is not lost."""
+    model, handle = made("topk:density=0.05")
+    handle.update(error_feedback=True).wait()
+    trained(model, range(4))
+    assert handle.plan.version == 1
+    handle.update(method).wait()
+    trained(model, range(4, 10))
+    assert handle.plan.version == 2
+    assert alike(flat(model))
+    handle.detach()
+
+
 SCENARIOS: list[Callable[[str, Path], None]] = [
     accumulates_with_no_sync,
     unused_parameters_are_averaged,
     fp16_gradients_under_a_scaler,
     a_scaler_skips_what_is_not_finite,
     resumes_to_the_same_bits,
+    is_adopted_during_training,
 ]
 
 

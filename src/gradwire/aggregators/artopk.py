@@ -141,7 +141,7 @@ class _Selection:
             self.packed = selection.pack(self.fed, self.density)
         else:
             nbytes = selection.packed_nbytes(self.density, self.fed.numel())
-            self.packed = self.fed.new_empty(nbytes, dtype=torch.uint8)
+            self.packed = self.fed.new_zeros(nbytes, dtype=torch.uint8)
         return Broadcast(self.packed, root, of=self.first)
 
     def score(self) -> Request:

@@ -52,17 +52,18 @@ def pack(values: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, density: float, numel: int) -> torch.Tensor:
-    """The positions, int64[count], ascending. The host does not wait for the device."""
+    """The positions, int64[count], ascending; of zeros, any. The host does not wait for the
+    device."""
     if not numel:
         return packed.new_empty(0, dtype=torch.int64)
     made = layout(Positions(density))
     blocks, k = made.blocks(numel), made.capacity(numel)
     end = COUNT_NBYTES * blocks
     low, high = packed[:end].view(-1, COUNT_NBYTES).long().unbind(1)
+    counts = low + 256 * high
+    counts[-1] += k - counts.sum()  # 0, unless nothing was sent, as in a rehearsal
     first = torch.arange(blocks, device=packed.device) * made.block
-    return first.repeat_interleave(low + 256 * high, output_size=k) + _codes(
-        packed[end:], k, made.position
-    )
+    return first.repeat_interleave(counts, output_size=k) + _codes(packed[end:], k, made.position)
 
 
 def _codes(packed: torch.Tensor, k: int, dtype: str) -> torch.Tensor:
