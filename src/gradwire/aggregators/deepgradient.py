@@ -139,11 +139,12 @@ class DeepGradientCompression(Encoded):
         if factor is not None:
             given = [g * factor for g in given]
         moved = [
-            g + self.momentum * c.state[VELOCITY] if self.momentum else g.clone()
+            torch.add(g, c.state[VELOCITY], alpha=self.momentum) if self.momentum else g.clone()
             for c, g in zip(contexts, given, strict=True)
         ]
         before = [c.state[RESIDUAL].clone() for c in contexts]
-        averages = [u.clone() for u in moved]
+        # `given` are not needed any more; they are the gradients' own memory if these are fp32.
+        averages = [g.copy_(u) for g, u in zip(given, moved, strict=True)]
         if contexts[0].world_size > 1:
             yield [
                 AllReduce(
@@ -159,11 +160,12 @@ class DeepGradientCompression(Encoded):
         sent = []
         for c, u, r, average in zip(contexts, moved, before, averages, strict=True):
             residual, finite = c.state[RESIDUAL], average.isfinite().all()
-            sent.append(r + u - residual)
+            sent.append(torch.add(r, u).sub_(residual))
             torch.where(finite, residual, r, out=residual)
             if self.momentum:
-                masked = u if c.world_size == 1 else torch.where(sent[-1] == 0, u, 0.0)
-                torch.where(finite, masked, c.state[VELOCITY], out=c.state[VELOCITY])
+                if c.world_size > 1:
+                    u *= sent[-1] == 0
+                torch.where(finite, u, c.state[VELOCITY], out=c.state[VELOCITY])
         return Averages(averages, sent)
 
     def _clipping(self, contexts: Sequence[Context]) -> torch.Tensor | None:
