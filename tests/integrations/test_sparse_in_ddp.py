@@ -257,3 +257,26 @@ def leads(rank: int) -> list[Any]:
 def test_by_variance_the_rank_of_largest_norm_leads() -> None:
     for found in as_processes(3, leads):
         assert found == [[1, 1, 1]] * 5
+
+
+def told(rank: int) -> dict[str, tuple[int, int]]:
+    """The bytes that a handle expects of a step, and those of a step."""
+    found = {}
+    for method in ("lwtopk:density=0.05", "globaltopk:density=0.05", "dgc:density=0.1:warmup=1"):
+        model = DDP(Net(), find_unused_parameters=True)
+        handle = gw.attach(model, method)
+        for step in range(2):
+            before = handle.stats()["wire_bytes"]
+            line = next(row for row in str(handle).splitlines() if "expected" in row)
+            expected = int(line.split("about ")[1].split()[0].replace(",", ""))
+            loss_of(model, inputs(0, rank)).backward()
+            found[f"{method} {step}"] = expected, handle.stats()["wire_bytes"] - before
+        handle.detach()
+    return found
+
+
+def test_the_summary_expects_what_is_sent_during_warm_up_too() -> None:
+    found = as_processes(3, told)[0]
+    for method, (expected, sent) in found.items():
+        assert abs(expected - sent) < 0.1 * sent, method
+    assert found["dgc:density=0.1:warmup=1 0"][1] > 1.5 * found["dgc:density=0.1:warmup=1 1"][1]
