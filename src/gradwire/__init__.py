@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwire.aggregators import THC, Aggregator, ARTopK, ErrorFeedback, PowerSGD, TopKC
+    from gradwire.aggregators import (
+        THC,
+        Aggregator,
+        ARTopK,
+        DeepGradientCompression,
+        ErrorFeedback,
+        GlobalTopK,
+        LWTopK,
+        PowerSGD,
+        TopKC,
+    )
     from gradwire.codecs import (
         DGC,
         QSGD,
@@ -62,12 +72,15 @@ __all__ = [
     "Codec",
     "CodecError",
     "ConfigError",
+    "DeepGradientCompression",
     "ErrorFeedback",
+    "GlobalTopK",
     "GradDrop",
     "GradwireError",
     "Handle",
     "HardThreshold",
     "Identity",
+    "LWTopK",
     "LearnedLevels",
     "LowRank",
     "MSTopK",
@@ -98,7 +111,17 @@ __all__ = [
 # wheel, where there is no torch: nothing else is imported until one of these names is used. Names
 # that are not listed here are codecs.
 _HOMES = {
-    "aggregators": ("ARTopK", "Aggregator", "ErrorFeedback", "PowerSGD", "THC", "TopKC"),
+    "aggregators": (
+        "ARTopK",
+        "Aggregator",
+        "DeepGradientCompression",
+        "ErrorFeedback",
+        "GlobalTopK",
+        "LWTopK",
+        "PowerSGD",
+        "THC",
+        "TopKC",
+    ),
     "collectives": (
         *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
         *("load_state_dict", "state_dict"),

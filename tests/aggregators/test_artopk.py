@@ -11,9 +11,11 @@ import torch
 
 import gradwire as gw
 from averaging import Parameters, Shape, drawn
-from gradwire.aggregators import ARTopK, ErrorFeedback
-from gradwire.aggregators.artopk import largest
+from gradwire.aggregators import ARTopK, ErrorFeedback, selection
+from gradwire.aggregators.artopk import LEADERS, SCOPES
 from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.engine.message import ALIGNMENT
+from gradwire.lang import layout
 from products import every_pair
 from ranks import as_threads
 
@@ -21,125 +23,211 @@ SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (200,), (0,), ()]
 DENSITIES = [0.1, 0.01, 1]
 
 
-class Star:
-    """STAR-Topk, all ranks at once, in float64."""
+class Reference:
+    """Alg. 1 for all ranks at once, in float64, with our third choice of a leader."""
 
-    def __init__(self, density: float, ranks: int) -> None:
-        self.density = density
+    def __init__(self, made: ARTopK, ranks: int) -> None:
+        self.made = made
         self.residuals = [[torch.zeros(math.prod(s)).double() for s in SHAPES]] * ranks
+        # By parameter, or of the first by name, as it is with one selection.
+        self.waited = [[0] * ranks for _ in SHAPES]
 
     def step(self, number: int, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The averages; gradients[rank][parameter]."""
-        ranks = len(gradients)
         fed = [
             [g.double().view(-1) + e for g, e in zip(mine, kept, strict=True)]
             for mine, kept in zip(gradients, self.residuals, strict=True)
         ]
-        averages = []
-        self.residuals = [[] for _ in range(ranks)]
-        for at, numel in enumerate(len(f) for f in fed[0]):
-            size = [abs(float(v)) for v in fed[number % ranks][at]]
-            k = min(max(1, math.floor(self.density * numel)), numel)
-            chosen = sorted(range(numel), key=lambda i: (-size[i], i))[:k]
-            mask = torch.zeros(numel).double()
-            mask[chosen] = 1.0
-            for mine, kept in zip(fed, self.residuals, strict=True):
-                kept.append(mine[at] * (1 - mask))
-            averages.append(torch.stack([mine[at] * mask for mine in fed]).mean(0))
+        together = [[at] for at in range(len(SHAPES))]
+        if self.made.scope != "layer":
+            together = [list(range(len(SHAPES)))]
+        self.residuals = [list(mine) for mine in fed]
+        averages = [torch.zeros_like(f) for f in fed[0]]
+        for parts in together:
+            whole = [torch.cat([mine[at] for at in parts]) for mine in fed]
+            chosen = [self.largest(one) for one in whole]
+            mask = torch.zeros_like(whole[0])
+            mask[chosen[self.leader(number, whole, chosen, parts[0])]] = 1.0
+            lengths = [len(fed[0][at]) for at in parts]
+            for at, kept in zip(parts, mask.split(lengths), strict=True):
+                for mine, left in zip(fed, self.residuals, strict=True):
+                    left[at] = mine[at] * (1 - kept)
+                averages[at] = torch.stack([mine[at] * kept for mine in fed]).mean(0)
         return averages
+
+    def largest(self, values: torch.Tensor) -> list[int]:
+        numel, size = len(values), values.abs().tolist()
+        k = min(max(1, math.floor(self.made.density * numel)), numel)
+        return sorted(range(numel), key=lambda i: (-size[i], i))[:k]
+
+    def leader(
+        self, number: int, whole: Sequence[torch.Tensor], chosen: Sequence[list[int]], at: int
+    ) -> int:
+        ranks = range(len(whole))
+        if self.made.leader == "round_robin":
+            return number % len(whole)
+        norms = [float(v[places].square().sum()) for v, places in zip(whole, chosen, strict=True)]
+        waited = self.waited[at] if self.made.leader == "auto" else [0] * len(whole)
+        best = max(ranks, key=lambda r: (norms[r] * (1 + waited[r]), -r))
+        self.waited[at] = [0 if r == best else waited[r] + 1 for r in ranks]
+        return best
 
 
 def whole(rank: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of small whole numbers: sums are exact, and there are many ties."""
-    return [(2 * g).round().to(dtype) for g in drawn(SHAPES, rank, step)]
+    """Gradients of small whole numbers: sums are exact, and there are many ties. Rank 1's are
+    larger."""
+    return [(2 * (1 + (rank == 1)) * g).round().to(dtype) for g in drawn(SHAPES, rank, step)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "density", "dtype"),
-    every_pair([2, 3, 4, 5], DENSITIES, [torch.float32, torch.float16, torch.bfloat16]),
+    ("ranks", "density", "dtype", "leader", "scope"),
+    every_pair(
+        [2, 3, 4, 5, 8],
+        DENSITIES,
+        [torch.float32, torch.float16, torch.bfloat16],
+        LEADERS,
+        ["layer", "model", "bucket"],
+    ),
 )
-def test_it_is_star_topk(ranks: int, density: float, dtype: torch.dtype) -> None:
-    steps = 3 * ranks
+def test_it_is_the_algorithm(
+    ranks: int, density: float, dtype: torch.dtype, leader: str, scope: str
+) -> None:
+    steps = 7
     data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
+    made = ARTopK(density, leader, scope, "fp32")
 
     def body(comm: Communicator) -> list[Any]:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(ARTopK(density)))
+        mine = Parameters(comm, SHAPES, ErrorFeedback(made))
         return [(mine.average(data[step][comm.rank]), mine.states()) for step in range(steps)]
 
     found = as_threads(ranks, body)
-    star = Star(density, ranks)
+    reference = Reference(made, ranks)
     eps = max(torch.finfo(dtype).eps, 1e-6)
     for step in range(steps):
-        for at, expected in enumerate(star.step(step, data[step])):
+        for at, expected in enumerate(reference.step(step, data[step])):
             average = found[0][step][0][at].view(-1)
             assert all(torch.equal(mine[step][0][at].view(-1), average) for mine in found)
             assert torch.equal(average != 0, expected != 0), "other places"
             torch.testing.assert_close(average.double(), expected, rtol=eps, atol=0)
-            for mine, kept in zip(found, star.residuals, strict=True):
+            for mine, kept in zip(found, reference.residuals, strict=True):
                 assert torch.equal(mine[step][1][at].double(), kept[at])
     if density == 1:
-        assert not any(kept.any() for mine in star.residuals for kept in mine)
+        assert not any(kept.any() for mine in reference.residuals for kept in mine)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 7, 8])
-def test_of_equal_values_the_lowest_come_first(k: int) -> None:
-    values = torch.tensor([1.0, -3.0, 3.0, 0.0, -1.0, 3.0, 1.0, 0.0])
-    expected = [1, 2, 5, 0, 4, 6, 3, 7][:k]
-    assert largest(values, k).tolist() == sorted(expected)
+def test_a_rank_of_larger_gradients_leads_and_auto_leaves_none_out() -> None:
+    """Rank 2's gradients are three times as large: its share of the squared norms is 9 of 11."""
+
+    def body(comm: Communicator) -> dict[str, list[int]]:
+        found = {}
+        for leader in ("variance", "auto"):
+            mine = Parameters(comm, [(40, 50)], ARTopK(0.05, leader))
+            led = []
+            for step in range(60):
+                (gradient,) = drawn([(40, 50)], comm.rank, step)
+                mine.average([gradient * (3 if comm.rank == 2 else 1)])
+                led.append(int(mine.members[0].metrics["leader"]))
+            assert mine.members[0].metrics["skew"] > 2
+            found[leader] = [led.count(rank) for rank in range(3)]
+        return found
+
+    found = as_threads(3, body)
+    assert all(mine == found[0] for mine in found)
+    assert found[0]["variance"] == [0, 0, 60]
+    few, fewer, most = found[0]["auto"]
+    assert min(few, fewer) >= 4
+    assert 42 <= most <= 52  # 49 of 60 are its share
 
 
-def test_what_is_not_finite_is_largest() -> None:
-    values = torch.tensor([1.0, torch.nan, 1e38, -torch.inf, torch.inf])
-    assert largest(values, 2).tolist() == [1, 3]
-    assert largest(values, 4).tolist() == [1, 2, 3, 4]
+def test_auto_takes_turns_where_norms_are_equal() -> None:
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, [(40, 50)], ARTopK(0.05, "auto"))
+        led = []
+        for step in range(12):
+            mine.average(drawn([(40, 50)], 0, step))
+            led.append(int(mine.members[0].metrics["leader"]))
+        return led
+
+    assert as_threads(4, body) == [[0, 1, 2, 3] * 3] * 4
 
 
-@pytest.mark.parametrize(("ranks", "density"), every_pair([2, 3, 5], DENSITIES))
-def test_bytes_are_those_of_the_formula(ranks: int, density: float) -> None:
-    """k indices from the leader, k values all-reduced, in chunks of whole blocks of 1024."""
+@pytest.mark.parametrize(
+    ("ranks", "density", "values", "leader"),
+    every_pair([2, 3, 5], DENSITIES, ["fp16", "fp32"], LEADERS),
+)
+def test_bytes_are_those_of_the_formula(
+    ranks: int, density: float, values: str, leader: str
+) -> None:
+    """Positions from the leader, k values all-reduced; norms of all ranks."""
     shape, numel = (60, 80), 4800
+    made = ARTopK(density, leader, values=values)
 
     def body(comm: Communicator) -> list[list[int]]:
-        mine = Parameters(comm, [shape], ErrorFeedback(ARTopK(density)))
+        mine = Parameters(comm, [shape], ErrorFeedback(made))
         for step in range(ranks):
             mine.average(drawn([shape], comm.rank, step))
         return [[o.wire_bytes for o in outcomes] for outcomes in mine.outcomes]
 
     found = as_threads(ranks, body)
     k = max(1, int(density * numel))
-    assert ARTopK(density).payload_bytes(shape, torch.float32) == 8 * k
-    # Each value crosses N - 1 links in a broadcast, and twice as many in an all-reduce.
-    crossing = (ranks - 1) * (4 * k + min(ranks, -(-k // 1024)) * HEADER_BYTES)
+    laid = layout(selection.Positions(density))
+    bits = int(laid.position.removeprefix("uint"))
+    packed = selection.packed_nbytes(density, numel)
+    assert 0 <= packed - 2 * laid.blocks(numel) - k * bits / 8 < 3  # at most three planes
+    size = 2 if values == "fp16" else 4
+    assert made.payload_bytes(shape, torch.float16) == packed + size * k
+
+    messages = 2 * ranks * (ranks - 1)  # at most, of a round
     for step in range(ranks):
-        assert [sum(sent) for sent in zip(*(mine[step] for mine in found), strict=True)] == [
-            crossing,
-            2 * crossing,
-        ]
+        sums = [sum(sent) for sent in zip(*(mine[step] for mine in found), strict=True)]
+        expected = [(ranks - 1) * packed, 2 * (ranks - 1) * size * k]
+        if leader != "round_robin":
+            expected = [ranks * (ranks - 1) * 16, 2 * (ranks - 1) * packed, expected[1]]
+        for nbytes, formula in zip(sums, expected, strict=True):
+            assert formula <= nbytes <= formula + messages * (HEADER_BYTES + ALIGNMENT)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("sick", [0, 1, 2])
-def test_what_is_not_finite_travels_and_leaves_state_as_it_was(sick: int, bad: float) -> None:
-    """On the leader (rank 2 in this step), and on ranks at indices that it does not choose."""
+@pytest.mark.parametrize(
+    ("sick", "bad", "leader", "scope"),
+    every_pair([0, 1, 2], [torch.inf, -torch.inf, torch.nan], LEADERS, ["layer", "model"]),
+)
+def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
+    sick: int, bad: float, leader: str, scope: str
+) -> None:
+    """On the leader (rank 2 in this step, by turns), and on ranks at other positions."""
 
     def body(comm: Communicator) -> None:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(ARTopK(0.01)))
+        mine = Parameters(comm, SHAPES, ErrorFeedback(ARTopK(0.01, leader, scope)))
         for step in range(2):
             mine.average(drawn(SHAPES, comm.rank, step))
-        before, gradients = mine.states(), drawn(SHAPES, comm.rank, 2)
+        before, gradients = (mine.states(), mine.states("waited")), drawn(SHAPES, comm.rank, 2)
         if comm.rank == sick:
             gradients[0][3, 4] = bad
         averages = mine.average(gradients)
-        assert not averages[0].isfinite().all()
-        assert all(average.isfinite().all() for average in averages[1:])
-        after = mine.states()
-        assert torch.equal(before[0], after[0])
-        assert not torch.equal(before[4], after[4])
+        finite = [bool(average.isfinite().all()) for average in averages]
+        after = mine.states(), mine.states("waited")
+        if scope == "model":  # one selection
+            assert not any(f for f, average in zip(finite, averages, strict=True) if average.any())
+            assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
+            return
+        assert finite == [False] + [True] * (len(SHAPES) - 1)
+        assert torch.equal(before[0][0], after[0][0])
+        assert torch.equal(before[1][0], after[1][0])
+        assert not torch.equal(before[0][4], after[0][4])
 
     as_threads(3, body)
 
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.1, torch.nan, "0.1", None])
 def test_options_are_checked(density: Any) -> None:
-    with pytest.raises(gw.ConfigError, match="density="):
+    with pytest.raises(gw.ConfigError, match=r"ARTopK: density=.* must be above 0 and at most 1: "):
         ARTopK(density)
+
+
+def test_the_nearest_density_and_the_known_names_are_told() -> None:
+    for density, near in ((1.1, "use 1$"), (0, "use 1e-06 or more$"), (True, "give a number$")):
+        with pytest.raises(gw.ConfigError, match=near):
+            ARTopK(density)
+    for option, known in (("leader", LEADERS), ("scope", SCOPES), ("values", ("fp16", "fp32"))):
+        with pytest.raises(gw.ConfigError, match=f"{option}='no' must be '{known[0]}'.* or"):
+            ARTopK(**{option: "no"})

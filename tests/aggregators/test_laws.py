@@ -21,14 +21,16 @@ from gradwire.aggregators import (
     Averages,
     Compressed,
     Context,
+    DeepGradientCompression,
     ErrorFeedback,
+    LWTopK,
     Observation,
     PowerSGD,
     StateSpec,
     Steps,
     TopKC,
 )
-from gradwire.codecs import QSGD, OneBit, TernGrad, TopK
+from gradwire.codecs import QSGD, HardThreshold, MSTopK, OneBit, RandomK, TernGrad, TopK
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
 from gradwire.integrations.gather import Gather, Split
@@ -105,6 +107,13 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "topkc permuted": (TopKC(bits=8, chunk=32, values="bf16", permuted=True),),
     "thc": (THC(chunk=64),),
     "thc full": (THC(bits=6, code=3, rotation="full", chunk=32),),
+    "artopk by variance": (ARTopK(0.05, "variance", values="fp32"),),
+    "artopk auto": (ARTopK(0.05, "auto"),),
+    "lwtopk": (LWTopK(0.05),),
+    "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
+    "hardthreshold": (Compressed(HardThreshold(1.5, 0.2), "all_gather"),),
+    "randomk": (Compressed(RandomK(0.1)),),
+    "dgc": (DeepGradientCompression(0.05, momentum=0, warmup=2),),
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),
@@ -119,7 +128,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 
 def mixed(case: str) -> list[Aggregator]:
     """The aggregator of each parameter, with error feedback; equal ones are one object."""
-    fed = [ErrorFeedback(inner) for inner in CASES[case]]
+    fed = [one if one.own_feedback else ErrorFeedback(one) for one in CASES[case]]
     return [fed[i % len(fed)] for i in range(len(SHAPES))]
 
 

@@ -19,6 +19,9 @@ from gradwire.aggregators import (
     ARTopK,
     Compressed,
     Context,
+    DeepGradientCompression,
+    GlobalTopK,
+    LWTopK,
     PowerSGD,
     StateSpec,
     Steps,
@@ -83,6 +86,12 @@ CASES: dict[str, Aggregator] = {
     "artopk": ARTopK(0.05),
     "topkc": TopKC(bits=4, chunk=16),
     "thc": THC(chunk=64),
+    "artopk auto": ARTopK(0.05, "auto"),
+    "artopk by variance": ARTopK(0.05, "variance", "model"),
+    "lwtopk": LWTopK(0.05),
+    "globaltopk": GlobalTopK(0.05),
+    "dgc": DeepGradientCompression(0.05, warmup=4),
+    "dgc without momentum": DeepGradientCompression(0.05, momentum=0, clip=3.0),
     "smoothed": Smoothed(),
 }
 
@@ -182,6 +191,9 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
 
         found = as_threads(ranks, body)
         after = [loaded for loaded, _ in found]
+        clipped = 1.0
+        if case == "dgc without momentum":
+            clipped = 3.0 / float(torch.cat([g.view(-1) for g in drawn(SHAPES, 0, 3)]).norm())
         for i, shape in enumerate(SHAPES):
             name = f"p{i}"
             owed = ("residual", "owed")
@@ -203,8 +215,9 @@ def test_another_number_of_ranks(case: str, moves: tuple[int, ...]) -> None:
                 else:
                     kept = mean(after, name, (key,)), mean(before, name, (key,))
                     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
-            if ranks == 1:  # its gradient includes the owed residual
-                paid = drawn(SHAPES, 0, 3)[i].double().view(-1) + expected
+            if ranks == 1:  # its average includes the owed residual, and momentum
+                paid = drawn(SHAPES, 0, 3)[i].double().view(-1) * clipped + expected
+                paid += 0.9 * mean(before, name, ["velocity"])
                 average = found[0][1][i].double().view(-1)
                 torch.testing.assert_close(average, paid, rtol=1e-5, atol=1e-5)
         before = after

@@ -25,12 +25,17 @@ METHODS: dict[str, Method] = {
     "artopk": ("artopk", {"density": 0.01}),
     "topkc": ("topkc", {"bits": 1, "chunk": 32}),
     "thc": ("thc", {"bits": 5, "error_feedback": True}),
+    "artopk auto": ("artopk", {"density": 0.02, "leader": "auto", "scope": "model"}),
+    "lwtopk": ("lwtopk", {"density": 0.01}),
+    "globaltopk": ("globaltopk", {"density": 0.01}),
+    # Under Adam, without momentum of its own.
+    "dgc": ("dgc", {"density": 0.01, "momentum": 0, "warmup": 20, "clip": 3.0}),
     "mixed": (
         "powersgd",
         {"rank": 2, "codecs": {"*.3.weight": "artopk", "*.4.weight": "qsgd"}},
     ),
 }
-EXPECTED = {name: {name} for name in METHODS} | {"mixed": {"powersgd", "artopk", "QSGD"}}
+EXPECTED = {"mixed": {"powersgd", "artopk", "QSGD"}}
 
 
 class MLP(nn.Module):
@@ -69,13 +74,13 @@ def trains(rank: int, method: Method, steps: int) -> tuple[list[float], bytes, s
 
 @pytest.mark.parametrize(
     ("steps", "method"),
-    one_in(3, product([25, 300], ["mixed", "powersgd", "artopk", "topkc", "thc"])),
+    one_in(7, product([25, 300], sorted(METHODS, key=lambda name: name != "mixed"))),
 )
 def test_they_train(steps: int, method: str) -> None:
     found = as_processes(3, trains, METHODS[method], steps)
     for losses, bits, codecs in found:
         assert bits == found[0][1]
         assert torch.tensor(losses).isfinite().all()
-        assert all(kind in codecs for kind in EXPECTED[method]), codecs
+        assert all(kind in codecs for kind in EXPECTED.get(method, {METHODS[method][0]})), codecs
     first, last = ([sum(mine[0][part]) for mine in found] for part in (slice(5), slice(-5, None)))
     assert steps < 300 or sum(last) < 0.7 * sum(first)

@@ -2,9 +2,11 @@
 
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.attached import OWED, Attached
-from gradwire.aggregators.compressed import Compressed
+from gradwire.aggregators.compressed import Compressed, Encoded
+from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
 from gradwire.aggregators.error_feedback import ErrorFeedback
+from gradwire.aggregators.gathered import GlobalTopK, LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import (
     Aggregator,
@@ -27,8 +29,12 @@ __all__ = [
     "Averages",
     "Compressed",
     "Context",
+    "DeepGradientCompression",
     "Dense",
+    "Encoded",
     "ErrorFeedback",
+    "GlobalTopK",
+    "LWTopK",
     "Observation",
     "PowerSGD",
     "Rounds",

@@ -1,98 +1,190 @@
-"""ARTopK (ARTOPK Alg. 1, STAR): all ranks send their values at one rank's top-k indices.
+"""ARTopK (ARTOPK Alg. 1): all ranks send their values at one rank's top-k positions.
 
-Per parameter of n values, with k = max(1, floor(density * n)), in step t, of N ranks:
+Per selection over n values, with k = max(1, floor(density * n)), in step t, of N ranks:
 
-    1. the leader, rank t modulo N, selects the indices of its k largest values; broadcast them
-    2. all-reduce the values at these indices
+    "round_robin" (STAR)                        "variance" (VAR), "auto"
+    1. the leader, rank t modulo N, selects     1. every rank selects its k largest values and
+       its k largest values                        all-gathers their squared norm
+                                                2. all know the leader: the largest score
+    2. broadcast the leader's positions         3. all-reduce the leader's positions: bytes, to
+                                                   which the other ranks add zeros
+    3. all-reduce the values there              4. all-reduce the values there
 
-So the payload is compatible with all-reduce: k indices, broadcast once, and k values. The average
-is zero elsewhere; error feedback keeps the rest. A rank whose gradient has non-finite values sends
-NaN at all k indices, so that no rank's average is finite. Payload bytes per rank and step: 4 k of
-indices and 4 k of values; two rounds per scope.
+The score of VAR is the squared norm. That of "auto" (ours) is
+
+    squared norm * (1 + steps since the rank led)
+
+so a rank leads with a frequency that follows its share of the squared norms: ranks with equal norms
+take turns, as in STAR; a rank of much larger norm leads most steps, as in VAR; and none that has
+something to send is left out for ever. There is no threshold to choose. Each rank keeps the steps
+since it led (state "waited"); on another number of ranks, sums of these continue.
+
+A broadcast's root is part of a layout that ranks must prepare: STAR has N of them, one for each
+turn. Leaders that depend on data would be N to the power of the selections in a bucket. So there
+the positions are a sum with one contribution: one layout, for twice a broadcast's bytes.
+
+The average is zero elsewhere. Nothing is lost: the residual keeps the values that are not sent, and
+what fp16 rounds off those that are. A rank whose gradient has non-finite values sends NaN at all
+positions, so that no rank's average is finite, and no state changes.
+
+Payload bytes per rank and step: k v for values of v bytes, k p / 8 + 2 n / B for positions of p
+bits in blocks of B values (log2 B = p; 11.6 bits per value at density 0.01 altogether), and 16 N
+for norms. STAR takes two rounds per scope, the others three.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.protocol import Aggregator, Averages, Context, Steps
-from gradwire.collectives import AllReduce, Broadcast
-from gradwire.errors import ConfigError
+from gradwire.aggregators import selection
+from gradwire.aggregators.checks import check_choice, check_density
+from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
+from gradwire.codecs import Cast
+from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
+
+LEADERS = ("round_robin", "variance", "auto")
+SCOPES = ("layer", "bucket", "model")
+_WAITED = "waited"
+_CODECS = {"fp16": Cast("fp16"), "fp32": None}
 
 
 @dataclass(frozen=True)
 class ARTopK(Aggregator):
-    """All-reduce at the leader's top-k indices; the leader rotates.
+    """All-reduce at the leader's top-k positions.
 
     Args:
         density: the share of values that is sent, above 0 and at most 1.
+        leader: "round_robin" (STAR), "variance" (VAR) or "auto"; see the module.
+        scope: what one selection is over: "layer", each parameter by itself; "bucket", the
+            parameters of a bucket, so that results depend on DDP's bucketing, which differs in the
+            first step after a start; "model", the paper's: all parameters, in the order of their
+            names, after the last bucket of backward.
+        values: how values are sent, "fp16" or "fp32".
+
+    With "variance" and "auto", `metrics` has the leader, and skew: the largest squared norm over
+    the mean of all ranks.
     """
 
     density: float = 0.01
+    leader: str = "round_robin"
+    scope: str = "layer"
+    values: str = "fp16"
 
+    feeds_back = True
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ConfigError(f"density={self.density!r}: give a number above 0 and at most 1")
+        check_density(self, self.density)
+        check_choice(self, "leader", LEADERS)
+        check_choice(self, "scope", SCOPES)
+        check_choice(self, "values", _CODECS)
 
-    def entries(self, numel: int) -> int:
-        """The number of values that are sent, of `numel`."""
-        return min(max(1, math.floor(self.density * numel)), numel)
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        return {_WAITED: StateSpec((1,))} if self.leader == "auto" else {}
+
+    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
+        return range(world_size if self.leader == "round_robin" else 1)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        chosen = []
-        for c in contexts:
-            k, leads = self.entries(c.gradient.numel()), c.step % c.world_size == c.rank
-            top = largest(c.gradient, k) if leads else torch.zeros(k, dtype=torch.int64)
-            chosen.append(top.to(c.gradient.device, torch.int32))
-        yield [
-            Broadcast(top, c.step % c.world_size, of=c)
-            for c, top in zip(contexts, chosen, strict=True)
-        ]
-        indices = [top.long() for top in chosen]
-        mine = [_gathered(c.gradient, at) for c, at in zip(contexts, indices, strict=True)]
-        means = yield [
-            AllReduce(values.clone(), of=c) for c, values in zip(contexts, mine, strict=True)
-        ]
-        return Averages(_scattered(contexts, indices, means), _scattered(contexts, indices, mine))
+        groups = [[c] for c in contexts]
+        if self.scope != "layer":  # DDP's order changes
+            groups = [sorted(contexts, key=lambda c: c.name)]
+        chosen = [_Selection(group, self.density) for group in groups]
+        if self.leader == "round_robin":
+            yield [s.led_by(s.first.step % s.first.world_size) for s in chosen]
+        else:
+            scores = yield [s.score() for s in chosen]
+            yield [
+                s.led_by_best(found, self.leader) for s, found in zip(chosen, scores, strict=True)
+            ]
+        codec = _CODECS[self.values]
+        means = yield [s.values(codec) for s in chosen]
+        for s, mean in zip(chosen, means, strict=True):
+            s.finish(mean)
+        return [c.gradient for c in contexts]
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return self.entries(math.prod(shape)) * (4 + dtype.itemsize)
+        numel, itemsize = math.prod(shape), 2 if self.values == "fp16" else 4
+        positions = selection.packed_nbytes(self.density, numel)
+        return positions + selection.count(self.density, numel) * itemsize
 
     def __str__(self) -> str:
-        return f"artopk(density={self.density:g})"
+        return (
+            f"artopk(density={self.density:g}, leader={self.leader}, scope={self.scope}, "
+            f"values={self.values})"
+        )
 
 
-def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices of the k values of largest magnitude, ascending; ties go to the lower index.
+class _Selection:
+    """One selection over the error-fed gradients of its parameters."""
 
-    Non-finite values count as largest.
-    """
-    if not k:
-        return values.new_empty(0, dtype=torch.int64)
-    size = torch.where(values.isfinite(), values.abs(), torch.inf)
-    threshold = size.kthvalue(size.numel() - k + 1).values
-    above = (size > threshold).nonzero().view(-1)
-    equal = (size == threshold).nonzero().view(-1)[: k - above.numel()]
-    return torch.cat([above, equal]).sort().values
+    def __init__(self, contexts: Sequence[Context], density: float) -> None:
+        self.contexts = contexts
+        self.first = contexts[0]
+        self.density = density
+        fed = [
+            c.gradient.float() if c.residual is None else c.gradient + c.residual for c in contexts
+        ]
+        self.fed = fed[0] if len(fed) == 1 else torch.cat(fed)  # float32[n]
+        self.packed = self.fed.new_empty(0, dtype=torch.uint8)  # the leader's positions
+        self.at = torch.empty(0)  # int64[k], unpacked
+        self.error = self.fed.new_zeros(selection.count(density, self.fed.numel()))
+        self.leader: torch.Tensor | None = None
 
+    def led_by(self, root: int) -> Request:
+        """The broadcast of a known leader's positions."""
+        if self.first.rank == root:
+            self.packed = selection.pack(self.fed, self.density)
+        else:
+            nbytes = selection.packed_nbytes(self.density, self.fed.numel())
+            self.packed = self.fed.new_zeros(nbytes, dtype=torch.uint8)
+        return Broadcast(self.packed, root, of=self.first)
 
-def _gathered(gradient: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The values at the indices `at`; all NaN if any value of the gradient is not finite, so that
-    non-finite values at other indices reach every rank."""
-    return torch.where(gradient.isfinite().all(), gradient[at], torch.nan)
+    def score(self) -> Request:
+        """The all-gather of what the choice of a leader depends on."""
+        self.packed = selection.pack(self.fed, self.density)
+        size = self.fed[self._unpacked()].double().square().sum()
+        waited = self.first.state.get(_WAITED, torch.zeros(1)).to(size)
+        return AllGather(torch.cat([size.view(1), waited]), of=self.first)
 
+    def led_by_best(self, scores: torch.Tensor, leader: str) -> Request:
+        """The all-reduce of the positions of the rank with the largest score."""
+        sizes, waited = scores.view(-1, 2).unbind(1)
+        score = sizes * (1 + waited) if leader == "auto" else sizes
+        # Sorted, since argmax promises no order of equal scores: the lowest rank leads.
+        self.leader = score.sort(descending=True, stable=True).indices[0]
+        self.first.metrics["leader"] = self.leader
+        self.first.metrics["skew"] = sizes.max() / sizes.mean()
+        self.packed *= self.leader == self.first.rank
+        return AllReduce(self.packed, "sum", of=self.first)
 
-def _scattered(
-    contexts: Sequence[Context], indices: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Each parameter's values at its indices, and zero elsewhere."""
-    found = []
-    for c, at, kept in zip(contexts, indices, values, strict=True):
-        found.append(torch.zeros_like(c.gradient).index_copy_(0, at, kept))
-    return found
+    def values(self, codec: Cast | None) -> Request:
+        """The all-reduce of the values at the leader's positions; all NaN if any value of the
+        gradient is not finite, so that those at other positions reach every rank."""
+        self.at = self._unpacked()
+        mine = torch.where(self.fed.isfinite().all(), self.fed[self.at], torch.nan)
+        error = None if codec is None else self.error
+        return AllReduce(mine, "avg", error, codec=codec, of=self.first)
+
+    def finish(self, mean: torch.Tensor) -> None:
+        """Replace gradients by averages, and update state unless a value is not finite."""
+        finite = mean.isfinite().all()
+        lengths = [c.gradient.numel() for c in self.contexts]
+        average = torch.zeros_like(self.fed).index_copy_(0, self.at, mean)
+        left = self.fed.index_copy(0, self.at, self.error)
+        columns = zip(self.contexts, average.split(lengths), left.split(lengths), strict=True)
+        for c, part, rest in columns:
+            c.gradient.copy_(part)
+            if c.residual is not None:
+                torch.where(finite, rest, c.residual, out=c.residual)
+        if self.leader is not None and _WAITED in self.first.state:
+            kept = self.first.state[_WAITED]
+            waited = (kept + 1) * (self.leader != self.first.rank)
+            torch.where(finite, waited, kept, out=kept)
+
+    def _unpacked(self) -> torch.Tensor:
+        return selection.unpack(self.packed, self.density, self.fed.numel())

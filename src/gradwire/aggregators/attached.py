@@ -90,9 +90,9 @@ class Attached:
         self.metrics = {}  # the old one's
         self.keep(kept)
 
-    def for_rehearsal(self, aggregator: Aggregator) -> Attached:
+    def for_rehearsal(self, aggregator: Aggregator, step: int = 0) -> Attached:
         """The same parameter with another aggregator and initial state, for a rehearsal."""
-        return Attached(self.name, self.shape, aggregator, self.keys, self.rotation)
+        return Attached(self.name, self.shape, aggregator, self.keys, self.rotation, step)
 
     def add_owed(self, *parts: torch.Tensor) -> None:
         """Add the owed residual, if any, to a finite gradient, which consists of `parts`."""

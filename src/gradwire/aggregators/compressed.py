@@ -1,4 +1,5 @@
-"""One compressed all-reduce, without state (CGX, HiPress)."""
+"""One compressed all-reduce, without state of its own (CGX, HiPress), per parameter or over the
+whole model."""
 
 from __future__ import annotations
 
@@ -8,26 +9,84 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire import algorithms
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
 
+SCOPES = ("layer", "model")
 
-@dataclass(frozen=True)
-class Compressed(Aggregator):
-    """The average through `codec`: encode, sum on the owner of each chunk, encode the sum."""
+
+class Encoded(Aggregator):
+    """Base class: gradients are averaged by one all-reduce through a codec.
+
+    Attributes:
+        codec: as passed to the all-reduce.
+        algorithm: of the all-reduce; None: the handle's.
+        scope: "layer": each parameter is encoded by itself; "model": all of them as one tensor, in
+            the order of their names, after the last bucket of backward.
+    """
 
     codec: Codec
-
+    algorithm: str | None = None
     feeds_back = True
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        codec = self.codec
-        yield [AllReduce(c.gradient, "avg", c.residual, codec=codec, of=c) for c in contexts]
+        if self.scope == "model":
+            return (yield from self._as_one(contexts))
+        yield [self._request(c.gradient, c.residual, c) for c in contexts]
         return [c.gradient for c in contexts]
+
+    def _as_one(self, given: Sequence[Context]) -> Steps:
+        contexts = sorted(given, key=lambda c: c.name)  # not DDP's order, which changes
+        lengths = [c.gradient.numel() for c in contexts]
+        values = torch.cat([c.gradient for c in contexts])
+        kept = [c.residual for c in contexts if c.residual is not None]
+        residual = torch.cat(kept) if kept else None
+        yield self._request(values, residual, contexts[0])
+        averages = values.split(lengths)
+        for c, average in zip(contexts, averages, strict=True):
+            c.gradient.copy_(average)
+        if residual is not None:
+            for before, after in zip(kept, residual.split(lengths), strict=True):
+                before.copy_(after)
+        return [c.gradient for c in given]
+
+    def _request(
+        self, values: torch.Tensor, residual: torch.Tensor | None, of: Context
+    ) -> AllReduce:
+        codec, algorithm = self.codec, self.algorithm
+        return AllReduce(values, "avg", residual, codec=codec, algorithm=algorithm, of=of)
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return layout(self.codec, dtype).nbytes(math.prod(shape))
 
+
+@dataclass(frozen=True)
+class Compressed(Encoded):
+    """The average through `codec`: encode, sum on the owner of each chunk, encode the sum; or as
+    another algorithm does.
+
+    Args:
+        codec: encodes the values and, in most algorithms, sums of them.
+        algorithm: the name of an all-reduce algorithm for these parameters; None: the handle's.
+            Through "all_gather" no sum is encoded.
+        scope: "layer" or "model"; see `Encoded`.
+    """
+
+    codec: Codec
+    algorithm: str | None = None
+    scope: str = "layer"
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ConfigError(f"{self.codec}: scope={self.scope!r} must be 'layer' or 'model'")
+        if self.algorithm is not None:
+            if not isinstance(self.algorithm, str):
+                raise ConfigError(f"{self.codec}: algorithm={self.algorithm!r}: give a name")
+            algorithms.get(self.algorithm)
+
     def __str__(self) -> str:
-        return str(self.codec)
+        through = "" if self.algorithm is None else f", {self.algorithm}"
+        return f"{self.codec}{through}{', whole model' if self.scope == 'model' else ''}"

@@ -34,11 +34,15 @@ class ErrorFeedback(Aggregator):
     inner: Aggregator
 
     def __post_init__(self) -> None:
-        assert not isinstance(self.inner, ErrorFeedback), "the inner aggregator has error feedback"
+        has = isinstance(self.inner, ErrorFeedback) or self.inner.own_feedback
+        assert not has, "the inner aggregator has error feedback"
 
     @property
     def scope(self) -> str:  # type: ignore[override]
         return self.inner.scope
+
+    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
+        return self.inner.steps_to_rehearse(world_size)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         inner = self.inner.states(shape)

@@ -137,16 +137,32 @@ class Aggregator:
       change it.
 
     Attributes:
-        scope: the parameters that one coroutine gets: "bucket", those of one or more DDP buckets,
-            or "model", all parameters of the aggregator.
+        scope: the parameters that one coroutine gets: "model", all parameters of the aggregator;
+            else those of one or more DDP buckets. "bucket" and "layer" are the same to the engine:
+            an aggregator with a choice says by "layer" that it treats each parameter by itself.
         feeds_back: whether it passes `Context.residual` to its collectives, whose kernels keep the
             error; otherwise `ErrorFeedback` keeps it.
         needs_feedback: whether it requires error feedback.
+        own_feedback: whether it keeps what it does not send by itself, in the state "residual";
+            then `ErrorFeedback` never wraps it.
+        serves_one_rank: whether it runs on a single rank, too, where there is nothing to send.
+        replaces_momentum: whether averages include momentum, so that the optimiser must have none.
     """
 
-    scope: ClassVar[str] = "bucket"
+    scope = "bucket"  # not a ClassVar, which a dataclass would place before an aggregator's fields
     feeds_back: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    own_feedback: ClassVar[bool] = False
+    serves_one_rank: ClassVar[bool] = False
+    replaces_momentum: ClassVar[bool] = False
+
+    def at(self, step: int) -> Aggregator:
+        """The aggregator as it is in a step, where options depend on the step."""
+        return self
+
+    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
+        """Steps whose collectives have all layouts that occur; a new plan prepares them."""
+        return [0]
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """The state of a parameter of `shape`, by name."""

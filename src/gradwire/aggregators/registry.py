@@ -8,7 +8,9 @@ from typing import Any
 from gradwire import codecs
 from gradwire.aggregators.artopk import ARTopK
 from gradwire.aggregators.compressed import Compressed
+from gradwire.aggregators.deepgradient import DeepGradientCompression
 from gradwire.aggregators.dense import Dense
+from gradwire.aggregators.gathered import GlobalTopK, LWTopK
 from gradwire.aggregators.powersgd import PowerSGD
 from gradwire.aggregators.protocol import Aggregator
 from gradwire.aggregators.thc import THC
@@ -23,6 +25,9 @@ REGISTRY: dict[str, type[Aggregator]] = {
     "artopk": ARTopK,
     "topkc": TopKC,
     "thc": THC,
+    "lwtopk": LWTopK,
+    "globaltopk": GlobalTopK,
+    "dgc": DeepGradientCompression,  # of the same name: the codec inside it
 }
 
 Method = str | Codec | Aggregator | None  # how a user says that gradients are averaged
@@ -33,7 +38,8 @@ def get(method: Any, **options: Any) -> Aggregator:
 
     Args:
         method: a `Method`: a name of a codec or of `REGISTRY`, alone or with options
-            ("topk:density=0.05", "qsgd:bits=4:block=64"); a Codec; an Aggregator; or None.
+            ("topk:density=0.05", "qsgd:bits=4:block=64"); a Codec; an Aggregator; or None. A
+            codec's name takes `algorithm` and `scope` of `Compressed`, too.
         options: with a name.
 
     Raises:
@@ -50,7 +56,7 @@ def get(method: Any, **options: Any) -> Aggregator:
         return Dense() if method is None else Compressed(method)
     if not isinstance(method, str):
         check_codec(
-            method, otherwise=f"one of the names {', '.join([*codecs.REGISTRY, *REGISTRY])}"
+            method, otherwise=f"one of the names {', '.join({**codecs.REGISTRY, **REGISTRY})}"
         )
     if method == "none":
         return get(None, **options)
@@ -58,9 +64,10 @@ def get(method: Any, **options: Any) -> Aggregator:
     options = merged(method, parsed, options)
     if name not in REGISTRY:
         if name not in codecs.REGISTRY:
-            known = ", ".join([*codecs.REGISTRY, *REGISTRY])
+            known = ", ".join({**codecs.REGISTRY, **REGISTRY})
             raise ConfigError(f"unknown codec or aggregator {name!r}: use one of {known}")
-        return Compressed(codecs.get(name, **options))
+        own = _own_options(options)
+        return Compressed(codecs.get(name, **options), **own)
     made = REGISTRY[name]
     _check(made, name, options)
     return made(**options)
@@ -73,15 +80,21 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
         ConfigError: it has no such option, or a bad value.
     """
     if isinstance(aggregator, Compressed):
-        codec = aggregator.codec
-        settled = codecs.options(codec)
+        codec, options = aggregator.codec, dict(options)
+        settled, own = codecs.options(codec), _own_options(options)
         for option in options:
             if option not in settled:
                 known = ", ".join(settled) or "none"
                 raise ConfigError(f"{codec} has no option {option!r}: it has {known}")
-        return Compressed(dataclasses.replace(codec, **options))  # type: ignore[type-var]
+        codec = dataclasses.replace(codec, **options)  # type: ignore[type-var]
+        return dataclasses.replace(aggregator, codec=codec, **own)
     _check(type(aggregator), str(aggregator), options)
     return dataclasses.replace(aggregator, **options)
+
+
+def _own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of `Compressed` itself out of a codec's."""
+    return {name: options.pop(name) for name in ("algorithm", "scope") if name in options}
 
 
 def listing() -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -87,8 +88,13 @@ class Rounds:
                 self._before = [gradient.clone() for gradient in self.gradients]
             for member, gradient in zip(self.members, self.gradients, strict=True):
                 member.add_owed(gradient)
-            if world_size > 1:  # with one rank, the gradients are the averages
-                self.active = coroutines(self.members, self.gradients, rank, world_size)
+            members, gradients = self.members, self.gradients
+            if world_size == 1:  # the gradients are the averages
+                serving = [m.aggregator.serves_one_rank for m in members]
+                members = list(compress(members, serving))
+                gradients = list(compress(gradients, serving))
+            if members:
+                self.active = coroutines(members, gradients, rank, world_size)
             if self.observe is not None:
                 self._observed = list(self.active)
                 for context in (c for coroutine in self.active for c in coroutine.contexts):

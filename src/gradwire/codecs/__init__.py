@@ -55,7 +55,7 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
 }
 
 # The names of gradwire.aggregators.registry, which imports this package: named here for an error.
-_AGGREGATORS = ("powersgd", "artopk", "topkc", "thc")
+_AGGREGATORS = ("powersgd", "artopk", "topkc", "thc", "lwtopk", "globaltopk")
 
 __all__ = [
     "DGC",

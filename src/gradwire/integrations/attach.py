@@ -73,8 +73,9 @@ def attach(
         codecs: name pattern -> codec or aggregator, as `codec`; the first match takes precedence
             over all other arguments.
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
-            and add it to the next step's gradient. "powersgd", "artopk" and "topkc" always do. A
-            biased codec (`Codec.biased`: topk, onebit, ...) without it warns once per process.
+            and add it to the next step's gradient. "powersgd", "artopk", "topkc", "lwtopk",
+            "globaltopk" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
+            without it warns once per process.
         seed: of random numbers; not negative, below 2^64.
         algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
             `options`.

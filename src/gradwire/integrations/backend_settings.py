@@ -74,7 +74,7 @@ def _codec(text: str) -> Codec | Aggregator | None:
         method = registry.get(text)
         if isinstance(method, Dense):
             return None
-        if isinstance(method, Compressed):
+        if isinstance(method, Compressed) and method == Compressed(method.codec):
             check_defined(Options().algorithm, method.codec)
             return method.codec
     except ConfigError as error:

@@ -30,10 +30,10 @@ class Split:
 
     @staticmethod
     def of(aggregators: Sequence[Aggregator]) -> Split:
-        scopes = [aggregator.scope for aggregator in aggregators]
+        whole = [aggregator.scope == "model" for aggregator in aggregators]
         by_scope = [
-            tuple(place for place, found in enumerate(scopes) if found == scope)
-            for scope in ("bucket", "model")
+            tuple(place for place, found in enumerate(whole) if found is wanted)
+            for wanted in (False, True)
         ]
         return Split(*by_scope)
 

@@ -21,6 +21,7 @@ from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.metrics import EVERY, Metrics
+from gradwire.integrations.momentum import MomentumGuard
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.summary import expected_all_reduce, summary
@@ -63,6 +64,8 @@ class Handle(Saved):
         self._buckets.backward.watch(model)
         # A module that is deleted without `detach` starts no collective any more.
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
+        self._momentum = MomentumGuard(named)
+        self._momentum.watch(plan)
         self._state: HookState | None = state
         state.reducer = self._buckets
 
@@ -153,6 +156,7 @@ class Handle(Saved):
         """Adopt a new plan, as a pass begins."""
         for planned in self.plan.parameters:
             self._members[planned.name].adopt(planned.aggregator)
+        self._momentum.watch(self.plan)
         retire(self._owner)
 
     def stats(self) -> dict[str, Any]:
@@ -249,8 +253,9 @@ class Handle(Saved):
         return self._metrics.read(totals, self.plan, self._members, layers, every)
 
     def summary(self) -> str:
-        comms, expected = [self._comm], expected_all_reduce(self.plan, self._comm)
-        of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
+        plan = self._plan_now()
+        comms, expected = [self._comm], expected_all_reduce(plan, self._comm)
+        of = plan, self.rank, comms, expected, self.stats(), self.world_size
         return summary("a DDP module" + (" (detached)" if self._state is None else ""), *of)
 
     summary.__doc__ = Saved.summary.__doc__
@@ -266,6 +271,7 @@ class Handle(Saved):
 
     def _detach(self, state: HookState) -> None:
         self._buckets.backward.unwatch()
+        self._momentum.unwatch()
         if state.reducer is self._buckets:
             state.reducer = None
         self._comm.close_owner(self._owner)

@@ -71,6 +71,19 @@ def rehearse(
     owner: Owner, plan: Plan, contents: Sequence[Content], members: Mapping[str, Attached]
 ) -> list[Collective]:
     """Prepare the collectives that `plan` runs in a pass over buckets with these contents."""
+    size = owner.comm.world_size
+    steps = {step for p in plan.parameters for step in p.aggregator.steps_to_rehearse(size)}
+    return [c for step in sorted(steps) for c in _step(owner, plan, contents, members, step)]
+
+
+def _step(
+    owner: Owner,
+    plan: Plan,
+    contents: Sequence[Content],
+    members: Mapping[str, Attached],
+    step: int,
+) -> list[Collective]:
+    """Prepare the collectives of one step."""
     aggregators = {p.name: p.aggregator for p in plan.parameters}
     gather = Gather(plan.coalesce_bytes)
     found = []
@@ -82,7 +95,7 @@ def rehearse(
                 of = contents[share.bucket]
                 for place in share.places:
                     member, numel = of.members[place], of.lengths[place]
-                    scope.append(members[member.name].for_rehearsal(aggregators[member.name]))
+                    scope.append(members[member.name].for_rehearsal(aggregators[member.name], step))
                     gradients.append(torch.zeros(numel, dtype=of.dtype, device=of.device))
             found += rehearsed(owner, scope, gradients, plan.options)
     return found

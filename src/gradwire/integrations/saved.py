@@ -154,10 +154,14 @@ class Saved:
             for t in member.state.values()
         )
 
+    def _plan_now(self) -> Plan:
+        """The plan in force, as the next step runs it."""
+        return self.plan.at({name: member.step for name, member in self._members.items()})
+
     def _facts(self) -> dict[str, dict[str, Any]]:
         """Per parameter: codec or aggregator, numel, payload_bytes, ratio."""
         parameters = {}
-        for p in self.plan.parameters:
+        for p in self._plan_now().parameters:
             raw_payload = p.numel * p.dtype.itemsize
             payload = p.aggregator.payload_bytes(p.shape, p.dtype)
             parameters[p.name] = {

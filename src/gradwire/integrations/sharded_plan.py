@@ -68,7 +68,8 @@ def make_sharded_plan(
     """The plan; raises ConfigError as `make_plan`, and for aggregators other than codecs."""
     plan = make_plan(named, rules, ranks, version=version)
     for p in plan.parameters:
-        if not isinstance(p.inner, (Compressed, Dense)):
+        alone = isinstance(p.inner, Compressed) and p.inner == Compressed(p.inner.codec)
+        if not (alone or isinstance(p.inner, Dense)):
             raise ConfigError(
                 f"parameter {p.name}: FSDP2's reduce-scatter takes a codec, not {p.how}"
             )

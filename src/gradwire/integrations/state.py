@@ -88,8 +88,9 @@ def merge_states(
         for name, tensors in shared.items():
             moved.setdefault(name, {}).update(tensors)
     if world_size == 1:
-        for tensors in moved.values():
-            _owe(tensors)
+        for p in plan.parameters:
+            if p.name in moved and not p.aggregator.own_feedback:
+                _owe(moved[p.name])
     return {**first, "aggregators": moved}
 
 
@@ -166,7 +167,9 @@ def _check_tensors(state: Mapping[str, Any], plan: Plan, ranks: int) -> None:
 
 def _declared(parameter: ParameterPlan, alone: bool) -> dict[str, StateSpec]:
     """The state that a parameter may have; `alone`: with one rank, which drops its residual."""
-    kept = ErrorFeedback(parameter.inner) if alone else parameter.aggregator
+    kept = parameter.aggregator
+    if alone and not kept.own_feedback:
+        kept = ErrorFeedback(parameter.inner)
     return {**kept.states(parameter.shape), OWED: StateSpec((parameter.numel,))}
 
 

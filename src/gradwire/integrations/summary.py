@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradwire import codecs
-from gradwire.aggregators import Aggregator, Compressed, Dense
+from gradwire.aggregators import Aggregator, Compressed, Dense, Encoded
 from gradwire.aggregators.registry import REGISTRY
 from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut
@@ -62,12 +62,36 @@ def expected_all_reduce(plan: Plan, comm: Communicator) -> Expected:
     asks = plan.options.algorithm == "hierarchical" and plan.options.nodes is None
     if asks and comm.opened_topology is None:  # ranks tell each other's machines as a group opens
         return Expected(None, raw_bytes)
-    one_round = [p for p in plan.parameters if isinstance(p.inner, (Compressed, Dense))]
-    specs = [_spec(p, p.numel, p.dtype, AVERAGE) for p in one_round]
-    wire = _wire_bytes(AVERAGE, specs, topology, plan.options) if specs else 0
-    several = [p for p in plan.parameters if not isinstance(p.inner, (Compressed, Dense))]
+    several = [p for p in plan.parameters if not isinstance(p.inner, (Encoded, Dense))]
+    wire = sum(
+        _wire_bytes(AVERAGE, specs, topology, options)
+        for options, specs in _one_round(plan).items()
+    )
     payloads = sum(p.aggregator.payload_bytes(p.shape, p.dtype) for p in several)
     return Expected(wire + round(2 * (ranks - 1) / ranks * payloads), raw_bytes)
+
+
+def _one_round(plan: Plan) -> dict[Options, list[Spec]]:
+    """What is averaged by one collective per bucket, by the options of that collective."""
+    found: dict[Options, list[Spec]] = {}
+    whole: dict[Aggregator, list[ParameterPlan]] = {}
+    for p in plan.parameters:
+        if isinstance(p.inner, Encoded) and p.inner.scope == "model":
+            whole.setdefault(p.inner, []).append(p)
+        elif isinstance(p.inner, (Encoded, Dense)):
+            spec = _spec(p, p.numel, p.dtype, AVERAGE)
+            found.setdefault(_options(p.inner, plan.options), []).append(spec)
+    for inner, together in whole.items():
+        dtype = torch.float32 if len({p.dtype for p in together}) > 1 else together[0].dtype
+        spec = _spec(together[0], sum(p.numel for p in together), dtype, AVERAGE)
+        found.setdefault(_options(inner, plan.options), []).append(spec)
+    return found
+
+
+def _options(aggregator: Aggregator, given: Options) -> Options:
+    """The options of an aggregator's only collective."""
+    algorithm = aggregator.algorithm if isinstance(aggregator, Encoded) else None
+    return given if algorithm in (None, given.algorithm) else given.through(algorithm)
 
 
 def expected_scatter(
@@ -241,7 +265,10 @@ def short(aggregator: Aggregator) -> str:
     """An aggregator as users write it: its name, its first option, and those that are not its
     defaults: "qsgd:bits=4", "qsgd:bits=2:scale=max"."""
     if isinstance(aggregator, Compressed):
-        return _short(codecs.name_of(aggregator.codec), aggregator.codec)
+        name = _short(codecs.name_of(aggregator.codec), aggregator.codec)
+        own = {"algorithm": aggregator.algorithm, "scope": aggregator.scope}
+        default = {"algorithm": None, "scope": "layer"}
+        return ":".join([name, *(f"{k}={v}" for k, v in own.items() if v != default[k])])
     if aggregator == Dense():
         return "none"
     names = {made: name for name, made in REGISTRY.items()}

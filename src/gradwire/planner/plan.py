@@ -7,12 +7,12 @@ Codecs, and all aggregators but `Dense`, take fp32, fp16 and bf16. A parameter o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.aggregators import Aggregator, Compressed, Dense, ErrorFeedback
+from gradwire.aggregators import Aggregator, Dense, Encoded, ErrorFeedback
 from gradwire.collectives import Options, check_defined, check_feedback
 from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
@@ -44,7 +44,7 @@ class ParameterPlan:
     @property
     def feedback(self) -> bool:
         """Whether error feedback keeps a residual."""
-        return isinstance(self.aggregator, ErrorFeedback)
+        return isinstance(self.aggregator, ErrorFeedback) or self.aggregator.own_feedback
 
     @property
     def inner(self) -> Aggregator:
@@ -56,7 +56,7 @@ class ParameterPlan:
     @property
     def codec(self) -> Codec | None:
         """The codec, if the aggregator does nothing but encode the gradient with one; else None."""
-        return self.inner.codec if isinstance(self.inner, Compressed) else None
+        return self.inner.codec if isinstance(self.inner, Encoded) else None
 
     @property
     def how(self) -> str:
@@ -101,6 +101,13 @@ class Plan:
             *map(str, self.parameters),
         ]
 
+    def at(self, steps: Mapping[str, int]) -> Plan:
+        """The plan as it is in these steps, by parameter: see `Aggregator.at`."""
+        parameters = [
+            replace(p, aggregator=p.aggregator.at(steps[p.name])) for p in self.parameters
+        ]
+        return replace(self, parameters=tuple(parameters))
+
 
 def make_plan(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
@@ -138,17 +145,18 @@ def make_plan(
             chosen = Dense()
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
         # A single rank sends nothing, so there is no error to keep.
-        if wrapped and world_size > 1 and not isinstance(chosen, ErrorFeedback):
+        has = isinstance(chosen, ErrorFeedback) or chosen.own_feedback
+        if wrapped and world_size > 1 and not has:
             chosen = ErrorFeedback(chosen)
         chosen = unique.setdefault(chosen, chosen)
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
         planned.append(ParameterPlan(known[0], shape, parameter.dtype, chosen, turn))
     for one in {p.aggregator: p for p in planned}.values():
         one.inner.check_ranks(world_size)
-        if one.codec is not None:
-            check_defined(options.algorithm, one.codec)
+        if isinstance(one.inner, Encoded):
+            check_defined(one.inner.algorithm or options.algorithm, one.inner.codec)
             if one.feedback:
-                check_feedback(one.codec)
+                check_feedback(one.inner.codec)
     return Plan(version, rules, options, coalesce_bytes, tuple(planned))
 
 

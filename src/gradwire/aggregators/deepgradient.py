@@ -1,0 +1,188 @@
+"""Deep gradient compression, whole (Lin et al. 2018; HIPRESS evaluates its codec, `DGC`, alone).
+
+Per parameter, with the gradient g, velocity u, residual r (both zero at first), and N ranks:
+
+    1. g = g * min(1, clip / (sqrt(N) * norm of this rank's gradients))   local clipping
+    2. u = momentum * u + g;  r = r + u                                   momentum correction
+    3. send the largest values of r (codec DGC) to all ranks;  r = r - sent
+    4. u = 0 where a value was sent                                       momentum factor masking
+    5. average = sum of what all ranks sent / N
+
+So what is sent late was accumulated with the momentum that it would have had. Over all ranks,
+nothing is lost: sum of u + sum of r before = N * average + sum of r after.
+
+Warm-up: the density falls from 1/4 to 1/16, 1/64, ... to `density` in stages of equal length during
+the first `warmup` steps after attach (the paper: four epochs), since gradients change fastest then.
+The first step of each stage compiles its kernels. `handle.stats()["parameters"]` and
+`handle.summary()` tell the bytes of the present stage, `wire_bytes` what was sent in all.
+
+Payload bytes per rank and step: those of codec DGC at that density, about k (v + p / 8) + 2 n / B
+for k = density * n, v bytes per value and p bits per position in a block of B values; they go to
+N - 1 ranks, in one round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregators.checks import check_density, check_number
+from gradwire.aggregators.compressed import Encoded
+from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.aggregators.protocol import Averages, Context, StateSpec, Steps
+from gradwire.codecs import DGC
+from gradwire.collectives import AllReduce
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+
+VELOCITY = "velocity"
+_SHRINKS = 4  # from one stage of the warm-up to the next
+_STEPS = 1 << 32  # steps of one handle; the bits above number a module's handles
+
+
+@dataclass(frozen=True)
+class DeepGradientCompression(Encoded):
+    """Sparse all-gather with momentum correction, local clipping, factor masking and warm-up.
+
+    It takes the place of the optimiser's momentum: use SGD(momentum=0) and give the momentum here.
+    An optimiser that has momentum for these parameters nevertheless is refused with a ConfigError
+    at its first step. Weight decay of SGD then no longer passes through momentum: what was d is
+    d / (1 - momentum) now.
+
+    Under Adam and AdamW use momentum=0: these average and normalise gradients by themselves, and
+    the method is accumulation alone, that is error feedback, with clipping and warm-up. With
+    momentum here, an Adam needs betas=(0.0, ...).
+
+    Args:
+        density: the share of values that each rank sends after the warm-up, above 0 and at most 1.
+        momentum: m above, at least 0 and below 1.
+        clip: the largest norm of the average of all gradients, before momentum; replaces
+            clip_grad_norm_. A rank clips its own gradients to clip / sqrt(N) before it accumulates
+            them. The norm is that of all parameters of this aggregator, so nothing is sent before
+            backward ends. With a GradScaler, it is of scaled gradients. None: no clipping.
+        warmup: steps after attach with larger densities; 0: none.
+        values: how values are sent, "fp16" or "fp32".
+
+    A single rank sends nothing; its average is the velocity, plus what a residual owes.
+    """
+
+    density: float = 0.001
+    momentum: float = 0.9
+    clip: float | None = None
+    warmup: int = 0
+    values: str = "fp16"
+
+    algorithm = "all_gather"
+    own_feedback = True
+    serves_one_rank = True
+
+    def __post_init__(self) -> None:
+        check_density(self, self.density)
+        check_number(self, "momentum", least=0, below=1)
+        if self.clip is not None:
+            check_number(self, "clip", least=0)
+            if self.clip == 0:
+                raise ConfigError(
+                    f"{type(self).__name__}: clip=0 clips everything: give a larger norm, or None "
+                    "for no clipping"
+                )
+        if type(self.warmup) is not int or self.warmup < 0:
+            raise ConfigError(
+                f"{type(self).__name__}: warmup={self.warmup!r} must be a number of steps: use 0 "
+                "for none"
+            )
+        _ = self.codec  # checks `values`
+
+    @property
+    def codec(self) -> Codec:  # type: ignore[override]
+        return DGC(self.density, self.values)
+
+    @property
+    def scope(self) -> str:  # type: ignore[override]
+        return "layer" if self.clip is None else "model"
+
+    @property
+    def replaces_momentum(self) -> bool:  # type: ignore[override]
+        return self.momentum > 0
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        kept = [RESIDUAL, VELOCITY] if self.momentum else [RESIDUAL]
+        return {name: StateSpec((math.prod(shape),)) for name in kept}
+
+    def stages(self) -> list[float]:
+        """The densities of the warm-up."""
+        found, density = [], 1 / _SHRINKS
+        while self.warmup and density > self.density:
+            found.append(density)
+            density /= _SHRINKS
+        return found
+
+    def at(self, step: int) -> DeepGradientCompression:
+        """The aggregator as it is in a step: without warm-up, at that step's density."""
+        stages, step = self.stages(), step % _STEPS
+        density = self.density
+        if stages and step < self.warmup:
+            density = stages[step * len(stages) // self.warmup]
+        return dataclasses.replace(self, density=density, warmup=0)
+
+    def steps_to_rehearse(self, world_size: int) -> Sequence[int]:
+        count = len(self.stages())
+        return [-(-stage * self.warmup // count) for stage in range(count)] + [self.warmup]
+
+    def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        factor = self._clipping(contexts)
+        given = [c.gradient.float() for c in contexts]
+        if factor is not None:
+            given = [g * factor for g in given]
+        moved = [
+            torch.add(g, c.state[VELOCITY], alpha=self.momentum) if self.momentum else g.clone()
+            for c, g in zip(contexts, given, strict=True)
+        ]
+        before = [c.state[RESIDUAL].clone() for c in contexts]
+        # `given` are not needed any more; they are the gradients' own memory if these are fp32.
+        averages = [g.copy_(u) for g, u in zip(given, moved, strict=True)]
+        if contexts[0].world_size > 1:
+            yield [
+                AllReduce(
+                    values, "avg", c.state[RESIDUAL], codec=self.at(c.step).codec,
+                    algorithm=self.algorithm, of=c,
+                )
+                for c, values in zip(contexts, averages, strict=True)
+            ]  # fmt: skip
+        else:
+            for c, average in zip(contexts, averages, strict=True):
+                average += c.state[RESIDUAL]
+                c.state[RESIDUAL].zero_()
+        sent = []
+        for c, u, r, average in zip(contexts, moved, before, averages, strict=True):
+            residual, finite = c.state[RESIDUAL], average.isfinite().all()
+            sent.append(torch.add(r, u).sub_(residual))
+            torch.where(finite, residual, r, out=residual)
+            if self.momentum:
+                if c.world_size > 1:
+                    u *= sent[-1] == 0
+                torch.where(finite, u, c.state[VELOCITY], out=c.state[VELOCITY])
+        return Averages(averages, sent)
+
+    def _clipping(self, contexts: Sequence[Context]) -> torch.Tensor | None:
+        """The factor by which this rank clips its gradients; None: it does not."""
+        if self.clip is None:
+            return None
+        ordered = sorted(contexts, key=lambda c: c.name)
+        norms = [torch.linalg.vector_norm(c.gradient, dtype=torch.float64) for c in ordered]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        share = self.clip / math.sqrt(contexts[0].world_size)
+        factor: torch.Tensor = (share / norm).clamp(max=1.0).float()
+        return factor
+
+    def __str__(self) -> str:
+        clip = "" if self.clip is None else f", clip={self.clip:g}"
+        warmup = f", warmup={self.warmup}" if self.warmup else ""
+        return (
+            f"dgc(density={self.density:g}, momentum={self.momentum:g}{clip}{warmup}, "
+            f"values={self.values})"
+        )

@@ -1,0 +1,218 @@
+"""Deep gradient compression: against Lin et al.'s algorithm in float64; its warm-up, its bytes, and
+what happens on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import DeepGradientCompression as Deep
+from gradwire.codecs import DGC
+from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.lang import layout
+from gradwire.planner import Rules, make_plan
+from products import every_pair
+from ranks import as_threads
+
+SHAPES: list[Shape] = [(60, 50), (7,), (11, 20, 3), (0,), ()]
+Tensors = list[torch.Tensor]
+
+
+class Reference:
+    """One rank of Alg. 1 to 4, in float64. It has no sampled threshold: at these densities the
+    sample of a small tensor gives a low one."""
+
+    def __init__(self, made: Deep, ranks: int) -> None:
+        self.made = made
+        self.ranks = ranks
+        self.u = [torch.zeros(math.prod(s)).double() for s in SHAPES]
+        self.r = [torch.zeros(math.prod(s)).double() for s in SHAPES]
+
+    def sent(self, gradients: Tensors, density: float) -> Tensors:
+        """What this rank sends."""
+        given = [g.double().view(-1) for g in gradients]
+        if self.made.clip is not None:
+            norm = torch.cat(given).norm()
+            given = [g * min(1.0, self.made.clip / math.sqrt(self.ranks) / norm) for g in given]
+        found = []
+        for at, g in enumerate(given):
+            self.u[at] = self.made.momentum * self.u[at] + g
+            self.r[at] = self.r[at] + self.u[at]
+            k = min(max(1, math.floor(density * len(g))), len(g))
+            mask = torch.zeros_like(g)
+            order = self.r[at].abs().sort(descending=True, stable=True).indices
+            mask[order[:k]] = 1.0
+            found.append(self.r[at] * mask)
+            self.r[at] = self.r[at] * (1 - mask)
+            self.u[at] = self.u[at] * (1 - mask)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "density", "momentum", "clip", "warmup", "dtype"),
+    every_pair(
+        [2, 3, 5, 8],
+        [0.1, 0.02, 0.05],
+        [0.9, 0.0, 0.5],
+        [None, 4.0],
+        [0, 4],
+        [torch.float32, torch.float16],
+    ),
+)
+def test_it_is_the_algorithm(
+    ranks: int,
+    density: float,
+    momentum: float,
+    clip: float | None,
+    warmup: int,
+    dtype: torch.dtype,
+) -> None:
+    made, steps = Deep(density, momentum, clip, warmup, "fp32"), 7
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, made)
+        found = []
+        for step in range(steps):
+            averages = mine.average(drawn(SHAPES, comm.rank, step, dtype))
+            found.append((averages, mine.states(), mine.states("velocity")))
+        return found
+
+    found = as_threads(ranks, body)
+    models = [Reference(made, ranks) for _ in range(ranks)]
+    eps = max(torch.finfo(dtype).eps, 1e-5)
+    close = {"rtol": eps, "atol": eps}
+    for step in range(steps):
+        now = made.at(step).density
+        sent = [
+            model.sent(drawn(SHAPES, rank, step, dtype), now) for rank, model in enumerate(models)
+        ]
+        for at in range(len(SHAPES)):
+            average = found[0][step][0][at].double().view(-1)
+            assert all(torch.equal(mine[step][0][at], found[0][step][0][at]) for mine in found)
+            expected = torch.stack([one[at] for one in sent]).mean(0)
+            torch.testing.assert_close(average, expected, **close)
+            for mine, model in zip(found, models, strict=True):
+                torch.testing.assert_close(mine[step][1][at].double(), model.r[at], **close)
+                if momentum:
+                    torch.testing.assert_close(mine[step][2][at].double(), model.u[at], **close)
+
+
+@pytest.mark.parametrize(("ranks", "momentum"), every_pair([2, 3, 5, 8], [0.9, 0.0]))
+def test_nothing_is_lost(ranks: int, momentum: float) -> None:
+    """With fp16 values: momentum * u + gradients + residuals before == N * average + after."""
+
+    def body(comm: Communicator) -> list[Any]:
+        mine, found = Parameters(comm, SHAPES, Deep(0.05, momentum)), []
+        for step in range(4):
+            gradients = drawn(SHAPES, comm.rank, step)
+            before = mine.states("velocity"), mine.states()
+            found.append((gradients, *before, mine.average(gradients), mine.states()))
+        return found
+
+    found = as_threads(ranks, body)
+    for step in range(4):
+        for at in range(len(SHAPES)):
+            g, u, before, after = (
+                sum(mine[step][i][at].double().view(-1) for mine in found) for i in (0, 1, 2, 4)
+            )
+            average = found[0][step][3][at].double().view(-1)
+            torch.testing.assert_close(
+                ranks * average + after, momentum * u + g + before, rtol=0, atol=ranks * 5e-6
+            )
+
+
+def test_densities_of_the_warm_up_and_their_bytes() -> None:
+    made = Deep(0.001, warmup=10)
+    assert made.stages() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+    densities = [made.at(step).density for step in range(12)]
+    assert densities == [
+        *([1 / 4] * 3), *([1 / 16] * 2), *([1 / 64] * 3), *([1 / 256] * 2), 0.001, 0.001
+    ]  # fmt: skip
+    assert [made.at((3 << 32) + step).density for step in range(12)] == densities
+    assert Deep(0.25, warmup=10).stages() == Deep(0.01).stages() == []
+    first = [densities.index(density) for density in dict.fromkeys(densities)]
+    assert list(made.steps_to_rehearse(4)) == first
+    shape, ranks = (100, 300), 3
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, [shape], made)
+        for step in range(12):
+            mine.average(drawn([shape], comm.rank, step))
+        return [sum(o.wire_bytes for o in outcomes) for outcomes in mine.outcomes]
+
+    for sent in as_threads(ranks, body):
+        for nbytes, density in zip(sent, densities, strict=True):
+            told = made.at(densities.index(density)).payload_bytes(shape, torch.float32)
+            assert told == layout(DGC(density)).nbytes(math.prod(shape))
+            # The threshold is sampled, so fewer values may be sent; a table has 16 bytes.
+            most = (ranks - 1) * (told + HEADER_BYTES + 32)
+            assert 0.8 * (ranks - 1) * told <= nbytes <= most
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("clip", [None, 2.0])
+def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
+    bad: float, clip: float | None
+) -> None:
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, SHAPES, Deep(0.05, clip=clip))
+        for step in range(2):
+            mine.average(drawn(SHAPES, comm.rank, step))
+        before, gradients = mine.states() + mine.states("velocity"), drawn(SHAPES, comm.rank, 2)
+        if comm.rank == 1:
+            gradients[0][3, 4] = bad
+        averages = mine.average(gradients)
+        after = mine.states() + mine.states("velocity")
+        assert not averages[0].isfinite().all()
+        assert torch.equal(before[0], after[0])
+        assert torch.equal(before[len(SHAPES)], after[len(SHAPES)])
+        assert all(kept.isfinite().all() for kept in after)
+        mine.average(drawn(SHAPES, comm.rank, 3))
+        assert not torch.equal(mine.states()[0], after[0])
+
+    as_threads(3, body)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_one_rank_alone_has_momentum(momentum: float) -> None:
+    def body(comm: Communicator) -> None:
+        mine, u = Parameters(comm, [(5, 6)], Deep(0.01, momentum)), torch.zeros(5, 6)
+        for step in range(4):
+            (g,) = drawn([(5, 6)], 0, step)
+            u = momentum * u + g
+            torch.testing.assert_close(mine.average([g])[0], u)
+        assert not mine.outcomes[-1]
+
+    as_threads(1, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_wraps_no_error_feedback_around_it(ranks: int) -> None:
+    rules = Rules().changed({"density": 0.01}, codec="dgc", error_feedback=True)
+    (planned,) = make_plan([("w", torch.zeros(3, 4))], rules, ranks).parameters
+    assert planned.aggregator == Deep(0.01)
+    assert planned.feedback
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, "density=0 must be above 0 and at most 1: use 1e-06 or more"),
+        ({"density": 7}, "density=7 must be above 0 and at most 1: use 1$"),
+        ({"momentum": 1}, "momentum=1 must be at least 0 and below 1"),
+        ({"momentum": -0.1}, "momentum=-0.1 must be at least 0 and below 1: use 0"),
+        ({"clip": 0}, "clip=0 clips everything"),
+        ({"clip": "no"}, "clip='no' must be at least 0"),
+        ({"warmup": -1}, "warmup=-1 must be a number of steps: use 0"),
+        ({"warmup": 1.5}, "warmup=1.5 must be a number of steps"),
+        ({"values": "fp8"}, "values='fp8'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gw.ConfigError, match=message):
+        Deep(**options)

@@ -1,0 +1,194 @@
+"""Exact top-k by all-gather, per layer and over the whole model: against a reference in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from averaging import Parameters, Shape, drawn
+from gradwire.aggregators import (
+    Aggregator,
+    ARTopK,
+    Compressed,
+    ErrorFeedback,
+    GlobalTopK,
+    LWTopK,
+    registry,
+)
+from gradwire.codecs import HardThreshold, MSTopK, RandomK
+from gradwire.engine import HEADER_BYTES, Communicator
+from gradwire.lang import layout
+from products import every_pair
+from ranks import as_threads
+
+SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (700,), (0,), ()]
+
+
+def whole(rank: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Small whole numbers, which fp16 holds, with many ties."""
+    return [(3 * g).round().to(dtype) for g in drawn(SHAPES, rank, step)]
+
+
+def sparse(values: torch.Tensor, density: float) -> torch.Tensor:
+    """The largest values, of equal ones the first; zero elsewhere."""
+    k = min(max(1, math.floor(density * len(values))), len(values))
+    at = values.abs().sort(descending=True, stable=True).indices[:k]
+    return torch.zeros_like(values).index_copy_(0, at, values[at])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "density", "dtype", "made"),
+    every_pair(
+        [2, 3, 5, 8],
+        [0.1, 0.01, 0.001, 1],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [LWTopK, GlobalTopK],
+    ),
+)
+def test_it_is_exact_top_k_with_error_feedback(
+    ranks: int, density: float, dtype: torch.dtype, made: type[Aggregator]
+) -> None:
+    steps = 5
+    data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(made(density)))
+        return [(mine.average(data[step][comm.rank]), mine.states()) for step in range(steps)]
+
+    found = as_threads(ranks, body)
+    lengths = [math.prod(shape) for shape in SHAPES]
+    kept = [torch.zeros(sum(lengths)).double()] * ranks
+    eps = max(torch.finfo(dtype).eps, 1e-6)
+    for step in range(steps):
+        sent = []
+        for rank in range(ranks):
+            fed = torch.cat([g.double().view(-1) for g in data[step][rank]]) + kept[rank]
+            parts = [fed] if made is GlobalTopK else fed.split(lengths)
+            sent.append(torch.cat([sparse(part, density) for part in parts]))
+            kept[rank] = fed - sent[rank]
+        means = torch.stack(sent).mean(0).split(lengths)
+        for at, expected in enumerate(means):
+            average = found[0][step][0][at].view(-1)
+            assert all(torch.equal(mine[step][0][at].view(-1), average) for mine in found)
+            torch.testing.assert_close(average.double(), expected, rtol=eps, atol=0)
+        for mine, rest in zip(found, kept, strict=True):
+            assert torch.equal(torch.cat(mine[step][1]).double(), rest)
+
+
+ALSO: dict[str, Aggregator] = {
+    "lwtopk": LWTopK(0.05),
+    "globaltopk": GlobalTopK(0.05),
+    "mstopk": Compressed(MSTopK(0.05), "all_gather", "model"),
+    "hardthreshold": Compressed(HardThreshold(1.5, 0.2), "all_gather"),
+    "artopk": ARTopK(0.05, scope="model"),
+}
+
+
+@pytest.mark.parametrize(("case", "ranks"), every_pair(ALSO, [2, 3, 5, 8]))
+def test_law_2_and_the_order_of_parameters_has_no_effect(case: str, ranks: int) -> None:
+    """Gradients of any values, which fp16 rounds: what it rounds off is kept. The first are whole
+    numbers, so the order decides among equal ones."""
+
+    def body(comm: Communicator) -> list[Any]:
+        found = []
+        for order in ([0, 1, 2, 3, 4, 5, 6], [4, 2, 6, 0, 3, 5, 1]):
+            mine, rows = Parameters(comm, SHAPES, ErrorFeedback(ALSO[case])), []
+            for step in range(3):
+                gradients, before = drawn(SHAPES, comm.rank, step), mine.states()
+                if step == 0:
+                    gradients = whole(comm.rank, step, torch.float32)
+                rows.append((gradients, before, mine.average(gradients, [order]), mine.states()))
+            found.append(rows)
+        for row, other in zip(*found, strict=True):
+            for part, same in zip(row[1:], other[1:], strict=True):
+                assert all(map(torch.equal, part, same))
+        return found[0]
+
+    found = as_threads(ranks, body)
+    for step in range(3):
+        for at in range(len(SHAPES)):
+            average = found[0][step][2][at]
+            assert all(torch.equal(mine[step][2][at], average) for mine in found)
+            g, before, after = (
+                sum(mine[step][i][at].double().view(-1) for mine in found) for i in (0, 1, 3)
+            )
+            torch.testing.assert_close(
+                ranks * average.double().view(-1) + after, g + before, rtol=0, atol=ranks * 3e-6
+            )
+
+
+@pytest.mark.parametrize(("made", "ranks"), every_pair([LWTopK, GlobalTopK], [2, 3, 5]))
+def test_bytes_are_those_of_the_formula(made: type[LWTopK], ranks: int) -> None:
+    shapes: list[Shape] = [(60, 80), (33,), (9, 9)]
+    chosen = made(0.02)
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, shapes, ErrorFeedback(chosen))
+        mine.average(drawn(shapes, comm.rank, 0))
+        return [o.wire_bytes for o in mine.outcomes[0]]
+
+    numels = [math.prod(shape) for shape in shapes]
+    whole = [sum(numels)] if made is GlobalTopK else numels
+    aligned = sum(-(-layout(chosen.codec).nbytes(n) // 16) * 16 for n in whole)
+    head = HEADER_BYTES
+    assert as_threads(ranks, body) == [[(ranks - 1) * (aligned + head)]] * ranks
+    told = [chosen.payload_bytes(shape, torch.float32) for shape in shapes]
+    assert told == [layout(chosen.codec).nbytes(n) for n in numels]
+
+
+@pytest.mark.parametrize(("case", "bad"), every_pair(ALSO, [torch.inf, torch.nan]))
+def test_what_is_not_finite_travels_and_state_stays_finite(case: str, bad: float) -> None:
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(ALSO[case]))
+        for step in range(3):
+            gradients = drawn(SHAPES, comm.rank, step)
+            if (comm.rank, step) == (1, 1):
+                gradients[0][3, 4] = bad
+            averages = mine.average(gradients)
+            assert bool(averages[0].isfinite().all()) is (step != 1)
+        assert all(state.isfinite().all() for state in mine.states())
+
+    as_threads(3, body)
+
+
+def test_random_k_is_unbiased_through_all_gather_by_name() -> None:
+    """The mean over many steps is the gradient's, within five standard errors; no index is sent."""
+    made = registry.get("randomk:density=0.1:unbiased=true:algorithm=all_gather")
+    assert made == Compressed(RandomK(0.1, unbiased=True), "all_gather")
+    steps, (gradient,) = 400, drawn([(20, 30)], 0, 0)
+
+    def body(comm: Communicator) -> torch.Tensor:
+        mine = Parameters(comm, [(20, 30)], made)
+        return sum(mine.average([gradient])[0] for _ in range(steps)) / steps
+
+    mean = as_threads(2, body)[0]
+    deviation = gradient.abs() * math.sqrt(9 / steps)  # one of ten, times ten
+    assert ((mean - gradient).abs() <= 5 * deviation + 1e-3 * gradient.abs()).all()
+    assert made.payload_bytes((20, 30), torch.float32) == 2 * 60
+
+
+def test_names_take_algorithm_and_scope_beside_the_options_of_a_codec() -> None:
+    made = registry.get("mstopk:density=0.02:algorithm=all_gather:scope=model")
+    assert made == Compressed(MSTopK(0.02), "all_gather", "model")
+    assert registry.changed(made, {"density": 0.1}) == Compressed(
+        MSTopK(0.1), "all_gather", "model"
+    )
+    assert registry.changed(made, {"scope": "layer"}) == Compressed(MSTopK(0.02), "all_gather")
+    assert str(made).endswith(", all_gather, whole model")
+    with pytest.raises(gw.ConfigError, match="scope='bucket' must be 'layer' or 'model'"):
+        registry.get("topk:scope=bucket")
+    with pytest.raises(gw.ConfigError, match="algorithm"):
+        registry.get("topk:algorithm=no")
+
+
+@pytest.mark.parametrize("made", [LWTopK, GlobalTopK])
+def test_options_are_checked(made: type[LWTopK]) -> None:
+    for density, near in ((0, "use 1e-06 or more"), (2, "use 1$"), ("a", "give a number")):
+        with pytest.raises(gw.ConfigError, match=f"{made.__name__}: density={density!r}.*{near}"):
+            made(density)  # type: ignore[arg-type]
+    with pytest.raises(gw.ConfigError, match="values='fp8'"):
+        made(0.1, "fp8")
