@@ -1,7 +1,7 @@
 """The methods that `bench train` compares: ways for DDP to average gradients.
 
-A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:...`, with or without
-`gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
+A method is named by an entry of `NAMED`, as `torch-powersgd:rank=R`, or spelt out as
+`CODEC:OPTION=VALUE:...`, with or without `gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
 `gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -54,10 +54,12 @@ class Applied:
     Attributes:
         traffic: traffic after the given number of steps.
         remove: gives back what the method holds; the model is not trained after it.
+        handle: of gradwire's methods.
     """
 
     traffic: Callable[[int], Traffic]
     remove: Callable[[], None]
+    handle: gradwire.Handle | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ def parse(text: str) -> Method:
     if text in NAMED:
         return NAMED[text]
     kind, _, rest = text.partition(":")
+    if kind == "torch-powersgd":
+        return _with_rank(text, NAMED[kind])
     if kind.strip() in {*codecs.REGISTRY, *registry.REGISTRY}:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
@@ -159,6 +163,15 @@ def parse(text: str) -> Method:
     if "codec" in options:
         raise ConfigError(f"method {text!r}: option 'codec' is given twice")
     return Method(text, "gradwire", {"codec": codec, **options})
+
+
+def _with_rank(text: str, method: Method) -> Method:
+    """`torch-powersgd:rank=R`."""
+    options = parse_text(text)[1]
+    rank = options.get("rank")
+    if set(options) != {"rank"} or type(rank) is not int or rank < 1:
+        raise ConfigError(f"method {text!r}: torch's hook takes rank=R, a whole number from 1 up")
+    return replace(method, name=text, options=options)
 
 
 def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:
@@ -216,7 +229,7 @@ def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
         stats = handle.stats()
         return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
 
-    return Applied(traffic, handle.detach)
+    return Applied(traffic, handle.detach, handle)
 
 
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:

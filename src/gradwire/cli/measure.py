@@ -1,4 +1,4 @@
-"""`gradwire bench`: kernels, collectives, transports, a bucket's profile, training."""
+"""`gradwire bench`: kernels, collectives, aggregators, transports, a bucket's profile, training."""
 
 from __future__ import annotations
 
@@ -65,6 +65,28 @@ def bench_collectives(
                 ranks, net, chosen, codecs, numel, quick, per_node, advance
             ),
             columns,
+        )
+
+
+@bench.command("aggregators")
+def bench_aggregators(
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Comma-separated; by default a sweep of ranks.")
+    ] = None,
+    task: Annotated[str, typer.Option("--task", help="Whose gradients: gpt or image.")] = "gpt",
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """CPU time and memory of aggregators, against a copy of the gradients."""
+    from gradwire.bench import aggregators
+
+    chosen = names("--methods", methods)
+    columns = ["method", "ms_per_million", "of_limit", "orthogonal_share", "rounds", "wire_bytes"]
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
+            [*columns, "state_bytes_per_value"],
         )
 
 
