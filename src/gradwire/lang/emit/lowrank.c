@@ -13,6 +13,7 @@ int omp_get_thread_num(void);
 
 typedef float V __attribute__((vector_size(64)));
 typedef float U __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t I __attribute__((vector_size(64)));
 typedef double D __attribute__((vector_size(64)));
 typedef double E __attribute__((vector_size(64), aligned(8), may_alias));
 
@@ -31,6 +32,18 @@ typedef struct {
   int32_t r, kept; /* kept: whether the average is finite, so that residual and basis change */
 } Matrix;
 
+/* Keep a vector in its register: gcc 12 would load it again for each product. */
+#ifdef __AVX512F__
+#define KEEP(v) __asm__("" : "+v"(v))
+#else
+#define KEEP(v)
+#endif
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
+#endif
+
 #define MINE(counter) ((counter)++ % team == me)
 #define TEAM                                  \
   const int team = omp_get_num_threads();     \
@@ -45,10 +58,8 @@ static void scale(const Matrix *a) {
   for (int k = 0; k < r; k++) {
     float *row = a->start + k * m;
     float most = 0;
-    for (int64_t j = 0; j < m; j++) {
-      row[j] = a->basis[j * r + k];
-      most = fmaxf(most, fabsf(row[j]));
-    }
+    for (int64_t j = 0; j < m; j++) row[j] = a->basis[j * r + k];
+    for (int64_t j = 0; j < m; j++) most = fabsf(row[j]) > most ? fabsf(row[j]) : most;
     if (most == 0 || !isfinite(most)) continue;
     int exponent;
     frexpf(most, &exponent);
@@ -59,35 +70,58 @@ static void scale(const Matrix *a) {
   }
 }
 
-static float total(V v) {
-  for (int half = W / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) v[l] = v[l] + v[l + half];
-  return v[0];
+/* Half of the lanes of each sum in `a`, plus the other half; then the same of `b`. */
+#define FOLD(a, b, low, high) (SHUFFLE(a, b, low) + SHUFFLE(a, b, high))
+#define LIST(...) __VA_ARGS__
+
+/* The sums of the lanes of 16 vectors, each in the same order. */
+static inline V totals(const V s[16]) {
+  V a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    a[i] = FOLD(s[2 * i], s[2 * i + 1],
+                LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    b[i] = FOLD(a[2 * i], a[2 * i + 1],
+                LIST(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                LIST(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    c[i] = FOLD(b[2 * i], b[2 * i + 1],
+                LIST(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29),
+                LIST(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31));
+  return FOLD(c[0], c[1], LIST(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+              LIST(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
 /* The products of 4 rows of M and 4 columns of Q. */
 static void dot4(const float *const x[4], const float *const y[4], int64_t m, float out[4][4]) {
-  V s[4][4];
+  V s[16];
   memset(s, 0, sizeof s);
   const int64_t whole = m / W * W;
   for (int64_t j = 0; j < whole; j += W) {
-    const V y0 = *(const U *)(y[0] + j), y1 = *(const U *)(y[1] + j);
-    const V y2 = *(const U *)(y[2] + j), y3 = *(const U *)(y[3] + j);
+    V y0 = *(const U *)(y[0] + j), y1 = *(const U *)(y[1] + j);
+    V y2 = *(const U *)(y[2] + j), y3 = *(const U *)(y[3] + j);
+    KEEP(y0);
+    KEEP(y1);
+    KEEP(y2);
+    KEEP(y3);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      const V v = *(const U *)(x[i] + j);
-      s[i][0] += v * y0;
-      s[i][1] += v * y1;
-      s[i][2] += v * y2;
-      s[i][3] += v * y3;
+      V v = *(const U *)(x[i] + j);
+      KEEP(v);
+      s[4 * i] += v * y0;
+      s[4 * i + 1] += v * y1;
+      s[4 * i + 2] += v * y2;
+      s[4 * i + 3] += v * y3;
     }
   }
+  *(U *)out = totals(s);
   for (int i = 0; i < 4; i++)
-    for (int k = 0; k < 4; k++) {
-      float sum = total(s[i][k]);
-      for (int64_t j = whole; j < m; j++) sum += x[i][j] * y[k][j];
-      out[i][k] = sum;
-    }
+    for (int k = 0; k < 4; k++)
+      for (int64_t j = whole; j < m; j++) out[i][k] += x[i][j] * y[k][j];
 }
 
 /* M += residual, and P = M Q. */
@@ -103,8 +137,13 @@ static void left_rows(const Matrix *a, int64_t first, int64_t last) {
       for (int64_t j = 0; j < rows * m; j++) g[j] += e[j];
     }
     for (int l = 0; l < 4; l++) x[l] = a->values + (i + (l < rows ? l : 0)) * m;
+    const int64_t ahead = (last - i < 8 ? last - i - 4 : 4) * m; /* values of the next rows */
     for (int k = 0; k < a->r; k += 4) {
       const int columns = a->r - k < 4 ? a->r - k : 4;
+      for (int64_t j = ahead * k / a->r; j < ahead * (k + 4) / a->r && j < ahead; j += W) {
+        __builtin_prefetch(a->values + (i + 4) * m + j, 1, 2);
+        if (a->residual) __builtin_prefetch(a->residual + (i + 4) * m + j, 0, 2);
+      }
       for (int l = 0; l < 4; l++) y[l] = a->start + (k + (l < columns ? l : 0)) * m;
       dot4(x, y, m, out);
       for (int l = 0; l < columns; l++)
@@ -125,8 +164,18 @@ static void right_strip(const Matrix *a, int64_t first, int64_t last, int64_t j,
     memset(s, 0, sizeof s);
     for (int64_t i = first; i < last; i++) {
       const float *x = a->values + i * m + j;
-      const V x0 = *(const U *)x, x1 = *(const U *)(x + W);
-      const V x2 = *(const U *)(x + 2 * W), x3 = *(const U *)(x + 3 * W);
+      V x0 = *(const U *)x, x1 = *(const U *)(x + W);
+      V x2 = *(const U *)(x + 2 * W), x3 = *(const U *)(x + 3 * W);
+      KEEP(x0);
+      KEEP(x1);
+      KEEP(x2);
+      KEEP(x3);
+      if (!k) { /* the next strip, or the next rows */
+        __builtin_prefetch(x + 4 * W, 0, 2);
+        __builtin_prefetch(x + 5 * W, 0, 2);
+        __builtin_prefetch(x + 6 * W, 0, 2);
+        __builtin_prefetch(x + 7 * W, 0, 2);
+      }
 #pragma GCC unroll 4
       for (int l = 0; l < 4; l++) {
         const float f = p[l][i];
@@ -168,8 +217,12 @@ static inline void product4(const Matrix *a, const float *factor, int64_t i, int
   const int64_t n = a->n, m = a->m;
   for (int k = 0; k < a->r; k++) {
     const float *p = a->left + k * n + i, *q = factor + k * m + j;
-    const V q0 = *(const U *)q, q1 = *(const U *)(q + W);
-    const V q2 = *(const U *)(q + 2 * W), q3 = *(const U *)(q + 3 * W);
+    V q0 = *(const U *)q, q1 = *(const U *)(q + W);
+    V q2 = *(const U *)(q + 2 * W), q3 = *(const U *)(q + 3 * W);
+    KEEP(q0);
+    KEEP(q1);
+    KEEP(q2);
+    KEEP(q3);
     if (!k) {
 #pragma GCC unroll 4
       for (int l = 0; l < 4; l++) {
@@ -205,6 +258,11 @@ static void finish_rows(const Matrix *a, int64_t first, int64_t last) {
     if (m - j >= STRIP)
       for (; i + 4 <= last; i += 4) {
         V s[4][4];
+        for (int l = 4; l < 8 && i + l < last; l++)
+          for (int c = 0; c < STRIP; c += W) {
+            __builtin_prefetch(a->values + (i + l) * m + j + c, 1, 2);
+            if (e) __builtin_prefetch(e + (i + l) * m + j + c, 1, 2);
+          }
         if (e) {
           product4(a, a->own, i, j, s);
 #pragma GCC unroll 4
