@@ -75,15 +75,18 @@ def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize(("ranks", "rank", "dtype"), every_pair([2, 3, 5, 8], [1, 2, 4], DTYPES))
-def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rank", "dtype", "orthogonal"),
+    every_pair([2, 3, 5, 8], [1, 2, 4], DTYPES, ["cholesky", "qr"]),
+)
+def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype, orthogonal: str) -> None:
     """Each step starts from the previous state: rounding errors grow over many."""
     shapes, steps = [*MATRICES, *REST], 6
     data = [[drawn(shapes, r, step, dtype) for r in range(ranks)] for step in range(steps)]
 
     def body(comm: Communicator) -> list[Any]:
-        mine = Parameters(comm, shapes, ErrorFeedback(PowerSGD(rank)))
-        found = []
+        aggregator = ErrorFeedback(PowerSGD(rank, orthogonal=orthogonal))
+        mine, found = Parameters(comm, shapes, aggregator), []
         for step in range(steps):
             averages = mine.average(data[step][comm.rank])
             found.append((averages, mine.states(), mine.bases()))
@@ -281,9 +284,9 @@ def test_a_rank_above_a_matrix_is_dense_or_refused() -> None:
 
 
 def test_options_are_read_from_a_name() -> None:
-    made = registry.get("powersgd:rank=3:warm=false:orthogonal=cholesky")
-    assert made == PowerSGD(3, warm=False, orthogonal="cholesky")
-    assert str(made) == "powersgd(rank=3, fresh start, cholesky)"
+    made = registry.get("powersgd:rank=3:warm=false:orthogonal=qr")
+    assert made == PowerSGD(3, warm=False, orthogonal="qr")
+    assert str(made) == "powersgd(rank=3, fresh start, qr)"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -49,7 +49,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang.lowrank import Factored, lowrank, product
 
 _BASIS = "basis"  # Q
-_ORTHOGONAL = ("qr", "cholesky")
+_ORTHOGONAL = ("cholesky", "qr")
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class PowerSGD(Aggregator):
             smaller side is less.
         warm: whether a step starts with the last step's Q; else with random numbers. A fresh start
             needs no Q in memory, and approximates less well.
-        orthogonal: how P's columns become orthonormal, in fp64: "qr" is Gram-Schmidt with
-            reorthogonalisation, "cholesky" a division by the Cholesky factor of P^T P, which takes
-            half the arithmetic (nearly dependent columns take Gram-Schmidt).
+        orthogonal: how P's columns become orthonormal, in fp64: "cholesky" divides by the Cholesky
+            factor of P^T P; "qr" is Gram-Schmidt with reorthogonalisation, twice the arithmetic.
+            Columns that are nearly dependent take Gram-Schmidt in either case.
 
     Raises:
         ConfigError: an option has no legal value.
@@ -72,7 +72,7 @@ class PowerSGD(Aggregator):
 
     rank: int = 2
     warm: bool = True
-    orthogonal: str = "qr"
+    orthogonal: str = "cholesky"
 
     feeds_back = True
     needs_feedback = True
@@ -110,7 +110,7 @@ class PowerSGD(Aggregator):
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         low = [c for c in contexts if self.shrinks(c.shape)]
         rest = [c for c in contexts if not self.shrinks(c.shape)]
-        whole = [_with_residual(c) for c in rest]
+        whole = _with_residuals(rest)
         matrices = self._factored(low)
         steps = lowrank(matrices) if low else None
 
@@ -121,9 +121,7 @@ class PowerSGD(Aggregator):
             *(AllReduce(values, of=c) for c, values in zip(rest, whole, strict=True)),
         ]
         averages = {id(c): values for c, values in zip(rest, whole, strict=True)}
-        for c, values in zip(rest, whole, strict=True):
-            if c.residual is not None:  # all of it is sent, unless the step is skipped
-                c.residual.mul_(~values.isfinite().all())
+        _clear_residuals(rest, whole)
         if steps:
             steps.columns(cheap=self.orthogonal == "cholesky")
             steps.right()
@@ -172,14 +170,34 @@ class PowerSGD(Aggregator):
 
     def __str__(self) -> str:
         fresh = "" if self.warm else ", fresh start"
-        cheap = "" if self.orthogonal == "qr" else f", {self.orthogonal}"
-        return f"powersgd(rank={self.rank}{fresh}{cheap})"
+        how = "" if self.orthogonal == "cholesky" else f", {self.orthogonal}"
+        return f"powersgd(rank={self.rank}{fresh}{how})"
 
 
-def _with_residual(context: Context) -> torch.Tensor:
-    """The gradient in fp32, with the residual."""
-    values = context.gradient.float()
-    return values if context.residual is None else values.add_(context.residual)
+def _with_residuals(contexts: Sequence[Context]) -> list[torch.Tensor]:
+    """The gradients in fp32, with the residuals."""
+    values = [c.gradient.float() for c in contexts]
+    kept = [
+        (v, c.residual) for c, v in zip(contexts, values, strict=True) if c.residual is not None
+    ]
+    if kept:
+        torch._foreach_add_([v for v, _ in kept], [residual for _, residual in kept])
+    return values
+
+
+def _clear_residuals(contexts: Sequence[Context], averages: Sequence[torch.Tensor]) -> None:
+    """Nothing is left of what was sent whole, unless the average is not finite: then the step is
+    skipped."""
+    kept = [
+        (c.residual, average)
+        for c, average in zip(contexts, averages, strict=True)
+        if c.residual is not None
+    ]
+    if kept and not kept[0][0].is_cuda and torch.cat([a for _, a in kept]).isfinite().all():
+        torch._foreach_zero_([residual for residual, _ in kept])
+        return
+    for residual, average in kept:  # without a wait for a GPU
+        residual.mul_(~average.isfinite().all())
 
 
 def _rounded(context: Context, average: torch.Tensor) -> torch.Tensor:

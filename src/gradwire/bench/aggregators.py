@@ -13,11 +13,11 @@ By default the rows are those of the sweep of ranks of UTIL 3.3, PowerSGD beside
 the share of the time that orthogonalisation takes; then all other aggregators at their defaults.
 
 A row: method, task, numel, parameters (how many), seconds (CPU per backward), ms_per_million (of
-values), wall_seconds (of a backward, on this machine, which the ranks share), limit_seconds, of_limit
-(limit_seconds / seconds), orthogonal_share (of seconds, in orthogonalisation; null where a method has
-none), rounds (collectives per backward), wire_bytes (per rank and backward), state_bytes (kept from
-step to step), state_bytes_per_value, peak_extra_bytes (state, and messages in flight; null for
-torch's hook, which does not count it).
+values), wall_seconds (of a backward, on this machine, which the ranks share), limit_seconds,
+of_limit (limit_seconds / seconds), orthogonal_share (of seconds, in orthogonalisation; null where a
+method has none), rounds (collectives per backward), wire_bytes (per rank and backward), state_bytes
+(kept from step to step), state_bytes_per_value, peak_extra_bytes (state, and messages in flight;
+null for torch's hooks, which do not count it).
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def run(
 
 
 def default_methods(ranks: Sequence[int]) -> list[str]:
-    """PowerSGD, both ways to orthogonalise, and torch's hook at each rank; all other aggregators."""
+    """PowerSGD, with both ways to orthogonalise, and torch's hook at each rank; all others."""
     sweep = []
     for rank in ranks:
         ours = f"powersgd:rank={rank}"
-        sweep += [f"torch-powersgd:rank={rank}", ours, f"{ours}:orthogonal=cholesky"]
+        sweep += [f"torch-powersgd:rank={rank}", ours, f"{ours}:orthogonal=qr"]
     return [*sweep, *(name for name in registry.REGISTRY if name != "powersgd")]

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire.bench import methods as method_table
 from gradwire.bench import tasks, workers
 from gradwire.bench.aggregators import Config

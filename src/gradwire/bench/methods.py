@@ -1,8 +1,9 @@
 """The methods that `bench train` compares: ways for DDP to average gradients.
 
 A method is named by an entry of `NAMED`, as `torch-powersgd:rank=R`, or spelt out as
-`CODEC:OPTION=VALUE:...`, with or without `gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
-`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`).
+`CODEC:OPTION=VALUE:...`, with or without `gradwire:` before it. CODEC may be an aggregator; the
+options are those of `gradwire.attach`, of `gradwire.Options` and of the codec
+(`qsgd:bits=2:block=1024:coordinated=true`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;

@@ -104,13 +104,12 @@ class Compiled:
     def __init__(self, matrices: Sequence[Factored]) -> None:
         self._matrices = matrices  # keeps their memory
         self._threads = torch.get_num_threads()
-        self._rows = np.zeros(len(matrices), _ROW)
-        columns = ("values", "residual", "basis", "start", "left", "own", "right")
-        for at, matrix in enumerate(matrices):
-            n, m = matrix.values.shape
-            tensors = [getattr(matrix, name) for name in columns]
-            pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            self._rows[at] = (*pointers, n, m, len(matrix.left), 0)
+        rows = []
+        for a in matrices:
+            residual = 0 if a.residual is None else a.residual.data_ptr()
+            factors = [t.data_ptr() for t in (a.basis, a.start, a.left, a.own, a.right)]
+            rows.append((a.values.data_ptr(), residual, *factors, *a.values.shape, len(a.left), 0))
+        self._rows = np.array(rows, _ROW)
         self._of = self._rows.ctypes.data, len(matrices), self._threads
 
     def left(self) -> None:
