@@ -51,7 +51,7 @@ def test_codec_list_has_a_row_for_each() -> None:
     assert rows["qsgd"]["options"]["bits"] == 4
     assert rows["qsgd"]["kind"] == "codec"
     assert rows["powersgd"]["kind"] == rows["artopk"]["kind"] == "aggregator"
-    assert rows["powersgd"]["options"] == {"rank": 2}
+    assert rows["powersgd"]["options"] == {"rank": 2, "warm": True, "orthogonal": "cholesky"}
 
 
 def test_codec_show_prints_stages() -> None:
