@@ -42,7 +42,6 @@ RIGHT = {  # what looks wrong, and is not
     ("codec build", "--jobs", HUGE),
     ("bench record", "--seed", "0"),
     ("bench record", "--seed", HUGE),
-    ("bench record", "--length", HUGE),
     ("bench record", "--output", "no such folder/file"),  # is made
     ("sim", "--segments", HUGE),  # as many as there are blocks
     ("sim", "--per-node", HUGE),  # all ranks on one node

@@ -51,7 +51,7 @@ def test_codec_list_has_a_row_for_each() -> None:
     assert rows["qsgd"]["options"]["bits"] == 4
     assert rows["qsgd"]["kind"] == "codec"
     assert rows["powersgd"]["kind"] == rows["artopk"]["kind"] == "aggregator"
-    assert rows["powersgd"]["options"] == {"rank": 2}
+    assert rows["powersgd"]["options"] == {"rank": 2, "warm": True, "orthogonal": "cholesky"}
 
 
 def test_codec_show_prints_stages() -> None:
@@ -91,6 +91,8 @@ def test_rows_go_to_a_file_and_a_table_to_people(tmp_path: Path) -> None:
         (["bench", "collectives", "--ranks", "4", "--per-node", "4"], "share one machine"),
         (["bench", "profile", "--numel", "29"], "--numel 29"),
         (["bench", "profile", "--methods", "gradwire:powersgd"], "several collectives"),
+        (["bench", "aggregators", "--ranks", "1"], "one rank sends nothing"),
+        (["bench", "aggregators", "--methods", "powersgd:rank=0"], "rank=0"),
         (["bench", "train", "--nodes", "1"], "one node sends nothing"),
         (["bench", "train", "--seeds", "0,-1"], "seed -1"),
         (["sim", "--model", "1e30"], "1e30"),

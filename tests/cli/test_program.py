@@ -114,6 +114,7 @@ LONG = [
     ["bench", "transports", "--bytes", "64", "--quick"],
     ["bench", "collectives", "--ranks", "2", "--net", "none", "--numel", "1000", "--quick"],
     ["bench", "profile", "--numel", "2000", "--quick"],
+    ["bench", "aggregators", "--task", "image", "--methods", "powersgd", "--quick"],
     ["codec", "build", "--codec", "fp16", "--output", "made", "--isa", "x86-64-v2"],
 ]
 

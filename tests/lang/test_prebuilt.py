@@ -146,6 +146,12 @@ def test_a_series_runs_without_a_compiler(installed: Path) -> None:
     assert torch.equal(payload.view(torch.float32), values)
 
 
+def test_low_rank_products_run_without_a_compiler(installed: Path) -> None:
+    functions, prebuilt_ones = prebuilt.functions(c.lowrank(), c.LOWRANK)
+    assert prebuilt_ones
+    assert set(functions) == set(c.LOWRANK)
+
+
 def test_kernels_that_are_not_prebuilt_are_compiled(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

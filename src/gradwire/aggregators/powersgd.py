@@ -1,25 +1,38 @@
 """PowerSGD (THESIS 2.2.3, UTIL 3.3): a gradient matrix as the product of two thin matrices.
 
-For a parameter of n x m values (all dimensions after the first flattened into m) and rank r:
+For a parameter of n x m values (all dimensions after the first flattened into m, as in torch's
+hook) and rank r:
 
     P = M Q;     all-reduce P;  orthogonalise P's columns
     Q = M^T P;   all-reduce Q;  average = P Q^T
 
-The next step starts from Q (warm start, one power iteration per step). Two rounds per scope,
-whatever the number of layers; matrices of the same shape are orthogonalised in one batch.
-Payload bytes per rank and step: 4 r (n + m). A parameter that would not shrink (r (n + m) >= n m),
-and every vector, is averaged uncompressed in the first round.
+Two rounds per scope, whatever the number of layers. With a warm start the next step begins with Q
+(one power iteration per step); with a fresh start every step draws a new Q, equal on all ranks.
 
-A rank's contribution is P Q^T with its own Q, from before the second all-reduce: the residual is
-the part of its own matrix outside the span of P's columns. (The average in its place would give the
-same sum over ranks, but residuals that grow as long as ranks see different data.)
+Bytes. Payload per rank and step: 4 r (n + m). A parameter that would not shrink (r (n + m) >= n m,
+so also every matrix with a side of r or less), and every vector, is averaged in fp32 in the first
+round: 4 n m bytes.
 
-All ranks must compute bit-identical orthonormal columns and P Q^T. A matrix library does not
-guarantee that: its last bits depend on its number of threads, on a matrix's address, and on the
-batch. So these two, and the contribution, are sums in a fixed order (on a GPU, which must be the
-same model on all ranks, the columns are torch's). The products M Q and M^T P are local to a rank
-and use the library, layer by layer on equally aligned memory, so that bucketing changes no bit of
-them (law 8) as long as the number of threads stays.
+Memory. State: the residual, 4 n m bytes, and with a warm start Q, 4 m r. While a scope is in
+flight: 4 r (n + 2 m), and 4 n m for fp16 and bf16, whose arithmetic is fp32. Orthogonalisation
+takes 8 r (n + 16 + r) for the largest matrix, once per thread.
+
+Error feedback. A rank's contribution is P Q^T with its own Q, from before the second all-reduce:
+the residual is the part of its own matrix outside the span of P's columns. (The average in its
+place would give the same sum over ranks, but residuals that grow as long as ranks see different
+data.) The residual is added, and replaced, in the passes over memory that the products need: per
+fp32 value 12 bytes in M Q, 4 in M^T P and 12 at the end. An average in fp16 or bf16 is rounded; the
+residual of each rank also keeps what rounding lost.
+
+Large scales. GradScaler multiplies gradients by 2^16 and more, and P of a warm start has the square
+of their size. So Q's columns are scaled by powers of two before the product, which changes neither
+their span nor a bit of their mantissas. An average that fp16 cannot hold saturates: if it became
+Inf, GradScaler would skip the step and halve its scale, but not the residual that caused it, and so
+on for ever.
+
+Equal bits. All ranks must compute bit-identical orthonormal columns and averages: see
+gradwire.lang.lowrank. (On a GPU, which must be the same model on all ranks, the columns are
+torch's.)
 """
 
 from __future__ import annotations
@@ -28,36 +41,53 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
+from gradwire.lang.lowrank import Factored, lowrank, product
 
 _BASIS = "basis"  # Q
-_ALIGNED = 16  # alignment of torch's allocator, in fp32 values
-_DEPENDENT = 1e-9  # relative norm of a column's remainder below which it is linearly dependent
+_ORTHOGONAL = ("cholesky", "qr")
 
 
 @dataclass(frozen=True)
 class PowerSGD(Aggregator):
-    """Low-rank averages with a warm start; `ErrorFeedback` keeps the rest.
+    """Low-rank averages; the residual keeps the rest.
 
     Args:
-        rank: columns of P and Q, 1 or more.
+        rank: columns of P and Q, 1 or more. A matrix that would not shrink is averaged dense. It is
+            an error if that is true of every matrix, or if `codecs` gives a rank to a matrix whose
+            smaller side is less.
+        warm: whether a step starts with the last step's Q; else with random numbers. A fresh start
+            needs no Q in memory, and approximates less well.
+        orthogonal: how P's columns become orthonormal, in fp64: "cholesky" divides by the Cholesky
+            factor of P^T P; "qr" is Gram-Schmidt with reorthogonalisation, twice the arithmetic.
+            Columns that are nearly dependent take Gram-Schmidt in either case.
+
+    Raises:
+        ConfigError: an option has no legal value.
     """
 
     rank: int = 2
+    warm: bool = True
+    orthogonal: str = "cholesky"
 
+    feeds_back = True
     needs_feedback = True
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"rank={self.rank!r}: give a whole number of at least 1")
+        if type(self.warm) is not bool:
+            raise ConfigError(f"warm={self.warm!r}: give True or False")
+        if self.orthogonal not in _ORTHOGONAL:
+            known = " or ".join(map(repr, _ORTHOGONAL))
+            raise ConfigError(f"orthogonal={self.orthogonal!r}: use {known}")
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        if not self.shrinks(shape):
+        if not self.warm or not self.shrinks(shape):
             return {}
         columns = math.prod(shape[1:])
         return {_BASIS: StateSpec((columns, self.rank), kind="replicated", start="normal")}
@@ -67,101 +97,118 @@ class PowerSGD(Aggregator):
         columns = math.prod(shape[1:])
         return len(shape) > 1 and self.rank * (shape[0] + columns) < shape[0] * columns
 
+    def impossible(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) < 2:
+            return None
+        n, m = shape[0], math.prod(shape[1:])
+        if self.rank <= min(n, m):
+            return None
+        most = (n * m - 1) // (n + m) if n * m else 0
+        mend = f"the largest rank that shrinks it is {most}" if most else "no rank shrinks it"
+        return f"rank={self.rank} is more than the smaller side of a matrix of {n} x {m}: {mend}"
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         low = [c for c in contexts if self.shrinks(c.shape)]
         rest = [c for c in contexts if not self.shrinks(c.shape)]
-        matrices = [_aligned(c.gradient.float().view(c.shape[0], -1)) for c in low]
-        whole = [c.gradient.clone() for c in rest]
+        whole = _with_residuals(rest)
+        matrices = self._factored(low)
+        steps = lowrank(matrices) if low else None
 
-        p = [m @ _aligned(c.state[_BASIS]) for c, m in zip(low, matrices, strict=True)]
-        yield [*_all_reduces(low, p), *(AllReduce(c.gradient, of=c) for c in rest)]
-        p = orthogonal(p)
-        mine = [m.mT @ columns for m, columns in zip(matrices, p, strict=True)]
-        q = [basis.clone() for basis in mine]
-        if low:
-            yield _all_reduces(low, q)
-        averages = {id(c): c.gradient for c in rest}
-        sent = {id(c): values for c, values in zip(rest, whole, strict=True)}
-        for c, columns, own, basis in zip(low, p, mine, q, strict=True):
-            averages[id(c)] = product(columns, basis).view(-1)
-            sent[id(c)] = product(columns, own).view(-1)
-            kept = c.state[_BASIS]
-            torch.where(basis.isfinite().all(), basis, kept, out=kept)
-        return Averages([averages[id(c)] for c in contexts], [sent[id(c)] for c in contexts])
+        if steps:
+            steps.left()
+        yield [
+            *(AllReduce(a.left.view(-1), of=c) for c, a in zip(low, matrices, strict=True)),
+            *(AllReduce(values, of=c) for c, values in zip(rest, whole, strict=True)),
+        ]
+        averages = {id(c): values for c, values in zip(rest, whole, strict=True)}
+        _clear_residuals(rest, whole)
+        if steps:
+            steps.columns(cheap=self.orthogonal == "cholesky")
+            steps.right()
+            yield [AllReduce(a.right.view(-1), of=c) for c, a in zip(low, matrices, strict=True)]
+            steps.finish()
+        for c, a in zip(low, matrices, strict=True):
+            averages[id(c)] = _rounded(c, a.values.view(-1))
+        found = [averages[id(c)] for c in contexts]
+        if not any(c.observed and c.residual is None for c in low):
+            return found
+        sent = {id(c): product(a.left, a.own).view(-1) for c, a in zip(low, matrices, strict=True)}
+        return Averages(found, [sent.get(id(c), c.gradient) for c in contexts])
+
+    def _factored(self, low: Sequence[Context]) -> list[Factored]:
+        sides = [(c.shape[0], math.prod(c.shape[1:])) for c in low]
+        like = low[0].gradient.device if low else None
+        r, rows, columns = self.rank, [n for n, _ in sides], [m for _, m in sides]
+        left = torch.empty(r * sum(rows), device=like).split([r * n for n in rows])
+        own, right = (
+            torch.empty(r * sum(columns), device=like).split([r * m for m in columns])
+            for _ in range(2)
+        )
+        made = []
+        for at, (c, (n, m)) in enumerate(zip(low, sides, strict=True)):
+            mine = own[at].view(r, m)  # takes M^T P once the scaled basis is not needed
+            values = c.gradient.float().view(n, m)
+            residual = None if c.residual is None else c.residual.view(n, m)
+            made.append(
+                Factored(
+                    values, residual, self._basis(c, m), mine, left[at].view(r, n), mine,
+                    right[at].view(r, m),
+                )
+            )  # fmt: skip
+        return made
+
+    def _basis(self, context: Context, columns: int) -> torch.Tensor:
+        if self.warm:
+            return context.state[_BASIS].contiguous()
+        drawn = torch.randn(columns, self.rank, generator=context.generator())
+        return drawn.to(context.gradient.device)
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         if not self.shrinks(shape):
-            return math.prod(shape) * dtype.itemsize
+            return 4 * math.prod(shape)
         return 4 * self.rank * (shape[0] + math.prod(shape[1:]))
 
     def __str__(self) -> str:
-        return f"powersgd(rank={self.rank})"
+        fresh = "" if self.warm else ", fresh start"
+        how = "" if self.orthogonal == "cholesky" else f", {self.orthogonal}"
+        return f"powersgd(rank={self.rank}{fresh}{how})"
 
 
-def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthonormal columns that span the columns of each matrix [n, r], for n >= r; matrices of the
-    same shape are decomposed in one batch.
+def _with_residuals(contexts: Sequence[Context]) -> list[torch.Tensor]:
+    """The gradients in fp32, with the residuals."""
+    values = [c.gradient.float() for c in contexts]
+    kept = [
+        (v, c.residual) for c, v in zip(contexts, values, strict=True) if c.residual is not None
+    ]
+    if kept:
+        torch._foreach_add_([v for v, _ in kept], [residual for _, residual in kept])
+    return values
 
-    Equal inputs give equal bits on all ranks, whatever the batch. The columns of a non-finite
-    matrix are all NaN.
-    """
-    by_shape: dict[torch.Size, list[int]] = {}
-    for at, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(at)
-    found = list(matrices)
-    for places in by_shape.values():
-        stack = torch.stack([matrices[at] for at in places])
-        finite = stack.isfinite().flatten(1).all(1)[:, None, None]
-        stack = torch.where(finite, stack, 0.0)
-        q = torch.linalg.qr(stack).Q if stack.is_cuda else _gram_schmidt(stack)
-        for at, columns in zip(places, torch.where(finite, q, torch.nan), strict=True):
-            found[at] = columns.clone(memory_format=torch.contiguous_format)
+
+def _clear_residuals(contexts: Sequence[Context], averages: Sequence[torch.Tensor]) -> None:
+    """Nothing is left of what was sent whole, unless the average is not finite: then the step is
+    skipped."""
+    kept = [
+        (c.residual, average)
+        for c, average in zip(contexts, averages, strict=True)
+        if c.residual is not None
+    ]
+    if kept and not kept[0][0].is_cuda and torch.cat([a for _, a in kept]).isfinite().all():
+        torch._foreach_zero_([residual for residual, _ in kept])
+        return
+    for residual, average in kept:  # without a wait for a GPU
+        residual.mul_(~average.isfinite().all())
+
+
+def _rounded(context: Context, average: torch.Tensor) -> torch.Tensor:
+    """An average in the gradient's dtype, saturated; the residual keeps what that loses."""
+    dtype = context.gradient.dtype
+    if dtype == torch.float32:
+        return average
+    largest = torch.finfo(dtype).max
+    saturated = average.clamp(-largest, largest)
+    found = torch.where(average.isfinite(), saturated, average).to(dtype)
+    if context.residual is not None:
+        lost = average - found.float()
+        context.residual.add_(torch.where(average.isfinite(), lost, 0.0))
     return found
-
-
-def _gram_schmidt(stack: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns of matrices [layers, n, r], fp32, by Gram-Schmidt in fp64 with
-    reorthogonalisation. A linearly dependent column is replaced by an axis outside the span of the
-    columns before it."""
-    rows = np.ascontiguousarray(stack.numpy().transpose(0, 2, 1), dtype=np.float64)
-    layers = np.arange(len(rows))
-    for k in range(rows.shape[1]):
-        before, row = rows[:, :k], rows[:, k]
-        size = _lengths(row)
-        _project(row, before)
-        axis = (before * before).sum(1).argmin(-1)
-        dependent = _lengths(row) <= _DEPENDENT * size
-        row[dependent] = 0.0
-        row[layers[dependent], axis[dependent]] = 1.0
-        _project(row, before)
-        row /= _lengths(row)[:, None]
-    return torch.from_numpy(rows.transpose(0, 2, 1)).to(stack.dtype)
-
-
-def _project(row: np.ndarray, before: np.ndarray) -> None:
-    """Subtract from each layer's row its projection on the rows before it."""
-    shares = (before * row[:, None]).sum(-1)
-    row -= (shares[..., None] * before).sum(1)
-
-
-def _lengths(row: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.sqrt((row * row).sum(-1))
-    return found
-
-
-def product(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """P Q^T of [n, r] and [m, r]; equal inputs give equal bits."""
-    found = p[:, :1] * q[:, 0]
-    for k in range(1, p.shape[1]):
-        found += p[:, k : k + 1] * q[:, k]
-    return found
-
-
-def _aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, cloned if its memory is not aligned like a new allocation."""
-    return matrix if matrix.data_ptr() % (4 * _ALIGNED) == 0 else matrix.clone()
-
-
-def _all_reduces(contexts: Sequence[Context], matrices: Sequence[torch.Tensor]) -> list[AllReduce]:
-    """An in-place all-reduce of each layer's matrix."""
-    return [AllReduce(m.view(-1), of=c) for c, m in zip(contexts, matrices, strict=True)]

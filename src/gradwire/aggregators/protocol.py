@@ -82,7 +82,7 @@ class Context:
         step: number of averages of the parameter started before; equal on all ranks.
         state: the tensors that `states` declares, by name. Change them in place, or replace them by
             tensors of the same shape and dtype.
-        residual: for aggregators that pass it to their collectives (`feeds_back`); else None.
+        residual: for aggregators that update it (`feeds_back`); else None.
         observed: whether the sent part is needed, if it is expensive to compute.
         keys: of random numbers, for `generator`.
         metrics: scalars that the aggregator measures, by name, each a tensor of one value: for
@@ -140,8 +140,8 @@ class Aggregator:
         scope: the parameters that one coroutine gets: "model", all parameters of the aggregator;
             else those of one or more DDP buckets. "bucket" and "layer" are the same to the engine:
             an aggregator with a choice says by "layer" that it treats each parameter by itself.
-        feeds_back: whether it passes `Context.residual` to its collectives, whose kernels keep the
-            error; otherwise `ErrorFeedback` keeps it.
+        feeds_back: whether it adds `Context.residual` and keeps the error in it, by passing it to
+            its collectives or by itself; otherwise `ErrorFeedback` does so.
         needs_feedback: whether it requires error feedback.
         own_feedback: whether it keeps what it does not send by itself, in the state "residual";
             then `ErrorFeedback` never wraps it.
@@ -167,6 +167,13 @@ class Aggregator:
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """The state of a parameter of `shape`, by name."""
         return {}
+
+    def impossible(self, shape: tuple[int, ...]) -> str | None:
+        """Why it cannot compress a parameter of `shape`, with the nearest legal option; else None.
+
+        Attaching fails if the user has chosen it for this parameter by name.
+        """
+        return None
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError, with the nearest legal option, if the options do not suit so many

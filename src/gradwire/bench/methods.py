@@ -176,7 +176,7 @@ def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
         stats = handle.stats()
         return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
 
-    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict)
+    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict, handle)
 
 
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:

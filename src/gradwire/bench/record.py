@@ -6,8 +6,7 @@ gradients change as training goes on.
 
 No rank is a process of its own: this one computes the gradients of all ranks in turn, from the
 batches that `bench train` gives them, and takes steps with their exact average in fp32. So the
-gradients are those of uncompressed data-parallel training. The learning rate follows the schedule
-of a run of `length` steps.
+gradients are those of uncompressed data-parallel training.
 
 A row per point: task, at, steps, ranks, numel, loss (mean over ranks and recorded steps),
 gradient_norm (L2 norm of the average, mean over recorded steps), nbytes (of its files), seconds
@@ -35,7 +34,6 @@ from gradwire.errors import ConfigError
 Row = dict[str, Any]
 
 AT = (0, 100, 400)
-LENGTH = 900  # steps of the run whose schedule of learning rates is followed, at least
 QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 64, "heads": 4},
     "image": {"channels": 8, "hidden": 64, "images": 8},
@@ -50,7 +48,6 @@ def run(
     steps: int | None = None,
     ranks: int = 4,
     seed: int = 0,
-    length: int | None = None,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
     advance: Advance | None = None,
@@ -61,7 +58,6 @@ def run(
         output: a folder; it is made, and must not have a recording.
         at: steps at which recording begins, ascending; 0, 100, 400, or 0, 8 if `quick`.
         steps: consecutive steps at each; 8, or 4 if `quick`.
-        length: steps of the run whose schedule is followed; at least 900.
         quick: end within 45 seconds on two idle cores: a small model.
         advance: called with every step.
 
@@ -74,16 +70,13 @@ def run(
     points = tuple(at) if at is not None else ((0, 8) if quick else AT)
     steps = steps if steps is not None else (4 if quick else 8)
     _check(points, steps, ranks, seed)
-    end = points[-1] + steps
-    if length is not None and length < end:
-        raise ConfigError(f"--length {length}: the last recorded step is {end}; give {end} or more")
     model = made.model(seed)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     shapes = tuple((name, tuple(p.shape)) for name, p in named)
     found = Recording(task, options, seed, ranks, points, steps, shapes, here())
     memory.check(f"--ranks {ranks}", 4 * found.numel * (2 * ranks + 6))
     folder = _folder(Path(output), 4 * found.numel * ranks * steps * len(points))
-    yield from _record(found, made, model, folder, max(length or LENGTH, end), advance)
+    yield from _record(found, made, model, folder, advance)
     found.write(folder)
 
 
@@ -92,7 +85,6 @@ def _record(
     task: Task,
     model: torch.nn.Module,
     folder: Path,
-    length: int,
     advance: Advance | None,
 ) -> Iterator[Row]:
     optimizer = task.optimizer(model)
@@ -117,7 +109,7 @@ def _record(
             save(recording.file(folder, point, step - point), ranks)
             losses.append(loss)
             norms.append(float(mean.double().norm()))
-        _take_step(task, optimizer, parameters, mean, step, length)
+        _take_step(task, optimizer, parameters, mean, step)
         if point is not None and step == point + recording.steps - 1:
             yield {
                 "task": recording.task,
@@ -147,7 +139,7 @@ def _gradients(
     """Every rank's gradient of one step, as a vector; the mean of their losses."""
     found, losses = [], 0.0
     for rank in range(recording.ranks):
-        loss = task.loss(model, task.batch(recording.seed, rank, step))
+        loss = task.loss(model, task.batch(recording.seed, rank, step, recording.ranks))
         loss.backward()
         losses += loss.item()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -162,9 +154,8 @@ def _take_step(
     parameters: Sequence[torch.Tensor],
     mean: torch.Tensor,
     step: int,
-    length: int,
 ) -> None:
-    factor = task.learning_rate(step, length)
+    factor = task.learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
     parts = mean.split([p.numel() for p in parameters])

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
+
 Options = dict[str, "int | float | bool | str"]
 
 
@@ -53,12 +55,14 @@ class Applied:
         traffic: traffic after the given number of steps.
         remove: gives back what the method holds; the model is not trained after it.
         state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
+        handle: of gradwire's methods.
     """
 
     traffic: Callable[[int], Traffic]
     remove: Callable[[], None] = _nothing
     state: Callable[[], dict[str, Any]] = _stateless
     load: Callable[[dict[str, Any]], None] = _load_nothing
+    handle: gradwire.Handle | None = None
 
 
 def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:

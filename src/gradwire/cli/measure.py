@@ -1,4 +1,4 @@
-"""`gradwire bench`: kernels, collectives, transports, a bucket's profile, training, errors."""
+"""`gradwire bench`: kernels, collectives, aggregators, transports, a bucket, training, errors."""
 
 from __future__ import annotations
 
@@ -69,6 +69,28 @@ def bench_collectives(
         )
 
 
+@bench.command("aggregators")
+def bench_aggregators(
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Comma-separated; by default a sweep of ranks.")
+    ] = None,
+    task: Annotated[str, typer.Option("--task", help="Whose gradients: gpt or image.")] = "gpt",
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    quick: Quick = False,
+    json_file: Json = None,
+) -> None:
+    """CPU time and memory of aggregators, against a copy of the gradients."""
+    from gradwire.bench import aggregators
+
+    chosen = names("--methods", methods)
+    columns = ["method", "ms_per_million", "of_limit", "orthogonal_share", "rounds", "wire_bytes"]
+    with output(json_file) as out:
+        out.measured(
+            lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
+            [*columns, "state_bytes_per_value"],
+        )
+
+
 @bench.command("transports")
 def bench_transports(
     sizes: Annotated[
@@ -131,10 +153,6 @@ def bench_record(
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
-    length: Annotated[
-        int | None,
-        typer.Option(help="Steps of the run whose learning rates are used; 900 or more."),
-    ] = None,
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -145,7 +163,7 @@ def bench_record(
     with output(json_file) as out:
         out.measured(
             lambda advance: record.run(
-                folder, task, points, steps, ranks, seed, length, quick, advance=advance
+                folder, task, points, steps, ranks, seed, quick, advance=advance
             ),
             ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
         )

@@ -250,7 +250,7 @@ class Handle(Saved):
         """
         totals = self._buckets.totals()
         totals["raw_bytes"] = self._buckets.raw_bytes(totals["gradient_bytes"])
-        return self._metrics.read(totals, self.plan, self._members, layers, every)
+        return self._metrics.read(totals, self._plan_now(), self._members, layers, every)
 
     def summary(self) -> str:
         plan = self._plan_now()

@@ -2,8 +2,9 @@
 
 Every codec with its options and a dtype is one translation unit, compiled with jit's flags and
 those of the level; all units of a level are linked into one library. The library also contains the
-runner of kernel series (emit/series.c), so prebuilt kernels need no compiler for it. File and
-symbol names follow from the sources, so the same sources, compiler and flags give the same bytes.
+runner of kernel series (emit/series.c) and PowerSGD's arithmetic (emit/lowrank.c), which then need
+no compiler. File and symbol names follow from the sources, so the same sources, compiler and flags
+give the same bytes.
 
 The compiler must be gcc: it emits few OpenMP calls, and every runtime that torch may load provides
 them, so the libraries need not name a runtime.
@@ -47,6 +48,9 @@ class Unit:
         """The source with its functions renamed, so that units can share a library."""
         names = [f"#define {name} {prebuilt.symbol(self.digest, name)}" for name in self.names]
         return "\n".join([*names, self.text])
+
+
+_ALWAYS = (Unit("series", c.series(), (RUNNER,)), Unit("lowrank", c.lowrank(), c.LOWRANK))
 
 
 def units(codecs: Iterable[tuple[str, Codec]], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
@@ -110,11 +114,15 @@ def build(
         (scratch / "manifest.c").write_text(_manifest(wanted), "utf-8")
         for unit in wanted:
             (scratch / f"{unit.digest}.c").write_text(unit.renamed, "utf-8")
-        series = Unit("series", c.series(), (RUNNER,))
-        (scratch / "series.c").write_text(series.renamed, "utf-8")
+        for unit in _ALWAYS:
+            (scratch / f"{unit.label}.c").write_text(unit.renamed, "utf-8")
         for level in levels:
             begun = time.perf_counter()
-            stems = ["manifest", "series", *(unit.digest for unit in wanted)]
+            stems = [
+                "manifest",
+                *(unit.label for unit in _ALWAYS),
+                *(unit.digest for unit in wanted),
+            ]
             compile = [compiler, *jit.FLAGS, *level.flags, "-c"]
             pending = [at.submit(jit.run, [*compile, f"{stem}.c"], scratch) for stem in stems]
             try:

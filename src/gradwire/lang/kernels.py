@@ -169,7 +169,7 @@ def kernels(
     if target == "auto":
         reason = _missing(codec, dtype, tuple(forms))
         if reason is not None:
-            _announce(reason)
+            announce(reason)
         target = "c" if reason is None else "eager"
     with compiler_needed():
         made = _made(codec, dtype, target)
@@ -215,7 +215,8 @@ def compiler_needed() -> Iterator[None]:
 
 
 @cache
-def _announce(reason: str) -> None:
+def announce(reason: str) -> None:
+    """Warn, once per reason, that eager kernels are used."""
     warnings.warn(
         f"gradwire: no compiled kernels, using slow eager ones: {reason}",
         RuntimeWarning,

@@ -124,7 +124,8 @@ def make_plan(
 
     Raises:
         ConfigError: a pattern matches nothing, a rule asks for a codec for an unsupported dtype, a
-            codec is not defined in the algorithm or with error feedback, or there is no parameter.
+            codec is not defined in the algorithm or with error feedback, there is no parameter, or
+            an aggregator cannot compress a parameter that `codecs` gives it, or any parameter.
     """
     options = options or Options()
     names: dict[torch.Tensor, list[str]] = {}
@@ -137,12 +138,19 @@ def make_plan(
     rules.check(tuple(known) for known in names.values())
     unique: dict[Aggregator, Aggregator] = {}  # equal aggregators share one object and its rounds
     planned = []
+    refusals: dict[Aggregator, list[str | None]] = {}  # of matrices, by the default aggregator
     for number, (parameter, known) in enumerate(names.items()):
         chosen, rule = rules.choose(tuple(known), parameter.dim())
         if parameter.dtype not in FLOATS and chosen != Dense():
             if rule:
                 raise _no_codec(rule, known[0], parameter)
             chosen = Dense()
+        refusal = chosen.impossible(tuple(parameter.shape))
+        if rule.startswith("codecs") and refusal is not None:
+            raise ConfigError(f"{rule}: parameter {known[0]}: {refusal}")
+        if parameter.dim() > 1 and chosen != Dense():
+            what = None if refusal is None else f"parameter {known[0]}: {refusal}"
+            refusals.setdefault(chosen, []).append(what)
         wrapped = chosen != Dense() and (rules.feedback or chosen.needs_feedback)
         # A single rank sends nothing, so there is no error to keep.
         has = isinstance(chosen, ErrorFeedback) or chosen.own_feedback
@@ -151,6 +159,9 @@ def make_plan(
         chosen = unique.setdefault(chosen, chosen)
         turn, shape = rotation(number, world_size), tuple(parameter.shape)
         planned.append(ParameterPlan(known[0], shape, parameter.dtype, chosen, turn))
+    for found in refusals.values():
+        if all(found):
+            raise ConfigError(f"no parameter can be compressed; {found[0]}")
     for one in {p.aggregator: p for p in planned}.values():
         one.inner.check_ranks(world_size)
         if isinstance(one.inner, Encoded):

@@ -17,6 +17,9 @@ from gradwire.lang.emit.c_nodes import streams
 from gradwire.lang.layout import Layout
 from gradwire.lang.sweeps import Loop, Sweep
 
+# Functions of `lowrank`.
+LOWRANK = ("lowrank_left", "lowrank_columns", "lowrank_right", "lowrank_finish")
+
 
 @lru_cache(maxsize=1)
 def prelude() -> str:
@@ -28,6 +31,12 @@ def prelude() -> str:
 def series() -> str:
     """The source of the function that runs several forms in one call."""
     return _text("series.c")
+
+
+@lru_cache(maxsize=1)
+def lowrank() -> str:
+    """The source of PowerSGD's arithmetic."""
+    return _text("lowrank.c")
 
 
 @lru_cache(maxsize=4)
