@@ -52,7 +52,7 @@ def test_gradients_are_those_of_training(task: str, tmp_path: Path) -> None:
                 mean[name] += p.grad / 2
         for name, p in named.items():
             p.grad = mean[name].float()
-        factor = made.learning_rate(step, record.LENGTH)
+        factor = made.learning_rate(step)
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         optimizer.step()

@@ -39,6 +39,7 @@ BAD = {
 }
 RIGHT = {  # what looks wrong, and is not
     ("bench train", "--steps", HUGE),
+    ("bench train", "--patience", HUGE),
     ("codec build", "--jobs", HUGE),
     ("bench record", "--seed", "0"),
     ("bench record", "--seed", HUGE),
