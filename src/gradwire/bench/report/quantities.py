@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
+from gradwire.errors import ConfigError
+from gradwire.lab import Network
+
 DASH = "–"
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
@@ -73,6 +76,19 @@ def network(net: str) -> str:
     rate, prefix, latency, unit = found.groups()
     prefix, unit = prefix.upper().replace("K", "k"), unit.replace("u", "µ")
     return f"{rate} {prefix}bit/s, {latency} {unit} latency"
+
+
+def rate(net: str) -> float:
+    """The bits per second of a network; infinite for loopback, and where it is not known."""
+    try:
+        return Network.parse(net, emulated=False).rate_bits_per_s
+    except ConfigError:
+        return math.inf
+
+
+def percent_of(share: float | None) -> str:
+    """ "12 %" of 0.12."""
+    return DASH if share is None else f"{digits(100 * share, 2)} %"
 
 
 def percent(ratio: float) -> str:
