@@ -43,7 +43,7 @@ def _section(runs: Sequence[Sequence[Row]]) -> Section:
     places = range(len(runs))
     for part in (places[at : at + _COLUMNS] for at in places[::_COLUMNS]):
         drawn = heat.tiles(
-            [names[place].split(", ") for place in part],
+            [_lines(names[place]) for place in part],
             [heat.TileRow(name, [by_net[place].get(name) for place in part]) for name in methods],
             _TITLE,
         )
@@ -76,6 +76,11 @@ def _name(row: Row, runs: Sequence[Sequence[Row]]) -> str:
     if both:
         told += ", composed" if row.get("composed") else ", whole"
     return told
+
+
+def _lines(name: str) -> list[str]:
+    """A network's name above a column: "300 Mbit/s", "1 ms"."""
+    return [part.removesuffix(" latency").removesuffix(" emulated") for part in name.split(", ")]
 
 
 def _answers(

@@ -126,6 +126,8 @@ def _target(summaries: Sequence[Row]) -> str:
     target, origin = summaries[0]["target"], summaries[0].get("target_from", "given")
     if target is None:
         return f"There is no target loss: it was to come from {origin}."
+    if " at " in origin:
+        return f"The target is a validation loss of {digits(target, 4)}: that of {origin}."
     whose = "as given" if origin == "given" else f"the last loss of {origin}, plus the tolerance"
     return f"The target is a validation loss of {digits(target, 4)}: {whose}."
 
@@ -174,7 +176,7 @@ def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Que
                 [Cell(row["method"]), *(Cell(DASH),) * 2, Cell("for timing only"), Cell(DASH)]
             )
             continue
-        word, clause = _loss_verdict(row, baseline)
+        word, clause = loss_verdict(row, baseline)
         if clause:
             answers.append(f"{row['method']} {clause}.")
         losses = [loss for loss in _losses(row) if loss is not None]
@@ -208,8 +210,8 @@ def _losses(row: Row) -> list[float | None]:
     return row.get("final_loss_by_seed") or [row["final_loss"]]
 
 
-def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
-    """For the table and for the answer."""
+def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
+    """A summary's last loss against fp32's: for a table, and as a clause."""
     if row["final_loss"] is None:
         return "not finite", "ended with a loss that is not finite, with one seed or more"
     if baseline is None or row is baseline or not baseline["final_loss"]:

@@ -60,13 +60,17 @@ def _section(rows: Sequence[Row]) -> Section:
             "Composed: methods trained once, without a network, and their steps were timed on this "
             "one."
         )
-    timing_only = list(dict.fromkeys(row["method"] for row in rows if row.get("timing_only")))
-    told += [f"{method} is for timing only: it does not train the model." for method in timing_only]
-    at_targets = utility.question(evaluations, timing_only)
+    timing_only = {row["method"] for row in rows if row.get("timing_only")}
+    told += [
+        f"{method} is for timing only: it does not train the model, and is in no figure of losses."
+        for method in sorted(timing_only)
+    ]
+    trained = [row for row in evaluations if row["method"] not in timing_only]
+    at_targets = utility.question(trained)
     questions = [
-        learning.time_to_loss(evaluations, summaries),
+        learning.time_to_loss(trained, summaries),
         *([at_targets] if at_targets is not None else []),
-        learning.what_is_learned(evaluations, summaries),
+        learning.what_is_learned(trained, summaries),
     ]
     if summaries:
         questions += [_steps(summaries), breakdown.question(summaries), _bytes(summaries)]

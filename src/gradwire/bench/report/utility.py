@@ -34,8 +34,8 @@ class LossTarget:
     losses: dict[int, float]
 
 
-def question(evaluations: Sequence[Row], timing_only: Sequence[str]) -> Question | None:
-    """None where the rows have no 16-bit baseline or no target."""
+def question(evaluations: Sequence[Row]) -> Question | None:
+    """Of methods that train the model. None where the rows have no 16-bit baseline or no target."""
     runs = _runs(evaluations)
     if not runs or not any(name in runs for name in SIXTEEN_BITS):
         return None
@@ -46,7 +46,7 @@ def question(evaluations: Sequence[Row], timing_only: Sequence[str]) -> Question
     whole = {name: mine for name, mine in runs.items() if mine.keys() >= runs[reference].keys()}
     gaps = longest_gaps(evaluations)
     gains = [
-        judged({name: _times(mine, target) for name, mine in whole.items()}, gaps, timing_only)
+        judged({name: _times(mine, target) for name, mine in whole.items()}, gaps)
         for target in targets
     ]
     headings = ["method"]
@@ -58,7 +58,7 @@ def question(evaluations: Sequence[Row], timing_only: Sequence[str]) -> Question
     answers = [
         f"{name}: {_told([at[name] for at in gains])}."
         for name in whole
-        if name not in (FULL, *SIXTEEN_BITS) and name not in timing_only
+        if name not in (FULL, *SIXTEEN_BITS)
     ]
     told = [f"{name} is not here: it lacks seeds of {reference}." for name in runs.keys() - whole]
     caption = (
