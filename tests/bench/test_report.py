@@ -297,3 +297,11 @@ def test_digits(value: float, text: str) -> None:
 )
 def test_networks(net: str, text: str) -> None:
     assert quantities.network(net) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")],
+)
+def test_ticks_are_short(value: float, text: str) -> None:
+    assert quantities.short(value) == text

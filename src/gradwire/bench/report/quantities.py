@@ -59,10 +59,14 @@ def digits(value: float | None, count: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """`value` for a tick: without trailing zeros, "2.5k", "16M" from a thousand on."""
+    """`value` for a tick: without trailing zeros; "2.5k", "16M" from a thousand on, "1e-4" below a
+    thousandth."""
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.3g}{letter}"
+    if 0 < abs(value) < 1e-3:
+        mantissa, _, power = f"{value:e}".partition("e")
+        return f"{float(mantissa):.3g}e{int(power)}"
     return f"{value:.3g}"
 
 
