@@ -23,6 +23,7 @@ def train_rows(
     spread: float | None = 0.05,
     losses: tuple[float, ...] = (3.0,),
     baseline: tuple[float, ...] | None = None,
+    composed: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of `bench train`: gradwire takes `step` per step, with quartiles `spread` around it, and
     ends with `losses`, one per seed; the others with `baseline`."""
@@ -34,6 +35,7 @@ def train_rows(
     rows: list[dict[str, Any]] = [
         {
             **common,
+            "composed": composed,
             "row": "evaluation",
             "method": method,
             "seed": seed,
@@ -56,6 +58,7 @@ def train_rows(
         rows.append(
             {
                 **common,
+                "composed": composed,
                 "row": "summary",
                 "method": method,
                 "seeds": list(seeds),
@@ -71,6 +74,8 @@ def train_rows(
                 "step_seconds": whole,
                 "step_seconds_quartiles": spread and [whole - spread, whole + spread],
                 "ideal_step_seconds": 0.1,
+                "kernel_seconds": 0.03 if method == METHODS[2] else None,
+                "exposed_seconds": 0.08 if method == METHODS[2] else None,
                 "wire_bytes": 2_350_000_000,
                 "link_bytes": None,
                 "peak_extra_bytes": None,
@@ -79,6 +84,64 @@ def train_rows(
     return rows
 
 
+COMPARED: dict[str, Any] = {
+    "row": "validation",
+    "task": "gpt",
+    "task_options": {},
+    "net": "300mbit,1ms",
+    "ranks": 4,
+    "parameters": 10,
+    "method": "gradwire-qsgd4",
+    "steps": 60,
+    "composed_seconds": 9.8,
+    "whole_seconds": 10.0,
+    "error": -0.02,
+    "composed_time_to_target": 8.0,
+    "whole_time_to_target": 8.1,
+    "composed_final_loss": 3.01,
+    "whole_final_loss": 3.01,
+}
+
+
+def error_row(
+    method: str = "qsgd:bits=4",
+    feedback: bool = False,
+    at: int = 50,
+    nmse: float = 0.014,
+    of_sum: float = 0.015,
+    bits: float = 4.25,
+    layer: str | None = None,
+) -> dict[str, Any]:
+    """A row of `bench error`."""
+    return {
+        "row": "total" if layer is None else "layer", "task": "gpt", "at": at, "steps": 8,
+        "ranks": 4, "method": method, "algorithm": "sra", "error_feedback": feedback,
+        "layer": layer, "numel": 4_866_048, "nmse": nmse, "nmse_by_step": [nmse] * 8,
+        "nmse_of_fed": nmse, "nmse_of_sum": of_sum, "cosine": 0.99, "input_bits": bits,
+        "packed_bits": bits, "wire_bytes": None if layer else 438_804.0, "recorded": RUN,
+        "run": RUN,
+    }  # fmt: skip
+
+
+def aggregator_row(method: str = "powersgd:rank=4", seconds: float = 0.02) -> dict[str, Any]:
+    """A row of `bench aggregators`."""
+    return {
+        "method": method, "task": "gpt", "numel": 5_000_000, "parameters": 50, "seconds": seconds,
+        "ms_per_million": 200 * seconds, "wall_seconds": 0.05, "limit_seconds": 0.004,
+        "of_limit": 0.004 / seconds, "orthogonal_share": 0.25, "rounds": 2,
+        "wire_bytes": 100_000, "state_bytes": 20_000_000, "state_bytes_per_value": 4.0,
+        "peak_extra_bytes": 21_000_000, "ranks": 2,
+    }  # fmt: skip
+
+
+ERRORS = [
+    error_row(),
+    error_row(feedback=True, nmse=0.02, of_sum=0.004),
+    error_row("topk:density=0.01", nmse=0.9, of_sum=0.8, bits=0.5),
+    error_row("topk:density=0.01", feedback=True, nmse=1.3, of_sum=0.4, bits=0.5),
+]
+LAYERS = [error_row(layer="wte.weight"), error_row(layer="head.weight", nmse=0.5)]
+AGGREGATORS = [aggregator_row("torch-powersgd:rank=4", 0.05), aggregator_row()]
 COLLECTIVE: dict[str, Any] = {
     "method": "gradwire-qsgd4",
     "algorithm": "sra",
@@ -182,6 +245,10 @@ DOCTOR: list[dict[str, Any]] = [
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
     *train_rows(),
+    COMPARED,
+    *ERRORS,
+    *LAYERS,
+    *AGGREGATORS,
     COLLECTIVE,
     KERNEL,
     *SWEPT,

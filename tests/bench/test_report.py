@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from report_rows import (
+    AGGREGATORS,
     COLLECTIVE,
+    COMPARED,
     DOCTOR,
+    ERRORS,
     EVERYTHING,
     KERNEL,
+    LAYERS,
     PROFILE,
     RUN,
     SWEPT,
@@ -74,15 +78,19 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     for expected in ("A <title>", "Training gpt", "All-reduce of 25.0 M values", "Kernels"):
         assert expected in parsed.text
     assert "16 rows" in parsed.text
-    assert parsed.tags.count("svg") == 6
+    assert parsed.tags.count("svg") == 7
 
 
 def test_every_row_lands_in_one_section() -> None:
     made = page.sections([*EVERYTHING, *train_rows("none")])
     assert [section.title for section in made] == [
         "What was run",
+        "Training gpt, 4 ranks: gain over 16 bit by network",
         "Training gpt, 4 ranks",
         "Training gpt, 4 ranks",
+        "Composed runs of gpt, 4 ranks, against whole runs",
+        "Error on recorded gradients of gpt",
+        "Cost of averaging the gradients of gpt",
         "All-reduce of 25.0 M values",
         "Kernels",
         "Simulation of resnet50",
@@ -93,11 +101,27 @@ def test_every_row_lands_in_one_section() -> None:
         "Rows of an unknown kind",
     ]
     tables = [q.table for section in made[1:] for q in section.questions if q.table is not None]
-    assert [len(table.rows) for table in tables] == [3] * 8 + [1, 1, 3, 1, 4, 2, 3, 1, 1, 1]
+    assert [len(table.rows) for table in tables] == [3] * 13 + [
+        1,
+        4,
+        2,
+        2,
+        1,
+        1,
+        3,
+        1,
+        4,
+        2,
+        3,
+        1,
+        1,
+        1,
+    ]
     for table in tables:
         assert all(len(row) == len(table.headings) for row in table.rows)
     for section in made[1:-1]:
-        assert section.questions[0].figure is not None
+        compared = section.title.startswith("Composed")
+        assert (section.questions[0].figure is None) == compared
 
 
 def test_the_page_tells_what_was_run() -> None:
@@ -111,14 +135,21 @@ def test_the_page_tells_what_was_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [SWEPT, [VALIDATED], TRANSPORT, PROFILE, DOCTOR, UNKNOWN, [KERNEL]]
+    "rows",
+    [
+        *([COMPARED], ERRORS, LAYERS, AGGREGATORS),
+        *(SWEPT, [VALIDATED], TRANSPORT, PROFILE, DOCTOR, UNKNOWN, [KERNEL]),
+    ],
 )
 def test_every_kind_of_rows_makes_a_page_alone(rows: list[dict[str, Any]]) -> None:
     Page(page.render(rows))
 
 
+KEPT = ("evaluation", "summary", "validation", "total", "layer", "300mbit,1ms")
+
+
 def _hostile(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("evaluation", "summary", "300mbit,1ms"):
+    if isinstance(value, str) and value not in KEPT:
         return f"{value}</td></svg></style><script>alert(1)</script>\"' onload=x &amp;"
     if isinstance(value, dict):
         return {key: _hostile(one) for key, one in value.items()}
@@ -266,3 +297,11 @@ def test_digits(value: float, text: str) -> None:
 )
 def test_networks(net: str, text: str) -> None:
     assert quantities.network(net) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")],
+)
+def test_ticks_are_short(value: float, text: str) -> None:
+    assert quantities.short(value) == text

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 from report_rows import (
+    AGGREGATORS,
     COLLECTIVE,
+    COMPARED,
     DOCTOR,
+    ERRORS,
     KERNEL,
+    LAYERS,
     PROFILE,
     RUN,
     SIMULATED,
@@ -31,6 +35,10 @@ LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
 RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
 FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which of them are changed
     "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
+    "networks": ([*train_rows(losses=(3.0, 3.1)), *train_rows("none", losses=(3.0, 3.1))], [7, 20]),
+    "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
+    "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
+    "aggregators": (AGGREGATORS, [0, 1]),
     "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
     "kernels": ([KERNEL], [0]),
     "sim": ([SIMULATED], [0]),

@@ -41,7 +41,7 @@ SUMMARY = {
     *("step_seconds_quartiles", "time_to_target_by_seed", "final_loss_by_seed", "run"),
     *("rolling_metric", "rolling_loss", "timing_only", "task_options", "composed"),
     *("final_metric_by_seed", "final_metric_difference_by_seed", "step_seconds_mean"),
-    *("utility", "utility_against"),
+    *("utility", "utility_against", "kernel_seconds", "exposed_seconds"),
 }
 
 
@@ -78,6 +78,14 @@ def test_all_methods_start_equal_and_learn(tiny: tuple[list[Any], list[Any], lis
         assert row["final_loss"] == pytest.approx(full, rel=0.02), row["method"]
         assert row["ideal_step_seconds"] > 0
         assert 0 < row["step_seconds"] <= row["seconds"]
+
+
+def test_what_gradwire_spends_is_measured(tiny: tuple[list[Any], list[Any], list[str]]) -> None:
+    """Kernels and waiting fit into a step; torch's hooks do not tell."""
+    *torchs, ours = tiny[1]
+    assert {(row["kernel_seconds"], row["exposed_seconds"]) for row in torchs} == {(None, None)}
+    assert 0 < ours["kernel_seconds"] < ours["step_seconds_mean"]
+    assert 0 < ours["exposed_seconds"] < ours["step_seconds_mean"]
 
 
 def test_bytes_are_accounted(tiny: tuple[list[Any], list[Any], list[str]]) -> None:

@@ -40,6 +40,8 @@ def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) ->
                 "step_seconds_quartiles": [0.9 + seed, 1.1 + seed],
                 "step_seconds_mean": 1.25 + seed,
                 "ideal_step_seconds": 0.5,
+                "kernel_seconds": 0.25 + seed,
+                "exposed_seconds": None,
                 "peak_extra_bytes": None,
             }
         )
@@ -78,6 +80,7 @@ def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     assert rows[0]["time_to_target"] == 10.5
     assert rows[0]["step_seconds"] == 1.5
     assert rows[0]["step_seconds_quartiles"] == [0.9, 2.1]
+    assert (rows[0]["kernel_seconds"], rows[0]["exposed_seconds"]) == (0.75, None)
     assert rows[1]["time_to_target_by_seed"] == [10.0, None]
     assert rows[1]["final_loss_by_seed"] == [2.0, 4.0]
     assert rows[1]["time_to_target"] is None

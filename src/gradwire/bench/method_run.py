@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench.methods import Applied, Method, Traffic
 from gradwire.bench.tasks import Score, Task
 
-_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss")
+_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss", "parts")
+_PARTS = ("kernel_seconds", "exposed_seconds", "steps")  # of `Handle.stats`
 
 
 @dataclass
@@ -33,6 +36,7 @@ class MethodRun:
         step_seconds: per step, from fetching the batch to the end of the optimizer's step.
         link_bytes: bytes that left this node's interface during steps; None without a lab.
         last_loss: this rank's training loss of the last step.
+        parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
         earlier: what a run sent before it was resumed, beyond what the method counts since.
     """
@@ -47,6 +51,7 @@ class MethodRun:
     step_seconds: list[float] = field(default_factory=list)
     link_bytes: int | None = None
     last_loss: float = float("nan")
+    parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
     earlier: int = 0
 
@@ -73,6 +78,24 @@ class MethodRun:
             if sent_before is not None and sent_after is not None:
                 self.link_bytes = (self.link_bytes or 0) + sent_after - sent_before
             self.step += 1
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds what the steps within spend in kernels and in waiting to `parts`."""
+        handle = self.applied.handle
+        if handle is None:
+            yield
+            return
+        before = handle.stats()
+        yield
+        after = handle.stats()
+        for name in _PARTS:
+            self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
+
+    def mean_part(self, name: str) -> float | None:
+        """One of `parts` per measured step; None without any."""
+        steps = self.parts.get("steps")
+        return self.parts[name] / steps if steps else None
 
     def state(self) -> dict[str, Any]:
         """This rank's state between two steps; rank 0's holds the replicas' model and optimizer."""

@@ -51,6 +51,8 @@ class Summary:
                 "rolling_loss": _mean([event["rolling_loss"] for event in last]),
                 "rolling_metric": _mean([event["rolling_metric"] for event in last]),
                 "step_seconds_mean": _median([event["step_seconds_mean"] for event in ended]),
+                "kernel_seconds": _median([event["kernel_seconds"] for event in ended]),
+                "exposed_seconds": _median([event["exposed_seconds"] for event in ended]),
                 **self._against_full(last),
                 **self._utility(targets, times),
                 "timing_only": methods.parse(method).timing_only,

@@ -9,7 +9,7 @@ JSON object per line, each with the key `event`:
 - `evaluation`: `method, seed, step, seconds, metric, loss, rolling_metric, rolling_loss,
   wire_bytes, link_bytes, peak_extra_bytes`;
 - `finished`: `method, seed, step_seconds, step_seconds_quartiles, step_seconds_mean,
-  ideal_step_seconds, peak_extra_bytes`;
+  ideal_step_seconds, kernel_seconds, exposed_seconds, peak_extra_bytes`;
 - `done`.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
@@ -155,6 +155,11 @@ class Training:
 
     def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
+        self._step(run, min(until, self.config.skip_steps))
+        with run.measured():
+            self._step(run, until)
+
+    def _step(self, run: MethodRun, until: int) -> None:
         while run.step < until:
             run.train(1)
             self.events.step(run, self.steps)
@@ -242,6 +247,8 @@ class Training:
                 step_seconds_quartiles=quartiles(counted) if counted else None,
                 step_seconds_mean=statistics.mean(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[run.name][1:]),
+                kernel_seconds=run.mean_part("kernel_seconds"),
+                exposed_seconds=run.mean_part("exposed_seconds"),
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
             )
             run.close()

@@ -158,6 +158,12 @@ _STEP = (
     "step_seconds:amount compute_seconds:amount communication_seconds:amount "
     "exposed_seconds:amount turn_seconds:amounts"
 )
+_ERROR = (
+    "task:text at:count steps:positive ranks:positive method:text algorithm:text "
+    "error_feedback:flag numel:count nmse:amount? nmse_of_fed:amount? nmse_of_sum:amount? "
+    "cosine:number? input_bits:amount packed_bits:amount wire_bytes:amount?"
+)
+_ERROR_MORE = "nmse_by_step:times recorded:options"
 
 KINDS = (
     _kind(
@@ -171,9 +177,27 @@ KINDS = (
         "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
         f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
         "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
-        "step_seconds_quartiles:spread? step_seconds_mean:amount? utility:amount? "
+        "step_seconds_quartiles:spread? step_seconds_mean:amount? kernel_seconds:amount? "
+        "exposed_seconds:amount? utility:amount? "
         "utility_against:text? final_metric_by_seed:numbers? "
         "final_metric_difference_by_seed:numbers?", row="summary",
+    ),
+    _kind(
+        "bench train", "",
+        "task:text net:text method:text ranks:positive steps:count composed_seconds:amount? "
+        "whole_seconds:amount? error:number?",
+        "parameters:count? task_options:options composed_time_to_target:amount? "
+        "whole_time_to_target:amount? composed_final_loss:number? whole_final_loss:number?",
+        row="validation",
+    ),
+    _kind("bench error", "nmse error_feedback", _ERROR, _ERROR_MORE, row="total"),
+    _kind("bench error", "nmse error_feedback", f"{_ERROR} layer:text", _ERROR_MORE, row="layer"),
+    _kind(
+        "bench aggregators", "method ms_per_million",
+        "method:text task:text ranks:positive numel:positive seconds:number ms_per_million:number "
+        "limit_seconds:amount of_limit:number? orthogonal_share:amount? rounds:count "
+        "wire_bytes:amount state_bytes:amount wall_seconds:amount peak_extra_bytes:amount?",
+        "parameters:count state_bytes_per_value:amount",
     ),
     _kind(
         "sim --validate", "measured_seconds simulated_seconds",

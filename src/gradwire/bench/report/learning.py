@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire.bench.baselines import FULL, SIXTEEN_BIT
 from gradwire.bench.report import svg
+from gradwire.bench.report.gain import longest_gaps
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.noise import Verdict, by_seeds
 from gradwire.bench.report.parts import Cell, Figure, Question, Table
 from gradwire.bench.report.quantities import DASH, digits, percent, plural, seconds
+from gradwire.bench.report.rows import grouped
 
 TITLE = "How long until the model reaches the baseline's loss?"
 _LEARNED = "Does compression change what is learned?"
@@ -34,11 +35,11 @@ def curves(evaluations: Sequence[Row]) -> dict[str, Curve]:
     """Each method's curve, to its own end. A step that a seed lacks, or where its loss was not
     finite, has no mean."""
     found = {}
-    for method in dict.fromkeys(row["method"] for row in evaluations):
-        mine = [row for row in evaluations if row["method"] == method]
+    for (method,), mine in grouped(evaluations, "method").items():
         seeds = len({row["seed"] for row in mine})
-        steps = sorted({row["step"] for row in mine})
-        at = [[row for row in mine if row["step"] == step] for step in steps]
+        by_step = {step: rows for (step,), rows in grouped(mine, "step").items()}
+        steps = sorted(by_step)
+        at = [by_step[step] for step in steps]
         losses = [[row["loss"] for row in rows] for rows in at]
         whole = [None not in some and len(some) == seeds for some in losses]
         found[method] = Curve(
@@ -90,8 +91,14 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     by_method = {row["method"]: row for row in summaries}
     baseline = by_method.get(SIXTEEN_BIT)
     answers, table = [_target(summaries)] if summaries else [], []
+    gaps = longest_gaps(evaluations)
     for row in summaries:
-        word, clause = _time_verdict(row, baseline, _resolution(evaluations, row, baseline))
+        pair = [one["method"] for one in (row, baseline) if one is not None]
+        resolution = max(gaps.get(method, 0.0) for method in pair)
+        word, clause = _time_verdict(row, baseline, resolution)
+        if row.get("timing_only"):
+            table.append([Cell(row["method"]), *(Cell(DASH, True),) * 2, Cell("for timing only")])
+            continue
         if row["time_to_target"] is None and target is not None:
             answers.append(
                 f"{row['method']} did not reach the target in {row['steps']} steps{_some(row)}."
@@ -119,6 +126,8 @@ def _target(summaries: Sequence[Row]) -> str:
     target, origin = summaries[0]["target"], summaries[0].get("target_from", "given")
     if target is None:
         return f"There is no target loss: it was to come from {origin}."
+    if " at " in origin:
+        return f"The target is a validation loss of {digits(target, 4)}: that of {origin}."
     whose = "as given" if origin == "given" else f"the last loss of {origin}, plus the tolerance"
     return f"The target is a validation loss of {digits(target, 4)}: {whose}."
 
@@ -127,16 +136,6 @@ def _some(row: Row) -> str:
     times = row.get("time_to_target_by_seed") or ()
     reached = sum(time is not None for time in times)
     return f" with {len(times) - reached} of {plural(len(times), 'seed')}" if reached else ""
-
-
-def _resolution(evaluations: Sequence[Row], *rows: Row | None) -> float:
-    """The longest time between two evaluations: what a time to target is known to."""
-    methods = {row["method"] for row in rows if row is not None}
-    gaps = [0.0]
-    for method, curve in curves(evaluations).items():
-        if method in methods:
-            gaps += [b - a for a, b in itertools.pairwise(curve.seconds)]
-    return max(gaps)
 
 
 def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[str, str]:
@@ -172,7 +171,12 @@ def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Que
     baseline = by_method.get(FULL)
     answers, table = [], []
     for row in summaries:
-        word, clause = _loss_verdict(row, baseline)
+        if row.get("timing_only"):
+            table.append(
+                [Cell(row["method"]), *(Cell(DASH),) * 2, Cell("for timing only"), Cell(DASH)]
+            )
+            continue
+        word, clause = loss_verdict(row, baseline)
         if clause:
             answers.append(f"{row['method']} {clause}.")
         losses = [loss for loss in _losses(row) if loss is not None]
@@ -206,8 +210,8 @@ def _losses(row: Row) -> list[float | None]:
     return row.get("final_loss_by_seed") or [row["final_loss"]]
 
 
-def _loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
-    """For the table and for the answer."""
+def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
+    """A summary's last loss against fp32's: for a table, and as a clause."""
     if row["final_loss"] is None:
         return "not finite", "ended with a loss that is not finite, with one seed or more"
     if baseline is None or row is baseline or not baseline["final_loss"]:

@@ -12,8 +12,10 @@ from importlib import resources
 from pathlib import Path
 
 from gradwire.bench.report import (
+    aggregators,
     collectives,
     doctor,
+    errors,
     kernels,
     learning,
     origin,
@@ -29,8 +31,11 @@ from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
 TITLE = "gradwire benchmark report"
+_RUN = ("parameters", "task_options", "composed")  # what else tells one run from another
 _MAKERS = {
     "bench train": training.sections,
+    "bench error": errors.sections,
+    "bench aggregators": aggregators.sections,
     "bench collectives": collectives.sections,
     "bench kernels": kernels.sections,
     "sim": simulation.sections,
@@ -60,7 +65,9 @@ def picture(files: Iterable[Path], file: Path) -> None:
         ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
     """
     rows = sort([row for one in files for row in read(one)])["bench train"]
-    runs = grouped([row for row in rows if row["row"] == "evaluation"], "task", "net", "ranks")
+    runs = grouped(
+        [row for row in rows if row["row"] == "evaluation"], "task", "net", "ranks", *_RUN
+    )
     if len(runs) != 1:
         raise ConfigError(
             "--svg draws the evaluations of one `gradwire bench train`; these files have "

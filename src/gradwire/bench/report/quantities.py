@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
+from gradwire.errors import ConfigError
+from gradwire.lab import Network
+
 DASH = "–"
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
@@ -56,10 +59,14 @@ def digits(value: float | None, count: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """`value` for a tick: without trailing zeros, "2.5k", "16M" from a thousand on."""
+    """`value` for a tick: without trailing zeros; "2.5k", "16M" from a thousand on, "1e-4" below a
+    thousandth."""
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.3g}{letter}"
+    if 0 < abs(value) < 1e-3:
+        mantissa, _, power = f"{value:e}".partition("e")
+        return f"{float(mantissa):.3g}e{int(power)}"
     return f"{value:.3g}"
 
 
@@ -73,6 +80,19 @@ def network(net: str) -> str:
     rate, prefix, latency, unit = found.groups()
     prefix, unit = prefix.upper().replace("K", "k"), unit.replace("u", "µ")
     return f"{rate} {prefix}bit/s, {latency} {unit} latency"
+
+
+def rate(net: str) -> float:
+    """The bits per second of a network; infinite for loopback, and where it is not known."""
+    try:
+        return Network.parse(net, emulated=False).rate_bits_per_s
+    except ConfigError:
+        return math.inf
+
+
+def percent_of(share: float | None) -> str:
+    """ "12 %" of 0.12."""
+    return DASH if share is None else f"{digits(100 * share, 2)} %"
 
 
 def percent(ratio: float) -> str:

@@ -23,12 +23,14 @@ STYLE = """
   --ground: #ffffff; --card: #f6f8fa; --ink: #1f2328; --soft: #57606a; --line: #d8dee4;
   --t0: #6e7781; --t1: #0072b2; --t2: #2492c9; --t3: #8a5fc0;
   --g0: #d55e00; --g1: #00805e; --g2: #a87400; --g3: #b0307a; --g4: #7a5230;
+  --gain: #0072b2; --loss: #d55e00;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #0d1117; --card: #161b22; --ink: #e6edf3; --soft: #9aa4ae; --line: #30363d;
     --t0: #9aa4ae; --t1: #56a8f0; --t2: #7fd0f5; --t3: #bc9cf0;
     --g0: #ff8c42; --g1: #2fc79b; --g2: #e8b33f; --g3: #f07ab8; --g4: #c79a6d;
+    --gain: #56a8f0; --loss: #ff8c42;
   }
 }
 svg.figure text { fill: var(--ink); font: 12px system-ui, "DejaVu Sans", sans-serif; }

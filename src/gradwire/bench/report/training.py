@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.bench.baselines import FULL, SIXTEEN_BIT
-from gradwire.bench.report import learning, svg
+from gradwire.bench.report import breakdown, composed, gains, learning, svg, utility
 from gradwire.bench.report.bars import Bar, bars
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Spread, Verdict, by_spreads
@@ -28,9 +28,13 @@ from gradwire.bench.report.rows import grouped
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per task, network, number of ranks and model; composed rows by themselves."""
-    found = grouped(rows, "task", "net", "ranks", "parameters", "task_options", "composed")
-    return [_section(mine) for mine in found.values()]
+    """One section per task, network, number of ranks and model, composed rows by themselves; maps
+    of gains over networks; and composed against whole runs."""
+    whole = [row for row in rows if row["row"] != "validation"]
+    found = grouped(whole, "task", "net", "ranks", "parameters", "task_options", "composed")
+    compared = [row for row in rows if row["row"] == "validation"]
+    made = [*gains.sections(whole), *(_section(mine) for mine in found.values())]
+    return [*made, *composed.sections(compared)]
 
 
 def _section(rows: Sequence[Row]) -> Section:
@@ -51,12 +55,25 @@ def _section(rows: Sequence[Row]) -> Section:
         )
     if not summaries:
         told.append("There are no summary rows: the run did not end, or they are in another file.")
+    if first.get("composed"):
+        told.append(
+            "Composed: methods trained once, without a network, and their steps were timed on this "
+            "one."
+        )
+    timing_only = {row["method"] for row in rows if row.get("timing_only")}
+    told += [
+        f"{method} is for timing only: it does not train the model, and is in no figure of losses."
+        for method in sorted(timing_only)
+    ]
+    trained = [row for row in evaluations if row["method"] not in timing_only]
+    at_targets = utility.question(trained)
     questions = [
-        learning.time_to_loss(evaluations, summaries),
-        learning.what_is_learned(evaluations, summaries),
+        learning.time_to_loss(trained, summaries),
+        *([at_targets] if at_targets is not None else []),
+        learning.what_is_learned(trained, summaries),
     ]
     if summaries:
-        questions += [_steps(summaries), _bytes(summaries)]
+        questions += [_steps(summaries), breakdown.question(summaries), _bytes(summaries)]
     return Section(f"Training {first['task']}, {first['ranks']} ranks", told, questions)
 
 

@@ -1,0 +1,115 @@
+"""The report on all networks of a training: the gain over 16 bit, as a map methods x networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire.bench.baselines import FULL, SIXTEEN_BITS
+from gradwire.bench.report import gain, heat
+from gradwire.bench.report.gain import Gain, Standing
+from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
+from gradwire.bench.report.quantities import DASH, network, plural, rate
+from gradwire.bench.report.rows import grouped
+
+_TITLE = "Where does compression pay, and where does it not?"
+_COLUMNS = 5  # of a figure
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """A section per training that ran on two networks or more; its rows are in other sections,
+    too."""
+    found = []
+    for mine in grouped(rows, "task", "ranks", "parameters", "task_options").values():
+        nets = grouped(mine, "net", "composed")
+        with_ends = {
+            key: run for key, run in nets.items() if any(r["row"] == "summary" for r in run)
+        }
+        if len({net for net, _ in with_ends}) > 1:
+            found.append(_section(list(with_ends.values())))
+    return found
+
+
+def _section(runs: Sequence[Sequence[Row]]) -> Section:
+    runs = sorted(runs, key=lambda run: rate(run[0]["net"]))
+    by_net = []
+    for run in runs:
+        summaries = [row for row in run if row["row"] == "summary"]
+        evaluations = [row for row in run if row["row"] == "evaluation"]
+        by_net.append(gain.of_summaries(summaries, evaluations))
+    names = [_name(run[0], runs) for run in runs]
+    methods = list(dict.fromkeys(name for gains in by_net for name in gains))
+    questions = []
+    places = range(len(runs))
+    for part in (places[at : at + _COLUMNS] for at in places[::_COLUMNS]):
+        drawn = heat.tiles(
+            [_lines(names[place]) for place in part],
+            [heat.TileRow(name, [by_net[place].get(name) for place in part]) for name in methods],
+            _TITLE,
+        )
+        questions.append(Question(_TITLE, _answers(names, by_net, part), Figure(_CAPTION, drawn)))
+    table = [
+        [Cell(name), *(Cell(gains[name].text if name in gains else DASH) for gains in by_net)]
+        for name in methods
+    ]
+    shown = Question("The same as a table", table=Table(["method", *names], table))
+    first = runs[0][0]
+    title = f"Training {first['task']}, {first['ranks']} ranks: gain over 16 bit by network"
+    about = (
+        "Gain is the time to the target loss of the best 16-bit baseline on the same network, "
+        "divided by the method's."
+    )
+    return Section(title, [about], [*questions, shown])
+
+
+_CAPTION = (
+    "Time to the target of the best 16-bit baseline / time of the method: ▲ above 1 it saves time, "
+    "▼ below 1 it costs time. never: the target is not reached with every seed. Only differences "
+    "that are more than noise have a colour; a loss is as strong as a gain of the same factor."
+)
+
+
+def _name(row: Row, runs: Sequence[Sequence[Row]]) -> str:
+    """A network, with how it was measured where the rows have both."""
+    told = network(row["net"])
+    both = len({run[0].get("composed") for run in runs if run[0]["net"] == row["net"]}) > 1
+    if both:
+        told += ", composed" if row.get("composed") else ", whole"
+    return told
+
+
+def _lines(name: str) -> list[str]:
+    """A network's name above a column: "300 Mbit/s", "1 ms"."""
+    return [part.removesuffix(" latency").removesuffix(" emulated") for part in name.split(", ")]
+
+
+def _answers(
+    names: Sequence[str], by_net: Sequence[dict[str, Gain]], part: Sequence[int]
+) -> list[str]:
+    """For each network which methods lose, and which gain."""
+    found = []
+    for place in part:
+        gains = by_net[place]
+        bar = next((n for n, one in gains.items() if one.standing is Standing.BAR), None)
+        ours = {n: one for n, one in gains.items() if n not in (FULL, *SIXTEEN_BITS)}
+        parts = []
+        for standing, word in _CLAUSES.items():
+            mine = {n: one.ratio for n, one in ours.items() if one.standing is standing}
+            told = [n if mine[n] is None else f"{n} ({gain.times(mine[n] or 0)})" for n in mine]
+            if told:
+                parts.append(f"{word}: {', '.join(told)}")
+        against = f"against {bar}" if bar else "no 16-bit baseline reached the target"
+        what = "; ".join(parts) or f"no method but {plural(len(gains), 'baseline')}"
+        found.append(f"{names[place]}, {against}: {what}.")
+    return found
+
+
+_CLAUSES = {
+    Standing.LOSS: "cost time",
+    Standing.NEVER: "do not reach the target",
+    Standing.NOISE: "within noise",
+    Standing.UNJUDGED: "not judged, for want of seeds",
+    Standing.GAIN: "save time",
+    Standing.ONLY: "reach the target, unlike 16 bit",
+    Standing.UNKNOWN: "not known",
+}

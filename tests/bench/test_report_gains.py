@@ -1,0 +1,211 @@
+"""Gains over the best 16-bit baseline: at several targets, over networks, and their colours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from report_rows import METHODS, train_rows
+
+from gradwire.bench.report import heat, page, svg, utility
+from gradwire.bench.report.gain import Gain, Standing, judged, strength
+from gradwire.bench.report.parts import Question, Section
+
+FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
+
+
+def test_gain_is_against_the_better_16_bit_baseline() -> None:
+    times = {FP16: [11.0, 11.1, 11.0], BF16: [9.0, 9.1, 9.0], "a": [3.0, 3.0, 3.1]}
+    found = judged(times, {})
+    assert found[BF16] == Gain(Standing.BAR, 1.0)
+    assert found["a"] == Gain(Standing.GAIN, 3.0)
+    assert found[FP16].standing is Standing.LOSS
+    assert found[FP16].ratio == pytest.approx(9 / 11)
+
+
+@pytest.mark.parametrize(
+    ("mine", "standing"),
+    [
+        ([20.0, 21.0, 22.0], Standing.LOSS),
+        ([9.9, 10.2, 9.9], Standing.NOISE),
+        ([9.0, 7.0, 2.0], Standing.UNJUDGED),
+        ([5.0, None, 5.0], Standing.NEVER),
+    ],
+)
+def test_standings(mine: list[float | None], standing: Standing) -> None:
+    assert judged({FP16: [10.0, 10.0, 10.0], "a": mine}, {})["a"].standing is standing
+
+
+def test_a_gain_shorter_than_the_time_between_evaluations_is_noise() -> None:
+    times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
+    assert judged(times, {})["a"].standing is Standing.GAIN
+    assert judged(times, {FP16: 1.5})["a"].standing is Standing.NOISE
+
+
+def test_without_a_16_bit_baseline_nothing_is_known() -> None:
+    assert judged({"a": [1.0]}, {})["a"].standing is Standing.UNKNOWN
+    assert judged({FP16: [None], "a": [1.0]}, {})["a"].standing is Standing.ONLY
+    assert judged({FP16: [1.0], "a": [None]}, {}, ["a"])["a"].standing is Standing.TIMING
+
+
+def evaluations(losses: dict[str, list[float]], seconds: dict[str, float]) -> list[dict[str, Any]]:
+    """Of three seeds, at steps 0, 10, ..., with a step's seconds."""
+    return [
+        {"row": "evaluation", "method": name, "seed": seed, "step": 10 * turn, "loss": loss,
+         "seconds": 10 * turn * seconds[name] * (1 + 0.001 * seed)}
+        for name, curve in losses.items() for seed in range(3) for turn, loss in enumerate(curve)
+    ]  # fmt: skip
+
+
+def test_utility_at_several_targets() -> None:
+    """The method saves less at lower targets, never more than the time between two evaluations, and
+    does not reach fp32's last loss."""
+    full = [9.0, 5.0, 4.0, 3.0, 2.5, 2.0]
+    rows = evaluations(
+        {"torch-fp32": full, FP16: full, "a": [9.0, 5.0, 4.0, 3.5, 2.6, 2.55, 2.5, 2.45]},
+        {"torch-fp32": 4.0, FP16: 2.0, "a": 1.0},
+    )
+    found = utility.question(rows)
+    assert found is not None
+    assert found.table is not None
+    assert list(found.table.headings[1:]) == [
+        "loss 5.000, step 10", "loss 4.000, step 20", "loss 3.000, step 30",
+        "loss 2.500, step 40", "loss 2.000, step 50",
+    ]  # fmt: skip
+    texts = {row[0].text: [cell.text for cell in row[1:]] for row in found.table.rows}
+    assert texts["a"] == [
+        "2.00×, within noise", "2.00×, within noise", "1.50×, within noise",
+        "1.33×, within noise", "target not reached",
+    ]  # fmt: skip
+    assert texts["torch-fp32"][-1] == "0.500×, loss"
+    told = "is within noise at 4 of 5 targets (utility 1.33 to 2.00); does not reach 1 of 5 targets"
+    assert found.answers == [f"a: {told}."]
+
+
+def test_targets_are_those_of_each_seed() -> None:
+    rows = evaluations({"torch-fp32": [9.0, 4.0], FP16: [9.0, 4.0]}, {"torch-fp32": 2.0, FP16: 1.0})
+    for row in rows:
+        row["loss"] += row["seed"]
+    found = utility.question(rows)
+    assert found is not None
+    assert found.table is not None
+    assert found.table.headings[1] == "loss 5.000, step 10"
+    assert [row[1].text for row in found.table.rows][1] == "1.00×, the best 16-bit baseline"
+
+
+def test_utility_needs_a_16_bit_baseline_and_a_target() -> None:
+    assert utility.question([]) is None
+    assert utility.question(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
+    assert utility.question(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
+
+
+def networks(**fields: Any) -> list[dict[str, Any]]:
+    """Three seeds on a slow network, where gradwire gains, and a fast one, where it loses."""
+    slow = train_rows("100mbit,1ms", step=0.1, losses=(3.0,) * 3, **fields)
+    return slow + train_rows("10gbit,1ms", step=2.0, losses=(3.0,) * 3, **fields)
+
+
+def section_of(rows: list[dict[str, Any]]) -> Section:
+    return next(one for one in page.sections(rows) if "gain over 16 bit" in one.title)
+
+
+def test_gains_and_losses_stand_beside_each_other() -> None:
+    drawn, table = section_of(networks()).questions
+    assert drawn.answers == [
+        "100 Mbit/s, 1 ms latency, against torch-fp16-hook: save time: gradwire-qsgd4 (5.00×).",
+        "10 Gbit/s, 1 ms latency, against torch-fp16-hook: cost time: gradwire-qsgd4 (0.250×).",
+    ]
+    assert table.table is not None
+    assert [cell.text for cell in table.table.rows[2]] == [
+        METHODS[2],
+        "5.00×, gain",
+        "0.250×, loss",
+    ]
+    assert "▲ 5.00×" in svg_of(drawn)
+    assert "▼ 0.250×" in svg_of(drawn)
+
+
+def svg_of(question: Question) -> str:
+    assert question.figure is not None
+    return question.figure.svg
+
+
+def test_composed_and_whole_runs_of_a_network_have_a_column_each() -> None:
+    rows = [*networks(), *networks(composed=True)]
+    table = section_of(rows).questions[1].table
+    assert table is not None
+    assert [heading.rpartition(", ")[2] for heading in table.headings[1:]] == [
+        "whole", "composed", "whole", "composed",
+    ]  # fmt: skip
+
+
+def test_one_network_makes_no_map() -> None:
+    assert not [one for one in page.sections(train_rows()) if "gain over" in one.title]
+
+
+def test_more_networks_than_columns_make_several_figures() -> None:
+    rows = [row for rate in range(1, 8) for row in train_rows(f"{rate}gbit,1ms")]
+    drawn = section_of(rows).questions
+    assert [question.figure is not None for question in drawn] == [True, True, False]
+    assert "7 Gbit/s" in svg_of(drawn[1])
+    assert "7 Gbit/s" not in svg_of(drawn[0])
+
+
+def test_only_what_was_judged_has_a_colour() -> None:
+    def drawn(*gains: Gain | None) -> str:
+        return heat.tiles([["net"]] * len(gains), [heat.TileRow("a", gains)], "").split(
+            "net</text>"
+        )[-1]
+
+    for standing in (Standing.NOISE, Standing.UNJUDGED, Standing.BAR):
+        assert "--gain" not in drawn(Gain(standing, 2.0))
+        assert "--loss" not in drawn(Gain(standing, 0.5))
+    assert "--loss" in drawn(Gain(Standing.NEVER))
+    assert "– " not in drawn(None)
+
+
+@pytest.mark.parametrize("ratio", [1.1, 2.0, 4.0, 100.0])
+def test_a_loss_is_as_strong_as_a_gain_of_the_same_factor(ratio: float) -> None:
+    assert strength(ratio) == pytest.approx(strength(1 / ratio))
+    made = [
+        heat.tiles([["n"]], [heat.TileRow("a", [Gain(standing, value)])], "")
+        for standing, value in ((Standing.GAIN, ratio), (Standing.LOSS, 1 / ratio))
+    ]
+    opacities = [re.findall(r'fill-opacity="([\d.]+)"', one)[-1] for one in made]
+    assert opacities[0] == opacities[1]
+
+
+def variables(scheme: str) -> dict[str, tuple[float, ...]]:
+    """The colours of a scheme, each channel 0 to 1."""
+    light, dark = svg.STYLE.split("prefers-color-scheme: dark")
+    found = re.findall(r"--(\w+): #(\w{6})", light if scheme == "light" else dark)
+    return {name: tuple(int(c[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, c in found}
+
+
+def luminance(colour: tuple[float, ...]) -> float:
+    """As WCAG 2 defines it."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """As WCAG 2 defines it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def strongest(colours: dict[str, tuple[float, ...]], side: str) -> tuple[float, ...]:
+    """The strongest tile's colour on the card."""
+    pairs = zip(colours[side], colours["card"], strict=True)
+    return tuple(heat.STRONGEST * top + (1 - heat.STRONGEST) * below for top, below in pairs)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain(scheme: str) -> None:
+    colours = variables(scheme)
+    gain, loss = (strongest(colours, side) for side in ("gain", "loss"))
+    for tile in (gain, loss):
+        assert contrast(tile, colours["ink"]) >= 4.5  # WCAG 2, level AA
+    visible = [contrast(tile, colours["card"]) for tile in (gain, loss)]
+    assert max(visible) / min(visible) < 1.25
