@@ -137,7 +137,7 @@ def fp16_gradients_under_a_scaler(method: str, _: Path) -> None:
     model, handle = made(method, torch.float16)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.05)
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=10)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=10)
     losses, skipped = [], 0
     for step in range(60):
         model.zero_grad()
@@ -172,6 +172,8 @@ def a_scaler_skips_what_is_not_finite(method: str, _: Path) -> None:
         model.zero_grad()
         loss = loss_of(model, inputs(step, rank))
         scaler.scale(loss * (torch.inf if (step, rank) == (3, 0) else 1)).backward()
+        finite = [bool(p.grad.isfinite().all()) for p in model.module.layers.parameters()]
+        assert finite == [step != 3] * len(finite)
         before = flat(model)
         scaler.step(optimizer)
         scaler.update()
