@@ -126,9 +126,21 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 }
 
 
+WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
+    "topkc of a model": (TopKC(bits=4, chunk=16, scope="model"),),
+    "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True, scope="model"),),
+    "artopk of a model": (ARTopK(0.05, scope="model"),),
+    "some of a model": (
+        TopKC(bits=4, chunk=16, scope="model"),
+        PowerSGD(2),
+        Compressed(QSGD(bits=4), scope="model"),
+    ),
+}
+
+
 def mixed(case: str) -> list[Aggregator]:
     """The aggregator of each parameter, with error feedback; equal ones are one object."""
-    fed = [one if one.own_feedback else ErrorFeedback(one) for one in CASES[case]]
+    fed = [one if one.own_feedback else ErrorFeedback(one) for one in {**CASES, **WHOLE}[case]]
     return [fed[i % len(fed)] for i in range(len(SHAPES))]
 
 
@@ -136,7 +148,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks", "dtype"), one_in(11, product(CASES, [2, 3, 4, 5], DTYPES))
+    ("case", "ranks", "dtype"), one_in(11, product([*CASES, *WHOLE], [2, 3, 4, 5], DTYPES))
 )
 def test_law_2_nothing_is_lost(case: str, ranks: int, dtype: torch.dtype) -> None:
     """Gradients + residuals before == world_size * average + residuals after, summed over ranks;
@@ -200,7 +212,7 @@ def test_law_8_any_bucketing_gives_the_same_bits(case: str, ranks: int, dtype: t
             assert all(map(torch.equal, mine[0], other)), f"way {way}"
 
 
-@pytest.mark.parametrize(("case", "ranks"), every_pair(CASES, [2, 3]))
+@pytest.mark.parametrize(("case", "ranks"), every_pair([*CASES, *WHOLE], [2, 3]))
 def test_what_is_observed_fits_together(case: str, ranks: int) -> None:
     def body(comm: Communicator) -> list[dict[str, Any]]:
         mine = Parameters(comm, SHAPES, mixed(case))
@@ -269,19 +281,44 @@ def test_a_model_at_once_gives_the_same_bits(ranks: int, coalesce_bytes: int) ->
         for chosen in (aggregators, of_bucket):
             mine, averages = Parameters(comm, SHAPES, chosen), []
             for step in range(4):
-                buckets = cuts(step)
-                gather, scopes = Gather(coalesce_bytes), []
-                for number, bucket in enumerate(buckets):
-                    split = Split.of([chosen[i] for i in bucket])
-                    nbytes = 4 * sum(math.prod(SHAPES[i]) for i in bucket)
-                    for due in gather.add(split, nbytes, number == len(buckets) - 1):
-                        scopes.append([buckets[s.bucket][at] for s in due for at in s.places])
+                scopes = gathered(cuts(step), chosen, coalesce_bytes)
                 averages += mine.average(drawn(SHAPES, comm.rank, step), scopes)
                 apart += sorted(scopes[-1]) == [0, 3, 6]
-                assert sorted(i for scope in scopes for i in scope) == list(range(len(SHAPES)))
             found.append([*averages, *mine.states()])
         return found[0], found[1], apart
 
     for model, bucket, apart in as_threads(ranks, body):
         assert apart == 4
         assert all(map(torch.equal, model, bucket))
+
+
+def gathered(
+    buckets: list[list[int]], aggregators: Sequence[Aggregator], coalesce_bytes: int
+) -> list[list[int]]:
+    """The scopes of a pass with these buckets."""
+    gather, scopes = Gather(coalesce_bytes), []
+    for number, bucket in enumerate(buckets):
+        split = Split.of([aggregators[i] for i in bucket])
+        nbytes = 4 * sum(math.prod(SHAPES[i]) for i in bucket)
+        for due in gather.add(split, nbytes, number == len(buckets) - 1):
+            scopes.append([buckets[s.bucket][at] for s in due for at in s.places])
+    assert sorted(i for scope in scopes for i in scope) == list(range(len(SHAPES)))
+    return scopes
+
+
+@pytest.mark.parametrize(("case", "ranks", "dtype"), every_pair(WHOLE, [2, 3], DTYPES))
+def test_law_8_of_a_whole_model(case: str, ranks: int, dtype: torch.dtype) -> None:
+    chosen = mixed(case)
+
+    def body(comm: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for way, coalesce_bytes in enumerate([0, 0, 2000, 1 << 18]):
+            mine, averages = Parameters(comm, SHAPES, chosen), []
+            for step in range(3):
+                scopes = gathered(cuts(10 * way + step), chosen, coalesce_bytes)
+                averages += mine.average(drawn(SHAPES, comm.rank, step, dtype), scopes)
+            found.append([*averages, *mine.states()])
+        return found
+
+    for mine in as_threads(ranks, body):
+        assert all(all(map(torch.equal, mine[0], other)) for other in mine[1:])

@@ -85,6 +85,7 @@ CASES: dict[str, Aggregator] = {
     "powersgd": PowerSGD(2),
     "artopk": ARTopK(0.05),
     "topkc": TopKC(bits=4, chunk=16),
+    "topkc of a model": TopKC(bits=4, chunk=16, scope="model"),
     "thc": THC(chunk=64),
     "artopk auto": ARTopK(0.05, "auto"),
     "artopk by variance": ARTopK(0.05, "variance", "model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import gradwire as gw
 from averaging import Parameters, Shape, drawn
 from gradwire.aggregators import ErrorFeedback, TopKC
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
+from gradwire.aggregators.topkc import SCOPES
 from gradwire.engine import HEADER_BYTES, Communicator
 from products import every_pair, one_in
 from ranks import as_threads
@@ -24,8 +26,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 class Reference:
     """TopKC with fp32 values, all ranks at once, in float64; only norms are rounded to bf16."""
 
-    def __init__(self, bits: float, chunk: int, ranks: int) -> None:
-        self.bits, self.chunk = bits, chunk
+    def __init__(self, bits: float, chunk: int, ranks: int, scope: str) -> None:
+        self.bits, self.chunk, self.scope = bits, chunk, scope
         self.residuals = [[torch.zeros(math.prod(s)).double() for s in SHAPES]] * ranks
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -34,37 +36,48 @@ class Reference:
             [g.double().view(-1) + e for g, e in zip(mine, kept, strict=True)]
             for mine, kept in zip(gradients, self.residuals, strict=True)
         ]
-        averages = []
-        self.residuals = [[] for _ in gradients]
-        for at, numel in enumerate(len(f) for f in fed[0]):
-            chunks = [range(b, min(b + self.chunk, numel)) for b in range(0, numel, self.chunk)]
-            norms = [[float(mine[at][list(c)].norm().bfloat16()) for mine in fed] for c in chunks]
+        lengths = [len(f) for f in fed[0]]
+        chunks = [
+            [(at, range(b, min(b + self.chunk, numel))) for b in range(0, numel, self.chunk)]
+            for at, numel in enumerate(lengths)
+        ]
+        masks = [torch.zeros(numel).double() for numel in lengths]
+        for group in [list(chain(*chunks))] if self.scope == "model" else chunks:
+            norms = [
+                [float(mine[at][list(values)].norm().bfloat16()) for mine in fed]
+                for at, values in group
+            ]
             means = [float(torch.tensor(sum(of) / len(fed)).bfloat16()) for of in norms]
-            sent = (self.bits * numel / 8 - 2 * len(chunks)) // (4 * self.chunk)
-            order = sorted(range(len(chunks)), key=lambda c: (-means[c], c))
-            mask = torch.zeros(numel).double()
-            for c in order[: max(1, int(sent))]:
-                mask[list(chunks[c])] = 1.0
-            for mine, kept in zip(fed, self.residuals, strict=True):
-                kept.append(mine[at] * (1 - mask))
-            averages.append(torch.stack([mine[at] * mask for mine in fed]).mean(0))
-        return averages
+            numel = sum(len(values) for _, values in group)
+            sent = (self.bits * numel / 8 - 2 * len(group)) // (4 * self.chunk)
+            order = sorted(range(len(group)), key=lambda c: (-means[c], c))
+            for at, values in (group[c] for c in order[: max(1, int(sent))]):
+                masks[at][list(values)] = 1.0
+        self.residuals = [
+            [f * (1 - mask) for f, mask in zip(mine, masks, strict=True)] for mine in fed
+        ]
+        return [
+            torch.stack([mine[at] for mine in fed]).mean(0) * mask for at, mask in enumerate(masks)
+        ]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "dtype"),
-    every_pair([2, 3, 5, 8], [(4, 16), (9, 8), (2, 64), (32, 4)], DTYPES),
+    ("ranks", "options", "dtype", "scope"),
+    every_pair([2, 3, 5, 8], [(4, 16), (9, 8), (2, 64), (32, 4)], DTYPES, SCOPES),
 )
-def test_it_is_the_papers(ranks: int, options: tuple[int, int], dtype: torch.dtype) -> None:
+def test_it_is_the_papers(
+    ranks: int, options: tuple[int, int], dtype: torch.dtype, scope: str
+) -> None:
     bits, chunk = options
+    aggregator = TopKC(bits, chunk, values="fp32", scope=scope)
     data = [[drawn(SHAPES, r, step, dtype) for r in range(ranks)] for step in range(4)]
 
     def body(comm: Communicator) -> list[Any]:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(bits, chunk, values="fp32")))
+        mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator))
         return [(mine.average(given[comm.rank]), mine.states()) for given in data]
 
     found = as_threads(ranks, body)
-    reference = Reference(bits, chunk, ranks)
+    reference = Reference(bits, chunk, ranks, scope)
     eps = max(torch.finfo(dtype).eps, 3e-6)
     for step, given in enumerate(data):
         for at, expected in enumerate(reference.step(given)):
@@ -142,6 +155,55 @@ def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[Any, ...]) ->
         for n, length in zip(nbytes, lengths, strict=True)
     ]
     assert [sum(of) for of in zip(*found, strict=True)] == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_of_a_whole_model(ranks: int) -> None:
+    """Norms of all parameters and the chosen chunks, padding included; no more than `bits`."""
+    shapes: list[Shape] = [(640, 128), (100,), (26, 31), ()]
+    aggregator = TopKC(2, 64, scope="model")
+    numels = [math.prod(shape) for shape in shapes]
+
+    def body(comm: Communicator) -> list[int]:
+        mine = Parameters(comm, shapes, ErrorFeedback(aggregator))
+        mine.average(drawn(shapes, comm.rank, 0))
+        return [o.wire_bytes for o in mine.outcomes[0]]
+
+    found = as_threads(ranks, body)
+    chunks, sent = 1280 + 2 + 13 + 1, (sum(numels) * 2 // 8 - 2 * 1296) // (2 * 64)
+    assert aggregator.cut(*numels) == (chunks, sent)
+    expected = [
+        2 * (ranks - 1) * (2 * n + min(ranks, -(-n // 1024)) * HEADER_BYTES)
+        for n in (chunks, 64 * sent)
+    ]
+    assert [sum(of) for of in zip(*found, strict=True)] == expected
+    shares = sum(aggregator.payload_bytes(shape, torch.float32) for shape in shapes)
+    assert 0 <= shares - 2 * chunks - 128 * sent < 128 + len(shapes)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), every_pair([2, 3], DTYPES))
+def test_of_a_whole_model_the_largest_parameter_sends_most(ranks: int, dtype: torch.dtype) -> None:
+    """Permuted or not; without error feedback too; and no average has values of another one."""
+    shapes: list[Shape] = [(50, 20), (3,), (50, 20), (0,), (50, 21)]
+
+    def body(comm: Communicator) -> None:
+        for permuted, feedback in product([False, True], [False, True]):
+            inner = TopKC(2, 16, permuted=permuted, scope="model")
+            mine = Parameters(comm, shapes, ErrorFeedback(inner) if feedback else inner)
+            given = [drawn(shapes, r, 0, dtype) for r in range(ranks)]
+            for gradients in given:
+                gradients[2] *= 100
+            averages = mine.average(given[comm.rank])
+            counts = [int(a.count_nonzero()) for a in averages]
+            # Values are permuted over all parameters, a third of which are large.
+            assert permuted or counts[2] == sum(counts) > 0
+            assert permuted == (counts[0] > 0)
+            for at, average in enumerate(averages):
+                mean = torch.stack([mine[at] for mine in given]).double().mean(0)
+                off = (average.double() - mean)[average != 0].abs().max() if counts[at] else 0.0
+                assert off <= 0.01 * (100 if at == 2 else 1)
+
+    as_threads(ranks, body)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -244,8 +306,9 @@ def test_chunks_are_taken_out_and_put_back(numel: int, size: int) -> None:
         ({"bits": 0.1}, "chunk=161 or more"),
         ({"chunk": 1}, "from 2 to 65536"),
         ({"chunk": 64.0}, "from 2 to 65536"),
-        ({"values": "int8"}, "use fp16, bf16, fp32"),
+        ({"values": "int8"}, "'fp16', 'bf16' or 'fp32'"),
         ({"permuted": 1}, "use True or False"),
+        ({"scope": "bucket"}, "scope='bucket' must be 'layer' or 'model'"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -256,3 +319,4 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 def test_defaults_are_the_papers() -> None:
     assert [TopKC(bits).size for bits in (0.5, 2, 4, 8)] == [128, 64, 64, 64]
     assert str(TopKC()) == "topkc(bits=2, chunk=64)"
+    assert str(TopKC(scope="model")) == "topkc(bits=2, chunk=64, whole model)"

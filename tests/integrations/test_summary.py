@@ -162,3 +162,25 @@ def test_codecs_are_written_as_users_write_them() -> None:
     assert short(PowerSGD(rank=4)) == "powersgd:rank=4"
     assert short(Compressed(gw.Identity())) == "identity"
     assert short(Dense()) == "none"
+
+
+def sparse(rank: int) -> dict[str, tuple[int, int]]:
+    """The bytes that a handle expects of a step, and those of a step, in the first two."""
+    found = {}
+    for method in ("lwtopk:density=0.05", "globaltopk:density=0.05", "dgc:density=0.1:warmup=1"):
+        model = DDP(mlp(60))
+        handle = gw.attach(model, method)
+        for number in range(2):
+            said, before = expected(handle), handle.stats()["wire_bytes"]
+            step(model)
+            found[f"{method} {number}"] = said, handle.stats()["wire_bytes"] - before
+        handle.detach()
+    return found
+
+
+@pytest.mark.multiprocess
+def test_it_expects_what_is_sent_during_warm_up_too() -> None:
+    found = as_processes(3, sparse)[0]
+    for method, (said, sent) in found.items():
+        assert abs(said - sent) < 0.1 * sent, method
+    assert found["dgc:density=0.1:warmup=1 0"][1] > 1.5 * found["dgc:density=0.1:warmup=1 1"][1]

@@ -14,6 +14,12 @@ The average is zero elsewhere; error feedback keeps the rest. Two rounds per sco
 So `bits` is what a rank sends per value and payload, norms included (UTIL's bits per coordinate;
 a parameter of few values sends one chunk, whatever that takes).
 
+With scope="model", one choice is made over the chunks of all parameters. Each parameter is cut by
+itself, so that no chunk has values of two; n and M are sums over the parameters, J is of the whole,
+and the padding travels:
+
+    payload bytes = 2 M + width J chunk, of which a parameter of n values has a share, bits n / 8
+
 Norms are not squared and travel as bf16, which has the range of fp32: squares of a scaled gradient
 overflow fp16, and those of a small one vanish in it. Chunks whose norms differ by less than 0.4 %
 may be picked in either order.
@@ -34,6 +40,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
 from gradwire.aggregators.local import keep_residual, run_local, stored, with_residual
 from gradwire.aggregators.local_codecs import ChunkNorms
@@ -42,6 +49,7 @@ from gradwire.codecs import Cast
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
+SCOPES = ("layer", "model")
 _NORM_BITS = 16
 _CODEC = {"fp16": Cast("fp16"), "bf16": Cast("bf16"), "fp32": None}  # of the chosen values
 
@@ -58,19 +66,22 @@ class TopKC(Aggregator):
         permuted: permute the values at random in each step, alike on all ranks, before they are
             cut. Neighbours then have nothing in common, so the error grows: this shows what
             TopKC owes to large values being close to each other (UTIL Table 2).
+        scope: what one choice of chunks is over: "layer", each parameter by itself; "model", all
+            parameters, in the order of their names, after the last bucket of backward.
     """
 
     bits: float = 2.0
     chunk: int | None = None
     values: str = "fp16"
     permuted: bool = False
+    scope: str = "layer"
 
     feeds_back = True
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        if self.values not in _CODEC:
-            raise ConfigError(f"values={self.values!r}: use {', '.join(_CODEC)}")
+        check_choice(self, "values", _CODEC)
+        check_choice(self, "scope", SCOPES)
         if type(self.permuted) is not bool:
             raise ConfigError(f"permuted={self.permuted!r}: use True or False")
         if self.chunk is not None and not (type(self.chunk) is int and 2 <= self.chunk <= 65536):
@@ -99,10 +110,11 @@ class TopKC(Aggregator):
         """Bytes of a value that is sent."""
         return 4 if self.values == "fp32" else 2
 
-    def cut(self, numel: int) -> tuple[int, int]:
-        """(the number of chunks of `numel` values, the number of those that are sent)."""
-        chunks = -(-numel // self.size)
-        left = self.bits * numel / 8 - _NORM_BITS / 8 * chunks
+    def cut(self, *numels: int) -> tuple[int, int]:
+        """(the number of chunks of parameters of so many values, the number of those that are
+        sent)."""
+        chunks = sum(-(-numel // self.size) for numel in numels)
+        left = self.bits * sum(numels) / 8 - _NORM_BITS / 8 * chunks
         return chunks, min(max(1, math.floor(left / (self.width * self.size))), chunks)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
@@ -110,71 +122,111 @@ class TopKC(Aggregator):
         contexts = [c for c in contexts if c.gradient.numel()]
         if not contexts:
             return averages
-        fed = [with_residual(c) for c in contexts]
-        orders = [self._order(c) for c in contexts]
-        values = [f if o is None else f[o] for f, o in zip(fed, orders, strict=True)]
-        cuts = [self.cut(v.numel()) for v in values]
+        groups = [[c] for c in contexts]
+        if self.scope == "model":  # DDP's order changes
+            groups = [sorted(contexts, key=lambda c: c.name)]
+        vectors = [_Vector(group, self.size, self.permuted) for group in groups]
+        firsts = [v.first for v in vectors]
+        cuts = [self.cut(*(part.numel() for part in v.parts)) for v in vectors]
 
-        all_norms = fed[0].new_empty(sum(chunks for chunks, _ in cuts), dtype=torch.bfloat16)
+        all_norms = torch.empty(
+            sum(chunks for chunks, _ in cuts), dtype=torch.bfloat16, device=vectors[0].values.device
+        )
         norms = all_norms.split([chunks for chunks, _ in cuts])
-        run_local(ChunkNorms(self.size), "encode", values, norms)
-        yield [AllReduce(norm, of=c) for norm, c in zip(norms, contexts, strict=True)]
+        run_local(ChunkNorms(self.size), "encode", [v.values for v in vectors], norms)
+        yield [AllReduce(norm, of=c) for norm, c in zip(norms, firsts, strict=True)]
 
         chosen = largest_chunks(norms, [sent for _, sent in cuts])
         mean_norms = torch.cat([norm[at] for norm, at in zip(norms, chosen, strict=True)])
         up, down = _scales(mean_norms, contexts[0].world_size)
-        all_rows = fed[0].new_empty(len(mean_norms), self.size)
+        all_rows = vectors[0].values.new_empty(len(mean_norms), self.size)
         rows = all_rows.split([sent for _, sent in cuts])
-        for v, at, row in zip(values, chosen, rows, strict=True):
-            gather_chunks(v, at, row)
+        for v, at, row in zip(vectors, chosen, rows, strict=True):
+            gather_chunks(v.values, at, row)
         all_rows *= up
         all_errors = torch.zeros_like(all_rows)
         errors = all_errors.split([sent for _, sent in cuts])
         codec = _CODEC[self.values]
         yield [
             AllReduce(
-                _sent(row, c), "avg", _sent(error, c) if c.residual is not None else None,
-                codec=codec, of=c,
+                v.sent(row), "avg", v.sent(error) if v.first.residual is not None else None,
+                codec=codec, of=v.first,
             )
-            for row, error, c in zip(rows, errors, contexts, strict=True)
+            for v, row, error in zip(vectors, rows, errors, strict=True)
         ]  # fmt: skip
         all_rows *= down
         all_errors *= down
-
-        columns = zip(contexts, fed, values, orders, norms, chosen, rows, errors, strict=True)
-        for c, f, v, order, norm, at, row, error in columns:
-            if c.residual is not None:
-                scatter_chunks(error, at, v)
-                if order is not None:
-                    f[order] = v
-                keep_residual(c, norm.isfinite().all(), f)
-            average = c.gradient if order is None else torch.empty_like(c.gradient)
-            average.copy_((norm * 0).sum())  # zero, or NaN
-            scatter_chunks(stored(row, average.dtype), at, average)
-            if order is not None:
-                c.gradient[order] = average
+        for v, norm, at, row, error in zip(vectors, norms, chosen, rows, errors, strict=True):
+            v.keep(error, at, norm.isfinite().all())
+            v.average(row, at, (norm * 0).sum())  # zero, or NaN
         return averages
-
-    def _order(self, c: Context) -> torch.Tensor | None:
-        """The step's permutation of a parameter's values, equal on all ranks; None: none."""
-        if not self.permuted:
-            return None
-        return torch.randperm(c.gradient.numel(), generator=c.generator()).to(c.gradient.device)
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         numel = math.prod(shape)
+        if self.scope == "model":
+            return math.ceil(self.bits * numel / 8)
         chunks, sent = self.cut(numel)
         return _NORM_BITS // 8 * chunks + self.width * min(sent * self.size, numel)
 
     def __str__(self) -> str:
         how = f"bits={self.bits:g}, chunk={self.size}"
         how += f", values={self.values}" if self.values != "fp16" else ""
-        return f"topkc({how}{', permuted' if self.permuted else ''})"
+        how += ", permuted" if self.permuted else ""
+        return f"topkc({how}{', whole model' if self.scope == 'model' else ''})"
 
 
-def _sent(rows: torch.Tensor, c: Context) -> torch.Tensor:
-    """The rows as one vector, without the padding of the last chunk if every chunk is sent."""
-    return rows.view(-1)[: c.gradient.numel()]
+class _Vector:
+    """The error-fed values among which one choice of chunks is made.
+
+    Attributes:
+        first: the context of its collectives.
+        parts: per parameter, its values: views of one vector, where each of several parameters
+            begins with a chunk, so that the last of each is padded with zeros.
+        values: that vector, permuted if the aggregator does so; of a single parameter, fp32 and
+            not permuted, its gradient itself.
+    """
+
+    def __init__(self, contexts: Sequence[Context], size: int, permuted: bool) -> None:
+        self.contexts = contexts
+        self.first = contexts[0]
+        fed = [with_residual(c) for c in contexts]
+        self.parts, self._whole = fed, fed[0]
+        if len(fed) > 1:
+            lengths = [-(-f.numel() // size) * size for f in fed]
+            self._whole = fed[0].new_zeros(sum(lengths))
+            padded = self._whole.split(lengths)
+            self.parts = [p[: f.numel()].copy_(f) for p, f in zip(padded, fed, strict=True)]
+        self._order: torch.Tensor | None = None  # the step's permutation, equal on all ranks
+        self.values = self._whole
+        if permuted:
+            order = torch.randperm(self._whole.numel(), generator=self.first.generator())
+            self._order = order.to(self._whole.device)
+            self.values = self._whole[self._order]
+
+    def sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as one vector, without the padding of the last chunk of a single parameter, if
+        every chunk is sent."""
+        return rows.view(-1)[: self.values.numel()]
+
+    def keep(self, errors: torch.Tensor, at: torch.Tensor, finite: torch.Tensor) -> None:
+        """Keep what was not sent, of the chunks `at` only the errors, in the residuals."""
+        if self.first.residual is None:
+            return
+        scatter_chunks(errors, at, self.values)
+        if self._order is not None:
+            self._whole[self._order] = self.values
+        for c, part in zip(self.contexts, self.parts, strict=True):
+            keep_residual(c, finite, part)
+
+    def average(self, rows: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor) -> None:
+        """Replace the gradients by the rows at the chunks `at`, and by `elsewhere` otherwise."""
+        self.values.copy_(elsewhere)
+        scatter_chunks(rows, at, self.values)
+        if self._order is not None:
+            self._whole[self._order] = self.values
+        for c, part in zip(self.contexts, self.parts, strict=True):
+            if part is not c.gradient:
+                c.gradient.copy_(stored(part, c.gradient.dtype))
 
 
 def _scales(norms: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

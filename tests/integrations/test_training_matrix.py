@@ -1,0 +1,275 @@
+"""Every method in DDP, at several numbers of ranks: GradScaler, no_sync, accumulation, unused
+parameters, resuming, and a change of the method or of the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from products import in_turn, one_in
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+METHODS: dict[str, dict[str, Any]] = {
+    "qsgd:bits=4": {},
+    "powersgd:rank=2": {},
+    "topkc:bits=4:chunk=16": {},
+    "thc:bits=6:code=3:chunk=64": {},
+    "artopk:density=0.05": {},
+    "dgc:density=0.05:momentum=0.5:warmup=3": {},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qsgd:bits=2:block=64": {"error_feedback": True},
+    "thc:bits=6:code=3": {"error_feedback": True},
+    "topkc:bits=4:chunk=16:scope=model": {},
+    "artopk:density=0.05:leader=auto:scope=model": {},
+    "lwtopk:density=0.05": {},
+    "artopk:density=0.05:leader=variance": {},
+    "globaltopk:density=0.05": {},
+}
+OPTIONS = METHODS | VARIANTS
+KEPT = ("residual", "owed", "velocity")  # what a rank has not sent, and momentum
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(map(nn.Linear, [20, 60, 50], [60, 50, 4]))
+        self.spare = nn.Linear(20, 4)
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        out = self.spare(x) if spare else 0.0
+        for layer in self.layers[:-1]:
+            x = layer(x).relu()
+        return self.layers[-1](x) + out  # type: ignore[no-any-return]
+
+
+def made(method: str, dtype: torch.dtype = torch.float32, group: Any = None) -> tuple[DDP, Any]:
+    """A module of many buckets, with a handle."""
+    net = Net().to(dtype)
+    model = DDP(net, process_group=group, bucket_cap_mb=0.01, find_unused_parameters=True)
+    return model, gw.attach(model, method, coalesce_bytes=0, **OPTIONS[method])
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    target = torch.randn(20, 4, generator=torch.Generator().manual_seed(7)) / 5
+    return (model(x.to(dtype), spare).float() - x @ target).square().mean()
+
+
+def trained(model: DDP, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        model.zero_grad()
+        loss_of(model, inputs(step, dist.get_rank())).backward()
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+
+
+def alike(values: torch.Tensor) -> bool:
+    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, values)
+    return all(torch.equal(found[0], other) for other in found)
+
+
+def accumulates_with_no_sync(method: str, _: Path) -> None:
+    """Three batches, of which the last is synchronised, give the average of the sum's gradient."""
+    found = []
+    for apart in (True, False):
+        model, handle = made(method)
+        for step in range(3):
+            model.zero_grad()
+            x = [inputs(3 * step + part, dist.get_rank()) for part in range(3)]
+            if apart:
+                with model.no_sync():
+                    for part in x[:2]:
+                        loss_of(model, part).backward()
+                loss_of(model, x[2]).backward()
+            else:
+                torch.stack([loss_of(model, part) for part in x]).sum().backward()
+        assert handle.stats()["steps"] == 3
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.module.layers.parameters()]))
+        assert alike(found[-1])
+        handle.detach()
+    # Sums in another order differ in their last bits: few values round or are chosen otherwise.
+    assert (found[0] - found[1]).abs().gt(1e-4).float().mean() < 0.01
+
+
+def unused_parameters_are_averaged(method: str, _: Path) -> None:
+    """All ranks use all parameters; then only rank 0; then none does."""
+    model, handle = made(method)
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    spare = model.module.spare.weight
+    for step in range(9):
+        model.zero_grad()
+        loss_of(model, inputs(step, rank), step < 3 or (step < 6 and rank == 0)).backward()
+        assert (spare.grad is None) == (step >= 6)
+        before = spare.detach().clone()
+        optimizer.step()
+        assert alike(flat(model))
+        assert torch.equal(before, spare) == (step >= 6)
+    handle.detach()
+
+
+def fp16_gradients_under_a_scaler(method: str, _: Path) -> None:
+    """With fp32 weights beside, since GradScaler takes no fp16 gradients. The first scale overflows
+    by itself: all ranks skip the same steps, and training recovers."""
+    model, handle = made(method, torch.float16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=10)
+    losses, skipped = [], 0
+    for step in range(60):
+        model.zero_grad()
+        loss = loss_of(model, inputs(step, dist.get_rank()))
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    assert skipped >= 2, "the scale never overflowed"
+    assert alike(torch.tensor([scaler.get_scale(), float(skipped)]))
+    assert alike(flat(model))
+    states = handle.state_dict()["aggregators"]
+    assert all(t.isfinite().all() for kept in states.values() for t in kept.values())
+    assert all(map(math.isfinite, losses))
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+    handle.detach()
+
+
+def a_scaler_skips_what_is_not_finite(method: str, _: Path) -> None:
+    """A loss of one rank is not finite: nor are averages, and no state changes, but of
+    codecs, which go on where values are finite."""
+    model, handle = made(method)
+    rank, scaler = dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(8):
+        model.zero_grad()
+        loss, kept = loss_of(model, inputs(step, rank)), handle.state_dict()["aggregators"]
+        scaler.scale(loss * (torch.inf if (step, rank) == (3, 0) else 1)).backward()
+        finite = [bool(layer.weight.grad.isfinite().all()) for layer in model.module.layers]
+        assert all(finite) == (step != 3)
+        if step == 3 and not method.startswith(("qsgd", "lwtopk", "globaltopk")):
+            for name, tensors in handle.state_dict()["aggregators"].items():
+                same = [torch.equal(kept[name][key], t) for key, t in tensors.items()]
+                assert all(same) or name.startswith("spare"), name
+        before = flat(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) == (step == 3)
+    assert scaler.get_scale() == 128.0
+    assert alike(flat(model))
+    states = handle.state_dict()["aggregators"]
+    assert all(t.isfinite().all() for kept in states.values() for t in kept.values())
+    handle.detach()
+
+
+def resumes_to_the_same_bits(method: str, folder: Path) -> None:
+    """From a file of each rank's; and from the states of all ranks at one rank less, where nothing
+    is lost."""
+    model, handle = made(method)
+    trained(model, range(5))
+    path = folder / f"{dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "gradwire": handle.state_dict()}, path)
+    whole = handle.full_state_dict()
+    trained(model, range(5, 9))
+    expected = flat(model)
+    handle.detach()
+    again, other = made(method)
+    saved = torch.load(path)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["gradwire"])
+    trained(again, range(5, 9))
+    assert torch.equal(flat(again), expected)
+    other.detach()
+    fewer = dist.get_world_size() - 1
+    if not fewer:
+        return
+    some = dist.new_group(list(range(fewer)))
+    if dist.get_rank() < fewer:
+        model, moved = made(method, group=some)
+        moved.load_state_dict(whole)
+        before, after = mean_states(whole), mean_states(moved.full_state_dict())
+        assert before.keys() == after.keys()
+        for key, mean in before.items():
+            torch.testing.assert_close(after[key], mean)
+        loss_of(model, inputs(9, dist.get_rank())).backward()
+        moved.detach()
+
+
+def mean_states(full: Any) -> dict[tuple[str, bool], torch.Tensor]:
+    """The mean over ranks of what was not sent, and of momentum, by parameter."""
+    found: dict[tuple[str, bool], torch.Tensor] = {}
+    for state in full["ranks"]:
+        for name, tensors in state["aggregators"].items():
+            for kept in KEPT:
+                if kept in tensors:
+                    key = name, kept == "velocity"
+                    found[key] = found.get(key, 0.0) + tensors[kept] / full["world_size"]
+    return found
+
+
+def is_adopted_during_training(method: str, _: Path) -> None:
+    """A rehearsal prepares it, and ranks change to it in the same step."""
+    model = DDP(Net(), bucket_cap_mb=0.01, find_unused_parameters=True)
+    handle = gw.attach(model, "topk:density=0.05", error_feedback=True, coalesce_bytes=0)
+    trained(model, range(3))
+    handle.update(method, **OPTIONS[method]).wait()
+    trained(model, range(3, 9))
+    assert handle.plan.version == 1
+    assert alike(flat(model))
+    handle.detach()
+
+
+SCENARIOS: list[Callable[[str, Path], None]] = [
+    accumulates_with_no_sync,
+    unused_parameters_are_averaged,
+    fp16_gradients_under_a_scaler,
+    a_scaler_skips_what_is_not_finite,
+    resumes_to_the_same_bits,
+    is_adopted_during_training,
+]
+
+
+def run(rank: int, method: str, folder: Path) -> None:
+    for scenario in SCENARIOS:
+        scenario(method, folder)
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks"),
+    [
+        *in_turn(METHODS, [1, 2, 3], always=1),
+        *one_in(7, product(VARIANTS, [2, 3])),
+        *one_in(13, product(OPTIONS, [5])),
+    ],
+)
+def test_it_serves_training(method: str, ranks: int, tmp_path: Path) -> None:
+    as_processes(ranks, run, method, tmp_path)
