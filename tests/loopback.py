@@ -51,3 +51,9 @@ def host_network() -> Iterator[None]:
     finally:
         assert libc.setns(own, _NEWNET) == 0, os.strerror(ctypes.get_errno())
         os.close(own)
+
+
+def without_lookups(said: str) -> str:
+    """What a process said, less torch's warnings that an address has no name: there is no DNS."""
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if "hostname of the client socket cannot be" not in line)

@@ -21,6 +21,7 @@ from gradwire.control import host as control_host
 from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
 from gradwire.lab.ports import free_port
+from loopback import without_lookups
 from products import EXHAUSTIVE, one_in
 from ranks import as_processes
 
@@ -87,7 +88,7 @@ class Rank:
         """Its standard error, once it has ended with exit code 0."""
         _, errors = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, errors
-        return errors
+        return without_lookups(errors)
 
 
 @contextmanager
