@@ -105,6 +105,7 @@ def made_anew(rank: int, port: int) -> None:
     """Rank 0 has the store, which a destroyed group must not keep alive: the next group would read
     the old one's addresses there."""
     beside = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.barrier()  # else the peer may still connect its mesh: gloo's does so rank by rank
     dist.destroy_process_group()
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     for step in range(5):

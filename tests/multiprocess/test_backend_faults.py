@@ -124,6 +124,7 @@ def destroyed_and_made_again(rank: int) -> list[float]:
     size = dist.get_world_size()
     port = [free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
+    dist.barrier()
     dist.destroy_process_group()
     timeout = timedelta(seconds=30)
     store = dist.TCPStore("127.0.0.1", port[0], size, rank == 0, timeout=timeout)
