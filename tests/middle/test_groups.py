@@ -226,8 +226,9 @@ def cycles(rank: int, count: int) -> list[dict[str, int]]:
         found.append(settled(taken(), 0.5))
         for _ in range(count):
             cycle(used)
-        # The pool of threads grew to the most that any cycle kept busy at once.
-        found.append(settled(found[-1], AFTER_IDLE_S))
+        # gradwire's pool grew to the most threads that any cycle kept busy at once. Before the next
+        # groups, patience stays well below their timeout: the other rank may need none.
+        found.append(settled(found[-1], AFTER_IDLE_S if used else 2.0))
     return found
 
 
