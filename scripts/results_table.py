@@ -2,11 +2,12 @@
 
     python scripts/results_table.py                     # of bench/results/*.jsonl
     python scripts/results_table.py a.jsonl b.jsonl --task gpt
+    python scripts/results_table.py a.jsonl --gains     # a line per method, a column per network
 
-A table per task and number of ranks. Times to the target and gains are those of the report, by the
-same rules: the gain is the time to the target of the best 16-bit baseline on the same network
-divided by the method's, and nothing within noise is called a gain. Losses stand in the table as
-gains do. The commands behind the rows follow each table.
+A table per run, task and number of ranks. Times to the target and gains are those of the
+report, by the same rules: the gain is the time to the target of the best 16-bit baseline on the
+same network divided by the method's, and nothing within noise is called a gain. Losses stand in the
+table as gains do. The command behind the rows follows each table.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ from gradwire.bench.baselines import FULL
 from gradwire.bench.report import learning
 from gradwire.bench.report.gain import Gain, Standing, of_summaries, times
 from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.lengths import length
 from gradwire.bench.report.quantities import DASH, digits, network, rate, seconds
 from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
+GAINS_LEGEND = (
+    "A number is the gain. Bold: faster than the best 16-bit baseline (*1*); plain: within noise, "
+    "or too few seeds to judge."
+)
+NO_COMMIT = "no git checkout"
 HEADINGS = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
 
 
-def tables(rows: Iterable[Row], task: str | None = None) -> str:
-    """The tables of all trainings among the rows.
+def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) -> str:
+    """The tables of all trainings among the rows; with `gains`, those of methods x networks.
 
     Raises:
         ConfigError: no row is a summary of `bench train`, or none is of this task.
     """
     trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
     made = []
-    for mine in grouped(trained, "task", "ranks", "parameters", "task_options").values():
-        lines = _lines(mine)
+    # A method is compared with the baselines of its own run, not with those of another's seeds.
+    for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
+        lines = _grid(mine) if gains else _lines(mine)
         if lines:
             made.append("\n".join([_about(mine), "", *lines, "", *_commands(mine)]))
     if not made:
@@ -54,19 +62,61 @@ def _about(rows: Sequence[Row]) -> str:
     seeds = first.get("seeds") or ()
     if seeds:
         said += f", seeds {', '.join(map(str, seeds))}"
-    return f"{said}, {first['steps']} steps:"
+    return f"{said}, {length(_summaries(rows))}:"
+
+
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each network, slow ones first; those without summaries are left out."""
+    runs = [mine for mine in grouped(rows, "net", "composed").values() if _summaries(mine)]
+    return sorted(runs, key=lambda mine: rate(mine[0]["net"]))
+
+
+def _gains(run: Sequence[Row]) -> dict[str, Gain]:
+    return of_summaries(_summaries(run), [row for row in run if row["row"] == "evaluation"])
+
+
+def _full(run: Sequence[Row]) -> Row | None:
+    return next((row for row in _summaries(run) if row["method"] == FULL), None)
+
+
+def _grid(rows: Sequence[Row]) -> list[str]:
+    """A line per method: its gain on each network, then what it learned, on the slowest."""
+    runs = _runs(rows)
+    if not runs:
+        return []
+    gains = [_gains(run) for run in runs]
+    heads = ["method", *(network(run[0]["net"]) for run in runs)]
+    heads += ["last loss", "against fp32", "last metric"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in _summaries(runs[0]):
+        if not row.get("timing_only"):
+            mine = [_short(found.get(row["method"])) for found in gains]
+            known = row["final_metric"] is not None
+            metric = digits(row["final_metric"], 4) if known else DASH
+            lines.append(
+                _line([f"`{row['method']}`", *mine, *_learned(row, _full(runs[0])), metric])
+            )
+    return [*lines, "", GAINS_LEGEND]
+
+
+def _short(gain: Gain | None) -> str:
+    if gain is None:
+        return DASH
+    if gain.standing is Standing.BAR:
+        return "*1*"
+    if gain.standing in (Standing.NOISE, Standing.UNJUDGED) and gain.ratio is not None:
+        return times(gain.ratio)
+    return _gain(gain)
 
 
 def _lines(rows: Sequence[Row]) -> list[str]:
     """Of Markdown, of one table; none without summaries."""
-    runs = [mine for mine in grouped(rows, "net", "composed").values() if _summaries(mine)]
+    runs = _runs(rows)
     if not runs:
         return []
     lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
-    for run in sorted(runs, key=lambda mine: rate(mine[0]["net"])):
-        summaries = _summaries(run)
-        gains = of_summaries(summaries, [row for row in run if row["row"] == "evaluation"])
-        full = next((row for row in summaries if row["method"] == FULL), None)
+    for run in runs:
+        summaries, gains, full = _summaries(run), _gains(run), _full(run)
         net = network(run[0]["net"]) + (", composed" if run[0].get("composed") else "")
         for row in summaries:
             lines.append(_line(_cells(net, row, gains[row["method"]], full)))
@@ -84,10 +134,15 @@ def _cells(net: str, row: Row, gain: Gain, full: Row | None) -> list[str]:
         return [*cells, "for timing only", *[DASH] * 3]
     reached = row["time_to_target"] is not None
     missed = "not reached" if row["target"] is not None else DASH
-    loss = "not finite" if row["final_loss"] is None else digits(row["final_loss"], 4)
-    against = learning.loss_verdict(row, full)[0] if row["final_loss"] is not None else DASH
-    return [*cells, seconds(row["time_to_target"]) if reached else missed, _gain(gain), loss,
-            against]  # fmt: skip
+    time = seconds(row["time_to_target"]) if reached else missed
+    return [*cells, time, _gain(gain), *_learned(row, full)]
+
+
+def _learned(row: Row, full: Row | None) -> list[str]:
+    """The last loss, and how it compares with fp32's."""
+    if row["final_loss"] is None:
+        return ["not finite", DASH]
+    return [digits(row["final_loss"], 4), learning.loss_verdict(row, full)[0]]
 
 
 def _gain(gain: Gain) -> str:
@@ -107,8 +162,10 @@ def _line(cells: Iterable[str]) -> str:
 
 def _commands(rows: Sequence[Row]) -> list[str]:
     runs = [row["run"] for row in rows if isinstance(row.get("run"), dict)]
-    made = [f"- `{run.get('command')}` at {run.get('commit')}, {run.get('machine')}"
-            for run in runs]  # fmt: skip
+    made = [
+        f"- `{run.get('command')}` at {run.get('commit') or NO_COMMIT}, {run.get('machine')}"
+        for run in runs
+    ]
     return list(dict.fromkeys(made))
 
 
@@ -117,10 +174,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="README's table, from rows of benchmarks")
     parser.add_argument("files", nargs="*", type=Path, help="default: bench/results/*.jsonl")
     parser.add_argument("--task", help="only this task")
+    parser.add_argument("--gains", action="store_true", help="methods x networks, gains alone")
     told = parser.parse_args(arguments)
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
-        print(tables([row for file in files for row in read(file)], told.task))
+        print(tables([row for file in files for row in read(file)], told.task, told.gains))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

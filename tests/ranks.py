@@ -106,13 +106,13 @@ def as_processes(
     timeout: float = 60.0,
     deadline: float = 120.0,
     expect_death: tuple[int, ...] = (),
-    backend: str = "gloo",
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """Run `body(rank, *args)` in `world_size` processes; returns their results, in rank order.
 
-    `timeout` and `backend` are the process group's; `deadline` is the longest wait for the next
-    rank. Ranks in `expect_death` may die: their result is None. Raises `AssertionError` with a
-    report of every rank.
+    `timeout` and `backend` are the process group's (None: no group); `deadline` is the longest wait
+    for the next rank. Ranks in `expect_death` may die: their result is None. Raises
+    `AssertionError` with a report of every rank.
     """
     context = forkserver()
     reports, over = context.Queue(), context.Event()
@@ -154,9 +154,10 @@ def _process(  # type: ignore[no-untyped-def]
     os.environ.clear()
     os.environ.update(environment)
     try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-        )
+        if backend is not None:
+            dist.init_process_group(
+                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            )
         result = body(rank, *args)
         reports.put(End(rank, time.monotonic(), result))
         over.wait()  # the others may still need this process: rank 0 hosts the store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ ORDER = [
     "partition",
     "groups",
     "collectives",
+    "sim",
     "aggregators",
     "planner",
+    "controllers",
     "integrations",
 ]
 # Beside the line: used only by the command line (and by each other as listed).
@@ -37,7 +40,8 @@ MIDDLE = {
 } | {"integrations"}
 BESIDE = {
     "lab": {"errors", "lang", "lab"},
-    "sim": {*ORDER, "sim"} - {"transport", "groups", "aggregators", "planner", "integrations"},
+    "sim": {*ORDER, "sim"}
+    - {"transport", "groups", "aggregators", "planner", "controllers", "integrations"},
     "bench": {*ORDER, "lab", "bench", "sim", "__init__"},
     "wheel": {"errors", "lang", "codecs", "transport", "wheel"},
     "cli": {*ORDER, "lab", "bench", "sim", "cli", "doctor", "wheel", "__init__"},
@@ -101,3 +105,9 @@ def test_a_class_name_has_one_meaning() -> None:
         if len(paths) > 1 and any(room(path) in MIDDLE for path in paths)
     }
     assert not twice
+
+
+def test_files_of_tests_have_different_names() -> None:
+    """pytest imports each by its name alone."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -51,11 +51,16 @@ if TYPE_CHECKING:
         reduce_scatter,
         state_dict,
     )
+    from gradwire.controllers import LGreco
     from gradwire.errors import CodecError, ConfigError, GradwireError, TransportError
     from gradwire.integrations.attach import attach
+    from gradwire.integrations.auto import Auto
     from gradwire.integrations.backend_register import register
+    from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
+    from gradwire.integrations.replan import Replan
     from gradwire.integrations.sharded import Sharded
+    from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
 
 __version__ = "0.1.0"
@@ -68,18 +73,21 @@ __all__ = [
     "ARTopK",
     "AdaComp",
     "Aggregator",
+    "Auto",
     "Cast",
     "Codec",
     "CodecError",
     "ConfigError",
     "DeepGradientCompression",
     "ErrorFeedback",
+    "Flexible",
     "GlobalTopK",
     "GradDrop",
     "GradwireError",
     "Handle",
     "HardThreshold",
     "Identity",
+    "LGreco",
     "LWTopK",
     "LearnedLevels",
     "LowRank",
@@ -89,6 +97,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "RandomShift",
+    "Replan",
     "Rotated",
     "Saturating",
     "Sharded",
@@ -97,6 +106,7 @@ __all__ = [
     "TopK",
     "TopKC",
     "TransportError",
+    "Triggers",
     "all_gather",
     "all_reduce",
     "attach",
@@ -126,11 +136,16 @@ _HOMES = {
         *("Options", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
         *("load_state_dict", "state_dict"),
     ),
+    "controllers": ("LGreco",),
     "errors": ("CodecError", "ConfigError", "GradwireError", "TransportError"),
     "integrations.attach": ("attach",),
     "integrations.backend_register": ("register",),
+    "integrations.flexible": ("Flexible",),
     "integrations.handle": ("Handle",),
+    "integrations.auto": ("Auto",),
+    "integrations.replan": ("Replan",),
     "integrations.sharded": ("Sharded",),
+    "integrations.triggers": ("Triggers",),
 }
 
 

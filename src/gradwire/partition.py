@@ -133,6 +133,7 @@ class Partition:
     Rows are sorted by chunk, then segment, then tensor, so the rows of a message are contiguous.
 
     Attributes:
+        chunks: number of chunks, of one form.
         kinds: (codec, dtype) of payloads, in order of first use.
         kind: per row, the index of its kind.
         item: per row, the index of its tensor.
@@ -145,6 +146,7 @@ class Partition:
         sizes: sizes[segment][chunk], in bytes.
     """
 
+    chunks: int
     kinds: tuple[Kind, ...]
     kind: np.ndarray
     item: np.ndarray
@@ -206,7 +208,7 @@ def partition(
     offset = ends[:-1] - np.repeat(ends[first[:-1]], rows)
     sizes = np.diff(ends[first]).reshape(-1, segments).T.tolist()
     columns = (kind, item, start, numel, at, segment, chunk, offset, first)
-    return Partition(kinds, *columns, tuple(map(tuple, sizes)))
+    return Partition(chunks, kinds, *columns, tuple(map(tuple, sizes)))
 
 
 def _uncompressed(codec: Codec) -> Codec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -110,10 +110,12 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "artopk by variance": (ARTopK(0.05, "variance", values="fp32"),),
     "artopk auto": (ARTopK(0.05, "auto"),),
     "lwtopk": (LWTopK(0.05),),
+    "lwtopk in fp32": (LWTopK(0.05, "fp32"),),
     "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
     "hardthreshold": (Compressed(HardThreshold(1.5, 0.2), "all_gather"),),
     "randomk": (Compressed(RandomK(0.1)),),
     "dgc": (DeepGradientCompression(0.05, momentum=0, warmup=2),),
+    "dgc in fp32": (DeepGradientCompression(0.05, momentum=0, values="fp32"),),
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),
@@ -153,13 +155,72 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def test_law_2_nothing_is_lost(case: str, ranks: int, dtype: torch.dtype) -> None:
     """Gradients + residuals before == world_size * average + residuals after, summed over ranks;
     and law 1."""
+    loses_nothing(case, ranks, dtype, lambda rank, step: drawn(SHAPES, rank, step, dtype))
+
+
+@pytest.mark.parametrize(("case", "ranks"), every_pair([*CASES, *WHOLE], [2, 3]))
+def test_law_2_of_averages_that_fp16_cannot_hold(case: str, ranks: int) -> None:
+    """Ranks agree on half of the gradients, so residuals grow until averages exceed fp16."""
+    common = drawn(SHAPES, 0, 99)
+
+    def gradients(rank: int, step: int) -> list[torch.Tensor]:
+        columns = zip(drawn(SHAPES, rank, step), common, strict=True)
+        return [(3e4 * (own + each)).clamp(-65504, 65504).half() for own, each in columns]
+
+    loses_nothing(case, ranks, torch.float16, gradients)
+
+
+@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+def test_law_2_of_parameters_that_some_ranks_do_not_use(case: str) -> None:
+    """A rank uses a parameter in two steps of three."""
+
+    def gradients(rank: int, step: int) -> list[torch.Tensor]:
+        made = drawn(SHAPES, rank, step)
+        return [g * ((i + rank + step) % 3 > 0) for i, g in enumerate(made)]
+
+    loses_nothing(case, 2, torch.float32, gradients, may_be_unused=True)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "case", [case for case in [*CASES, *WHOLE] if case not in ("drawn", "mixed")]
+)
+def test_law_4_of_fp16_a_step_that_is_not_finite_leaves_residuals(case: str, bad: float) -> None:
+    """Of every parameter, also if the kernels of a codec update them."""
+
+    def body(comm: Communicator) -> None:
+        mine = Parameters(comm, SHAPES, mixed(case))
+        for step in range(3):
+            gradients = drawn(SHAPES, comm.rank, step, torch.float16)
+            before = mine.states()
+            if step == 2 and comm.rank == 1:
+                for gradient in gradients:
+                    gradient.view(-1)[gradient.numel() // 3 :][:1] = bad
+            averages = mine.average(gradients)
+        assert not torch.cat([a.view(-1) for a in averages]).isfinite().all()
+        assert all(map(torch.equal, before, mine.states()))
+        assert any(kept.any() for kept in before)
+
+    as_threads(2, body)
+
+
+def loses_nothing(
+    case: str,
+    ranks: int,
+    dtype: torch.dtype,
+    gradients_of: Callable[[int, int], list[torch.Tensor]],
+    may_be_unused: bool = False,
+) -> None:
+    """Check laws 1 and 2 on finite gradients, by rank and step."""
     steps = 5
 
     def body(comm: Communicator) -> list[tuple[list[torch.Tensor], ...]]:
         mine = Parameters(comm, SHAPES, mixed(case))
         found = []
+        for member in mine.members:
+            member.may_be_unused = may_be_unused
         for step in range(steps):
-            gradients, before = drawn(SHAPES, comm.rank, step, dtype), mine.states()
+            gradients, before = gradients_of(comm.rank, step), mine.states()
             found.append((gradients, before, mine.average(gradients), mine.states()))
         return found
 
@@ -169,6 +230,7 @@ def test_law_2_nothing_is_lost(case: str, ranks: int, dtype: torch.dtype) -> Non
         for at in range(len(SHAPES)):
             average = found[0][step][2][at]
             assert all(torch.equal(mine[step][2][at], average) for mine in found)
+            assert average.isfinite().all()
             g, before, after = (
                 sum(mine[step][i][at].double().view(-1) for mine in found) for i in (0, 1, 3)
             )
@@ -212,8 +274,11 @@ def test_law_8_any_bucketing_gives_the_same_bits(case: str, ranks: int, dtype: t
             assert all(map(torch.equal, mine[0], other)), f"way {way}"
 
 
-@pytest.mark.parametrize(("case", "ranks"), every_pair([*CASES, *WHOLE], [2, 3]))
-def test_what_is_observed_fits_together(case: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "ranks", "dtype"),
+    every_pair([*CASES, *WHOLE], [2, 3], [torch.float32, torch.float16]),
+)
+def test_what_is_observed_fits_together(case: str, ranks: int, dtype: torch.dtype) -> None:
     def body(comm: Communicator) -> list[dict[str, Any]]:
         mine = Parameters(comm, SHAPES, mixed(case))
         told: list[dict[str, Any]] = []
@@ -225,7 +290,7 @@ def test_what_is_observed_fits_together(case: str, ranks: int) -> None:
 
         for step in range(3):
             told.append({})
-            gradients, before = drawn(SHAPES, comm.rank, step), mine.states()
+            gradients, before = drawn(SHAPES, comm.rank, step, dtype), mine.states()
             averages = mine.average(gradients, cuts(step), observe)
             assert sorted(told[-1]) == [f"p{i}" for i in range(len(SHAPES))]
             for i, (average, e, kept) in enumerate(

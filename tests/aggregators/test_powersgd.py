@@ -105,10 +105,10 @@ def test_it_is_the_algorithm(ranks: int, rank: int, dtype: torch.dtype, orthogon
             assert all(torch.equal(mine[step][0][at], average) for mine in found)
             close(average.view(-1), expected[at], tolerance)
             for mine, kept in zip(found, residuals, strict=True):
-                if at in bases:  # also what rounding of the average lost
+                if at in bases or dtype == torch.float16:  # also what rounding of the average lost
                     kept[at] += expected[at] - average.view(-1).double()
                 close(mine[step][1][at], kept[at], 1e-5)
-                if at not in bases:
+                if at not in bases and dtype != torch.float16:
                     assert not mine[step][1][at].any(), "what is sent whole leaves nothing"
 
 
@@ -255,7 +255,7 @@ def test_a_gradient_of_zeros_is_no_end() -> None:
     ],
 )
 def test_options_are_checked(option: str, value: Any) -> None:
-    with pytest.raises(gw.ConfigError, match=f"{option}={value!r}: "):
+    with pytest.raises(gw.ConfigError, match=f"PowerSGD: {option}={value!r}: "):
         PowerSGD(**{option: value})
 
 
@@ -278,9 +278,21 @@ def test_a_rank_above_a_matrix_is_dense_or_refused() -> None:
         make_plan(parameters, rules.changed(codecs={"s*": "powersgd:rank=5"}), 2)
     with pytest.raises(gw.ConfigError, match="no parameter can be compressed; parameter small"):
         make_plan(parameters, Rules().changed(codec="powersgd", options={"rank": 50}), 2)
+    with pytest.raises(gw.ConfigError, match=r"small: rank=3 .* 3 x 8: the largest .* is 2"):
+        make_plan(parameters, rules.changed(codecs={"small": "powersgd:rank=3"}), 2)
     thin = [("thin", torch.zeros(1, 9)), *parameters]
     with pytest.raises(gw.ConfigError, match=r"thin: rank=2 .* 1 x 9: no rank shrinks it"):
         make_plan(thin, rules.changed(codecs={"thin": "powersgd:rank=2"}), 2)
+
+
+@pytest.mark.parametrize(("rank", "shape"), [(2, (2, 2)), (1, (1, 40)), (4, (8, 4)), (1, (0, 4))])
+def test_a_rank_that_shrinks_no_matrix_is_refused(rank: int, shape: Shape) -> None:
+    rules = Rules().changed(codec="powersgd", options={"rank": rank})
+    match = f"parameter w: rank={rank} does not shrink a matrix of {shape[0]} x {shape[1]}"
+    with pytest.raises(gw.ConfigError, match=match):
+        make_plan([("w", torch.zeros(shape)), ("bias", torch.zeros(90))], rules, 2)
+    plan = make_plan([("w", torch.zeros(shape)), ("large", torch.zeros(40, 30))], rules, 2)
+    assert plan.parameters[0].aggregator.payload_bytes(shape, torch.float32) == 4 * math.prod(shape)
 
 
 def test_options_are_read_from_a_name() -> None:

@@ -343,7 +343,7 @@ def test_what_it_mends_it_accepts() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 9}, "bits=9: give a whole number from 2 to 8"),
+        ({"bits": 9}, "THC: bits=9: give a whole number from 2 to 8"),
         ({"bits": 1}, "bits=1"),
         ({"bits": 3}, "code=4: give a whole number from 2 to 3 = bits"),
         ({"bits": 4.0}, "bits=4.0"),

@@ -9,7 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_graphs import draw_sizes, served
 
-from gradwire.algorithms import OF, REGISTRY, Algorithm, Coordinated, Hierarchical
+from gradwire.algorithms import (
+    OF,
+    REGISTRY,
+    Algorithm,
+    Coordinated,
+    Hierarchical,
+    HierarchicalAllGather,
+    HierarchicalReduceScatter,
+)
 from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.engine import Graph
 from gradwire.engine.schedule import lower
@@ -38,6 +46,10 @@ ALGORITHMS = {
     "broadcast": lambda n: ScatterAllGather(root=n // 2),
     "broadcast_tree": lambda n: Tree(root=n - 1),
     **{f"half_{name}": lambda n, a=a: a for name, a in HALVES.items()},
+    "gather_pairs": lambda n: HierarchicalAllGather(tuple(r // 2 for r in range(n))),
+    "gather_in_turn": lambda n: HierarchicalAllGather(tuple(r % 3 for r in range(n))),
+    "scatter_pairs": lambda n: HierarchicalReduceScatter(tuple(r // 2 for r in range(n)), "full"),
+    "scatter_in_turn": lambda n: HierarchicalReduceScatter(tuple(r % 3 for r in range(n))),
     **{f"coordinated_half_{name}": lambda n, a=a: Coordinated(a) for name, a in HALVES.items()},
 }
 
@@ -48,7 +60,7 @@ def even_sizes(algorithm: Algorithm, n: int, segments: int) -> list[list[int]]:
 
 def uncompressed(algorithm: Algorithm, segment: list[int]) -> list[int]:
     """Sizes, with the columns for full precision, if any."""
-    plain = isinstance(algorithm, Hierarchical) and algorithm.inside == "full"
+    plain = getattr(algorithm, "inside", "codec") == "full"
     return segment + [4 * size for size in segment] if plain else segment
 
 

@@ -84,6 +84,54 @@ def train_rows(
     return rows
 
 
+_SHARDED = {"torch-fp32": "fsdp-fp32", "torch-fp16-hook": "fsdp-bf16", METHODS[2]: "qsdp:w=8:g=8"}
+
+
+def sharded_rows(mixed: float = 0.4, **given: Any) -> list[dict[str, Any]]:
+    """Rows of `bench train --sharded`: fsdp-mixed takes `mixed` of fsdp-bf16's 0.5 s per step and
+    more bytes, qsdp a sixth of its bytes; other arguments as of `train_rows`."""
+    found = []
+    for row in train_rows(**given):
+        more = {"sharded": True, "policy": "param fp32, reduce fp32", "accumulate": 1}
+        sent = {"torch-fp32": 4, "torch-fp16-hook": 2}.get(row["method"], 1) * 600_000_000
+        kinds = {"weights_wire_bytes": 2 * sent // 3, "gradients_wire_bytes": sent // 3}
+        mine = {**row, **more, **kinds, "wire_bytes": sent, "method": _SHARDED[row["method"]]}
+        found.append(mine)
+        if mine["method"] == "fsdp-bf16":
+            found.append(_mixed(mine, mixed))
+    return found
+
+
+def _mixed(row: dict[str, Any], step: float) -> dict[str, Any]:
+    """A row of fsdp-bf16 as fsdp-mixed's, which takes `step` seconds per step."""
+    scale = step / 0.5
+    times = {
+        key: None if row[key] is None else row[key] * scale
+        for key in ("seconds", "step_seconds", "time_to_target")
+        if key in row
+    }
+    lists = {
+        key: row[key] and [None if one is None else one * scale for one in row[key]]
+        for key in ("step_seconds_quartiles", "time_to_target_by_seed")
+        if key in row
+    }
+    sent = {"wire_bytes": 2_000_000_000, "weights_wire_bytes": 1_600_000_000}
+    kinds = {**sent, "gradients_wire_bytes": 400_000_000}
+    return {**row, **times, **lists, **kinds, "method": "fsdp-mixed"}
+
+
+DECISION: dict[str, Any] = {
+    "row": "decision",
+    "task": "gpt",
+    "task_options": {},
+    "net": "300mbit,1ms",
+    "ranks": 4,
+    "parameters": 10,
+    "method": "auto",
+    "seed": 0,
+    "step": 9,
+    "line": "bf16 by sra <measured>",
+}
 COMPARED: dict[str, Any] = {
     "row": "validation",
     "task": "gpt",
@@ -191,6 +239,31 @@ SIMULATED: dict[str, Any] = {
 SWEPT = [
     {**SIMULATED, "ranks": n, "sweep": "ranks", "value": n, "seconds": n / 10} for n in (2, 8, 32)
 ]
+SIMULATED_SHARDED: dict[str, Any] = {
+    "sharded": True,
+    "method": "qsdp:w=8:g=8",
+    "model": "gpt2",
+    "numel": 124_000_000,
+    "algorithm": "sra",
+    "ranks": 4,
+    "per_node": 1,
+    "net": "1gbit,1ms",
+    "groups": 14,
+    "seconds": 2.3,
+    "forward_seconds": 0.1,
+    "backward_seconds": 0.2,
+    "blocking": False,
+    "compute_seconds": 0.15,
+    "wire_bytes": 250_000_000,
+    "weights_wire_bytes": 160_000_000,
+    "gradients_wire_bytes": 90_000_000,
+    "ratio": 4.0,
+    "limit_seconds": 2.0,
+    "of_limit": 0.87,
+    "messages": 500,
+    "exact": True,
+    "machine": "a processor",
+}
 VALIDATED: dict[str, Any] = {
     "ranks": 2,
     "net": "1gbit,1ms",
@@ -245,6 +318,7 @@ DOCTOR: list[dict[str, Any]] = [
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
     *train_rows(),
+    DECISION,
     COMPARED,
     *ERRORS,
     *LAYERS,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from gradwire import ConfigError
 from gradwire.aggregators import PowerSGD, registry
 from gradwire.bench import aggregators, methods
+from gradwire.bench.aggregators_worker import _Measured
+from gradwire.bench.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]
 
@@ -44,6 +49,18 @@ def test_what_methods_send_and_keep(rows: dict[str, dict[str, float]]) -> None:
     assert ours["peak_extra_bytes"] > ours["state_bytes"]
 
 
+def test_a_time_within_that_of_an_empty_hook_has_no_shares() -> None:
+    parameters = [torch.zeros(10)]
+    made = SimpleNamespace(
+        name="a", cpu=[0.1], wall=[0.1], orthogonal=[0.025], sent=[0, 8], steps=2,
+        model=SimpleNamespace(parameters=lambda: parameters), _state=lambda: (0, 1),
+        applied=SimpleNamespace(traffic=lambda steps: Traffic(8, None)),
+    )  # fmt: skip
+    for idle, shares in ((0.1, (None, None)), (0.2, (None, None)), (0.0, (0.5, 0.25))):
+        row = _Measured.row(made, SimpleNamespace(cpu=[idle]), 0.05, "gpt")  # type: ignore[arg-type]
+        assert (row["of_limit"], row["orthogonal_share"]) == shares
+
+
 def test_every_aggregator_is_measured_by_default() -> None:
     chosen = aggregators.default_methods([4, 32])
     assert chosen[:3] == [
@@ -66,3 +83,5 @@ def test_mistakes_are_named(name: str) -> None:
         list(aggregators.run(ranks=1))
     with pytest.raises(ConfigError, match="chess"):
         list(aggregators.run(task="chess"))
+    with pytest.raises(ConfigError, match="'thc:bits=2:code=2:saturate=false' on 2 ranks"):
+        list(aggregators.run(["thc:bits=2:code=2:saturate=false"], quick=True))

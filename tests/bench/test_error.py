@@ -159,6 +159,19 @@ def test_bits_are_counted_as_papers_do_and_as_they_are_packed(
     assert found <= as_papers
 
 
+@pytest.mark.parametrize("leader", ["round_robin", "variance"])
+def test_positions_that_an_aggregator_packs_are_counted_as_papers_do(
+    folder: Path, leader: str
+) -> None:
+    method = f"artopk:density=0.1:leader={leader}"
+    rows = [row for row in error.run([folder], [method], at=[0], layers=True) if row["layer"]]
+    for row in rows:
+        kept = row["numel"] // 10
+        scores = 128 / row["numel"] if leader == "variance" else 0.0  # two in fp64
+        assert row["input_bits"] == pytest.approx(kept / row["numel"] * (32 + 16) + scores)
+        assert row["packed_bits"] < row["input_bits"]
+
+
 @pytest.mark.parametrize(
     "algorithm", ["sra", "ring", "tree", "parameter_server", "all_gather", "hierarchical"]
 )

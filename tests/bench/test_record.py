@@ -156,6 +156,7 @@ def test_a_spoilt_folder_is_refused(spoil: Any, said: str, tmp_path: Path) -> No
         ({"ranks": 1 << 40}, "--ranks"),
         ({"steps": 1 << 40, "at": (0,)}, "do not fit"),
         ({"seed": -1}, "--seed -1"),
+        ({"seed": 2**63}, r"seeds are below 2\^63"),
     ],
 )
 def test_bad_arguments_leave_no_folder(

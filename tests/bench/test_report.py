@@ -89,6 +89,7 @@ def test_every_row_lands_in_one_section() -> None:
         "Training gpt, 4 ranks",
         "Training gpt, 4 ranks",
         "Composed runs of gpt, 4 ranks, against whole runs",
+        "Decisions during training",
         "Error on recorded gradients of gpt",
         "Cost of averaging the gradients of gpt",
         "All-reduce of 25.0 M values",
@@ -102,6 +103,7 @@ def test_every_row_lands_in_one_section() -> None:
     ]
     tables = [q.table for section in made[1:] for q in section.questions if q.table is not None]
     assert [len(table.rows) for table in tables] == [3] * 13 + [
+        1,
         1,
         4,
         2,
@@ -120,8 +122,8 @@ def test_every_row_lands_in_one_section() -> None:
     for table in tables:
         assert all(len(row) == len(table.headings) for row in table.rows)
     for section in made[1:-1]:
-        compared = section.title.startswith("Composed")
-        assert (section.questions[0].figure is None) == compared
+        words = section.title.startswith(("Composed", "Decisions"))
+        assert (section.questions[0].figure is None) == words
 
 
 def test_the_page_tells_what_was_run() -> None:
@@ -251,7 +253,9 @@ def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     assert not parsed.links
     assert re.search(r'width="\d+(\.\d+)?" height="\d', text)
-    for rows, runs in (([KERNEL], 0), ([*train_rows(), *train_rows("none")], 2)):
+    again = [{**row, "run": {**RUN, "date": "later"}} for row in train_rows()]
+    two = [*train_rows(), *train_rows("none")]
+    for rows, runs in (([KERNEL], 0), (two, 2), ([*train_rows(), *again], 2)):
         file.write_text("\n".join(json.dumps(row) for row in rows))
         with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
             report.picture([file], drawn)

@@ -97,6 +97,15 @@ def test_a_seed_that_misses_the_target_is_told() -> None:
     assert "gradwire-qsgd4 did not reach the target in 20 steps with 1 of 2 seeds" in text
 
 
+@pytest.mark.parametrize("composed", [False, True])
+def test_the_caption_says_whether_start_up_is_in_the_times(composed: bool) -> None:
+    evaluations = [r for r in train_rows(composed=composed) if r["row"] == "evaluation"]
+    figure = learning.time_to_loss(evaluations, []).figure
+    assert figure is not None
+    assert ("start-up and compilation of kernels included" in figure.caption) != composed
+    assert ("start-up and compilation of kernels are not included" in figure.caption) == composed
+
+
 def test_a_loss_that_is_not_finite_is_told() -> None:
     rows = train_rows()
     for row in rows:

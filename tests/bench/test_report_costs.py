@@ -7,9 +7,11 @@ from typing import Any
 from report_rows import (
     AGGREGATORS,
     COMPARED,
+    DECISION,
     ERRORS,
     LAYERS,
     METHODS,
+    RUN,
     aggregator_row,
     error_row,
     train_rows,
@@ -27,6 +29,15 @@ def questions(rows: list[dict[str, Any]]) -> list[Question]:
 def cells(question: Question) -> list[list[str]]:
     assert question.table is not None
     return [[cell.text for cell in row] for row in question.table.rows]
+
+
+def test_decisions_are_told_by_method_and_seed() -> None:
+    later = {**DECISION, "step": 1009, "line": "qsgd:bits=4 by ring"}
+    other = {**DECISION, "method": "gradwire:qsgd:bits=4:policy=lgreco", "seed": 1}
+    auto, policy = questions([DECISION, other, later])
+    assert auto.title == "What has auto decided, seed 0?"
+    assert cells(auto) == [["9", "bf16 by sra <measured>"], ["1,009", "qsgd:bits=4 by ring"]]
+    assert policy.title == "What has gradwire:qsgd:bits=4:policy=lgreco decided, seed 1?"
 
 
 def test_errors_are_told_with_and_without_error_feedback() -> None:
@@ -96,6 +107,34 @@ def test_composed_times_are_compared_and_large_errors_named() -> None:
     assert cells(question)[0][:6] == [
         "gradwire-qsgd4", "300 Mbit/s, 1 ms latency", "60", "9.80 s", "10.0 s", "-2.00 %"
     ]  # fmt: skip
+
+
+def test_runs_that_ended_at_different_steps_are_told() -> None:
+    """With patience: bytes are those of a step of each run, not of the first seed's length."""
+    rows = train_rows(losses=(3.0, 3.5))
+    for row in rows:
+        if row["row"] == "summary":
+            row |= {"steps_by_seed": [20, 40], "wire_bytes_per_step": 3_750_000}
+    section = page.sections(rows)[1]
+    each = ", ".join(f"{method} after 20 to 40 steps" for method in METHODS)
+    assert any(line.startswith(f"Runs ended at different steps: {each}.") for line in section.about)
+    parts, sent = section.questions[-2:]
+    assert cells(parts)[2][4] == "100 ms"  # 3.75 MB at 300 Mbit/s
+    assert cells(sent)[2][1] == "3.75 MB"
+    assert "did not reach the target in 20 to 40 steps" in " ".join(section.questions[0].answers)
+    assert not any("Runs ended" in line for line in page.sections(train_rows())[1].about)
+
+
+def test_runs_are_compared_by_themselves() -> None:
+    """Composed times of two runs, and errors on two recordings of the same shape, or at two
+    commits, do not mix; errors that two commands measured on one recording stand together."""
+    later = {**RUN, "date": "2026-01-02T00:00:00+00:00"}
+    assert len(page.sections([{**COMPARED, "run": RUN}, {**COMPARED, "run": later}])) == 3
+    assert len(page.sections([*ERRORS, {**ERRORS[0], "run": later}])) == 2
+    made = page.sections([*ERRORS, {**ERRORS[0], "recorded": later}])
+    assert len(made) == 3
+    assert "2026-01-02" in made[2].about[1]
+    assert len(page.sections([*ERRORS, {**ERRORS[0], "run": {**RUN, "commit": "a"}}])) == 3
 
 
 def test_a_steps_parts_are_told_as_far_as_they_are_known() -> None:

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from report_rows import METHODS, train_rows
+from report_rows import METHODS, RUN, train_rows
 
-from gradwire.bench.report import heat, page, svg, utility
-from gradwire.bench.report.gain import Gain, Standing, judged, strength
+from gradwire.bench.report import heat, learning, noise, page, svg, utility
+from gradwire.bench.report.gain import Gain, Resolution, Standing, judged, of_summaries, strength
 from gradwire.bench.report.parts import Question, Section
 
 FP16, BF16 = "torch-fp16-hook", "torch-bf16-hook"
@@ -40,7 +40,7 @@ def test_standings(mine: list[float | None], standing: Standing) -> None:
 def test_a_gain_shorter_than_the_time_between_evaluations_is_noise() -> None:
     times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
     assert judged(times, {})["a"].standing is Standing.GAIN
-    assert judged(times, {FP16: 1.5})["a"].standing is Standing.NOISE
+    assert judged(times, {FP16: Resolution(1.5)})["a"].standing is Standing.NOISE
 
 
 def test_without_a_16_bit_baseline_nothing_is_known() -> None:
@@ -98,6 +98,91 @@ def test_utility_needs_a_16_bit_baseline_and_a_target() -> None:
     assert utility.question([]) is None
     assert utility.question(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
     assert utility.question(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
+
+
+def test_a_summary_says_how_far_apart_evaluations_were() -> None:
+    """Where rows of evaluations are left out, a time to the target is known as before."""
+    rows = train_rows(step=0.4, losses=(3.0,) * 3)  # 8 s against 10 s; evaluations 4 and 5 s apart
+    for row in rows:
+        if row["row"] == "summary":
+            row["evaluation_gap_seconds"] = 1.0
+    thinned = [row for row in rows if row.get("step") != 10]
+    summaries, left = (
+        [r for r in thinned if r["row"] == kind] for kind in ("summary", "evaluation")
+    )
+    assert of_summaries(summaries, left)[METHODS[2]].standing is Standing.GAIN
+    told = learning.time_to_loss(left, summaries).answers
+    assert f"{METHODS[2]} takes 0.80 times as long as {FP16} to reach it: less time." in told
+    at_targets = utility.question(left, summaries)
+    assert at_targets is not None
+    assert (
+        at_targets.answers[0] == f"{METHODS[2]}: is within noise at 1 of 1 target (utility 1.25)."
+    )
+    assert "Some of the runs' evaluations are not among these rows." in at_targets.answers[1]
+    assert "is known to 20.0 s only, not to 1.00 s" in at_targets.answers[1]
+    for row in summaries:
+        row["evaluation_gap_seconds"] = row["seconds"]
+    assert len(utility.question(left, summaries).answers) == 1  # type: ignore[union-attr]
+
+
+def test_a_composed_gain_within_the_noise_of_the_timed_steps_is_noise() -> None:
+    """8 s against 10 s, with every seed, where steps vary by half: four steps tell less than 24."""
+    for composed, steps, standing in (
+        (False, 4, Standing.GAIN), (True, 4, Standing.NOISE), (True, None, Standing.GAIN),
+    ):  # fmt: skip
+        rows = train_rows(step=0.4, spread=0.1, losses=(3.0,) * 3, composed=composed)
+        summaries = [row for row in rows if row["row"] == "summary"]
+        for row in summaries:
+            row["evaluation_gap_seconds"] = 0.1
+            row["timed_steps"] = steps
+        assert of_summaries(summaries, [])[METHODS[2]].standing is standing
+        told = " ".join(learning.time_to_loss([], summaries).answers)
+        # Half of 8 s and 0.4 of 10 s, each over the root of 4 steps.
+        why = "evaluations are up to 100 ms apart, and by the timed steps this difference is known"
+        assert (f"{why} to 2.83 s" in told) == (standing is Standing.NOISE)
+
+
+def of_run(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """The rows as of another run, whose `run` has these fields."""
+    return [{**row, "run": {**RUN, **fields}} for row in rows]
+
+
+@pytest.mark.parametrize("field", ["command", "commit", "date"])
+def test_each_run_has_its_own_section_and_map(field: str) -> None:
+    """Two runs on the same networks: a method is compared within its run."""
+    other = of_run(networks(), **{field: "another"})
+    for row in other:
+        for key in ("seconds", "time_to_target"):
+            if row.get(key) is not None:
+                row[key] *= 2
+        if "time_to_target_by_seed" in row:
+            row["time_to_target_by_seed"] = [2 * t for t in row["time_to_target_by_seed"]]
+    made = page.sections([*networks(), *other])
+    answers = [a for section in made for question in section.questions for a in question.answers]
+    assert not any(f"times as long as {FP16}" in a for a in answers if a.startswith(f"{FP16} "))
+    assert [one.title.partition(":")[0] for one in made[1:]] == ["Training gpt, 4 ranks"] * 6
+    assert [len(one.questions[1].table.headings) for one in made[1:3]] == [3, 3]  # type: ignore[union-attr]
+    assert sum("another" in line for one in made[1:] for line in one.about) == 3
+
+
+def test_runs_on_different_networks_share_a_map() -> None:
+    rows = [*train_rows("1gbit,1ms"), *of_run(train_rows("2gbit,1ms"), command="another")]
+    table = section_of(rows).questions[1].table
+    assert table is not None
+    assert len(table.headings) == 3
+
+
+def test_times_are_paired_by_seed() -> None:
+    """The method is a tenth faster with each seed, though the order of seeds differs."""
+    rows = train_rows(losses=(3.0,) * 3)
+    summaries = [row for row in rows if row["row"] == "summary"]
+    by_method = {row["method"]: row for row in summaries}
+    by_method[FP16] |= {"seeds": [0, 1, 2], "time_to_target_by_seed": [10.0, 20.0, 30.0]}
+    by_method[METHODS[2]] |= {"seeds": [2, 0, 1], "time_to_target_by_seed": [27.0, 9.0, 18.0]}
+    assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNJUDGED
+    assert noise.paired(summaries[1:], "time_to_target") == [[10.0, 20.0, 30.0], [9.0, 18.0, 27.0]]
+    by_method[METHODS[2]] |= {"seeds": [7, 8, 9]}
+    assert of_summaries(summaries, [])[METHODS[2]].standing is Standing.UNKNOWN
 
 
 def networks(**fields: Any) -> list[dict[str, Any]]:

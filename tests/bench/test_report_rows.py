@@ -13,6 +13,7 @@ from report_rows import (
     AGGREGATORS,
     COLLECTIVE,
     COMPARED,
+    DECISION,
     DOCTOR,
     ERRORS,
     KERNEL,
@@ -20,9 +21,11 @@ from report_rows import (
     PROFILE,
     RUN,
     SIMULATED,
+    SIMULATED_SHARDED,
     SWEPT,
     TRANSPORT,
     VALIDATED,
+    sharded_rows,
     train_rows,
 )
 
@@ -33,10 +36,13 @@ from gradwire.errors import ConfigError
 BAD = (None, "text", [], [None], {}, True, -1, 0, 1e308, 5e-324, math.inf, -math.inf, math.nan)
 LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
 RATE = {**SIMULATED, "sweep": "rate", "value": "1gbit"}
+SWEEP = {"sweep": "backward", "value": 0.2}
 FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which of them are changed
     "train": (train_rows(losses=(3.0, 3.1)), [0, 20]),
     "networks": ([*train_rows(losses=(3.0, 3.1)), *train_rows("none", losses=(3.0, 3.1))], [7, 20]),
+    "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
     "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
+    "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
     "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
     "aggregators": (AGGREGATORS, [0, 1]),
     "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),
@@ -45,6 +51,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which 
     "sweep": (SWEPT, [0]),
     "rate": ([RATE, {**RATE, "net": "2gbit,1ms"}], [0]),
     "latency": ([LATENCY, {**LATENCY, "net": "1gbit,2ms"}], [0]),
+    "sharded step": ([SIMULATED_SHARDED, {**SIMULATED_SHARDED, **SWEEP}], [0, 1]),
     "validated": ([VALIDATED], [0]),
     "transports": (TRANSPORT, [0]),
     "profile": (PROFILE, [0]),

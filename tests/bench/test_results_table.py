@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import KERNEL, METHODS, train_rows
+from report_rows import KERNEL, METHODS, RUN, train_rows
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "results_table.py"
 
@@ -56,8 +56,23 @@ def test_networks_by_rate_with_gains_and_losses(made: Any) -> None:
         f"|  | {half}{same}",
         f"|  | `gradwire-qsgd4` | 2.00 s | 40.0 s | 0.250×, loses | 3.000 | {same}",
         "",
-        "- `gradwire bench train --seeds 0` at None, a machine",
+        "- `gradwire bench train --seeds 0` at no git checkout, a machine",
     ]
+
+
+def test_gains_have_a_line_per_method_and_a_column_per_network(made: Any) -> None:
+    rows = [
+        *train_rows("10gbit,1ms", step=2.0, losses=(3.0, 3.0, 3.0)),
+        *train_rows("100mbit,1ms", step=0.1, losses=(3.0, 3.0, 3.0)),
+    ]
+    lines = made(rows, "--gains")[1].splitlines()
+    head, _, full, half, ours = lines[2:7]
+    assert head.startswith("| method | 100 Mbit/s, 1 ms latency | 10 Gbit/s, 1 ms latency | last")
+    assert full.startswith("| `torch-fp32` | 0.500× | 0.500× | 3.000 | – | ")
+    assert half.startswith("| `torch-fp16-hook` | *1* | *1* | 3.000 | 0.00 %, within noise | ")
+    assert ours.startswith("| `gradwire-qsgd4` | **5.00×** | 0.250×, loses | 3.000 | 0.00 %")
+    never = made(train_rows(losses=(3.5, 3.5, 3.6)), "--gains")[1]
+    assert "| `gradwire-qsgd4` | loses | 3.533 | +17.78 %, higher |" in never
 
 
 def test_a_target_that_is_not_reached_loses(made: Any) -> None:
@@ -81,6 +96,22 @@ def test_timing_only_and_not_finite_rows_are_named(made: Any) -> None:
     out = made(rows)[1]
     assert "| not reached | loses | not finite | – |" in out
     assert "| 1.00 s | for timing only | – | – | – |" in out
+
+
+def test_each_command_has_its_own_table_and_baselines(made: Any) -> None:
+    def told(rows: list[dict[str, Any]], command: str) -> list[dict[str, Any]]:
+        return [{**row, "run": {**row["run"], "command": command}} for row in rows]
+
+    rows = [*told(train_rows(step=0.1), "first"), *told(train_rows(step=2.0), "second")]
+    first, second = (made(told(train_rows(step=step), name))[1] for step, name in
+                     ((0.1, "first"), (2.0, "second")))  # fmt: skip
+    assert made(rows)[1] == f"{first}\n{second}"
+
+
+def test_each_run_of_one_command_has_its_own_table(made: Any) -> None:
+    later = {**RUN, "date": "2026-01-02T00:00:00+00:00"}
+    rows = [*train_rows(step=0.1), *({**row, "run": later} for row in train_rows(step=2.0))]
+    assert made(rows)[1].count("Task `gpt`") == 2
 
 
 def test_rows_without_summaries_are_refused(made: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,16 @@ from gradwire.errors import ConfigError
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 32, "heads": 2, "context": 16, "validation_sequences": 37},
+    "gpt-32k": {
+        "layers": 1,
+        "width": 32,
+        "heads": 2,
+        "context": 16,
+        "validation_sequences": 37,
+        "vocabulary": 600,
+        "peak_learning_rate": 0.02,
+    },
+    "image-resnet50": {"data": "digits", "channels": 4, "test_images": 101},
     "image": {
         "data": "digits",
         "network": "cnn",
@@ -110,8 +121,24 @@ def test_tied_weights_are_one_parameter() -> None:
     assert counts[1] - counts[0] == 256 * 32
 
 
+def test_resnet50_has_the_papers_layers() -> None:
+    """He et al., Table 1: 53 convolutions with BatchNorm and one dense layer; 25.6 million values
+    for 1000 classes, of which 2.05 million in the dense layer and 0.009 in the stem."""
+    shapes = dict(tasks.shapes(tasks.get("image-resnet50")))
+    convolutions = [shape for shape in shapes.values() if len(shape) == 4]
+    assert len(convolutions) == 53
+    assert len(shapes) == 53 + 2 * 53 + 2
+    assert sum(map(math.prod, shapes.values())) == 25_557_032 - 990 * 2049 - 64 * (3 * 49 - 9)
+
+
+def test_a_large_vocabulary_is_tied_to_the_embedding() -> None:
+    shapes = dict(tasks.shapes(tasks.get("gpt-32k")))
+    assert shapes["embedding.weight"] == (32768, 256)
+    assert "output.weight" not in shapes
+
+
 def test_unknown_tasks_and_options_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"unknown task 'speech'; known: gpt, image"):
+    with pytest.raises(ConfigError, match=r"unknown task 'speech'; known: gpt, gpt-32k, image"):
         tasks.get("speech")
     with pytest.raises(ConfigError, match=r"no option 'depth'; it has: .*layers"):
         tasks.get("gpt", depth=3)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from gradwire.bench.tasks import image_data, source_text
+from gradwire.bench.tasks import image_data, source_text, word_text
 from gradwire.errors import ConfigError
 
 
@@ -41,6 +42,35 @@ def test_the_standard_library_is_there() -> None:
     text = source_text.standard_library()
     assert text.train.numel() > 4 * text.validation.numel() > 10**6
     assert "Python" in text.origin
+
+
+def text_of(train: bytes, validation: bytes) -> source_text.SourceText:
+    parts = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, validation))
+    return source_text.SourceText(*parts, origin="here")
+
+
+def test_tokens_give_back_their_text() -> None:
+    train = b"def f(x):\n    return x\n\n    return\xff y # x \t return"
+    found = word_text.encode(text_of(train, b"def g():\r\n    return 10"), 259)
+    # The most frequent piece first; of others, the first in the text.
+    pieces = {256: b"\n    ", 257: b"return", 258: b" x"}
+    for tokens, text in ((found.train, train), (found.validation, b"def g():\r\n    return 10")):
+        assert b"".join(pieces.get(t, bytes([t % 256])) for t in tokens.tolist()) == text
+    assert found.train.max() == 258
+    assert found.origin == "here, 259 tokens"
+
+
+def test_vocabularies_that_the_text_cannot_fill_are_refused() -> None:
+    with pytest.raises(ConfigError, match="256 tokens are bytes"):
+        word_text.encode(text_of(b"a b", b"c"), 100)
+    with pytest.raises(ConfigError, match="the text has 1 pieces; give 257 at most"):
+        word_text.encode(text_of(b"a b", b"c"), 300)
+
+
+def test_the_standard_library_fills_32768_tokens() -> None:
+    tokens = word_text.tokens(32768)
+    assert tokens.train.max() == 32767
+    assert tokens.train.numel() < source_text.standard_library().train.numel() / 3
 
 
 def idx(values: np.ndarray) -> bytes:

@@ -42,6 +42,9 @@ SUMMARY = {
     *("rolling_metric", "rolling_loss", "timing_only", "task_options", "composed"),
     *("final_metric_by_seed", "final_metric_difference_by_seed", "step_seconds_mean"),
     *("utility", "utility_against", "kernel_seconds", "exposed_seconds"),
+    *("mean_ratio", "plan_changes"),
+    *("timed_steps", "timed_bytes", "evaluation_gap_seconds", "steps_by_seed"),
+    *("wire_bytes_per_step", "link_bytes_per_step"),
 }
 
 

@@ -59,6 +59,18 @@ def test_wrong_methods_are_refused_before_anything_starts(text: str, complaint: 
         ({"methods": ("torch-fp32", "torch-fp32")}, "methods contain duplicates: torch-fp32"),
         ({"seeds": ()}, "no seeds"),
         ({"seeds": (1, 1)}, "seeds contain duplicates"),
+        ({"nets": ("1gbit,1ms", "1000mbit,1ms")}, "nets contain duplicates: 1gbit,1ms, 1gbit,1ms"),
+        ({"target_at": 0.04}, r"target_at is 0.04: with 200 steps .*; give 0.05 or more"),
+        ({"target_at": 0.01, "steps": 900}, "give 0.0112 or more"),
+        ({"target_at": 0.5, "steps": 5}, "give 1 or more"),
+        ({"target_at": 0.1, "patience": 2}, "with 20 steps .*; give 0.5 or more"),
+        ({"target_at": 0.4, "budget_seconds": 9.0}, "with 20 steps .*; give 0.5 or more"),
+        ({"seeds": (1, 2**63)}, f"seed {2**63}: seeds are below 2\\^63"),
+        ({"methods": ("thc:bits=2:code=2:saturate=false",)}, "saturate=false' on 4 ranks: "),
+        ({"methods": ("qsgd:seed=-1",)}, "seed"),
+        ({"methods": ("qsgd:coalesce_bytes=-1",)}, "coalesce_bytes=-1"),
+        ({"methods": ("qsgd:include=weight",)}, "give a list of patterns"),
+        ({"methods": ("powersgd:rank=5000",)}, "rank"),
         ({"nodes": 0}, "nodes is 0, must be at least 1"),
         ({"steps": -1}, "steps is -1"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
@@ -68,6 +80,18 @@ def test_wrong_methods_are_refused_before_anything_starts(text: str, complaint: 
 def test_wrong_fields_are_named(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         TrainConfig(**fields).check()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_at": 0.05}, {"target_at": 1.0, "steps": 5}, {"target_at": 0.0112, "steps": 900}],
+)
+def test_the_least_share_is_accepted(fields: dict[str, Any]) -> None:
+    TrainConfig(methods=("torch-fp32",), **fields).check()
+
+
+def test_networks_are_kept_in_one_spelling() -> None:
+    assert train.plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
 
 
 def test_the_configuration_survives_json() -> None:

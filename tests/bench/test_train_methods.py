@@ -120,3 +120,30 @@ def test_patience_ends_each_method_by_itself() -> None:
         assert mine[-1]["step"] < 200
         summary = next(r for r in rows if r["row"] == "summary" and r["method"] == method)
         assert summary["steps"] == mine[-1]["step"]
+
+
+def test_a_policy_chooses_while_a_method_trains() -> None:
+    adaptive = "qsgd:bits=4:policy=lgreco:every=20:first=4:average=4:share=1.0"
+    names = ("torch-fp16-hook", "qsgd:bits=4", adaptive)
+    config = replace(TINY, methods=names, steps=160, evaluate_every=80)
+    rows = [r for r in train.run(config, announce=lambda _: None) if r["row"] == "summary"]
+    torchs, uniform, chosen = rows
+    assert (torchs["mean_ratio"], torchs["plan_changes"]) == (None, None)
+    assert uniform["plan_changes"] == 0
+    assert chosen["plan_changes"] >= 1
+    assert chosen["mean_ratio"] > 1.01 * uniform["mean_ratio"] > 6
+
+
+def test_methods_with_a_policy_are_checked_before_a_run() -> None:
+    def said(text: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            methods.parse(text).check(2, [("a", (64, 64))])
+        return str(raised.value)
+
+    methods.parse("topk:density=0.01:policy=accordion:stale=none").check(2, [("a", (64, 64))])
+    assert "unknown policy 'best'" in said("qsgd:policy=best")
+    assert "no choices around" in said("terngrad:policy=lgreco")
+    assert "Replan: every=0" in said("qsgd:policy=lgreco:every=0")
+    assert "'every'" in said("qsgd:every=30")
+    with pytest.raises(ConfigError, match="a policy is for `bench train`"):
+        methods.parse("qsgd:policy=lgreco").how()

@@ -75,7 +75,7 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path: Path, interleaved: bool)
     expected = list(train.run(config, announce=lambda text: None))
     folder, draw = tmp_path / "state", random.Random(0)
     kills = 0
-    for turn in (1, 8, 13):
+    for turn in (1, 9):
         process = start(config, folder, resume=kills > 0)
         deadline = time.monotonic() + 240
         while turn_of(folder) < turn and process.poll() is None:
@@ -86,7 +86,7 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path: Path, interleaved: bool)
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
         process.wait()
-    assert kills >= 2
+    assert kills >= 1
     assert start(config, folder, resume=True).wait(120) == 0
     rows = [json.loads(line) for line in folder.with_suffix(".rows").read_text().splitlines()]
     assert without_times(rows) == without_times(json.loads(json.dumps(expected)))
@@ -99,6 +99,99 @@ def test_another_configuration_is_not_continued(tmp_path: Path) -> None:
         assert train_state.prepare(tmp_path, {"steps": 3, "seeds": (0, 1)}, True)
         with pytest.raises(ConfigError, match="has steps 3, not 4: give its own options"):
             train_state.prepare(tmp_path, {"steps": 4, "seeds": (0, 1)}, True)
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """Make the state of a run of two ranks that was killed after its first turn."""
+    config = {"steps": 3, "nodes": 2}
+    train_state.prepare(folder, config, False)
+    ranks = [train_state.Turns(folder / "train", rank) for rank in range(2)]
+    for turns in ranks:
+        turns.write({"position": {}, "steps": 3, "runs": {}}, [{"event": "setup"}])
+    ranks[0].commit(ended=False)
+    assert train_state.prepare(folder, config, True)
+    return config
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "{",
+        "3",
+        "[1]",
+        "{}",
+        b"\xff",
+        b"PK\x03\x04",
+        pytest.param("[" * 100_000, id="nested"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "train/latest.json", "train/1/events.json", "train/1/rank1.pt"]
+)
+def test_a_damaged_state_is_told_in_one_line(
+    tmp_path: Path, name: str, content: str | bytes | None
+) -> None:
+    config = saved(tmp_path)
+    file = tmp_path / name
+    if content is None:
+        if file.suffix == ".json" and file.parent.name != "1":
+            return  # without it there is no run, or no turn
+        file.unlink()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    told = "leave --resume out to start again|give its own options, or leave --resume out"
+    with pytest.raises(ConfigError, match=told) as error:
+        train_state.prepare(tmp_path, config, True)
+    assert "\n" not in str(error.value)
+    assert not train_state.prepare(tmp_path, config, False)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_a_truncated_rank_is_told(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    file = tmp_path / "train" / "1" / "rank0.pt"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=r"rank0.pt is damaged \(RuntimeError\)"):
+        train_state.prepare(tmp_path, config, True)
+
+
+def test_a_state_that_is_a_plain_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.state"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"file exists.*: move it away"), train_state.lease(file):
+        pass
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_no_state_is_not_deleted(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("mine")
+    with (
+        train_state.lease(tmp_path),
+        pytest.raises(ConfigError, match=r"is not a state of bench train .*: move it away"),
+    ):
+        train_state.prepare(tmp_path, {"steps": 3}, resume)
+    assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
+
+
+def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a run that has ended is no run to continue, and may be deleted."""
+    config = saved(tmp_path)
+
+    def killed(folder: Path) -> None:
+        assert not (folder / "config.json").exists()
+
+    with monkeypatch.context() as patched, train_state.lease(tmp_path):
+        patched.setattr(train_state.shutil, "rmtree", killed)
+        train_state.remove(tmp_path)
+    with train_state.lease(tmp_path):
+        assert not train_state.prepare(tmp_path, config, True)
+        assert not (tmp_path / "train").exists()
+        train_state.remove(tmp_path)
+    assert not tmp_path.exists()
 
 
 def test_two_runs_do_not_share_a_state(tmp_path: Path) -> None:

@@ -39,9 +39,13 @@ def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) ->
                 "step_seconds": 1.0 + seed,
                 "step_seconds_quartiles": [0.9 + seed, 1.1 + seed],
                 "step_seconds_mean": 1.25 + seed,
+                "timed_steps": 10,
+                "timed_bytes": 10.0,
                 "ideal_step_seconds": 0.5,
                 "kernel_seconds": 0.25 + seed,
                 "exposed_seconds": None,
+                "mean_ratio": 4.0 + seed,
+                "plan_changes": 2 * seed,
                 "peak_extra_bytes": None,
             }
         )
@@ -60,6 +64,30 @@ def test_without_the_baseline_the_first_method_is_named_instead() -> None:
     rows = summary({("gradwire-fp16", 0): [5.0, 3.0], ("gradwire-qsgd4", 0): [5.0, 3.1]})
     assert {row["target_from"] for row in rows} == {"gradwire-fp16"}
     assert [row["time_to_target"] for row in rows] == [10.0, None]
+
+
+def test_the_longest_time_between_evaluations_is_that_of_all_seeds() -> None:
+    made = Summary(TrainConfig(methods=("torch-fp32",), seeds=(0, 1)))
+    made.finished, common = (
+        [],
+        dict.fromkeys(
+            ("metric", "loss", "rolling_metric", "rolling_loss", "link_bytes", "peak_extra_bytes")
+        ),
+    )
+    for seed, times in ((0, (0.0, 4.0, 5.0)), (1, (0.0, 1.0, 7.5))):
+        made.evaluations += [
+            {"method": "torch-fp32", "seed": seed, "step": 10 * turn, "seconds": seconds,
+             "wire_bytes": 0, **common}
+            for turn, seconds in enumerate(times)
+        ]  # fmt: skip
+    assert [row["evaluation_gap_seconds"] for row in made.rows()] == [6.5]
+
+
+def test_seeds_may_end_at_different_steps() -> None:
+    row = summary({("torch-fp32", 0): [5.0, 4.0], ("torch-fp32", 1): [5.0, 4.0, 3.0, 3.0]})[0]
+    assert (row["steps"], row["steps_by_seed"]) == (10, [10, 30])
+    assert row["wire_bytes"] == 200
+    assert (row["wire_bytes_per_step"], row["link_bytes_per_step"]) == (10.0, None)
 
 
 def test_a_given_target_counts() -> None:
@@ -81,6 +109,7 @@ def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     assert rows[0]["step_seconds"] == 1.5
     assert rows[0]["step_seconds_quartiles"] == [0.9, 2.1]
     assert (rows[0]["kernel_seconds"], rows[0]["exposed_seconds"]) == (0.75, None)
+    assert (rows[0]["mean_ratio"], rows[0]["plan_changes"]) == (4.5, 1)
     assert rows[1]["time_to_target_by_seed"] == [10.0, None]
     assert rows[1]["final_loss_by_seed"] == [2.0, 4.0]
     assert rows[1]["time_to_target"] is None

@@ -17,16 +17,18 @@ import torch
 import typer
 from typer.models import ArgumentInfo
 
-from gradwire.bench import curves, interleaved
+from gradwire.bench import interleaved
 from gradwire.bench.recording import Recording, save
 from gradwire.cli import app
 from gradwire.cli.program import BAD_INPUT, FAILED, run
 from gradwire.lab import Lab
 from gradwire.lang import jit
+from gradwire.sim import kernel_costs
 
 HUGE = "1000000000000000"
 # of commands, by their names
 ARGUMENTS = {"name": "qsgd", "command": "true", "files": "{rows}", "folders": "{recorded}"}
+ARGUMENTS |= {"a": "{plan}", "b": "{plan}"}
 NEEDED = {  # without which other options mean nothing
     "doctor": ["--ranks", "2"],
     "bench record": ["--output", "recorded anew"],
@@ -40,10 +42,12 @@ BAD = {
 RIGHT = {  # what looks wrong, and is not
     ("bench train", "--steps", HUGE),
     ("bench train", "--patience", HUGE),
+    ("bench grid", "--steps", HUGE),
     ("codec build", "--jobs", HUGE),
     ("bench record", "--seed", "0"),
     ("bench record", "--seed", HUGE),
     ("bench record", "--output", "no such folder/file"),  # is made
+    ("bench adapt", "--seed", "0"),
     ("sim", "--segments", HUGE),  # as many as there are blocks
     ("sim", "--per-node", HUGE),  # all ranks on one node
     ("codec build", "--output", "{folder}"),
@@ -126,7 +130,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Lab, "spawn", refuse)
     monkeypatch.setattr(interleaved, "medians", refuse)
-    monkeypatch.setattr(curves, "kernel_curves", refuse)
+    monkeypatch.setattr(kernel_costs, "kernel_curves", refuse)
     said = jit.run
     monkeypatch.setattr(jit, "run", lambda c, *a: refuse() if "-c" in c else said(c, *a))
     for name in ("RANK", "WORLD_SIZE"):
@@ -137,6 +141,7 @@ def placed(words: list[str], folder: Path) -> list[str]:
     """The words with the paths that they name made; skips what this machine cannot make."""
     (folder / "file").write_text("text")
     (folder / "rows").write_text('{"a": 1}\n')
+    (folder / "plan").write_text('{"gradwire_plan": 1, "parameters": {}}')
     (folder / "locked").mkdir()
     if "{recorded}" in words:
         _recording(folder / "recorded")
@@ -147,7 +152,9 @@ def placed(words: list[str], folder: Path) -> list[str]:
             pytest.skip("this user may write anywhere (root): no folder lacks permission")
     if "/proc/" in text and not Path("/proc/self").exists():
         pytest.skip("no /proc here, on which files cannot be made")
-    paths = {name: folder / name for name in ("file", "rows", "recorded")} | {"folder": folder}
+    paths = {name: folder / name for name in ("file", "rows", "recorded", "plan")} | {
+        "folder": folder
+    }
     return text.format(**paths, locked=folder / "locked" / "file").split("\n")
 
 

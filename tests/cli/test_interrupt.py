@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of a long command: one line, exit code 130, nothing left behind."""
+"""Ctrl-C or SIGTERM in the midst of a long command: one line, an exit code, nothing left behind."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ SHAPED = [
 ]
 
 
-def interrupted(command: list[str], once: str, folder: Path) -> tuple[int, str]:
-    """Exit code and standard error of a command that gets SIGINT after it printed `once`."""
+def interrupted(
+    command: list[str], once: str, folder: Path, number: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
+    """Exit code and standard error of a command that gets a signal after it printed `once`."""
     mark = f"GRADWIRE_TEST_{uuid.uuid4().hex}"
     environment = {**os.environ, mark: "1", "TMPDIR": str(folder)}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -57,7 +59,7 @@ def interrupted(command: list[str], once: str, folder: Path) -> tuple[int, str]:
     try:
         assert until(lambda: once in "".join(said) or process.poll() is not None, 120), said
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         code = process.wait(60)
     finally:
         process.kill()
@@ -78,6 +80,22 @@ def check(command: list[str], once: str, folder: Path) -> None:
 @pytest.mark.parametrize(("command", "once"), one_in(7, COMMANDS))
 def test_one_line_and_nothing_is_left(command: list[str], once: str, tmp_path: Path) -> None:
     check(command, once, tmp_path)
+
+
+TERMINATED = [
+    (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
+    (["bench", "error", "--quick"], "gpt, "),
+    (["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "60"], RANKS),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("command", "once"), TERMINATED)
+def test_sigterm_leaves_nothing(command: list[str], once: str, tmp_path: Path) -> None:
+    code, said = interrupted(command, once, tmp_path, signal.SIGTERM)
+    assert code == 143, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "gradwire: terminated"
 
 
 @pytest.mark.lab

@@ -42,6 +42,8 @@ def test_a_run_that_ended_is_not_resumed(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"row": "summary"}\n')
+    (tmp_path / "rows.jsonl.state").mkdir()  # of which the deletion was killed
+    (tmp_path / "rows.jsonl.state" / "ended").touch()
     arguments = ["bench", "train", "--net", "none", "--json", str(file), "--resume"]
     assert program.run(arguments) == program.BAD_INPUT
     assert "a run that ended" in " ".join(capsys.readouterr().err.split())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gradwire import QSGD, ConfigError, Identity, Options, TernGrad
@@ -39,7 +39,10 @@ ALL: list[tuple[str, dict[str, Any]]] = [
     ("all_reduce", {"algorithm": "hierarchical", "between": "grid"}),
     ("all_reduce", {"algorithm": "sra", "coordinated": True}),
     ("reduce_scatter", {}),
+    ("reduce_scatter", {"algorithm": "hierarchical", "inside": "full"}),
+    ("reduce_scatter", {"algorithm": "hierarchical", "inside": "codec"}),
     ("all_gather", {}),
+    ("all_gather", {"algorithm": "hierarchical"}),
     ("broadcast", {}),
     ("broadcast", {"algorithm": "tree"}),
 ]
@@ -144,6 +147,23 @@ def test_messages_have_memory_of_their_own(
             assert not borrowed or all(g.peer[t] < 0 for t in readers)
 
 
+@every
+@quickly
+@given(specs=specs_of, n=st.integers(1, 6), segments=st.sampled_from([1, 3]))
+@example(specs=[Spec("w", 60_000, torch.float32, QSGD())], n=6, segments=1)
+def test_payloads_of_a_sum_are_equally_spaced_for_triton(
+    kind: str, options: dict[str, Any], specs: list[Spec], n: int, segments: int
+) -> None:
+    able = Capabilities(lenders=frozenset(range(n)))
+    given = {**options, "segments": segments, "target": "triton"}
+    for program in programs(kind, specs, n, able, **given):
+        g = program.graph
+        for task, reads in enumerate(g.reads):
+            if g.kind[task] is Kind.MERGE:
+                of_peers = [program.offset[b] for b in reads[:: max(g.width(task), 1)]]
+                assert len({b - a for a, b in pairwise(of_peers)}) <= 1, g.describe(task)
+
+
 def bytes_of(program: Program, buffers: tuple[int, ...]) -> int:
     return sum(program.nbytes[b] for b in buffers)
 
@@ -163,6 +183,7 @@ def test_calls_cover_the_rows_of_each_kernel(
     given = {**options, "segments": segments, "batched": batched}
     for rank, program in enumerate(programs(kind, specs, n, **given)):
         g, calls = program.graph, program.calls
+        chunks = len(program.sizes[0]) // (2 if options.get("inside") == "full" else 1)
         assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
         assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # consecutive
         assert batched or calls.last == [first + 1 for first in calls.first]
@@ -193,7 +214,7 @@ def test_calls_cover_the_rows_of_each_kernel(
                 )
                 mine = [(at, end) for at, end in filled if first <= at < last]
                 assert mine[0][0] == first
-                assert {home[at] for at, _ in mine} == {g.buffer_chunk[b] == rank}
+                assert {home[at] for at, _ in mine} == {g.buffer_chunk[b] % chunks == rank}
                 tiled = zip([*(at for at, _ in mine[1:]), last], mine, strict=True)
                 assert all(0 <= following - end < ALIGNMENT for following, (_, end) in tiled)
             assert len(filled) == sum(len(range(calls.first[c], calls.last[c])) for c in of)
@@ -255,5 +276,11 @@ def test_what_cannot_be_compiled_is_named() -> None:
         programs("all_gather", specs, 2, algorithm="ring")
     with pytest.raises(ConfigError, match="w: 1000 values cannot be cut into 3 shards"):
         programs("reduce_scatter", specs, 3)
-    with pytest.raises(ConfigError, match="a machine for each of the 2 ranks"):
-        programs("all_reduce", specs, 2, algorithm="hierarchical", nodes=(0, 0, 1))
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+        with pytest.raises(ConfigError, match="a machine for each of the 2 ranks"):
+            programs(kind, specs, 2, algorithm="hierarchical", nodes=(0, 0, 1))
+    for kind in ("reduce_scatter", "all_gather"):
+        with pytest.raises(ConfigError, match=r"has no grid: .* leave out between='grid'"):
+            programs(kind, specs, 2, algorithm="hierarchical", between="grid")
+    with pytest.raises(ConfigError, match=r"sums no values .* leave out inside='full'"):
+        programs("all_gather", specs, 2, algorithm="hierarchical", inside="full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from products import every_pair
 from ranks import WORLD_SIZES, as_threads, caught
 
 SIZES = [1, 17, 0, 128, 129, 1000, 3025]
-CODECS: list[Codec] = [Identity(), QSGD(), QSGD(rounding="dithered"), TopK(density=0.05)]
+CODECS: list[Codec] = [Identity(), QSGD(), QSGD(rounding="stochastic"), TopK(density=0.05)]
 
 WAYS: dict[str, Any] = {
     "sra": lambda n: Options(segments=3),
@@ -87,6 +88,28 @@ def test_same_bits_and_bytes(way: str, codec: Codec, n: int, lazy: bool) -> None
     for (found, sent), (expected, counted) in zip(ordered, queued, strict=True):
         assert all(map(torch.equal, found, expected))
         assert sent == counted
+
+
+@every_world
+@lazily
+@pytest.mark.parametrize("inside", ["codec", "full"])
+def test_shards_in_two_levels(n: int, lazy: bool, inside: str) -> None:
+    """On machines of two, and on three machines in turn."""
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        found = []
+        for nodes in (tuple(r // 2 for r in range(n)), tuple(r % 3 for r in range(n))):
+            machines = Options(algorithm="hierarchical", nodes=nodes, segments=3)
+            whole = torch.randn(n * 900, generator=torch.Generator().manual_seed(comm.rank))
+            shard, gathered, residual = torch.empty(900), torch.empty(n * 900), whole / 8
+            options = replace(machines, inside=inside)
+            reduce_scatter(shard, whole, "qsgd", group=comm, residual=residual, options=options)
+            all_gather(gathered, shard, "qsgd", group=comm, options=machines)
+            found += [shard, gathered, residual]
+        return found
+
+    for found, expected in zip(*both(n, lazy, body), strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 @every_world

@@ -28,7 +28,7 @@ SHARDS = [0, 1, 17, 129, 1000]
 CODECS: list[Codec] = [
     Identity(),
     QSGD(),
-    QSGD(rounding="dithered"),
+    QSGD(rounding="stochastic"),
     TernGrad(),
     TopK(density=0.05),
     RandomK(density=0.1, unbiased=True),

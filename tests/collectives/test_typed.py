@@ -154,7 +154,7 @@ def test_broadcast_from_every_root(way: str, n: int) -> None:
 
 CODECS: dict[str, Codec] = {
     "qsgd": QSGD(bits=4, block=128),
-    "dithered": QSGD(bits=4, block=128, rounding="dithered"),
+    "stochastic": QSGD(bits=4, block=128, rounding="stochastic"),
     "topk": TopK(density=0.05),
     "onebit": OneBit(),
 }

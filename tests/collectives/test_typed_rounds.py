@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from fifo import FifoHub
 from gradwire import QSGD, ConfigError, Options
 from gradwire.aggregators import Aggregator, Attached, Context, Rounds, Steps
+from gradwire.aggregators.resolve import resolve
 from gradwire.codecs import DGC
 from gradwire.collectives import (
     SUM,
@@ -249,3 +250,22 @@ def test_one_round_beside_another_of_the_same_ticket() -> None:
         part = 48 + 4096  # a header, and a third of the floats
         by_root = [4 * part if rank == root else part for root in (1, 2)]
         assert sent == [4 * part, *by_root, 2 * part, *by_root]
+
+
+def test_requests_in_two_levels_use_the_handles_machines() -> None:
+    """A grid is for all_reduce only, and `inside` for verbs that sum values."""
+    machines = Options(algorithm="hierarchical", nodes=(0, 0, 1), inside="full", between="grid")
+    values = torch.zeros(6)
+    found = [
+        resolve(request, "w", rng.parameter_keys(0, "w", 0), 0, 0, given, 3).route.options
+        for given in (machines, Options(coordinated=True))
+        for request in (
+            AllGather(values, algorithm="hierarchical"),
+            ReduceScatter(values, algorithm="hierarchical"),
+            ReduceScatter(values),
+        )
+    ]
+    plain = Options(algorithm="hierarchical")
+    same = replace(plain, nodes=(0, 0, 1))
+    expected = [same, replace(same, inside="full"), Options(), plain, plain, Options()]
+    assert found == expected

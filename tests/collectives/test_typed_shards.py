@@ -20,7 +20,7 @@ from typed_values import DTYPES, FLOATS, check_reduced, generator, same_bits, va
 CODECS: dict[str, Codec | None] = {
     "dense": None,
     "qsgd": QSGD(bits=4, block=128),
-    "dithered": QSGD(bits=4, block=128, rounding="dithered"),
+    "stochastic": QSGD(bits=4, block=128, rounding="stochastic"),
     "topk": TopK(density=0.05),
     "onebit": OneBit(),
     "dgc": DGC(),  # the length of a payload depends on data

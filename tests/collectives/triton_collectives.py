@@ -43,7 +43,7 @@ def reduce_with(target: str, fifo: FifoHub | None = None) -> list[list[torch.Ten
 
     def body(comm: Communicator) -> list[torch.Tensor]:
         found = []
-        for codec in ("qsgd", "qsgd:rounding=dithered", "topk"):
+        for codec in ("qsgd", "qsgd:rounding=stochastic", "topk"):
             generator = torch.Generator().manual_seed(comm.rank)
             values, residual = torch.randn(3000, generator=generator), torch.full((3000,), 0.1)
             options = Options(target=target)

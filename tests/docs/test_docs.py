@@ -55,6 +55,11 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     assert written == made, "run make docs"
 
 
+def test_tables_of_results_are_what_the_rows_say() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "results_in_docs.py"))
+    assert script["main"](["--check"]) == 0, "run python scripts/results_in_docs.py"
+
+
 # test_readme.py runs the README's.
 PROGRAMS = [path for path in PAGES[1:] if any(b.kind == "python" for b in Page.read(path).blocks)]
 

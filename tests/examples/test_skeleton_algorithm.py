@@ -21,7 +21,7 @@ NAME = "star"
 CODECS: list[Codec] = [
     Identity(),
     QSGD(),
-    QSGD(rounding="dithered"),
+    QSGD(rounding="stochastic"),
     TernGrad(),
     TopK(density=0.05),
 ]

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Codec, torch.dtype]] = {
         name: (codecs.get(name, **OPTIONS.get(name, {})), torch.float32) for name in codecs.REGISTRY
     },
     "qsgd of fp16": (codecs.get("qsgd", bits=7, block=50), torch.float16),
-    "qsgd dithered": (codecs.get("qsgd", block=50, rounding="dithered"), torch.float32),
+    "qsgd stochastic": (codecs.get("qsgd", block=50, rounding="stochastic"), torch.float32),
     "identity of bf16": (codecs.get("identity"), torch.bfloat16),
     "topk of bf16": (codecs.get("topk", density=0.05), torch.bfloat16),
     "rotated in large blocks": (codecs.get("rotated", block=16384), torch.float32),

@@ -52,15 +52,15 @@ WAYS: dict[str, Callable[[int], Options]] = {
 HALVES = ("reduce_scatter", "all_gather")
 
 CODECS: dict[str, Codec] = {
-    "qsgd": codecs.get("qsgd"),
-    "qsgd2": codecs.get("qsgd", bits=2),
+    "qsgd": codecs.get("qsgd", rounding="stochastic"),
+    "qsgd2": codecs.get("qsgd", bits=2, rounding="stochastic"),
     "dithered": codecs.get("qsgd", rounding="dithered"),
     "topk": codecs.get("topk", density=0.05),
     "terngrad": codecs.get("terngrad"),
     "onebit": codecs.get("onebit"),
     "identity": codecs.get("identity"),
     "fp16": codecs.get("fp16"),
-    "rotated": codecs.get("rotated"),
+    "rotated": codecs.get("rotated", rounding="stochastic"),
     "randomk": codecs.get("randomk", density=0.1, unbiased=False),
 }
 FEEDBACK = {"qsgd2", "dithered", "topk", "onebit", "randomk"}

@@ -24,8 +24,10 @@ CASES: dict[str, Codec] = {
     "identity": codecs.get("identity"),
     "fp16": codecs.get("fp16"),
     "bf16": codecs.get("bf16"),
-    "qsgd": codecs.get("qsgd"),
-    "qsgd-7-max-fp32": codecs.get("qsgd", bits=7, scale="max", metadata="fp32", block=50),
+    "qsgd": codecs.get("qsgd", rounding="stochastic"),
+    "qsgd-7-max-fp32": codecs.get(
+        "qsgd", bits=7, scale="max", rounding="stochastic", metadata="fp32", block=50
+    ),
     "qsgd-3-l2-nearest": codecs.get("qsgd", bits=3, scale="l2", rounding="nearest"),
     "qsgd-dithered": codecs.get("qsgd", rounding="dithered"),
     "terngrad": codecs.get("terngrad"),
@@ -45,7 +47,7 @@ CASES: dict[str, Codec] = {
     "randomk-unbiased": codecs.get("randomk", density=0.1, values="fp32", unbiased=True),
     "randomshift": codecs.get("randomshift", bits=4, block=100),
     "learnedlevels": codecs.get("learnedlevels", bits=3, block=100),
-    "rotated": codecs.get("rotated", block=100),
+    "rotated": codecs.get("rotated", rounding="stochastic", block=100),
     "saturating": codecs.get("saturating", bits=3),
 }
 NUMEL = 300

@@ -71,7 +71,9 @@ def attached(rank: int) -> dict[str, Found]:
         for coalesce in (0, None):
             given: dict[str, Any] = {} if coalesce is None else {"coalesce_bytes": coalesce}
             model = DDP(Products(half=True), bucket_cap_mb=0.03)
-            handle = gw.attach(model, "qsgd", error_feedback=feedback, seed=3, **given)
+            handle = gw.attach(
+                model, "qsgd:rounding=stochastic", error_feedback=feedback, seed=3, **given
+            )
             train(model)
             name = f"attach qsgd feedback={feedback} coalesce={coalesce}"
             kept = handle.state_dict()["aggregators"]
@@ -102,8 +104,12 @@ def backend(rank: int) -> dict[str, Found]:
     note("backend ddp", DDP(Products(half=True), bucket_cap_mb=0.03))
     note("backend fsdp", sharded())
     model = sharded()
-    note("backend fsdp registered", model, gw.register(model, "qsgd", bits=8))
-    gw.register(blob=True, codec="qsgd", bits=4)
+    note(
+        "backend fsdp registered",
+        model,
+        gw.register(model, "qsgd:rounding=stochastic:block=128", bits=8),
+    )
+    gw.register(blob=True, codec="qsgd:rounding=stochastic", bits=4)
     note("backend ddp blobs", DDP(Products(half=True), bucket_cap_mb=0.03))
     return found
 

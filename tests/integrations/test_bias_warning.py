@@ -44,7 +44,7 @@ def attaching(rank: int) -> None:
     for make in (lambda: DDP(mlp()), sharded):
         for given, name in (
             (("topk",), "topk:density=0.01"),
-            (("qsgd:bits=4,rounding=nearest",), "qsgd:bits=4:rounding=nearest"),
+            (("qsgd:bits=4,block=128,rounding=nearest",), "qsgd:bits=4:rounding=nearest"),
             ((gw.QSGD(bits=2, rounding="nearest"),), "qsgd:bits=2:rounding=nearest"),
         ):
             (message,) = told(lambda make=make, given=given: gw.attach(make(), *given))

@@ -72,6 +72,67 @@ def trains(rank: int, method: Method, steps: int) -> tuple[list[float], bytes, s
     return losses, bits.numpy().tobytes(), codecs
 
 
+class Branch(nn.Module):
+    """A layer, and one that may stay unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = nn.Linear(40, 40)
+        self.spare = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return self.spare(out) if spare else out
+
+
+UNUSED: dict[str, Method] = {
+    "topkc": ("topkc", {"bits": 2, "chunk": 32}),
+    "powersgd": ("powersgd", {"rank": 2}),
+    "lwtopk": ("lwtopk", {"density": 0.05}),
+    "dgc": ("dgc", {"density": 0.05}),
+    "dgc that clips": ("dgc", {"density": 0.05, "clip": 0.1}),
+    "qsgd": ("qsgd", {"bits": 2, "error_feedback": True}),
+}
+
+
+def leaves_unused_parameters(rank: int, method: Method) -> None:
+    name, options = method
+    model = DDP(Branch(), find_unused_parameters=True)
+    handle = gw.attach(model, name, **options)
+    inputs, spare = torch.Generator().manual_seed(rank), model.module.spare.weight
+
+    def step(used: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(torch.randn(8, 40, generator=inputs), used).square().mean().backward()
+        state: dict[str, torch.Tensor] = handle.state_dict()["aggregators"]["spare.weight"]
+        return {kept: t for kept, t in state.items() if kept != "basis"}
+
+    for _ in range(3):
+        before = step(True)
+    assert all(kept.any() for kept in before.values())
+    for _ in range(3):  # no rank uses it
+        after = step(False)
+        assert spare.grad is None
+        assert all(torch.equal(kept, after[key]) for key, kept in before.items())
+    after = step(rank == 0)  # one does
+    assert spare.grad.any()
+    assert rank == 1 or not torch.equal(after["residual"], before["residual"])
+    step(True)
+    assert spare.grad.isfinite().all()
+    assert spare.grad.any()
+    handle.update("qsgd", error_feedback=False).wait()
+    for _ in range(3):
+        after = step(False)
+    assert "owed" in after, "what a former residual owes waits, too"
+    dist.barrier()
+
+
+@pytest.mark.parametrize("method", UNUSED)
+def test_unused_parameters_keep_what_was_not_sent(method: str) -> None:
+    as_processes(2, leaves_unused_parameters, UNUSED[method])
+
+
 @pytest.mark.parametrize(
     ("steps", "method"),
     one_in(7, product([25, 300], sorted(METHODS, key=lambda name: name != "mixed"))),

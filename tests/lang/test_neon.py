@@ -31,7 +31,7 @@ CODECS = {
     "fp16": codecs.get("fp16"),
     "qsgd": codecs.get("qsgd"),
     "qsgd-l2": codecs.get("qsgd", bits=7, scale="l2", block=50),
-    "qsgd-dithered": codecs.get("qsgd", rounding="dithered"),
+    "qsgd-stochastic": codecs.get("qsgd", rounding="stochastic"),
     "terngrad": codecs.get("terngrad"),
     "topk": codecs.get("topk", density=0.1),
     "threelc": codecs.get("threelc"),

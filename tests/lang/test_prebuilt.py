@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("prebuilt")  # one worker builds the librar
 
 # copies, sums and planes, tensor reductions, selections
 FEW = ["identity", "qsgd:bits=7:scale=l2:block=50"]
-LABELS = [*FEW, "terngrad:bits=2", "topk:density=0.1", "qsgd:rounding=dithered"]
+LABELS = [*FEW, "terngrad:bits=2", "topk:density=0.1", "qsgd:rounding=stochastic"]
 CODECS = dict(variants.prebuilt(LABELS))
 HALVED = FEW[1]  # also built for bf16
 

@@ -16,6 +16,7 @@ from gradwire.lang.forms import FORMS
 
 MIX: list[Codec] = [
     *(QSGD(bits=bits) for bits in range(2, 9)),
+    QSGD(rounding="stochastic"),
     TopK(density=0.05),
     OneBit(block=100),
     Identity(),
@@ -65,7 +66,9 @@ class Memory:
 
     @property
     def distances(self) -> np.ndarray:
-        return np.arange(PEERS, dtype="i8") * self.distance
+        """And the peers' origins, for codecs that redraw."""
+        peers = np.arange(PEERS, dtype="i8")
+        return np.concatenate([peers * self.distance, peers])
 
     def same(self, other: Memory) -> bool:
         mine, others = ([*m.values, *m.residuals, m.arena.view(torch.uint8)] for m in (self, other))

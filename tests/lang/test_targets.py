@@ -179,7 +179,7 @@ def test_large_decodes_bypass_the_cache_to_any_address(codec: Codec, dtype: torc
         rows, starts, at = np.zeros(3, ROW), [], shift
         for i, (numel, payload) in enumerate(zip(numels, payloads, strict=True)):
             rows[i]["values"], rows[i]["payload"] = memory[at:].data_ptr(), payload.data_ptr()
-            rows[i]["numel"] = numel
+            rows[i]["numel"], rows[i]["key"], rows[i]["shared"] = numel, 7, 11  # as in `call`
             starts.append(at)
             at += numel + 3
         kernels(codec, dtype, "c").run("decode", rows, threads=2)

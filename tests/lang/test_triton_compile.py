@@ -39,17 +39,17 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # use others' kernels
-DITHERED = QSGD(rounding="dithered")
+STOCHASTIC = QSGD(rounding="stochastic")
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
 # all forms of one codec; for the others one form that encodes values, and one that encodes a sum,
 # which takes many times as long to compile
 NVIDIA = [(QSGD(), form, "sm_90") for form in FORMS]
 NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OWN]
 NVIDIA += [(Identity(), "reduce_encode", "sm_80")]
-NVIDIA += [(DITHERED, "decode", "sm_80"), (DITHERED, "reduce_encode", "sm_90")]
+NVIDIA += [(STOCHASTIC, "decode", "sm_80"), (STOCHASTIC, "reduce_encode", "sm_90")]
 LONG_NVIDIA = [(codec, "reduce_encode", "sm_80") for codec in OWN[2::2]]
 AMD = [(QSGD(), form) for form in ("encode_ef", "reduce_encode")]
-AMD += [(DITHERED, "reduce_encode")]
+AMD += [(STOCHASTIC, "reduce_encode")]
 AMD += [(codec, "encode_ef") for codec in CODECS if isinstance(codec, ALIKE)]
 LONG_AMD = [(codec, "reduce_encode") for codec in OWN[1::2]]
 

@@ -32,13 +32,13 @@ SIZES = [1, 17, 0, 128, 129, 1000, 1025]
 CODECS: list[Codec] = [
     Identity(),
     QSGD(),
-    QSGD(rounding="dithered"),
+    QSGD(rounding="stochastic"),
     TernGrad(),
     TopK(density=0.05),
     RandomK(density=0.1),
 ]
-NAMES = ["identity", "qsgd", "dithered", "terngrad", "topk", "randomk"]
-FEW: list[Codec] = [Identity(), QSGD(rounding="dithered"), TopK(density=0.05)]
+NAMES = ["identity", "qsgd", "stochastic", "terngrad", "topk", "randomk"]
+FEW: list[Codec] = [Identity(), QSGD(), TopK(density=0.05)]
 
 # The options of each algorithm, as a function of world size n.
 WAYS = {

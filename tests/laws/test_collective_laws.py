@@ -29,7 +29,7 @@ CODECS: list[Codec] = [
     QSGD(bits=3, block=64, metadata="fp32"),
     QSGD(bits=8, block=16, scale="max", rounding="nearest"),
     QSGD(bits=2, scale="l2"),
-    QSGD(rounding="dithered"),
+    QSGD(rounding="stochastic"),
     TernGrad(),
     TernGrad(form="ternary"),
     TopK(density=0.05),

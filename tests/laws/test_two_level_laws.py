@@ -58,7 +58,7 @@ def defined(codec: Codec) -> bool:
 
 
 CODECS = [name for name in codecs.REGISTRY if defined(codecs.get(name))]
-CODECS.append("qsgd:rounding=dithered")
+CODECS.append("qsgd:rounding=stochastic")
 every_case = pytest.mark.parametrize(
     ("name", "machines"), in_turn(CODECS, list(product(SHAPES, INSIDE))), ids=str
 )

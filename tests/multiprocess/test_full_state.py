@@ -247,6 +247,7 @@ def mistakes(rank: int) -> None:
         assert isinstance(error, gw.ConfigError), (match, error)
         assert match in str(error), error
     apart = dist.new_group()
+    dist.barrier(apart)  # else the peer may still connect its mesh
     gather = StateGather([apart])
     dist.destroy_process_group(apart)
     for _ in range(2):  # as long as someone holds the group, and after

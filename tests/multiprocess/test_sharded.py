@@ -189,7 +189,8 @@ def mistakes(rank: int) -> None:
     for match, call in (
         ("has a handle attached", lambda: gw.attach(model)),
         ("takes a codec, not powersgd", lambda: gw.attach(sharded(), "powersgd")),
-        ("algorithm and options are for DDP", lambda: gw.attach(sharded(), algorithm="ring")),
+        ("coalesce_bytes is for DDP's", lambda: gw.attach(sharded(), coalesce_bytes=5)),
+        ("FSDP2 has no algorithm 'ring'", lambda: gw.attach(sharded(), algorithm="ring")),
         ("matches no parameter", lambda: gw.attach(sharded(), exclude=["decoder.*"])),
         ("unlike ranks", lambda: gw.attach(sharded(), bits=2 + rank)),
     ):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from sharded_model import same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -102,3 +104,26 @@ def test_gradients_are_exact_or_near(attached: bool) -> None:
     as_processes(
         4, gradients_are_exact_or_near, attached, backend="gloo" if attached else "gradwire"
     )
+
+
+def in_checkpoints(rank: int, path: str) -> None:
+    """Each column of the mesh has a handle with a rank 0: none replaces another's residuals."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made() -> tuple[Model, Any]:
+        model = parallel(mesh)
+        return model, gw.attach(model, "qsgd:bits=2", error_feedback=True)
+
+    model, handle = made()
+    backward(model, mesh, 0)
+    dcp.save({"gradwire": handle.checkpoint()}, checkpoint_id=path)
+    _, resumed = made()
+    resumed.load_checkpoint(path)
+    saved, loaded = (h.state_dict()["aggregators"] for h in (handle, resumed))
+    assert saved
+    for name, kept in saved.items():
+        assert torch.equal(loaded[name]["residual"], kept["residual"]), name
+
+
+def test_checkpoints_have_the_residuals_of_all_columns(tmp_path: Path) -> None:
+    as_processes(4, in_checkpoints, str(tmp_path / "checkpoint"))

@@ -36,7 +36,7 @@ SIZES = [0, 1, 127, 129, 1024, 5000, 300_003]  # the last: payloads of many ring
 CODECS: list[Codec] = [
     *(Identity(), QSGD(), QSGD(bits=8, block=16), TernGrad(), TopK(density=0.05)),
     *(HardThreshold(threshold=2.5, density=0.2), ThreeLC(sparsity=1.5)),
-    QSGD(rounding="dithered"),
+    QSGD(rounding="stochastic"),
 ]
 
 

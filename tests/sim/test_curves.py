@@ -12,9 +12,8 @@ from machines import FREE, IDENTITY, QSGD, USUAL, scenario
 from machines import curves as made
 
 from gradwire import codecs
-from gradwire.bench import curves as measuring
 from gradwire.errors import ConfigError
-from gradwire.sim import Net, Scenario, calibrate, curves, predict
+from gradwire.sim import Net, Scenario, calibrate, curves, kernel_costs, predict
 from gradwire.sim.rank import Overheads
 
 
@@ -70,23 +69,23 @@ def test_a_fit_finds_the_curve(curve: tuple[float, float, float]) -> None:
         for n in (1 << 12, 1 << 16, 1 << 20)
         for p in (1, 4)
     ]
-    assert measuring.fit(points) == pytest.approx(curve, rel=1e-6, abs=1e-15)
+    assert kernel_costs.fit(points) == pytest.approx(curve, rel=1e-6, abs=1e-15)
 
 
 def test_a_fit_is_never_negative() -> None:
     """Small calls that are slow for their size would make a slope negative."""
-    found = measuring.fit([(10, 0, 1.0), (20, 0, 0.9), (30, 0, 0.8)])
+    found = kernel_costs.fit([(10, 0, 1.0), (20, 0, 0.9), (30, 0, 0.8)])
     assert found == pytest.approx((0.885, 0.0, 0.0), rel=0.01)
-    one = measuring.fit([(1000, 0, 2e-3)])
+    one = kernel_costs.fit([(1000, 0, 2e-3)])
     assert one[0] + 1000 * one[1] == pytest.approx(2e-3)
 
 
 def test_kernels_have_curves_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "VALUES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(measuring, "_TURNS", 3)
-    monkeypatch.setattr(measuring, "_ARRAY", 1 << 14)
-    found = measuring.kernel_curves(codecs.get("topk"), threads=1)
-    assert set(found) == set(measuring.FORMS)
+    monkeypatch.setattr(kernel_costs, "VALUES", (1 << 10, 1 << 14))
+    monkeypatch.setattr(kernel_costs, "_TURNS", 3)
+    monkeypatch.setattr(kernel_costs, "_ARRAY", 1 << 14)
+    found = kernel_costs.kernel_curves(codecs.get("topk"), threads=1)
+    assert set(found) == set(kernel_costs.FORMS)
     for form, (call, value, payload) in found.items():
         assert call + (1 << 14) * (value + 7 * payload) > 0, form
 

@@ -214,6 +214,15 @@ def test_processor_time_of_messages_counts_on_shared_cores() -> None:
     assert row["seconds"] >= 4 * 32e6 * 1e-8
 
 
+def test_processor_time_of_each_message_counts_on_shared_cores() -> None:
+    """On one core, 2 messages of 64 KB at both ends; over memory at the receiving end alone."""
+    for message, per_node, ends in ((0.1, 1, 4), (0.1, 2, 2)):
+        cost = curves(link=replace(USUAL.link, message=message))
+        of = scenario(2, "16384", "all_gather", codec=IDENTITY, cores=1.0, per_node=per_node)
+        more = predict(of, cost)["seconds"] - predict(of, USUAL)["seconds"]
+        assert more == pytest.approx(ends * message, rel=0.02)
+
+
 def test_backward_hides_what_is_ready_early() -> None:
     plain = predict(scenario(4, "resnet50"), USUAL)
     row = predict(scenario(4, "resnet50", backward=1.0), USUAL)

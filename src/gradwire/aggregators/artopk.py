@@ -142,7 +142,7 @@ class _Selection:
         else:
             nbytes = selection.packed_nbytes(self.density, self.fed.numel())
             self.packed = self.fed.new_zeros(nbytes, dtype=torch.uint8)
-        return Broadcast(self.packed, root, of=self.first)
+        return Broadcast(self.packed, root, of=self.first, positions=len(self.error))
 
     def score(self) -> Request:
         """The all-gather of what the choice of a leader depends on."""
@@ -160,7 +160,7 @@ class _Selection:
         self.first.metrics["leader"] = self.leader
         self.first.metrics["skew"] = sizes.max() / sizes.mean()
         self.packed *= self.leader == self.first.rank
-        return AllReduce(self.packed, "sum", of=self.first)
+        return AllReduce(self.packed, "sum", of=self.first, positions=len(self.error))
 
     def values(self, codec: Cast | None) -> Request:
         """The all-reduce of the values at the leader's positions; all NaN if any value of the

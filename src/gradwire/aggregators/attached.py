@@ -29,6 +29,7 @@ class Attached:
         step: number of averages started so far; enters the random numbers.
         state: its aggregator's state, by name; made in the first step.
         metrics: what its aggregator measured last, by name; see `Context.metrics`.
+        may_be_unused: see `Context.may_be_unused`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Attached:
     step: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    may_be_unused: bool = False
     _resolved: dict[tuple[object, ...], ResolvedRequest] = field(default_factory=dict)
     _device: torch.device | None = None  # of its state
 
@@ -49,7 +51,10 @@ class Attached:
         if self._device != device:
             self._make_state(device, rank, world_size)
         of = self.name, self.shape, gradient, rank, world_size
-        return Context(*of, self.step, self.state, self.keys, self, metrics=self.metrics)
+        return Context(
+            *of, self.step, self.state, self.keys, self, may_be_unused=self.may_be_unused,
+            metrics=self.metrics,
+        )  # fmt: skip
 
     def _make_state(self, device: torch.device, rank: int, world_size: int) -> None:
         """Make or move all state that the aggregator declares, on `device`."""
@@ -95,8 +100,13 @@ class Attached:
         return Attached(self.name, self.shape, aggregator, self.keys, self.rotation, step)
 
     def add_owed(self, *parts: torch.Tensor) -> None:
-        """Add the owed residual, if any, to a finite gradient, which consists of `parts`."""
-        if OWED in self.state and all(part.isfinite().all() for part in parts):
+        """Add the owed residual, if any, to a finite gradient, which consists of `parts`; not to
+        one that may be of an unused parameter."""
+        if OWED not in self.state:
+            return
+        if self.may_be_unused and not any(part.any() for part in parts):
+            return
+        if all(part.isfinite().all() for part in parts):
             owed = self.state.pop(OWED).split([part.numel() for part in parts])
             for part, share in zip(parts, owed, strict=True):
                 part += share.to(part.device)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 
 from gradwire.aggregators.protocol import Aggregator
+from gradwire.codecs.checks import SMALLEST
 from gradwire.errors import ConfigError
-
-SMALLEST = 1e-6  # the density that is named where one of 0 or less was given
 
 
 def check_density(aggregator: Aggregator, density: object) -> None:
@@ -32,6 +31,17 @@ def check_number(
         near = f"use {least:g}" if _is_number(value) and value < least else "give such a number"
         raise ConfigError(
             f"{type(aggregator).__name__}: {option}={value!r} must be {bounds}: {near}"
+        )
+
+
+def check_positive(aggregator: Aggregator, option: str, otherwise: str) -> None:
+    """Raise ConfigError, which also offers `otherwise`, unless the option is a finite number above
+    0."""
+    value = getattr(aggregator, option)
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{type(aggregator).__name__}: {option}={value!r} must be above 0 and finite: use "
+            f"{SMALLEST:g} or more, or {otherwise}"
         )
 
 

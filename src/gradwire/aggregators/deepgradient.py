@@ -11,6 +11,9 @@ Per parameter, with the gradient g, velocity u, residual r (both zero at first),
 So what is sent late was accumulated with the momentum that it would have had. Over all ranks,
 nothing is lost: sum of u + sum of r before = N * average + sum of r after.
 
+Under DDP's find_unused_parameters a rank whose gradient is all zeros sends zeros: its u and r stay
+as they are, as an optimiser skips a parameter without a gradient.
+
 Warm-up: the density falls from 1/4 to 1/16, 1/64, ... to `density` in stages of equal length during
 the first `warmup` steps after attach (the paper: four epochs), since gradients change fastest then.
 The first step of each stage compiles its kernels. `handle.stats()["parameters"]` and
@@ -30,9 +33,15 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.checks import check_density, check_number
+from gradwire.aggregators.checks import check_density, check_number, check_positive
 from gradwire.aggregators.compressed import Encoded
-from gradwire.aggregators.error_feedback import RESIDUAL
+from gradwire.aggregators.error_feedback import (
+    RESIDUAL,
+    give_back,
+    hold_residuals,
+    rounded,
+    unused,
+)
 from gradwire.aggregators.protocol import Averages, Context, StateSpec, Steps
 from gradwire.codecs import DGC
 from gradwire.collectives import AllReduce
@@ -84,16 +93,16 @@ class DeepGradientCompression(Encoded):
         check_density(self, self.density)
         check_number(self, "momentum", least=0, below=1)
         if self.clip is not None:
-            check_number(self, "clip", least=0)
-            if self.clip == 0:
-                raise ConfigError(
-                    f"{type(self).__name__}: clip=0 clips everything: give a larger norm, or None "
-                    "for no clipping"
-                )
+            check_positive(self, "clip", otherwise="None for no clipping")
         if type(self.warmup) is not int or self.warmup < 0:
             raise ConfigError(
                 f"{type(self).__name__}: warmup={self.warmup!r} must be a number of steps: use 0 "
                 "for none"
+            )
+        if self.warmup >= _STEPS:
+            raise ConfigError(
+                f"{type(self).__name__}: warmup={self.warmup!r} would never end: use "
+                f"{_STEPS - 1} steps at most"
             )
         _ = self.codec  # checks `values`
 
@@ -134,6 +143,8 @@ class DeepGradientCompression(Encoded):
         return [-(-stage * self.warmup // count) for stage in range(count)] + [self.warmup]
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
+        idle = [unused(c) for c in contexts]
+        held = hold_residuals(contexts, idle)
         factor = self._clipping(contexts)
         given = [c.gradient.float() for c in contexts]
         if factor is not None:
@@ -142,6 +153,9 @@ class DeepGradientCompression(Encoded):
             torch.add(g, c.state[VELOCITY], alpha=self.momentum) if self.momentum else g.clone()
             for c, g in zip(contexts, given, strict=True)
         ]
+        for i, is_idle in enumerate(idle):
+            if is_idle is not None:
+                moved[i] = torch.where(is_idle, given[i], moved[i])
         before = [c.state[RESIDUAL].clone() for c in contexts]
         # `given` are not needed any more; they are the gradients' own memory if these are fp32.
         averages = [g.copy_(u) for g, u in zip(given, moved, strict=True)]
@@ -158,14 +172,21 @@ class DeepGradientCompression(Encoded):
                 average += c.state[RESIDUAL]
                 c.state[RESIDUAL].zero_()
         sent = []
-        for c, u, r, average in zip(contexts, moved, before, averages, strict=True):
-            residual, finite = c.state[RESIDUAL], average.isfinite().all()
-            sent.append(torch.add(r, u).sub_(residual))
+        columns = zip(contexts, moved, before, idle, strict=True)
+        for i, (c, u, r, is_idle) in enumerate(columns):
+            residual, finite = c.state[RESIDUAL], averages[i].isfinite().all()
+            part = torch.add(r, u).sub_(residual)
+            averages[i] = rounded(averages[i], residual, c.gradient.dtype)
+            rest = c.observed and c.gradient.dtype != torch.float32  # whether rounding left any
+            sent.append(torch.add(r, u).sub_(residual) if rest else part)
             torch.where(finite, residual, r, out=residual)
             if self.momentum:
                 if c.world_size > 1:
-                    u *= sent[-1] == 0
+                    u *= part == 0
+                if is_idle is not None:
+                    finite = finite & ~is_idle
                 torch.where(finite, u, c.state[VELOCITY], out=c.state[VELOCITY])
+        give_back(contexts, held)
         return Averages(averages, sent)
 
     def _clipping(self, contexts: Sequence[Context]) -> torch.Tensor | None:
@@ -176,8 +197,9 @@ class DeepGradientCompression(Encoded):
         norms = [torch.linalg.vector_norm(c.gradient, dtype=torch.float64) for c in ordered]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         share = self.clip / math.sqrt(contexts[0].world_size)
-        factor: torch.Tensor = (share / norm).clamp(max=1.0).float()
-        return factor
+        factor = (share / norm).clamp(max=1.0)
+        # Not 0, which would let the rank's finite gradients pass as zeros: no state may change.
+        return torch.where(norm.isfinite(), factor, torch.nan).float()
 
     def __str__(self) -> str:
         clip = "" if self.clip is None else f", clip={self.clip:g}"

@@ -10,7 +10,15 @@ ranks
 
 up to the last rounding. A non-finite value never enters a residual. If the kernels do not update
 residuals, a parameter with a non-finite average keeps its previous residual, since GradScaler
-skips such a step.
+skips such a step. So it does with fp16 gradients, which GradScaler scales, if the kernels do.
+
+Unused parameters. DDP hands out zeros for a parameter that a rank did not use, and discards the
+average if no rank did (find_unused_parameters=True). No rank knows in time what the others used. So
+a rank whose gradient is all zeros sends zeros: its residual is held until it uses the parameter.
+
+Gradients in fp16 are averaged in fp32. With residuals an average may exceed what fp16 can hold:
+then it saturates, and the residual keeps the rest. If it became Inf instead, GradScaler would skip
+the step and halve its scale, but not the residual that caused it, and so on for ever.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from gradwire.aggregators.contract import find_fault, start_coroutine
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
 
 RESIDUAL = "residual"
+_FIRST = 1024  # values that mostly tell a gradient from zeros
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,13 @@ class ErrorFeedback(Aggregator):
         return {RESIDUAL: StateSpec((math.prod(shape),)), **inner}
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        if self.inner.feeds_back:
-            return (yield from self._by_kernels(contexts))
+        held = hold_residuals(contexts, [unused(c) for c in contexts])
+        how = self._by_kernels if self.inner.feeds_back else self._by_itself
+        ended = yield from how(contexts)
+        give_back(contexts, held)
+        return ended
+
+    def _by_itself(self, contexts: Sequence[Context]) -> Steps:
         wanted = [c.gradient.float() + c.state[RESIDUAL] for c in contexts]
         inside = [replace(c, gradient=p.clone()) for c, p in zip(contexts, wanted, strict=True)]
         ended = yield from start_coroutine(self.inner, inside)
@@ -59,30 +73,92 @@ class ErrorFeedback(Aggregator):
             return ended  # the outer coroutine raises the error
         if not isinstance(ended, Averages):
             ended = Averages(ended, ended)
-        for c, p, average, part in zip(contexts, wanted, ended.averages, ended.sent, strict=True):
-            error, residual = p - part.reshape(-1), c.state[RESIDUAL]
+        averages, sent = list(ended.averages), list(ended.sent)
+        for i, (c, p) in enumerate(zip(contexts, wanted, strict=True)):
+            error, residual = p - sent[i].reshape(-1), c.state[RESIDUAL]
             # A step with a non-finite average is skipped, so the residual stays.
-            keep = average.isfinite().all() & error.isfinite()
-            torch.where(keep, error, residual, out=residual)
-        return ended
+            finite = averages[i].isfinite().all()
+            if c.gradient.dtype != torch.float32:
+                averages[i] = rounded(averages[i].reshape(-1).float(), error, c.gradient.dtype)
+                sent[i] = p - error
+            torch.where(finite & error.isfinite(), error, residual, out=residual)
+        return Averages(averages, sent)
 
     def _by_kernels(self, contexts: Sequence[Context]) -> Steps:
-        wanted = {}
+        wanted, inside = {}, []
+        before: dict[str, torch.Tensor] = {}  # residuals of fp16 gradients
         for c in contexts:
             c.residual = c.state[RESIDUAL]
             if c.observed:
                 wanted[c.name] = c.gradient.float() + c.residual
-        averages = yield from start_coroutine(self.inner, contexts)
-        if (
-            not wanted
-            or find_fault(averages, contexts) is not None
-            or isinstance(averages, Averages)
-        ):
+            if c.gradient.dtype == torch.float16:
+                before[c.name] = c.residual.clone()
+                c = replace(c, gradient=c.gradient.float())
+            inside.append(c)
+        ended = yield from start_coroutine(self.inner, inside)
+        if find_fault(ended, inside) is not None:
+            return ended
+        averages = list(ended.averages if isinstance(ended, Averages) else ended)
+        for i, c in enumerate(contexts):
+            if c.name in before:
+                average, residual = averages[i].reshape(-1).float(), c.state[RESIDUAL]
+                averages[i] = rounded(average, residual, torch.float16)
+                torch.where(average.isfinite().all(), residual, before[c.name], out=residual)
+        if not wanted:
             return averages
         return Averages(averages, [wanted[c.name] - c.state[RESIDUAL] for c in contexts])
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return self.inner.payload_bytes(shape, dtype if self.inner.feeds_back else torch.float32)
+        inside = self.inner.feeds_back and dtype != torch.float16
+        return self.inner.payload_bytes(shape, dtype if inside else torch.float32)
 
     def __str__(self) -> str:
         return f"{self.inner}, error feedback"
+
+
+def unused(c: Context) -> torch.Tensor | None:
+    """Whether the gradient may be of an unused parameter, a tensor of one bool on its device; None:
+    it is not."""
+    g = c.gradient
+    if not c.may_be_unused or not g.numel():
+        return None
+    if g.is_cuda:  # no wait for the device
+        return ~g.any()
+    if g[:_FIRST].any() or g.any():
+        return None
+    return torch.ones((), dtype=torch.bool)
+
+
+def hold_residuals(
+    contexts: Sequence[Context], idle: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Take the residuals of parameters that are unused (`idle`: see `unused`) out of the states,
+    for `give_back`."""
+    held: list[torch.Tensor | None] = []
+    for c, is_idle in zip(contexts, idle, strict=True):
+        residual = c.state[RESIDUAL]
+        held.append(None if is_idle is None else torch.where(is_idle, residual, 0.0))
+        if is_idle is not None:
+            residual.masked_fill_(is_idle, 0.0)
+    return held
+
+
+def give_back(contexts: Sequence[Context], held: Sequence[torch.Tensor | None]) -> None:
+    """Add what was held to the residuals."""
+    for c, part in zip(contexts, held, strict=True):
+        if part is not None:
+            c.state[RESIDUAL] += part
+
+
+def rounded(
+    average: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """An fp32 average in the gradient's dtype: finite values saturate. What that loses of finite
+    values is added to the residual of every rank."""
+    if dtype == torch.float32:
+        return average
+    most, finite = torch.finfo(dtype).max, average.isfinite()
+    found = torch.where(finite, average.clamp(-most, most), average).to(dtype)
+    if residual is not None:
+        residual += torch.where(finite, average - found.float(), 0.0)
+    return found

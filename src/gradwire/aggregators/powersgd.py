@@ -26,9 +26,8 @@ residual of each rank also keeps what rounding lost.
 
 Large scales. GradScaler multiplies gradients by 2^16 and more, and P of a warm start has the square
 of their size. So Q's columns are scaled by powers of two before the product, which changes neither
-their span nor a bit of their mantissas. An average that fp16 cannot hold saturates: if it became
-Inf, GradScaler would skip the step and halve its scale, but not the residual that caused it, and so
-on for ever.
+their span nor a bit of their mantissas. An average that fp16 cannot hold saturates: see
+gradwire.aggregators.error_feedback.
 
 Equal bits. All ranks must compute bit-identical orthonormal columns and averages: see
 gradwire.lang.lowrank. (On a GPU, which must be the same model on all ranks, the columns are
@@ -43,6 +42,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire.aggregators.error_feedback import rounded
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
@@ -58,8 +58,7 @@ class PowerSGD(Aggregator):
 
     Args:
         rank: columns of P and Q, 1 or more. A matrix that would not shrink is averaged dense. It is
-            an error if that is true of every matrix, or if `codecs` gives a rank to a matrix whose
-            smaller side is less.
+            an error if that is true of every matrix, or of one to which `codecs` gives a rank.
         warm: whether a step starts with the last step's Q; else with random numbers. A fresh start
             needs no Q in memory, and approximates less well.
         orthogonal: how P's columns become orthonormal, in fp64: "cholesky" divides by the Cholesky
@@ -79,12 +78,12 @@ class PowerSGD(Aggregator):
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
-            raise ConfigError(f"rank={self.rank!r}: give a whole number of at least 1")
+            raise ConfigError(f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1")
         if type(self.warm) is not bool:
-            raise ConfigError(f"warm={self.warm!r}: give True or False")
+            raise ConfigError(f"PowerSGD: warm={self.warm!r}: give True or False")
         if self.orthogonal not in _ORTHOGONAL:
             known = " or ".join(map(repr, _ORTHOGONAL))
-            raise ConfigError(f"orthogonal={self.orthogonal!r}: use {known}")
+            raise ConfigError(f"PowerSGD: orthogonal={self.orthogonal!r}: use {known}")
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         if not self.warm or not self.shrinks(shape):
@@ -98,14 +97,14 @@ class PowerSGD(Aggregator):
         return len(shape) > 1 and self.rank * (shape[0] + columns) < shape[0] * columns
 
     def impossible(self, shape: tuple[int, ...]) -> str | None:
-        if len(shape) < 2:
+        if len(shape) < 2 or self.shrinks(shape):
             return None
         n, m = shape[0], math.prod(shape[1:])
-        if self.rank <= min(n, m):
-            return None
         most = (n * m - 1) // (n + m) if n * m else 0
-        mend = f"the largest rank that shrinks it is {most}" if most else "no rank shrinks it"
-        return f"rank={self.rank} is more than the smaller side of a matrix of {n} x {m}: {mend}"
+        mend = f"the largest rank that does is {most}"
+        if not most:
+            mend = "no rank shrinks it: use None, which averages it as it is"
+        return f"rank={self.rank} does not shrink a matrix of {n} x {m}: {mend}"
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         low = [c for c in contexts if self.shrinks(c.shape)]
@@ -128,7 +127,7 @@ class PowerSGD(Aggregator):
             yield [AllReduce(a.right.view(-1), of=c) for c, a in zip(low, matrices, strict=True)]
             steps.finish()
         for c, a in zip(low, matrices, strict=True):
-            averages[id(c)] = _rounded(c, a.values.view(-1))
+            averages[id(c)] = rounded(a.values.view(-1), c.residual, c.gradient.dtype)
         found = [averages[id(c)] for c in contexts]
         if not any(c.observed and c.residual is None for c in low):
             return found
@@ -198,17 +197,3 @@ def _clear_residuals(contexts: Sequence[Context], averages: Sequence[torch.Tenso
         return
     for residual, average in kept:  # without a wait for a GPU
         residual.mul_(~average.isfinite().all())
-
-
-def _rounded(context: Context, average: torch.Tensor) -> torch.Tensor:
-    """An average in the gradient's dtype, saturated; the residual keeps what that loses."""
-    dtype = context.gradient.dtype
-    if dtype == torch.float32:
-        return average
-    largest = torch.finfo(dtype).max
-    saturated = average.clamp(-largest, largest)
-    found = torch.where(average.isfinite(), saturated, average).to(dtype)
-    if context.residual is not None:
-        lost = average - found.float()
-        context.residual.add_(torch.where(average.isfinite(), lost, 0.0))
-    return found

@@ -84,6 +84,8 @@ class Context:
             tensors of the same shape and dtype.
         residual: for aggregators that update it (`feeds_back`); else None.
         observed: whether the sent part is needed, if it is expensive to compute.
+        may_be_unused: whether a gradient of zeros may mean that no rank uses the parameter, whose
+            average is discarded then (DDP with find_unused_parameters=True).
         keys: of random numbers, for `generator`.
         metrics: scalars that the aggregator measures, by name, each a tensor of one value: for
             example the share of values that saturated. The newest replaces the one before it.
@@ -100,6 +102,7 @@ class Context:
     member: Any  # the engine's own
     residual: torch.Tensor | None = None
     observed: bool = False
+    may_be_unused: bool = False
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def generator(self, shared: bool = True) -> torch.Generator:
@@ -134,7 +137,9 @@ class Aggregator:
       average, unless it returns `Averages`.
     - The kind, number and sizes of collectives do not depend on values.
     - State that persists across steps is in `Context.state` only. A non-finite gradient does not
-      change it.
+      change it: GradScaler skips the step. Residuals that the kernels of a codec update (`residual`
+      of a collective) stay finite but go on where values are finite; with fp16 gradients, which a
+      GradScaler is for, `ErrorFeedback` restores them.
 
     Attributes:
         scope: the parameters that one coroutine gets: "model", all parameters of the aggregator;

@@ -92,6 +92,37 @@ def changed(aggregator: Aggregator, options: dict[str, Any]) -> Aggregator:
     return dataclasses.replace(aggregator, **options)
 
 
+def text(aggregator: Aggregator) -> str:
+    """The text that `get` takes for an aggregator without error feedback: what differs from its
+    defaults.
+
+    Raises:
+        ConfigError: a class that is not registered, or an option that has no text.
+    """
+    if aggregator == Dense():
+        return "none"
+    if isinstance(aggregator, Compressed):
+        name = codecs.name_of(aggregator.codec)
+        given = codecs.options(aggregator.codec)
+        given |= {"algorithm": aggregator.algorithm, "scope": aggregator.scope}
+    else:
+        known = {made: name for name, made in REGISTRY.items()}
+        name = known.get(type(aggregator), "")
+        given = {f.name: getattr(aggregator, f.name) for f in dataclasses.fields(aggregator)}
+    if name in codecs.REGISTRY or name in REGISTRY:
+        plain = get(name)
+        usual = plain.codec if isinstance(plain, Compressed) else plain
+        defaults = {o: getattr(usual, o, getattr(plain, o, None)) for o in given}
+        changed = {option: v for option, v in given.items() if v != defaults[option]}
+        if all(isinstance(v, int | float | str) for v in changed.values()):
+            return ":".join([name, *(f"{option}={_word(v)}" for option, v in changed.items())])
+    raise ConfigError(f"{aggregator} has no text: a plan in a file has registered codecs alone")
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `Compressed` itself out of a codec's."""
     return {name: options.pop(name) for name in ("algorithm", "scope") if name in options}

@@ -71,7 +71,7 @@ def _route(
     operation: Operation, given: Options, algorithm: str | None, segments: int | None
 ) -> Route:
     """The request's own options, else the handle's. Collectives other than all_reduce use sra by
-    default."""
+    default; in two levels, they use the handle's machines."""
     if segments is not None:
         given = replace(given, segments=segments)
     reduces = operation.verb == "all_reduce"
@@ -79,4 +79,8 @@ def _route(
         algorithm = "sra"
     if algorithm in (None, given.algorithm) and reduces:
         return Route(operation, given)
-    return Route(operation, given.through(algorithm or "sra"))
+    options = given.through(algorithm or "sra")
+    if algorithm == given.algorithm == "hierarchical" and operation.shards:
+        inside = given.inside if operation.op else options.inside
+        options = replace(options, nodes=given.nodes, inside=inside)
+    return Route(operation, options)

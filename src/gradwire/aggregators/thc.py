@@ -76,19 +76,21 @@ class THC(Aggregator):
             value = getattr(self, name)
             if type(value) is not int or not 2 <= value <= most:
                 why = " = bits" if name == "code" else ""
-                raise ConfigError(f"{name}={value!r}: give a whole number from 2 to {most}{why}")
+                raise ConfigError(
+                    f"THC: {name}={value!r}: give a whole number from 2 to {most}{why}"
+                )
         if self.rotation not in _ROTATIONS:
-            raise ConfigError(f"rotation={self.rotation!r}: use {', '.join(_ROTATIONS)}")
+            raise ConfigError(f"THC: rotation={self.rotation!r}: use {', '.join(_ROTATIONS)}")
         chunk = self.chunk
         if type(chunk) is not int or not 2 <= chunk <= 65536 or chunk & (chunk - 1):
             near = 1024
             if type(chunk) is int:
                 near = 1 << min(max(round(math.log2(max(chunk, 2))), 1), 16)
             raise ConfigError(
-                f"chunk={chunk!r}: give a power of two from 2 to 65536, such as {near}"
+                f"THC: chunk={chunk!r}: give a power of two from 2 to 65536, such as {near}"
             )
         if type(self.saturate) is not bool:
-            raise ConfigError(f"saturate={self.saturate!r}: use True or False")
+            raise ConfigError(f"THC: saturate={self.saturate!r}: use True or False")
 
     @property
     def most(self) -> int:
@@ -118,9 +120,9 @@ class THC(Aggregator):
         else:
             mend = "at most 127 ranks can do without"
         raise ConfigError(
-            f"bits={self.bits} with code={self.code}: the sum of {world_size} ranks' numbers, each "
-            f"up to {self.most}, may be {world_size * self.most}, and {self.bits} bits hold up to "
-            f"{self.wire.most}: {mend}, or saturate=True"
+            f"THC: bits={self.bits} with code={self.code}: the sum of {world_size} ranks' numbers, "
+            f"each up to {self.most}, may be {world_size * self.most}, and {self.bits} bits hold "
+            f"up to {self.wire.most}: {mend}, or saturate=True"
         )
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:

@@ -51,6 +51,8 @@ from gradwire.errors import ConfigError
 
 SCOPES = ("layer", "model")
 _NORM_BITS = 16
+_MOST_CHUNK = 65536
+_LEAST_BITS = 0.00025  # more than the norms of the largest chunks take
 _CODEC = {"fp16": Cast("fp16"), "bf16": Cast("bf16"), "fp32": None}  # of the chosen values
 
 
@@ -83,21 +85,27 @@ class TopKC(Aggregator):
         check_choice(self, "values", _CODEC)
         check_choice(self, "scope", SCOPES)
         if type(self.permuted) is not bool:
-            raise ConfigError(f"permuted={self.permuted!r}: use True or False")
-        if self.chunk is not None and not (type(self.chunk) is int and 2 <= self.chunk <= 65536):
-            raise ConfigError(f"chunk={self.chunk!r}: give a whole number from 2 to 65536, or None")
+            raise ConfigError(f"TopKC: permuted={self.permuted!r}: use True or False")
+        if self.chunk is not None and not (
+            type(self.chunk) is int and 2 <= self.chunk <= _MOST_CHUNK
+        ):
+            raise ConfigError(
+                f"TopKC: chunk={self.chunk!r}: give a whole number from 2 to {_MOST_CHUNK}, or None"
+            )
         most, real = 8 * self.width, type(self.bits) in (int, float)
         if not real or not 0 < self.bits <= most:
             raise ConfigError(
-                f"bits={self.bits!r}: give a number above 0 and at most {most}, which the values "
-                f"take as {self.values}"
+                f"TopKC: bits={self.bits!r}: give a number above 0 and at most {most}, which the "
+                f"values take as {self.values}"
             )
         if self.bits * self.size <= _NORM_BITS:
-            least = math.floor(_NORM_BITS / self.bits) + 1
+            mend = f"use bits={_LEAST_BITS} or more, and chunk={_MOST_CHUNK}"
+            if self.bits * _MOST_CHUNK > _NORM_BITS:
+                chunk = math.floor(_NORM_BITS / self.bits) + 1
+                mend = f"give more bits, or chunk={chunk} or more"
             raise ConfigError(
-                f"bits={self.bits!r}: the norms of chunks of {self.size} values take "
-                f"{_NORM_BITS / self.size:g} bits per value; give more bits, or chunk={least} or "
-                "more"
+                f"TopKC: bits={self.bits!r}: the norms of chunks of {self.size} values take "
+                f"{_NORM_BITS / self.size:g} bits per value; {mend}"
             )
 
     @property

@@ -20,10 +20,22 @@ from gradwire.algorithms import (
 from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.algorithms.coordinated import Coordinated
 from gradwire.algorithms.hierarchical import Hierarchical
+from gradwire.algorithms.hierarchical_all_gather import HierarchicalAllGather
+from gradwire.algorithms.hierarchical_reduce_scatter import HierarchicalReduceScatter
 from gradwire.algorithms.protocol import Algorithm, Sizes
 from gradwire.errors import ConfigError
 
-__all__ = ["OF", "REGISTRY", "Algorithm", "Coordinated", "Hierarchical", "Sizes", "get"]
+__all__ = [
+    "OF",
+    "REGISTRY",
+    "Algorithm",
+    "Coordinated",
+    "Hierarchical",
+    "HierarchicalAllGather",
+    "HierarchicalReduceScatter",
+    "Sizes",
+    "get",
+]
 
 REGISTRY: dict[str, Algorithm] = {
     "sra": scatter_reduce_allgather,
@@ -37,8 +49,8 @@ REGISTRY: dict[str, Algorithm] = {
 # verb -> name -> algorithm; a broadcast's root is filled in as well
 OF: dict[str, Mapping[str, Algorithm]] = {
     "all_reduce": REGISTRY,
-    "reduce_scatter": {"sra": sra_reduce_scatter},
-    "all_gather": {"sra": sra_all_gather},
+    "reduce_scatter": {"sra": sra_reduce_scatter, "hierarchical": HierarchicalReduceScatter()},
+    "all_gather": {"sra": sra_all_gather, "hierarchical": HierarchicalAllGather()},
     "broadcast": {"sra": ScatterAllGather(), "tree": Tree()},
 }
 

@@ -67,12 +67,12 @@ def run(
         ConfigError: an unknown task, method or option, or a number out of range.
         WorkerError: a rank failed.
     """
-    tasks.get(task)
+    trained = tasks.get(task)
     names = tuple(methods or default_methods(_QUICK_RANKS if quick else _RANKS))
-    for name in names:
-        method_table.parse(name).check()
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    for name in names:
+        method_table.parse(name).check(ranks, tasks.shapes(trained))
     config = Config(names, task, 7 if quick else 25)
     worker = "gradwire.bench.aggregators_worker"
     network = Network.parse("none")

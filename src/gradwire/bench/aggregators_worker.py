@@ -133,8 +133,9 @@ class _Measured:
             "ms_per_million": 1e9 * seconds / numel,
             "wall_seconds": statistics.median(self.wall),
             "limit_seconds": copying,
-            "of_limit": copying / seconds,
-            "orthogonal_share": orthogonal / seconds if orthogonal else None,
+            # Below the time of a hook that does nothing, a share says nothing.
+            "of_limit": copying / seconds if seconds > 0 else None,
+            "orthogonal_share": orthogonal / seconds if orthogonal and seconds > 0 else None,
             "rounds": rounds,
             "wire_bytes": self.sent[-1] - self.sent[-2],
             "state_bytes": state_bytes,

@@ -70,7 +70,7 @@ def demo(
         WorkerError: a rank failed.
     """
     if net is not None:
-        lab.Network.parse(net)
+        net = str(lab.Schedule.parse(net))
     report.check_packages()  # before the three minutes of training
     choice = Choice(net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
     console.print(choice.reason, highlight=False, soft_wrap=True)

@@ -37,7 +37,8 @@ class Counted(Attached):
 
     Attributes:
         packed_bits: as it is packed, without headers of messages.
-        input_bits: the same, but 32 bits for each position of a sparse payload.
+        input_bits: the same, but 32 bits for each position of a sparse payload, or that an
+            aggregator has packed.
     """
 
     packed_bits: int = 0
@@ -47,6 +48,8 @@ class Counted(Attached):
         self, request: Request, number: int, options: Options, world_size: int
     ) -> ResolvedRequest:
         packed, counted = bits_of(request.values, request.codec)
+        if request.positions:
+            counted = _INDEX_BITS * request.positions
         self.packed_bits += packed
         self.input_bits += counted
         return super().resolve(request, number, options, world_size)

@@ -1,32 +1,36 @@
 """The training run of one method on one rank: model, optimizer, hook and clock.
 
 The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
-affects all of them.
+affects all of them. `TrainRun` has what DDP (`MethodRun`) and FSDP2 (`sharded_run.ShardedRun`)
+share.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.methods import Applied, Method, Traffic
 from gradwire.bench.tasks import Score, Task
 
-_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss", "parts")
-_PARTS = ("kernel_seconds", "exposed_seconds", "steps")  # of `Handle.stats`
+_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss", "parts", "counted_from")
+# of `Handle.stats`; `plan` counts its versions
+_PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
 
 
 @dataclass
-class MethodRun:
+class TrainRun(ABC):
     """State of one method's run with one seed.
 
     Everything that a resumed run needs is in `state`.
@@ -38,13 +42,15 @@ class MethodRun:
         last_loss: this rank's training loss of the last step.
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
-        earlier: what a run sent before it was resumed, beyond what the method counts since.
+        counted_from: bytes sent in the first steps, whose times are not averaged.
+        apart: (all bytes, those of weights) to add to what the method counts: of a run before it
+            was resumed, less what does not belong to training.
     """
 
     name: str
     seed: int
     task: Task
-    model: DistributedDataParallel
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     applied: Applied
     step: int = 0
@@ -53,31 +59,61 @@ class MethodRun:
     last_loss: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
-    earlier: int = 0
+    counted_from: int = 0
+    apart: tuple[int, int] = (0, 0)
 
-    @classmethod
-    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
-        """A new run of `method`; the initial weights are equal for every method and rank.
+    @abstractmethod
+    def backward(self) -> None:
+        """The gradients of one step, averaged; sets `last_loss`."""
 
-        Raises:
-            ConfigError: the method's codec or options are unknown.
-        """
-        model = method.distribute(task.model(seed))
-        momentum = 0.0 if method.replaces_momentum else None
-        optimizer = task.optimizer(model.module, momentum)
-        return cls(method.name, seed, task, model, optimizer, method.apply(model))
+    @abstractmethod
+    def evaluate(self) -> Score:
+        """The score on the validation data; every rank evaluates a share."""
+
+    @abstractmethod
+    def ideal_step(self) -> float:
+        """Seconds of a step without communication. Call it after the last evaluation, since ranks
+        diverge."""
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Any]:
+        """What this rank saves of model and optimizer."""
+
+    @abstractmethod
+    def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """The inverse; `replicas` is rank 0's state."""
 
     def train(self, steps: int) -> None:
         """`steps` more steps."""
         for _ in range(steps):
             sent_before = interface_bytes()
-            start = time.perf_counter()
-            self._one_step()
-            self.step_seconds.append(time.perf_counter() - start)
+            setup = 0.0 if self.step_seconds else self.applied.setup_seconds
+            self.step_seconds.append(setup + self.timed_step())
             sent_after = interface_bytes()
             if sent_before is not None and sent_after is not None:
                 self.link_bytes = (self.link_bytes or 0) + sent_after - sent_before
             self.step += 1
+
+    def timed_step(self) -> float:
+        """Take one step of training; its seconds, with those of steps that are thrown away."""
+        start = time.perf_counter()
+        self.one_step()
+        while not self.applied.stepped():
+            self.one_step()
+        return time.perf_counter() - start
+
+    def one_step(self) -> None:
+        """Take one step, which is not counted."""
+        factor = self.task.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        self.backward()
+        self.optimizer.step()
+        self.stepped()
+        self.optimizer.zero_grad()
+
+    def stepped(self) -> None:  # noqa: B027 (most methods do nothing)
+        """Called after the optimizer's step, while there are gradients."""
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -92,57 +128,67 @@ class MethodRun:
         for name in _PARTS:
             self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
 
+    def decisions(self) -> list[tuple[int, str]]:
+        """(step, line) of what controllers have decided, in order."""
+        found = []
+        for what in ("automatic", "adaptation"):
+            at_work = getattr(self.applied.handle, what, None)
+            found += [] if at_work is None else [(r["pass"], r["line"]) for r in at_work.history]
+        if self.applied.flexible is not None:
+            found += [(r["step"], r["line"]) for r in self.applied.flexible.history]
+        return sorted(found, key=lambda one: one[0])
+
     def mean_part(self, name: str) -> float | None:
         """One of `parts` per measured step; None without any."""
         steps = self.parts.get("steps")
         return self.parts[name] / steps if steps else None
 
+    @property
+    def plan_changes(self) -> int | None:
+        """Changes of plan in measured steps, by a policy; None without any step."""
+        changes = self.parts.get("plan")
+        return None if changes is None else int(changes)
+
+    @property
+    def mean_ratio(self) -> float | None:
+        """Uncompressed bytes over those sent of gradients in measured steps; None for torch's
+        methods."""
+        sent = self.parts.get("wire_bytes")
+        return self.parts["raw_bytes"] / sent if sent else None
+
     def state(self) -> dict[str, Any]:
-        """This rank's state between two steps; rank 0's holds the replicas' model and optimizer."""
+        """This rank's state between two steps."""
         own = {name: getattr(self, name) for name in _COUNTED}
         own["scores"] = [list(score) for score in self.scores]
-        own |= {"wire_bytes": self.traffic().wire_bytes, "method": self.applied.state()}
-        own["random"] = torch.get_rng_state()
-        if dist.get_rank() == 0:
-            own["model"] = self.model.module.state_dict()
-            own["optimizer"] = self.optimizer.state_dict()
-        return own
+        own["sent"] = self.sent()
+        own |= {"method": self.applied.state(), "random": torch.get_rng_state()}
+        return own | self.model_state()
 
     def load(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
         """Continue where `state` was taken, to the bit.
 
-        One step is trained first and undone: after it, DDP rebuilds its buckets, on which the order
-        of torch's sums depends.
-
         Args:
             replicas: rank 0's state.
         """
-        if own["step"]:
-            self._one_step()
-        self.model.module.load_state_dict(replicas["model"])
-        self.optimizer.load_state_dict(replicas["optimizer"])
+        self.load_model(own, replicas)
         self.applied.load(own["method"])
         for name in _COUNTED:
             setattr(self, name, own[name])
         self.scores = [(loss, metric) for loss, metric in own["scores"]]
-        self.earlier = own["wire_bytes"] - self.applied.traffic(self.step).wire_bytes
+        self.apart = (0, 0)
+        self.count_apart(self.sent(), own["sent"])
         torch.set_rng_state(own["random"])
 
-    def ideal_step(self) -> float:
-        """Seconds of a step without communication. Call it after the last evaluation, since ranks
-        diverge."""
-        start = time.perf_counter()
-        with self.model.no_sync():
-            self._one_step()
-        return time.perf_counter() - start
+    def advance(self, steps: int) -> None:
+        """Let a method of gradwire's take its next step for one so many steps later."""
+        if self.applied.handle is not None and steps:
+            state = self.applied.state()
+            later = {name: step + steps for name, step in state["steps"].items()}
+            self.applied.load({**state, "steps": later})
 
-    def evaluate(self) -> Score:
-        """The score on the validation data; every rank evaluates a share.
-
-        Rank 0's buffers are broadcast first, as DDP does before each step, so that all ranks
-        evaluate the same model.
-        """
-        model = self.model.module
+    def score(self, model: nn.Module) -> Score:
+        """The score of a model without collectives, that of rank 0's buffers, over all ranks'
+        shares of the validation data."""
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
         model.eval()
@@ -156,23 +202,71 @@ class MethodRun:
 
     def traffic(self) -> Traffic:
         """Bytes and memory so far; memory since the last start."""
-        since = self.applied.traffic(self.step)
-        return replace(since, wire_bytes=self.earlier + since.wire_bytes)
+        return self.applied.traffic(self.step).shifted(*self.apart)
+
+    def sent(self) -> tuple[int, int]:
+        """(all bytes, those of weights) so far."""
+        traffic = self.traffic()
+        return traffic.wire_bytes, traffic.weights_wire_bytes or 0
+
+    def count_apart(self, now: tuple[int, int], instead: tuple[int, int]) -> None:
+        """Have `traffic` tell `instead` where it would tell `now`, by what `sent` returns."""
+        self.apart = (
+            self.apart[0] + instead[0] - now[0],
+            self.apart[1] + instead[1] - now[1],
+        )
 
     def close(self) -> None:
         """Release the method's resources."""
         self.applied.remove()
 
-    def _one_step(self) -> None:
-        factor = self.task.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+@dataclass
+class MethodRun(TrainRun):
+    """A run under DDP."""
+
+    model: DistributedDataParallel
+
+    @classmethod
+    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
+        """A new run of `method`; the initial weights are equal for every method and rank.
+
+        Raises:
+            ConfigError: the method's codec or options are unknown.
+        """
+        model = method.distribute(task.model(seed))
+        momentum = 0.0 if method.replaces_momentum else None
+        optimizer = task.optimizer(model.module, momentum)
+        return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
+
+    def backward(self) -> None:
         batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
         loss = self.task.loss(self.model, batch)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.last_loss = loss.item()
+
+    def evaluate(self) -> Score:
+        return self.score(self.model.module)  # with rank 0's buffers, as DDP before each step
+
+    def ideal_step(self) -> float:
+        with self.model.no_sync():
+            start = time.perf_counter()
+            self.one_step()
+            return time.perf_counter() - start
+
+    def model_state(self) -> dict[str, Any]:
+        """Rank 0's has the replicas'."""
+        if dist.get_rank() != 0:
+            return {}
+        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """One step is trained first and undone: after it, DDP rebuilds its buckets, on which the
+        order of torch's sums depends."""
+        if own["step"]:
+            self.one_step()
+        self.model.module.load_state_dict(replicas["model"])
+        self.optimizer.load_state_dict(replicas["optimizer"])
 
 
 def interface_bytes() -> int | None:

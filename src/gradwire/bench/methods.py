@@ -2,8 +2,12 @@
 
 A method is named by an entry of `NAMED`, or spelt out as `CODEC:OPTION=VALUE:...`, with or without
 `gradwire:` before it. CODEC may be an aggregator; the options are those of `gradwire.attach`, of
-`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`). So are torch's
-PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `torch_hooks`).
+`gradwire.Options` and of the codec (`qsgd:bits=2:block=1024:coordinated=true`), and `least=N`: of
+fewer than N values parameters are sent uncompressed. With a policy
+(`qsgd:bits=4:policy=lgreco:every=100:first=50`), those of `gradwire.Replan` go with it. Two decide
+by what they measure: `auto`, with options of `gradwire.Auto` (`auto:trial=4`), and `flexible`, with
+those of `gradwire.Flexible` and `gradwire.Triggers` (`flexible:steps=5:rest=200`). Others are
+torch's PowerSGD hook, `torch-powersgd:rank=R`, and `truncate:ratio=R` (see `torch_hooks`).
 
 Bytes. For torch's own methods `wire_bytes` is a formula, since torch does not count: gloo's ring
 all-reduce sends 2 (N-1)/N of the gradient's bytes from each rank, at the width of the hook's type;
@@ -15,23 +19,38 @@ sent too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, Compressed, registry
-from gradwire.bench import torch_hooks
-from gradwire.bench.torch_hooks import Applied, Options, Traffic, ring_bytes
+from gradwire.bench import torch_hooks, watching_methods
+from gradwire.bench.torch_hooks import Applied, Options, Traffic, of_handle, ring_bytes
+from gradwire.bench.watching_methods import AUTO, FLEXIBLE
 from gradwire.codecs.text import parse as parse_text
+from gradwire.collectives.calling import check_seed
 from gradwire.errors import ConfigError
+from gradwire.integrations.choices import family_of, policy_of
 from gradwire.lang import Codec
+from gradwire.planner import make_plan
+from gradwire.planner.rules import Rules, check_coalesce_bytes, exactly
 
 __all__ = ["NAMED", "Applied", "Method", "Traffic", "attach", "parse", "ring_bytes"]
+
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+# Arguments of `attach`, beside those of `gradwire.Options`.
+_OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
+_OF_ATTACH = ("seed", "coalesce_bytes", "least")
+_OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
 
 
 @dataclass(frozen=True)
@@ -51,14 +70,39 @@ class Method:
     bucket_mb: int | None = None
     timing_only: bool = False
 
-    def check(self) -> None:
+    def check(self, ranks: int = 1, shapes: Shapes = ()) -> None:
         """Whether `apply` can succeed, told before anything is launched.
 
+        Args:
+            ranks: on which `apply` is to succeed.
+            shapes: (name, shape) of the model's parameters; none checks the name and options alone.
+
         Raises:
-            ConfigError: gradwire does not know the codec, an option or the algorithm.
+            ConfigError: gradwire does not know the codec, an option or the algorithm, or the method
+                cannot average such parameters on so many ranks.
         """
-        if self.kind == "gradwire":
-            self._made()
+        if self.kind == FLEXIBLE:
+            watching_methods.check_flexible(self.options)
+        if self.kind != "gradwire":
+            return
+        if self.automatic:
+            watching_methods.auto_options(self.options)
+            return
+        options = self._made()[1]
+        if not shapes:
+            return
+        arguments, _ = _split(self.options)
+        for name in ("policy", "replan"):
+            arguments.pop(name, None)
+        of_rules = {k: arguments.pop(k) for k in _OF_RULES if k in arguments}
+        of_attach = {k: arguments.pop(k) for k in _OF_ATTACH if k in arguments}
+        blank = [(name, torch.empty(shape, device="meta")) for name, shape in shapes]
+        try:
+            check_seed(of_attach.get("seed", 0))
+            check_coalesce_bytes(of_attach.get("coalesce_bytes", 0))
+            make_plan(blank, Rules().changed(arguments, **of_rules), ranks, options)
+        except ConfigError as error:
+            raise ConfigError(f"method {self.name!r} on {ranks} ranks: {error}") from error
 
     def how(self) -> tuple[Codec, gradwire.Options]:
         """Of a method of gradwire's, the codec and how its collectives run.
@@ -66,7 +110,11 @@ class Method:
         Raises:
             ConfigError: as `check`, or it is an aggregator, which is more than one collective.
         """
+        if self.automatic:
+            raise ConfigError(f"method {self.name!r} has no codec of its own: use `bench train`")
         aggregator, options = self._made()
+        if "policy" in self.options:
+            raise ConfigError(f"method {self.name!r}: a policy is for `bench train`")
         if not isinstance(aggregator, Compressed):
             raise ConfigError(
                 f"method {self.name!r}: {aggregator} takes several collectives; `bench train` "
@@ -75,18 +123,31 @@ class Method:
         return aggregator.codec, options
 
     @property
+    def automatic(self) -> bool:
+        """Whether it decides itself what is sent."""
+        return self.kind == "gradwire" and self.options["codec"] == AUTO
+
+    @property
+    def watches(self) -> bool:
+        """Whether it measures the network while it trains."""
+        return self.automatic or self.kind == FLEXIBLE
+
+    @property
     def replaces_momentum(self) -> bool:
         """Whether its averages include momentum, so that the optimizer must have none."""
-        if self.kind != "gradwire":
+        if self.kind != "gradwire" or self.automatic:
             return False
         return bool(getattr(self._made()[0], "replaces_momentum", False))
 
     def _made(self) -> tuple[Aggregator, gradwire.Options]:
-        attach_options = inspect.signature(gradwire.attach).parameters
-        given, options = _split(self.options)
-        more = {k: v for k, v in given.items() if k not in attach_options}
+        of_attach = {*inspect.signature(gradwire.attach).parameters, "least"}
         try:
+            given, options = _split(self.options)
+            more = {k: v for k, v in given.items() if k not in of_attach}
             made = registry.get(str(self.options["codec"]), **more)
+            if "policy" in given:
+                policy_of(given["policy"])
+                family_of({made})
             return made, gradwire.Options(**options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r}: {error}") from error
@@ -95,13 +156,26 @@ class Method:
         """The model under DDP, bucketed as the method needs it."""
         return DistributedDataParallel(model, bucket_cap_mb=self.bucket_mb)
 
-    def apply(self, model: DistributedDataParallel) -> Applied:
+    def apply(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None
+    ) -> Applied:
         """Registers the method's communication hook on `model`, once, before its first step.
+
+        Args:
+            optimizer: of the model; `flexible` needs it.
 
         Raises:
             ConfigError: gradwire does not know the codec or an option.
         """
-        return _APPLY[self.kind](model, self.options)
+        begun = time.perf_counter()
+        if self.kind == FLEXIBLE:
+            if optimizer is None:
+                raise ConfigError(f"method {self.name!r} needs training: use `bench train`")
+            applied = watching_methods.flexible(model, optimizer, self.options)
+        else:
+            applied = _APPLY[self.kind](model, self.options)
+        seconds = time.perf_counter() - begun
+        return replace(applied, setup_seconds=seconds if self.watches else 0.0)
 
 
 NAMED: dict[str, Method] = {
@@ -131,7 +205,7 @@ def parse(text: str) -> Method:
     kind, _, rest = (part.strip() for part in text.partition(":"))
     if kind in _NUMBERS:
         return _with_number(text, kind)
-    if kind in {*codecs.REGISTRY, *registry.REGISTRY}:
+    if kind in {*codecs.REGISTRY, *registry.REGISTRY, AUTO, FLEXIBLE}:
         kind, rest = "gradwire", text
     if kind != "gradwire" or not rest:
         raise ConfigError(
@@ -144,6 +218,8 @@ def parse(text: str) -> Method:
         raise ConfigError(f"method {error}") from error
     if "codec" in options:
         raise ConfigError(f"method {text!r}: option 'codec' is given twice")
+    if codec == FLEXIBLE:
+        return Method(text, FLEXIBLE, options)
     return Method(text, "gradwire", {"codec": codec, **options})
 
 
@@ -170,13 +246,7 @@ def _with_number(text: str, kind: str) -> Method:
 
 
 def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
-    handle = attach(model, options)
-
-    def traffic(steps: int) -> Traffic:
-        stats = handle.stats()
-        return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
-
-    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict, handle)
+    return of_handle(attach(model, options))
 
 
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
@@ -185,16 +255,28 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
     Raises:
         ConfigError: gradwire does not know one of them.
     """
+    if options["codec"] == AUTO:
+        return gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options))
     arguments, run = _split(options)
+    least = arguments.pop("least", 0)
+    if least:
+        named = model.module.named_parameters()
+        arguments["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
     handle: gradwire.Handle = gradwire.attach(model, options=gradwire.Options(**run), **arguments)
     return handle
 
 
 def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what `attach` is given, what its `gradwire.Options` is made of)."""
+    """(what `attach` is given, what its `gradwire.Options` is made of); raises ConfigError for an
+    option of `gradwire.Replan` with a wrong value."""
     names = {option.name for option in fields(gradwire.Options)}
     run = {name: value for name, value in options.items() if name in names}
-    return {name: value for name, value in options.items() if name not in names}, run
+    given: dict[str, Any] = {name: v for name, v in options.items() if name not in names}
+    if "policy" in given:
+        when = {name: given.pop(name) for name in _OF_REPLAN if name in given}
+        never = {"stale": None} if when.get("stale") == "none" else {}
+        given["replan"] = gradwire.Replan(**(when | never))
+    return given, run
 
 
 _APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {

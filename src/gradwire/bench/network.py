@@ -38,7 +38,7 @@ METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
 _LAYERS = 8
 _TIMEOUT_S = 600.0
-_COPIES = 12  # of the model that a rank holds at most: a module per method, buckets, gradients
+COPIES = 12  # of the model that a rank holds at most: a module per method, buckets, gradients
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def plan(
         raise ConfigError(f"--compute {compute:g}: give seconds above 0")
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
     size = models.numel(shapes)
-    memory.check(f"a step of {size} values", 4 * size * _COPIES * (1 if joins else count))
+    memory.check(f"a step of {size} values", 4 * size * COPIES * (1 if joins else count))
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     turns, budget = (5, 15.0) if quick else (11, 60.0)

@@ -28,6 +28,7 @@ from typing import Any, ParamSpec
 import torch
 
 import gradwire
+from gradwire.sim import kernel_costs
 
 Row = dict[str, Any]
 P = ParamSpec("P")
@@ -57,15 +58,6 @@ def here() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _command() -> str:
@@ -98,7 +90,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _machine() -> str:
-    parts = [processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    parts = [kernel_costs.processor(), f"{len(os.sched_getaffinity(0))} cores"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts.append(f"{memory / 2**30:.0f} GiB")
     if torch.cuda.is_available():

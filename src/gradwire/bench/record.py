@@ -36,7 +36,9 @@ Row = dict[str, Any]
 AT = (0, 100, 400)
 QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 64, "heads": 4},
+    "gpt-32k": {"layers": 1, "width": 64, "heads": 4, "sequences": 1, "vocabulary": 2048},
     "image": {"channels": 8, "hidden": 64, "images": 8},
+    "image-resnet50": {"channels": 8, "images": 8},
 }
 _FREE = 1 << 28  # bytes that recording leaves on the disk
 
@@ -176,6 +178,8 @@ def _check(at: Sequence[int], steps: int, ranks: int, seed: int) -> None:
         raise ConfigError(f"--ranks {ranks}: use 1 rank or more")
     if seed < 0:
         raise ConfigError(f"--seed {seed}: seeds are 0 or more")
+    if seed >= 2**63:
+        raise ConfigError(f"--seed {seed}: seeds are below 2^63")
     for before, after in itertools.pairwise(at):
         if after < before + steps:
             raise ConfigError(

@@ -71,7 +71,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _name(row: Row) -> str:
-    return f"{row['codec']}, {row['algorithm']}"
+    return f"{row['codec'] if 'codec' in row else row['method']}, {row['algorithm']}"
 
 
 def _place(row: Row) -> Any:

@@ -8,7 +8,7 @@ nothing diverges, but what it trains is not the model: its rows are marked `timi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.integrations.sharded import Sharded
 
 Options = dict[str, "int | float | bool | str"]
 
@@ -29,10 +30,31 @@ class Traffic:
     Attributes:
         wire_bytes: bytes, by the rules of `methods`' docstring.
         peak_extra_bytes: memory beyond plain DDP; None where the method does not count it.
+        weights_wire_bytes: those of `wire_bytes` that carry weights; None under DDP, which sends
+            gradients alone.
     """
 
     wire_bytes: int
     peak_extra_bytes: int | None
+    weights_wire_bytes: int | None = None
+
+    def keys(self) -> dict[str, int | None]:
+        """What rows have of it."""
+        keys = {"wire_bytes": self.wire_bytes, "peak_extra_bytes": self.peak_extra_bytes}
+        if self.weights_wire_bytes is None:
+            return keys
+        gradients = self.wire_bytes - self.weights_wire_bytes
+        by_kind = {"weights_wire_bytes": self.weights_wire_bytes, "gradients_wire_bytes": gradients}
+        return {**keys, **by_kind}
+
+    def shifted(self, wire_bytes: int, weights_wire_bytes: int) -> Traffic:
+        """With so many bytes more."""
+        weights = self.weights_wire_bytes
+        return replace(
+            self,
+            wire_bytes=self.wire_bytes + wire_bytes,
+            weights_wire_bytes=None if weights is None else weights + weights_wire_bytes,
+        )
 
 
 def _nothing() -> None:
@@ -49,20 +71,39 @@ def _load_nothing(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Applied:
-    """A method at work on one DDP model.
+    """A method at work on one model.
 
     Attributes:
         traffic: traffic after the given number of steps.
         remove: gives back what the method holds; the model is not trained after it.
         state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
         handle: of gradwire's methods.
+        flexible: what decides about it after each step of the optimizer.
+        setup_seconds: that it has measured for before the first step; they count as training.
     """
 
     traffic: Callable[[int], Traffic]
     remove: Callable[[], None] = _nothing
     state: Callable[[], dict[str, Any]] = _stateless
     load: Callable[[dict[str, Any]], None] = _load_nothing
-    handle: gradwire.Handle | None = None
+    handle: gradwire.Handle | Sharded | None = None
+    flexible: gradwire.Flexible | None = None
+    setup_seconds: float = 0.0
+
+    def stepped(self) -> bool:
+        """Called after each step of the optimizer; whether it was training, rather than a step that
+        is thrown away."""
+        return self.flexible is None or self.flexible.step()
+
+
+def of_handle(handle: gradwire.Handle) -> Applied:
+    """A method of gradwire's at work."""
+
+    def traffic(steps: int) -> Traffic:
+        stats = handle.stats()
+        return Traffic(int(stats["wire_bytes"]), int(stats["peak_extra_bytes"]))
+
+    return Applied(traffic, handle.detach, handle.state_dict, handle.load_state_dict, handle)
 
 
 def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:

@@ -14,18 +14,18 @@ is 16 bit, not 32. Every row names its method:
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gradwire import lab
+from gradwire.bench import sharded_methods
 from gradwire.bench.provenance import stamped
 from gradwire.bench.train_compose import composed_rows
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_rows import Progress, train_rows
-from gradwire.bench.train_state import lease, prepare
+from gradwire.bench.train_state import lease, prepare, remove
 from gradwire.errors import ConfigError
 from gradwire.lab import links
 
@@ -51,6 +51,8 @@ def plan(
     patience: int | None = None,
     nets: tuple[str, ...] = (),
     validate: bool = False,
+    sharded: bool = False,
+    accumulate: int = 1,
 ) -> TrainConfig:
     """The configuration for these arguments; None selects the default.
 
@@ -74,14 +76,20 @@ def plan(
         raise ConfigError(
             f"--net {net}: --compose trains on none and times on --nets; leave it out"
         )
+    nets = tuple(str(lab.Schedule.parse(one)) for one in nets)
     if nets:
         net = "none"
+    elif net is not None:
+        net = str(lab.Schedule.parse(net))  # what a file says, not where it is
+    compared = sharded_methods.COMPARED if sharded else TrainConfig.methods
+    if quick:
+        compared = sharded_methods.COMPARED_QUICKLY if sharded else COMPARED
     config = TrainConfig(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
         nodes=nodes if nodes is not None else (2 if quick else 4),
         net=net if net is not None else _default_net(quick, announce or _to_stderr),
-        methods=methods or (COMPARED if quick else TrainConfig.methods),
+        methods=methods or compared,
         seeds=seeds,
         steps=steps if steps is not None else (30 if quick else 200),
         evaluate_every=10,
@@ -95,6 +103,8 @@ def plan(
         nets=nets,
         timed_steps=8 if quick else TrainConfig.timed_steps,
         validate=validate,
+        sharded=sharded,
+        accumulate=accumulate,
     )
     config.check()
     return config
@@ -102,7 +112,9 @@ def plan(
 
 _QUICK_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2, "width": 128, "heads": 4, "validation_sequences": 64},
+    "gpt-32k": {"layers": 2, "width": 128, "heads": 4, "sequences": 1, "vocabulary": 2048},
     "image": {"network": "cnn", "channels": 8, "hidden": 128, "test_images": 500},
+    "image-resnet50": {"channels": 8, "images": 8, "test_images": 500},
 }
 
 
@@ -137,7 +149,7 @@ def run(
 
     Raises:
         ConfigError: the configuration cannot run, or not on this machine; or `resume`, and the run
-            in `state` has another configuration.
+            in `state` has another configuration, or is damaged; or `state` is something else.
         WorkerError: a rank failed or timed out.
     """
     announce(config.check().describe())
@@ -152,4 +164,4 @@ def run(
         elif resume:
             announce(f"There is no run to continue in {state}: it starts from the beginning")
         yield from rows(dataclasses.replace(config, state=str(state / "train")), progress, announce)
-    shutil.rmtree(state)
+        remove(state)

@@ -3,18 +3,21 @@
 What a method learns does not depend on the network; only the time of a step does. So
 
 1. each method trains with each seed on `net` (none), one after the other;
-2. on each of `nets` all methods, interleaved, train for `timed_steps` steps: their times, and the
-   bytes that they send in them;
+2. on each of `nets`, and in each phase of one that changes, all methods, interleaved, train for
+   `timed_steps` steps: their times, and the bytes that they send in them, both without the first
+   `skip_steps`. Those that did not always send the same in 1 (a warm-up of density) train
+   `timed_steps` more with their steps counted from the end of the run in 1;
 3. the rows of a network have the scores of 1 and, at an evaluation after n more steps,
 
-       seconds = seconds before + n (c + (t - c) b / s)
+       seconds = seconds before + n t(b)
 
-   where t is the mean timed step, c the step without communication, s the bytes of a timed step
-   and b those of a step in 1 since the evaluation before. For a method that always sends the same,
-   b = s and the seconds are n t; the fraction follows methods that send less and less (a warm-up of
-   density, dense first steps).
+   where b are the bytes of a step in 1 since the evaluation before, and t(b) lies on the straight
+   line through the timed steps: through their mean bytes and times at the start and at the end.
+   Where these send the same, t is the mean timed step if b is what it sends too; otherwise the
+   step beyond computing is proportional to b (payloads whose length follows the gradients).
 
-Composed rows have `composed: true`. Their seconds have no start-up: connections, compilation.
+On a network that changes, t is that of the network that holds at each step. Composed rows have
+`composed: true`. Their seconds have no start-up: connections, compilation.
 
 `validate` trains on every network as a whole, too, and yields a row per method: `row: validation`.
 """
@@ -23,7 +26,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from gradwire.bench.train_rows import (
     train_rows,
 )
 from gradwire.bench.train_summary import Summary
+from gradwire.lab import Schedule
 
 Row = dict[str, Any]
 
@@ -52,8 +57,13 @@ def composed_rows(
     alone = dataclasses.replace(config, nets=(), validate=False)
     trained = list(train_rows(alone, progress, announce))
     composed: dict[str, list[Row]] = {}
+    varied = tuple(method for method in config.methods if _varies(_of(trained, method)))
+    timed: dict[str, _Timed] = {}
     for net in config.nets:
-        timed = list(train_rows(_timing(alone, net), progress, announce, f"timing {net}"))
+        schedule = Schedule.parse(net)
+        for one in dict.fromkeys(str(phase.net) for phase in schedule.phases):
+            if one not in timed:
+                timed[one] = _timed(alone, one, varied, progress, announce)
         composed[net] = list(_compose(dataclasses.replace(alone, net=net), trained, timed))
         yield from composed[net]
     for net in config.nets if config.validate else ():
@@ -62,6 +72,36 @@ def composed_rows(
         )
         whole = list(train_rows(as_whole, progress, announce, f"whole run {net}"))
         yield from _compared(composed[net], whole)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Summary rows by method of timed steps on a network: at the start of a run, and at its end."""
+
+    first: dict[str, Row]
+    last: dict[str, Row]
+
+
+def _timed(
+    config: TrainConfig,
+    net: str,
+    varied: tuple[str, ...],
+    progress: Advance | None,
+    announce: Announce,
+) -> _Timed:
+    timing = _timing(config, net)
+    first = list(train_rows(timing, progress, announce, f"timing {net}"))
+    late = []
+    if varied:
+        last = dataclasses.replace(
+            timing,
+            methods=varied,
+            first_step=config.steps,
+            state=_folder(config, f"timing-late-{net}"),
+        )
+        late = list(train_rows(last, progress, announce, f"timing {net}, last steps"))
+    summaries = [[row for row in rows if row["row"] == "summary"] for rows in (first, late)]
+    return _Timed(*({row["method"]: row for row in rows} for rows in summaries))
 
 
 def _timing(config: TrainConfig, net: str) -> TrainConfig:
@@ -86,51 +126,123 @@ def _folder(config: TrainConfig, name: str) -> str | None:
     return None if config.state is None else str(Path(config.state).with_name(name))
 
 
-def _compose(config: TrainConfig, trained: list[Row], timed: list[Row]) -> Iterator[Row]:
+def _compose(config: TrainConfig, trained: list[Row], timed: dict[str, _Timed]) -> Iterator[Row]:
     """The rows of one network: the scores of `trained` at the times of `timed`."""
     task = config.check()
+    schedule = Schedule.parse(config.net)
+    nets = [str(phase.net) for phase in schedule.phases]
     summary = Summary(config)
     parameters = trained[0]["parameters"]
     common = common_keys(config) | {"parameters": parameters, "composed": True}
-    steps = {row["method"]: row for row in timed if row["row"] == "summary"}
     for method in config.methods:
+        times = {
+            net: StepTimes.of(timed[net].first[method], timed[net].last.get(method)) for net in nets
+        }
         for seed in config.seeds:
-            mine = [
-                row
-                for row in trained
-                if (row["row"], row["method"], row.get("seed")) == ("evaluation", method, seed)
-            ]
-            for row, seconds in zip(mine, composed_seconds(mine, steps[method]), strict=True):
-                event = {key: row[key] for key in _SCORES} | {"seconds": seconds}
+            mine = _of(trained, method, seed)
+            seconds = composed_seconds(mine, times, schedule, config.steps)
+            for row, after in zip(mine, seconds, strict=True):
+                event = {key: row[key] for key in _SCORES if key in row} | {"seconds": after}
                 summary.evaluations.append(event)
                 yield evaluation_row(common, event, task)
-            summary.finished.append({"seed": seed, **steps[method]})
+            # Most of a run is like its end.
+            ended = timed[nets[0]].last.get(method, timed[nets[0]].first[method])
+            if schedule.changes:
+                mean = seconds[-1] / max(1, mine[-1]["step"])
+                ended = {**ended, **dict.fromkeys(_OF_A_NETWORK), "step_seconds_mean": mean}
+            summary.finished.append({"seed": seed, **ended})
     for row in summary.rows():
         yield {"row": "summary", **common, **row, "metric_name": task.metric}
 
 
+_OF_A_NETWORK = ("step_seconds", "step_seconds_quartiles", "exposed_seconds")
 _SCORES = (
     *("method", "seed", "step", "metric", "loss", "rolling_metric", "rolling_loss", "wire_bytes"),
     *("link_bytes", "peak_extra_bytes"),
+    *("weights_wire_bytes", "gradients_wire_bytes"),  # under FSDP2
 )
 
 
-def composed_seconds(evaluations: list[Row], timed: Row) -> list[float]:
-    """The training time at each evaluation of a run, by the formula above.
+def _of(rows: list[Row], method: str, seed: int | None = None) -> list[Row]:
+    """A method's evaluations with a seed; None: with the first."""
+    mine = [row for row in rows if (row["row"], row["method"]) == ("evaluation", method)]
+    seed = mine[0]["seed"] if seed is None else seed
+    return [row for row in mine if row["seed"] == seed]
+
+
+def bytes_per_step(evaluations: list[Row]) -> list[float]:
+    """What a step sends between each two evaluations, from step 0 on."""
+    return [
+        (now["wire_bytes"] - before["wire_bytes"]) / (now["step"] - before["step"])
+        for before, now in itertools.pairwise(evaluations)
+    ]
+
+
+def _varies(evaluations: list[Row]) -> bool:
+    sent = bytes_per_step(evaluations)
+    return bool(sent) and not _alike(min(sent), max(sent))
+
+
+def _alike(one: float, other: float) -> bool:
+    """Whether two numbers of bytes are too near to draw a line through their times."""
+    return abs(one - other) <= 0.1 * max(one, other)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step takes on one network, by the bytes that it sends.
+
+    Attributes:
+        sent, seconds: bytes and time of a step that was timed.
+        per_byte: seconds per byte more.
+    """
+
+    sent: float
+    seconds: float
+    per_byte: float
+
+    @classmethod
+    def of(cls, timed: Row, late: Row | None = None) -> StepTimes:
+        """By the formula above.
+
+        The bytes of a timed step are those of the steps whose mean time is known, without the first
+        ones, which may be dense.
+
+        Args:
+            timed, late: the summary rows of the method's timed steps, at the start of a run and,
+                for a method that does not always send the same, at its end.
+        """
+        sent, step = timed["timed_bytes"], timed["step_seconds_mean"]
+        per_byte = max(0.0, step - timed["ideal_step_seconds"]) / sent if sent else 0.0
+        if late is not None:
+            last, its_step = late["timed_bytes"], late["step_seconds_mean"]
+            if not _alike(sent, last):
+                per_byte = (step - its_step) / (sent - last)
+        return cls(sent, step, per_byte)
+
+    def of_bytes(self, sent: float) -> float:
+        return self.seconds + self.per_byte * (sent - self.sent)
+
+
+def composed_seconds(
+    evaluations: list[Row], times: Mapping[str, StepTimes], schedule: Schedule, steps: int
+) -> list[float]:
+    """The training time at each evaluation of a run.
 
     Args:
         evaluations: rows with `step` and `wire_bytes`, from step 0 on.
-        timed: the summary row of the method's timed steps.
+        times: by network.
+        schedule: of these networks.
+        steps: that shares of the run count.
     """
-    step, computing = timed["step_seconds_mean"], timed["ideal_step_seconds"]
-    sent = timed["wire_bytes"] / timed["steps"]
     seconds = [0.0]
-    for before, now in itertools.pairwise(evaluations):
-        steps = now["step"] - before["step"]
-        bytes_per_step = (now["wire_bytes"] - before["wire_bytes"]) / steps
-        waiting = max(0.0, step - computing)
-        share = bytes_per_step / sent if sent else 1.0
-        seconds.append(seconds[-1] + steps * (step - waiting + waiting * share))
+    for (before, now), sent in zip(
+        itertools.pairwise(evaluations), bytes_per_step(evaluations), strict=True
+    ):
+        after = seconds[-1]
+        for step in range(before["step"], now["step"]):
+            after += times[str(schedule.at(step, steps, after))].of_bytes(sent)
+        seconds.append(after)
     return seconds
 
 

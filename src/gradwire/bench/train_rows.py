@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import lab
-from gradwire.bench import methods, train_state, workers
+from gradwire.bench import methods, sharded_methods, train_state, workers
+from gradwire.bench.sharded_methods import POLICY
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_summary import Summary
@@ -66,6 +67,8 @@ def train_rows(
         elif kind == "evaluation":
             summary.evaluations.append(event)
             yield evaluation_row(common, event, task)
+        elif kind == "decision":
+            yield {"row": "decision", **common, **event}
         elif kind == "finished":
             summary.finished.append(event)
     for row in summary.rows():
@@ -74,17 +77,25 @@ def train_rows(
 
 def common_keys(config: TrainConfig) -> Row:
     """The keys that all rows of a run share."""
+    schedule = lab.Schedule.parse(config.net)
     return {
         "task": config.task,
         "task_options": dict(config.task_options),
-        "net": str(lab.Network.parse(config.net)),
+        "net": schedule.name,
         "ranks": config.nodes,
         "composed": False,
+        **({"schedule": schedule.spelled()} if schedule.changes else {}),
+        **(_sharded_keys(config) if config.sharded else {}),
     }
 
 
+def _sharded_keys(config: TrainConfig) -> Row:
+    return {"sharded": True, "policy": POLICY, "accumulate": config.accumulate}
+
+
 def evaluation_row(common: Row, event: Row, task: Task) -> Row:
-    timing_only = methods.parse(event["method"]).timing_only
+    known = sharded_methods if "sharded" in common else methods
+    timing_only = known.parse(event["method"]).timing_only
     return {
         "row": "evaluation", **common, **event, "metric_name": task.metric,
         "timing_only": timing_only,
@@ -99,5 +110,5 @@ def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
         found = train_state.latest(folder)
         if found is not None and found["ended"]:
             return
-    net, timeout, text = lab.Network.parse(config.net), config.timeout_seconds, config.to_json()
+    net, timeout, text = lab.Schedule.parse(config.net), config.timeout_seconds, config.to_json()
     yield from workers.events(WORKER, text, config.nodes, net, timeout, announce)

@@ -1,12 +1,15 @@
 """The state of a run of `bench train` on disk, from which a killed run continues.
 
-    FOLDER/config.json     the run's configuration
-    FOLDER/latest.json     which turn is whole: {"turn": 7, "ended": false}
-    FOLDER/7/events.json   rank 0's events so far
-    FOLDER/7/rankR.pt      of rank R: its position, and the state of its unfinished runs
+    FOLDER/config.json           the run's configuration
+    FOLDER/train/latest.json     which turn is whole: {"turn": 7, "ended": false}
+    FOLDER/train/7/events.json   rank 0's events so far
+    FOLDER/train/7/rankR.pt      of rank R: its position, and the state of its unfinished runs
+    FOLDER/timing-NET/...        of a composed run, the same of its other trainings
 
 A file is written under another name and renamed; `latest.json` names a turn once all of its files
-are there. So a run that is killed at any point leaves a whole turn, or none.
+are there. So a run that is killed at any point leaves a whole turn, or none. Before a folder is
+deleted, its `config.json` is renamed to `ended`: a deletion that is killed leaves nothing that
+looks like a run to continue. A folder with neither is not of a run, and is not touched.
 
 `lease` keeps two runs, or the dying ranks of one that was killed, from using a folder at once.
 """
@@ -30,6 +33,7 @@ from gradwire.errors import ConfigError
 State = dict[str, Any]
 
 _DYING_SECONDS = 30.0
+_CONFIG, _ENDED = "config.json", "ended"  # the marker of a run, and what it becomes
 
 
 def write(path: Path, content: Any) -> None:
@@ -54,8 +58,7 @@ class Turns:
         """What `rank` saved in the last whole turn; None if there is none."""
         if not self._known:
             return None
-        found: State = torch.load(self._folder() / f"rank{rank}.pt", weights_only=True)
-        return found
+        return read_rank(self._folder() / f"rank{rank}.pt")
 
     def write(self, own: State, events: list[State]) -> None:
         """Write this rank's file of the next turn; rank 0 its events, too."""
@@ -80,10 +83,14 @@ class Turns:
 
 def latest(folder: Path) -> State | None:
     """{"turn", "ended"} of the last whole turn; None if there is none."""
-    try:
-        found: State = json.loads((folder / "latest.json").read_text())
-    except FileNotFoundError:
-        return None
+    file = folder / "latest.json"
+    found: State | None = _read(file)
+    if found is not None and not (
+        isinstance(found, dict)
+        and type(found.get("turn")) is int
+        and type(found.get("ended")) is bool
+    ):
+        raise _damaged(file, "it names no turn")
     return found
 
 
@@ -92,8 +99,55 @@ def saved_events(folder: Path) -> list[State]:
     found = latest(folder)
     if found is None:
         return []
-    events: list[State] = json.loads((folder / str(found["turn"]) / "events.json").read_text())
+    file = folder / str(found["turn"]) / "events.json"
+    events: list[State] = _read(file)
+    if not isinstance(events, list) or not all(
+        isinstance(event, dict) and "event" in event for event in events
+    ):
+        raise _damaged(file, "it is missing" if events is None else "it is no list of events")
     return events
+
+
+def read_rank(file: Path, look: bool = False) -> State:
+    """What a rank has saved; to look only whether it is whole, it is not read into memory.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    try:
+        found: State = torch.load(file, weights_only=True, mmap=look)
+    except Exception as error:  # of many types: what is truncated may be anything
+        raise _damaged(file, type(error).__name__) from error
+    if not isinstance(found, dict):
+        raise _damaged(file, "it is no rank's state")
+    return found
+
+
+def _read(file: Path) -> Any:
+    """The JSON of a file; None if there is no such file."""
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _damaged(file, (error.strerror or str(error)).lower()) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "it is not JSON") from error
+
+
+def _damaged(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"--resume: {file} is damaged ({reason}): leave --resume out to start again")
+
+
+def _check(folder: Path, ranks: int) -> None:
+    """Raise ConfigError unless what a training needs to continue can be read."""
+    found = latest(folder)
+    if found is not None:
+        saved_events(folder)
+        for rank in range(ranks):
+            file = folder / str(found["turn"]) / f"rank{rank}.pt"
+            if not {"position", "steps", "runs"} <= read_rank(file, look=True).keys():
+                raise _damaged(file, "it is no rank's state")
 
 
 @contextlib.contextmanager
@@ -101,12 +155,24 @@ def lease(folder: Path) -> Iterator[None]:
     """Hold a folder for one run, once the ranks of an earlier one have ended.
 
     Raises:
-        ConfigError: another run uses it, or ranks of a killed one still do after half a minute.
+        ConfigError: another run uses it, or ranks of a killed one still do after half a minute, or
+            the folder cannot be made or written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "run.lock", "w") as mine, open(folder / "ranks.lock", "w") as ranks:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mine = stack.enter_context(open(folder / "run.lock", "w"))
+            ranks = stack.enter_context(open(folder / "ranks.lock", "w"))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"{folder} cannot hold the state of this run ({reason}): move it away, or give "
+                "another --json FILE"
+            ) from error
         try:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(mine.fileno()).st_nlink == 0:  # the run that held it has just removed it
+                raise BlockingIOError
         except BlockingIOError:
             raise ConfigError(f"{folder}: another run uses this state; end it first") from None
         deadline = time.monotonic() + _DYING_SECONDS
@@ -136,22 +202,53 @@ def prepare(folder: Path, config: State, resume: bool) -> bool:
     """Make a run's folder; True if it holds a run of the same configuration to continue.
 
     Raises:
-        ConfigError: `resume`, and the run in the folder has another configuration.
+        ConfigError: `resume`, and the run in the folder has another configuration, or what it has
+            saved is damaged; or the folder is not one of `bench train`.
     """
-    file = folder / "config.json"
+    file = folder / _CONFIG
     if resume and file.exists():
-        before = json.loads(file.read_text())
+        before = _read(file)
+        if not isinstance(before, dict):
+            raise _damaged(file, "it is no configuration")
         for name, value in json.loads(json.dumps(config)).items():
             if before.get(name) != value:
                 raise ConfigError(
                     f"--resume: the run in {folder} has {name} {json.dumps(before.get(name))}, "
                     f"not {json.dumps(value)}: give its own options, or leave --resume out"
                 )
+        for one in sorted(folder.iterdir()):
+            if one.is_dir():
+                _check(one, config["nodes"])
         return True
-    for old in folder.iterdir():
-        if old.is_dir():
-            shutil.rmtree(old)
-        elif old.suffix != ".lock":
-            old.unlink()
+    _clear(folder)
     write(file, config)
     return False
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a run that has ended; within its lease."""
+    os.replace(folder / _CONFIG, folder / _ENDED)
+    shutil.rmtree(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Delete what an earlier run has left; its marker last, so that this can be repeated.
+
+    Raises:
+        ConfigError: the folder has something, and no marker of a run.
+    """
+    names = {_CONFIG, _ENDED, f"{Path(_CONFIG).stem}.new", "run.lock", "ranks.lock"}
+    others = [one for one in folder.iterdir() if one.name not in names]
+    marked = [folder / name for name in (_CONFIG, _ENDED) if (folder / name).exists()]
+    if others and not marked:
+        raise ConfigError(
+            f"{folder} is not a state of bench train (it has {others[0].name}, and no {_CONFIG}): "
+            "move it away, or give another --json FILE"
+        )
+    for old in others:
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    for marker in marked:
+        marker.unlink()

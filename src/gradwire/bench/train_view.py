@@ -13,7 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from gradwire.bench import train
-from gradwire.bench.baselines import FULL, SIXTEEN_BIT
+from gradwire.bench.baselines import Baselines
+from gradwire.bench.report.lengths import length
 from gradwire.bench.report.quantities import digits, seconds, size
 from gradwire.bench.train_config import TrainConfig
 
@@ -134,14 +135,17 @@ def _validation(rows: Sequence[Row]) -> Table:
 
 
 def table(summaries: Sequence[Row]) -> Table:
-    """A table of summary rows with equal numbers of steps.
+    """A table of summary rows.
 
     Its columns: median step time, time of a step without communication, step time relative to the
-    fp16 hook's, total bytes sent by a rank, last validation loss, that loss relative to fp32's, and
-    time to the target loss.
+    16-bit baseline's, total bytes sent by a rank, last validation loss, that loss relative to
+    fp32's, and time to the target loss.
     """
     first = summaries[0]
     by_method = {row["method"]: row for row in summaries}
+    baselines = Baselines.of(first.get("sharded", False))
+    full = by_method.get(baselines.full)
+    sixteen_bit = baselines.best(summaries, "step_seconds")
     network = "loopback" if first["net"] == "none" else first["net"]
     origin = "as given"
     if " at " in first["target_from"]:
@@ -149,14 +153,15 @@ def table(summaries: Sequence[Row]) -> Table:
     elif first["target_from"] != "given":
         origin = f"the last loss of {first['target_from']}, with the tolerance"
     made = Table(
-        title=f"{first['task']}, {first['ranks']} ranks, {network}, {first['steps']} steps"
+        title=f"{first['task']}, {first['ranks']} ranks, {network}, {length(summaries)}"
         + (", composed" if first.get("composed") else ""),
         caption=f"target loss {digits(first['target'], 4)}: {origin}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     made.add_column("method", style="bold", overflow="fold")
-    headings = ["step", "compute", "of fp16", "sent", "loss", "against\nfp32", "time to\ntarget"]
+    of_sixteen = "of 16 bit" if first.get("sharded") else "of fp16"
+    headings = ["step", "compute", of_sixteen, "sent", "loss", "against\nfp32", "time to\ntarget"]
     for heading in headings:  # with "method", the table fits into 80 columns
         made.add_column(heading, justify="right", no_wrap=True)
     for row in summaries:
@@ -165,10 +170,10 @@ def table(summaries: Sequence[Row]) -> Table:
             row["method"],
             seconds(row["step_seconds"]),
             seconds(row["ideal_step_seconds"]),
-            _share(row, by_method.get(SIXTEEN_BIT), "step_seconds", "{:.2f}×"),
+            _share(row, sixteen_bit, "step_seconds", "{:.2f}×"),
             size(row["wire_bytes"]),
             digits(row["final_loss"], 4),
-            _share(row, by_method.get(FULL), "final_loss", "{:+.2f} %"),
+            _share(row, full, "final_loss", "{:+.2f} %"),
             "timing only"
             if row.get("timing_only")
             else "not met"

@@ -7,9 +7,12 @@ JSON object per line, each with the key `event`:
 - `length`: `steps` and `reason`, once the number of steps is fixed;
 - `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, rolling_metric, rolling_loss,
-  wire_bytes, link_bytes, peak_extra_bytes`;
-- `finished`: `method, seed, step_seconds, step_seconds_quartiles, step_seconds_mean,
-  ideal_step_seconds, kernel_seconds, exposed_seconds, peak_extra_bytes`;
+  wire_bytes, link_bytes, peak_extra_bytes`, under FSDP2 also `weights_wire_bytes,
+  gradients_wire_bytes`, on a network that changes also `net_now`;
+- `network`: a change of the network, see `scheduled`;
+- `finished`: `method, seed, step_seconds, step_seconds_quartiles, step_seconds_mean, timed_steps,
+  timed_bytes, ideal_step_seconds, kernel_seconds, exposed_seconds, mean_ratio, plan_changes,
+  peak_extra_bytes`;
 - `done`.
 
 The methods of a group are interleaved: each trains up to the next evaluation, in an order that
@@ -28,13 +31,16 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import methods
 from gradwire.bench.interleaved import quartiles
-from gradwire.bench.method_run import MethodRun
+from gradwire.bench.method_run import MethodRun, TrainRun
 from gradwire.bench.rolling import rolling, stalled
+from gradwire.bench.scheduled import Follower
+from gradwire.bench.sharded_methods import ShardedMethod
+from gradwire.bench.sharded_run import ShardedRun
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_state import Turns, saved_events, used_by_rank
 from gradwire.bench.workers import Events, finite
+from gradwire.lab import Schedule
 
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
 
@@ -47,14 +53,16 @@ def main(arguments: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timeout)
     with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
         events = StepEvents(stream)
+        asks = events_file if dist.get_rank() == 0 else None
+        network = Follower(Schedule.parse(config.net), events.write, asks)
         if config.state is None:
-            Training(config, events, None).all_groups()
+            Training(config, events, None, network).all_groups()
         else:
             folder = Path(config.state)
             with used_by_rank(folder):
                 turns = Turns(folder, dist.get_rank())
                 events.kept = saved_events(folder)
-                Training(config, events, turns).all_groups()
+                Training(config, events, turns, network).all_groups()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -71,10 +79,10 @@ class StepEvents(Events):
     def write(self, event: str, **fields: Any) -> None:
         """Append one event, at once; one of a step is not kept."""
         super().write(event, **fields)
-        if event != "step":
+        if event not in ("step", "network"):
             self.kept.append({"event": event, **finite(fields)})
 
-    def step(self, run: MethodRun, steps: int) -> None:
+    def step(self, run: TrainRun, steps: int) -> None:
         """Append a `step` event, unless the last one is very recent."""
         now = time.monotonic()
         if now - self._last_step < _STEP_EVENT_SECONDS:
@@ -97,8 +105,11 @@ class Training:
     Its position, and the state of the group in training, are saved between two turns.
     """
 
-    def __init__(self, config: TrainConfig, events: StepEvents, turns: Turns | None) -> None:
+    def __init__(
+        self, config: TrainConfig, events: StepEvents, turns: Turns | None, network: Follower
+    ) -> None:
         self.config = config
+        self.network = network
         self.events = events
         self.turns = turns
         self.task = config.check()
@@ -125,7 +136,7 @@ class Training:
 
     def _one_group(self, saved: dict[str, Any]) -> None:
         seed, names = self.groups[self.position["group"]]
-        runs = [MethodRun.start(methods.parse(name), self.task, seed) for name in names]
+        runs = [self._start(name, seed) for name in names]
         start = time.perf_counter()
         if saved:
             self._load(runs, saved)
@@ -133,6 +144,8 @@ class Training:
             if not self.position["group"]:
                 model = runs[0].model
                 self.events.write("setup", parameters=sum(p.numel() for p in model.parameters()))
+            for run in runs:
+                run.advance(self.config.first_step)
             self._evaluate(runs)
         while going := [run for run in runs if not self._ended(run)]:
             first = self.position["turn"] % len(going)
@@ -146,25 +159,34 @@ class Training:
             self._save(runs)
         self._finish(runs)
 
-    def _ended(self, run: MethodRun) -> bool:
+    def _start(self, name: str, seed: int) -> TrainRun:
+        method = self.config.method(name)
+        if isinstance(method, ShardedMethod):
+            return ShardedRun.start(method, self.task, seed, self.config.accumulate)
+        return MethodRun.start(method, self.task, seed)
+
+    def _ended(self, run: TrainRun) -> bool:
         losses = [loss for loss, _ in run.scores]
         patience = self.config.patience
         if run.step >= self.steps:
             return True
         return patience is not None and stalled(rolling(losses, self.config.rolling), patience)
 
-    def _train(self, run: MethodRun, until: int) -> None:
+    def _train(self, run: TrainRun, until: int) -> None:
         dist.barrier()
         self._step(run, min(until, self.config.skip_steps))
         with run.measured():
             self._step(run, until)
 
-    def _step(self, run: MethodRun, until: int) -> None:
+    def _step(self, run: TrainRun, until: int) -> None:
         while run.step < until:
+            self.network.follow(run.step, self.steps, run.step_seconds)
             run.train(1)
+            if run.step == self.config.skip_steps:
+                run.counted_from = run.traffic().wire_bytes
             self.events.step(run, self.steps)
 
-    def _evaluate(self, runs: list[MethodRun]) -> None:
+    def _evaluate(self, runs: list[TrainRun]) -> None:
         for run in runs:
             start = time.perf_counter()
             score = run.evaluate()
@@ -181,12 +203,12 @@ class Training:
                 loss=score.mean_loss,
                 rolling_loss=rolling(losses, self.config.rolling)[-1],
                 rolling_metric=rolling(metrics, self.config.rolling)[-1],
-                wire_bytes=traffic.wire_bytes,
                 link_bytes=run.link_bytes,
-                peak_extra_bytes=traffic.peak_extra_bytes,
+                **self.network.keys(run.step, self.steps, run.step_seconds),
+                **traffic.keys(),
             )
 
-    def _save(self, runs: list[MethodRun]) -> None:
+    def _save(self, runs: list[TrainRun]) -> None:
         """Save, at the end of a group or if it is time; rank 0 decides."""
         if self.turns is None:
             return
@@ -206,14 +228,14 @@ class Training:
         self.saved_at = time.monotonic()
         self.saving_seconds = self.saved_at - start
 
-    def _load(self, runs: list[MethodRun], saved: dict[str, Any]) -> None:
+    def _load(self, runs: list[TrainRun], saved: dict[str, Any]) -> None:
         assert self.turns is not None
         replicas = self.turns.load(0)
         assert replicas is not None
         for run in runs:
             run.load(saved[run.name], replicas["runs"][run.name])
 
-    def _fix_length(self, runs: list[MethodRun], spent: float) -> None:
+    def _fix_length(self, runs: list[TrainRun], spent: float) -> None:
         """Fix the number of steps that fit into the budget, from the times of the first turn.
 
         Rank 0 decides.
@@ -223,6 +245,7 @@ class Training:
         every = self.config.evaluate_every
         turn = every * sum(statistics.median(run.step_seconds) for run in runs)
         turn += len(runs) * statistics.median(self.evaluation_seconds)
+        turn *= len(self.config.methods) / len(runs)  # others train after these
         turns = 1 + max(1, int((budget - spent) / turn))
         agreed = torch.tensor([min(self.config.steps, turns * every)])
         dist.broadcast(agreed, 0)
@@ -231,14 +254,16 @@ class Training:
         reason = f"{turn:.1f} s for {every} steps of each method, budget {budget:.0f} s"
         self.events.write("length", steps=self.steps, reason=reason)
 
-    def _finish(self, runs: list[MethodRun]) -> None:
+    def _finish(self, runs: list[TrainRun]) -> None:
         ideal: dict[str, list[float]] = {run.name: [] for run in runs}
         for _ in range(self.config.ideal_steps):
             for run in runs:
                 dist.barrier()
                 ideal[run.name].append(run.ideal_step())
         for run in runs:
-            counted = run.step_seconds[self.config.skip_steps :] or run.step_seconds
+            skipped = self.config.skip_steps if run.step > self.config.skip_steps else 0
+            counted = run.step_seconds[skipped:]
+            sent = run.traffic().wire_bytes - (run.counted_from if skipped else 0)
             self.events.write(
                 "finished",
                 method=run.name,
@@ -246,11 +271,17 @@ class Training:
                 step_seconds=statistics.median(counted) if counted else None,
                 step_seconds_quartiles=quartiles(counted) if counted else None,
                 step_seconds_mean=statistics.mean(counted) if counted else None,
+                timed_steps=len(counted),
+                timed_bytes=sent / len(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[run.name][1:]),
                 kernel_seconds=run.mean_part("kernel_seconds"),
                 exposed_seconds=run.mean_part("exposed_seconds"),
+                mean_ratio=run.mean_ratio,
+                plan_changes=run.plan_changes,
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
             )
+            for at, line in run.decisions():
+                self.events.write("decision", method=run.name, seed=run.seed, step=at, line=line)
             run.close()
 
 

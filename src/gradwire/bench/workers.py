@@ -3,6 +3,7 @@
 A worker is a module, started as `python -m WORKER CONFIG EVENTS`: the file with its configuration,
 and the file to which rank 0 appends events, one JSON object per line, each with an `event`. Every
 benchmark has `row` (`row`: a dict) and `progress` (`what`, `done`, `total`), or events of its own.
+An event `network` (`scheduled`) changes the lab's network, and is not passed on.
 
 A rank that fails ends the run with its own last lines, and an interrupt ends all ranks in silence.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from gradwire import lab
+from gradwire.bench import scheduled
 from gradwire.errors import GradwireError
 
 Row = dict[str, Any]
@@ -76,7 +78,7 @@ def rows(
     worker: str,
     config: Any,
     nodes: int,
-    net: lab.Network,
+    net: lab.Network | lab.Schedule,
     timeout: float,
     advance: Advance | None = None,
     per_node: int = 1,
@@ -105,7 +107,7 @@ def events(
     worker: str,
     config: str,
     nodes: int,
-    net: lab.Network,
+    net: lab.Network | lab.Schedule,
     timeout: float,
     announce: Callable[[str], None],
     per_node: int = 1,
@@ -144,7 +146,11 @@ def events(
             codes = [process.poll() for process in processes]  # before reading: no event is missed
             pending += stream.read()
             *lines, pending = pending.split("\n")
-            yield from (json.loads(line) for line in lines)
+            for event in map(json.loads, lines):
+                if event["event"] == "network":
+                    scheduled.change(emulated, event, events_file)
+                else:
+                    yield event
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
                 _await_all(processes)

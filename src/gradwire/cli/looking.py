@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gradwire.cli.options import Json, Net, Quick, finite, names
+from gradwire.cli.options import SCHEDULED, Json, Net, Quick, finite, names
 from gradwire.cli.output import output
 from gradwire.errors import ConfigError
 
@@ -141,9 +141,13 @@ def codec_build(
 def lab_run(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, after --.")],
     nodes: Annotated[int, typer.Option(help="Number of emulated machines.")] = 4,
-    net: Net = "1gbit,1ms",
+    net: Annotated[str, typer.Option("--net", help=SCHEDULED)] = "1gbit,1ms",
     timeout: Annotated[
         float | None, typer.Option(help="Seconds until all are stopped.", callback=finite)
+    ] = None,
+    length: Annotated[
+        float | None,
+        typer.Option(help="Of the run in seconds, for a schedule by share.", callback=finite),
     ] = None,
 ) -> None:
     """Run a command on every node: gradwire lab run --nodes 4 --net 1gbit,1ms -- CMD.
@@ -152,4 +156,4 @@ def lab_run(
     """
     from gradwire.lab.run import run_command
 
-    raise typer.Exit(run_command(command, nodes, net, timeout))
+    raise typer.Exit(run_command(command, nodes, net, timeout, length=length))

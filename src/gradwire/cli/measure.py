@@ -1,4 +1,5 @@
-"""`gradwire bench`: kernels, collectives, aggregators, transports, a bucket, training, errors."""
+"""`gradwire bench`: kernels, collectives, aggregators, transports, a bucket, training, errors,
+policies."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from gradwire.cli.adapting import bench_ablation, bench_adapt, bench_planner
+from gradwire.cli.grids import bench_grid
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
 from gradwire.cli.output import output
 from gradwire.cli.training import bench_train
@@ -74,7 +77,9 @@ def bench_aggregators(
     methods: Annotated[
         str | None, typer.Option("--methods", help="Comma-separated; by default a sweep of ranks.")
     ] = None,
-    task: Annotated[str, typer.Option("--task", help="Whose gradients: gpt or image.")] = "gpt",
+    task: Annotated[
+        str, typer.Option("--task", help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
+    ] = "gpt",
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     quick: Quick = False,
     json_file: Json = None,
@@ -139,12 +144,15 @@ def bench_profile(
 
 
 bench.command("train")(bench_train)
+bench.command("grid")(bench_grid)
 
 
 @bench.command("record")
 def bench_record(
     folder: Annotated[Path, typer.Option("--output", help="A new folder.")],
-    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    task: Annotated[
+        str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")
+    ] = "gpt",
     at: Annotated[
         str | None, typer.Option("--at", help="Where recording begins; 0,100,400 unless quick.")
     ] = None,
@@ -200,3 +208,8 @@ def bench_error(
             ),
             columns,
         )
+
+
+bench.command("adapt")(bench_adapt)
+bench.command("planner")(bench_planner)
+bench.command("ablation")(bench_ablation)

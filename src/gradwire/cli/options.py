@@ -27,19 +27,20 @@ Quick = Annotated[
     typer.Option("--quick", help="End within 45 s on two idle cores, unless the network is slow."),
 ]
 Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
+SCHEDULED = "RATE,LATENCY; none; or a schedule: c1, c2, c1-small, c2-small or FILE.yaml."
 
 
-def names(option: str, text: str | None) -> list[str] | None:
-    """The names of an option that takes several, separated by commas; None if it is not given.
+def names(option: str, text: str | None, separator: str = ",") -> list[str] | None:
+    """The names of an option that takes several, or None if it is not given.
 
     Raises:
         ConfigError: it is given, and empty.
     """
     if text is None:
         return None
-    found = [part.strip() for part in text.split(",") if part.strip()]
+    found = [part.strip() for part in text.split(separator) if part.strip()]
     if not found:
-        raise ConfigError(f"{option} is empty: give one or more, separated by commas")
+        raise ConfigError(f"{option} is empty: give one or more, separated by {separator!r}")
     return found
 
 

@@ -70,12 +70,17 @@ class Output:
         self, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
     ) -> list[Row]:
         """As `rows`, of rows that take long to make: `measure` is told how to report progress."""
+        kept = self.quiet(measure)
+        self.table([row for row in kept if row.keys() & set(columns)], columns)
+        return kept
+
+    def quiet(self, measure: Callable[[Advance], Iterable[Row]]) -> list[Row]:
+        """As `measured`, without the table."""
         kept = []
         with _progress(self.remarks) as advance:
             for row in measure(advance):
                 self.row(row)
                 kept.append(row)
-        self.table([row for row in kept if row.keys() & set(columns)], columns)
         return kept
 
     def table(self, rows: list[Row], columns: list[str]) -> None:

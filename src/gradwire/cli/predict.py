@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gradwire.cli.options import Json, Net, finite, names, writable
 from gradwire.cli.output import output
+from gradwire.errors import ConfigError
 
 
 def sim(
     ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
     net: Net = "1gbit,1ms",
     codec_name: Annotated[
-        str, typer.Option("--codec", help="NAME or NAME:OPTION=VALUE:..., comma-separated.")
-    ] = "qsgd",
+        str | None, typer.Option("--codec", help="qsgd; NAME:OPTION=VALUE:..., comma-separated.")
+    ] = None,
     algorithm: Annotated[str, typer.Option("--algorithm", help="Comma-separated.")] = "sra",
     model: Annotated[
         str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
     ] = "resnet50",
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="A step under FSDP2: weights are sent, too.")
+    ] = False,
+    method_names: Annotated[
+        str | None, typer.Option("--methods", help="With --sharded: as of bench train --sharded.")
+    ] = None,
+    forward: Annotated[
+        float | None,
+        typer.Option(help="With --sharded: its seconds; half of --backward.", callback=finite),
+    ] = None,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="With --sharded: wait as FSDP2 does on a CPU.")
+    ] = False,
     sweep: Annotated[
         str | None, typer.Option("--sweep", help="Such as ranks=2,4,8 or rate=1gbit,10gbit.")
     ] = None,
@@ -51,9 +65,12 @@ def sim(
     json_file: Json = None,
 ) -> None:
     """Predict what a step's collectives take, on simulated networks."""
-    from gradwire.bench import simulate
+    from gradwire.bench import simulate, simulate_sharded
     from gradwire.bench import validate as validation
 
+    _check_sharded(sharded, codec_name, method_names, forward, blocking)
+    if sharded and (validate or partitions is not None or coordinated):
+        raise ConfigError("--sharded: leave --validate, --partitions and --coordinated out")
     with output(json_file) as out:
         if validate:
             points = validation.QUICK if quick else {}
@@ -67,26 +84,61 @@ def sim(
         writable("--plot", plot)
         if curves is not None and (fresh or not curves.exists()):
             writable("--curves", curves)
-        options = {"segments": segments, "partitions": partitions, "coordinated": coordinated}
-        wanted = simulate.Wanted(
-            codecs=names("--codec", codec_name) or [],
-            algorithms=names("--algorithm", algorithm) or [],
-            ranks=ranks,
-            net=net,
-            model=model,
-            per_node=per_node,
-            cores=cores,
-            backward=backward,
-            options=options,
-            sweep=sweep,
-            threads=threads,
-            file=curves,
-            fresh=fresh,
-        )
-        columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
-        rows = out.measured(
-            lambda advance: simulate.run(wanted, advance),
-            [*(["value"] if sweep else []), *columns],
-        )
+        common: dict[str, Any] = {
+            "algorithms": names("--algorithm", algorithm) or [],
+            "ranks": ranks,
+            "net": net,
+            "model": model,
+            "per_node": per_node,
+            "cores": cores,
+            "backward": backward,
+            "options": {
+                "segments": segments, "partitions": partitions, "coordinated": coordinated,
+            },
+            "sweep": sweep,
+            "threads": threads,
+            "file": curves,
+            "fresh": fresh,
+        }  # fmt: skip
+        swept = ["value"] if sweep else []
+        if sharded:
+            chosen = names("--methods", method_names)
+            given: dict[str, Any] = {} if chosen is None else {"methods": chosen}
+            step = simulate_sharded.WantedSharded(
+                **given, forward=forward, blocking=blocking, **common
+            )
+            columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
+            rows = out.measured(
+                lambda advance: simulate_sharded.run(step, advance),
+                [*swept, *columns, "ratio", "of_limit"],
+            )
+        else:
+            chosen = names("--codec", "qsgd" if codec_name is None else codec_name)
+            wanted = simulate.WantedCollectives(codecs=chosen or [], **common)
+            columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
+            rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
         if draw is not None:
             draw(rows)
+
+
+def _check_sharded(
+    sharded: bool,
+    codec_name: str | None,
+    method_names: str | None,
+    forward: float | None,
+    blocking: bool,
+) -> None:
+    """Raise ConfigError for options of the other kind of step."""
+    if sharded and codec_name is not None:
+        raise ConfigError(
+            f"--codec {codec_name}: a step under FSDP2 has codecs of weights and of gradients: "
+            "give --methods, as in qsdp:w=8:g=8"
+        )
+    of_sharded = {
+        "--methods": method_names is not None,
+        "--forward": forward is not None,
+        "--blocking": blocking,
+    }
+    for option, given in of_sharded.items():
+        if given and not sharded:
+            raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")

@@ -1,25 +1,28 @@
 """The program `gradwire`: its commands, and what an error prints and returns.
 
 Exit codes: 0 all went well; 1 the work began and failed; 2 the input is wrong, and nothing has
-begun; 130 interrupted by Ctrl-C. `lab run` returns the exit code of its command, or 124 after
---timeout. docs/reference/command-line.md lists them for users.
+begun; 130 interrupted by Ctrl-C; 143 ended by SIGTERM. `lab run` returns the exit code of its
+command, or 124 after --timeout. docs/reference/command-line.md lists them for users.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from gradwire import __version__
-from gradwire.cli import looking, measure, predict, showing
+from gradwire.cli import looking, measure, plans, predict, probing, showing
 from gradwire.errors import ConfigError, GradwireError
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 HELP = """Compressed communication for PyTorch training on slow networks.
 
@@ -27,15 +30,18 @@ With --json FILE a command writes one JSON object per line to FILE. With --json 
 standard output, and nothing else does; tables go to standard error then. Progress and remarks
 always go to standard error.
 
-Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted.
+Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted; 143
+terminated.
 """
 
 app = typer.Typer(name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("doctor")(looking.doctor)
+app.command("probe")(probing.probe)
 app.add_typer(looking.codec, name="codec")
 app.add_typer(looking.lab, name="lab")
 app.add_typer(measure.bench, name="bench")
 app.command("sim")(predict.sim)
+app.add_typer(plans.plan, name="plan")
 app.command("demo")(showing.demo)
 app.command("report")(showing.report)
 
@@ -73,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command line, after it has run."""
-    given = None if arguments is None else list(arguments)
+    with _sigterm_cleans_up():
+        return _run(None if arguments is None else list(arguments))
+
+
+def _run(given: list[str] | None) -> int:
     try:
         code = app(given, prog_name="gradwire", standalone_mode=False)
         if code == INTERRUPTED:
@@ -82,6 +92,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _say("interrupted")
         return INTERRUPTED
+    except _Terminated:
+        _say("terminated")
+        return TERMINATED
     except ConfigError as error:
         _say(str(error))
         return BAD_INPUT
@@ -96,6 +109,34 @@ def run(arguments: Sequence[str] | None = None) -> int:
         else:
             _say(str(error))
         return FAILED
+
+
+class _Terminated(BaseException):
+    """SIGTERM came. No Exception, so that nothing but cleaning up is done on its way."""
+
+
+@contextmanager
+def _sigterm_cleans_up() -> Iterator[None]:
+    """Within, SIGTERM ends ranks and removes temporary files, as Ctrl-C does; once for all.
+
+    A rank of torchrun dies of it at once, as torch may wait for a peer and let no handler run; only
+    the main thread may set a handler.
+    """
+    joins = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    if joins or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is terminate:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _misused(error: Exception) -> int:

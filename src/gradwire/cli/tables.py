@@ -23,6 +23,8 @@ HEADINGS = {
     "simulated_seconds": "simulated (s)",
     "seconds": "time (s)",
     "wire_bytes": "wire bytes",
+    "weights_wire_bytes": "weights (bytes)",
+    "gradients_wire_bytes": "gradients (bytes)",
     "of_limit": "of limit",
     "error_feedback": "feedback",
     "nmse": "NMSE",

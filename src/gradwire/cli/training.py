@@ -7,19 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.cli.options import Json, Quick, finite, names, numbers
+from gradwire.cli.options import SCHEDULED, Json, Quick, finite, names, numbers
 from gradwire.cli.output import output
 from gradwire.errors import ConfigError
 
 
 def bench_train(
-    task: Annotated[str, typer.Option("--task", help="gpt or image.")] = "gpt",
+    task: Annotated[
+        str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")
+    ] = "gpt",
     task_option: Annotated[
         list[str] | None,
         typer.Option("--task-option", help="NAME=VALUE, such as network=resnet; repeatable."),
     ] = None,
     split: Annotated[str, typer.Option(help="iid, or by-class: some classes per rank.")] = "iid",
-    net: Annotated[str | None, typer.Option("--net", help="RATE,LATENCY or none.")] = None,
+    net: Annotated[str | None, typer.Option("--net", help=SCHEDULED)] = None,
     nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
     method_names: Annotated[
         str | None, typer.Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
@@ -46,6 +48,10 @@ def bench_train(
     validate: Annotated[
         bool, typer.Option("--validate", help="Train on each of --nets as a whole, too.")
     ] = False,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="Train under FSDP2: weights are sent, too.")
+    ] = False,
+    accumulate: Annotated[int, typer.Option(help="With --sharded: micro-batches per step.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a killed run of the same --json FILE.")
     ] = False,
@@ -60,7 +66,7 @@ def bench_train(
     with output(json_file) as out:
         config = train.plan(
             task=task,
-            task_options=_task_options(task_option, split),
+            task_options=task_options(task_option, split),
             net=net,
             nodes=nodes,
             methods=None if chosen is None else tuple(chosen),
@@ -71,9 +77,11 @@ def bench_train(
             patience=patience,
             nets=networks,
             validate=validate,
+            sharded=sharded,
+            accumulate=accumulate,
             quick=quick,
         )
-        state = _state(json_file, resume)
+        state = state_of(json_file, resume)
         rows = []
         for row in train_view.watch(config, out.remarks, state, resume):
             out.row(row)
@@ -92,7 +100,8 @@ def _networks(compose: bool, text: str | None) -> tuple[str, ...]:
     return found
 
 
-def _task_options(given: list[str] | None, split: str) -> dict[str, Any]:
+def task_options(given: list[str] | None, split: str) -> dict[str, Any]:
+    """The task's options, as NAME=VALUE."""
     from gradwire.codecs.text import parse
 
     options: dict[str, Any] = {} if split == "iid" else {"split": split}
@@ -108,7 +117,7 @@ def _task_options(given: list[str] | None, split: str) -> dict[str, Any]:
     return options
 
 
-def _state(json_file: str | None, resume: bool) -> Path | None:
+def state_of(json_file: str | None, resume: bool) -> Path | None:
     """The folder beside the rows in which an unfinished run is kept."""
     if json_file in (None, "-"):
         if resume:
@@ -116,7 +125,8 @@ def _state(json_file: str | None, resume: bool) -> Path | None:
         return None
     file = Path(str(json_file))
     state = file.with_name(file.name + ".state")
-    if resume and not state.exists() and file.exists() and '"row": "summary"' in file.read_text():
+    kept = (state / "config.json").exists()
+    if resume and not kept and file.is_file() and '"row": "summary"' in file.read_text():
         raise ConfigError(
             f"--resume: {file} holds the rows of a run that ended, and there is nothing to "
             "continue: leave --resume out to run it again"

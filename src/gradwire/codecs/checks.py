@@ -9,6 +9,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang.codec import Codec
 
 MAX_BLOCK = 65536  # the largest n of g.blocks(n)
+SMALLEST = 1e-6  # the density that is named where one of 0 or less was given
 
 
 def integer(codec: Codec, option: str, least: int, most: int, given: str = "") -> None:
@@ -49,7 +50,24 @@ def number(
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not all(holds(value, bound) for _, bound, holds in bounds):
         allowed = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds)
-        raise _wrong(codec, option, allowed)
+        raise _wrong(codec, option, f"{allowed}: {_nearest(value, above, least, below, most)}")
+
+
+def _nearest(
+    value: object,
+    above: float | None,
+    least: float | None,
+    below: float | None,
+    most: float | None,
+) -> str:
+    """What to give in place of a value that is out of bounds, or no number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        return "give a number"
+    if least is not None and value < least:
+        return f"use {least:g} or more"
+    if above is not None and value <= above:
+        return f"use {above + SMALLEST:g} or more"
+    return f"use {most:g}" if most is not None else f"give a number below {below:g}"
 
 
 def one_of(codec: Codec, option: str, allowed: Iterable[object]) -> None:

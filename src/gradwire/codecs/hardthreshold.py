@@ -20,6 +20,9 @@ class HardThreshold(Codec):
         density: the fraction of the values that a payload has room for, above 0 and at most 1.
         values: how they are sent, "fp16" or "fp32".
 
+    A GradScaler scales gradients and changes its scale while training runs: the threshold is then
+    of scaled gradients, so it must be given times the scale, and does not follow it.
+
     If more values reach the threshold than there is room for, the largest are sent, and error
     feedback keeps the others. NaN and infinities count as the largest, so they are sent. The number
     of values sent cannot be predicted from the threshold, so cost formulas assume a full payload.

@@ -21,7 +21,7 @@ from gradwire.lang.ops import (
     where,
 )
 
-ROUNDINGS = ("stochastic", "nearest", "dithered")
+ROUNDINGS = ("dithered", "stochastic", "nearest")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class QSGD(Codec):
         block: values that share a grid, 1 to 65536.
         scale: "minmax": 2^bits levels from the block's minimum to its maximum;
             "max", "l2": 2^bits - 1 levels from -s to s, s the block's largest magnitude or norm.
-        rounding: "stochastic"; "nearest"; or "dithered": code = floor(x + u) as when stochastic,
-            value = code + 1/2 - u, in steps of the grid. u is uniform in [0, 1), and the decoder
-            draws it again.
+        rounding: "dithered": code = floor(x + u), value = code + 1/2 - u, in steps of the grid; u
+            is uniform in [0, 1), and the decoder draws it again. "stochastic": the same code,
+            value = code. Or "nearest".
         metadata: dtype of the grid's numbers, "bf16" (rounded outward) or "fp32".
 
     A block with a non-finite value decodes to non-finite values. Zeros decode to zeros, and
@@ -53,7 +53,7 @@ class QSGD(Codec):
     bits: int = 4
     block: int = 128
     scale: str = "minmax"
-    rounding: str = "stochastic"
+    rounding: str = "dithered"
     metadata: str = "bf16"
 
     def __post_init__(self) -> None:

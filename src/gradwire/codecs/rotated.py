@@ -12,7 +12,7 @@ from gradwire.lang.ops import rotate
 
 @dataclass(frozen=True)
 class Rotated(Codec):
-    """QSGD's min-max grid on rotated values; decode rotates back. Unbiased when stochastic.
+    """QSGD's min-max grid on rotated values; decode rotates back. Unbiased but for "nearest".
 
     Options:
         rotation: "block", each block on its own, or "full", the whole tensor, which no target
@@ -28,7 +28,7 @@ class Rotated(Codec):
     rotation: str = "block"
     bits: int = 4
     block: int = 1024
-    rounding: str = "stochastic"
+    rounding: str = "dithered"
     metadata: str = "bf16"
 
     def __post_init__(self) -> None:

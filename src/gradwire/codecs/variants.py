@@ -15,7 +15,7 @@ from gradwire.codecs import Codec
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [
         *({"bits": bits} for bits in (1, 2, 3, 5, 6, 7, 8)),
-        *({"bits": bits, "rounding": "dithered"} for bits in (3, 4, 5)),
+        *({"bits": bits, "rounding": "stochastic"} for bits in (2, 4, 8)),
         *({"bits": bits, "block": 1024} for bits in (4, 8)),
         *({"bits": bits, "scale": scale} for bits in (4, 8) for scale in ("max", "l2")),
     ],

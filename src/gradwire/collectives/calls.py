@@ -156,7 +156,7 @@ def kernel_calls(
     item, start, inside = cut.item[row], cut.start[row], cut.offset[row] + HEADER_BYTES
     at = cut.at[row]
     itemsize = np.array([spec.dtype.itemsize for spec in specs], dtype="i8")
-    count, home, feeds = len(specs), cut.chunk[row] == rank, feedback[item]
+    count, home, feeds = len(specs), cut.chunk[row] % cut.chunks == rank, feedback[item]
     arena = (_ADDRESSES + len(_PHASES)) * count  # index of the arena; a zero follows it
     table = np.zeros(len(row), dtype=ROW)
     table["numel"], table["start"] = cut.numel[row], start

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gradwire import algorithms
-from gradwire.algorithms import Algorithm, Coordinated, Hierarchical, Sizes
+from gradwire.algorithms import (
+    Algorithm,
+    Coordinated,
+    Hierarchical,
+    HierarchicalAllGather,
+    HierarchicalReduceScatter,
+    Sizes,
+)
 from gradwire.algorithms.broadcast import ScatterAllGather, Tree
 from gradwire.algorithms.protocol import message
 from gradwire.collectives.calls import Calls, kernel_calls
@@ -29,6 +36,9 @@ from gradwire.partition import SEGMENT_BYTES, Kind, Partition, Spec, partition
 # Uncompressed bytes of a chunk's segment in memory. Segments let encoding overlap with sending over
 # a network; in memory the same cores do both, and a segment has only costs.
 IN_MEMORY_BYTES = 16 << 20
+
+# Of the algorithms in two levels, those whose locals may travel uncompressed.
+_REDUCING = (Hierarchical, HierarchicalReduceScatter)
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ def cut(
         layout.specs,
         chunks=options.partitions or algorithm.chunks(world_size),
         segments=options.segments,
-        plain=isinstance(algorithm, Hierarchical) and algorithm.inside == "full",
+        plain=isinstance(algorithm, _REDUCING) and algorithm.inside == "full",
         shards=layout.operation.shards,
         segment_bytes=IN_MEMORY_BYTES if in_memory else SEGMENT_BYTES,
     )
@@ -194,13 +204,17 @@ def algorithm_of(operation: Operation, topology: Topology, options: Options) -> 
     algorithm = algorithms.OF[operation.verb][options.algorithm]
     if options.coordinated:
         return Coordinated(algorithm)
-    if isinstance(algorithm, Hierarchical):
+    if isinstance(algorithm, (*_REDUCING, HierarchicalAllGather)):
         nodes = topology.machines if options.nodes is None else options.nodes
         if len(nodes) != topology.world_size:
             raise ConfigError(
                 f"nodes={nodes}: give a machine for each of the {topology.world_size} ranks"
             )
-        return replace(algorithm, nodes=nodes, inside=options.inside, between=options.between)
+        algorithm = replace(algorithm, nodes=nodes)
+        if isinstance(algorithm, _REDUCING):
+            algorithm = replace(algorithm, inside=options.inside)
+        if isinstance(algorithm, Hierarchical):
+            algorithm = replace(algorithm, between=options.between)
     if isinstance(algorithm, (ScatterAllGather, Tree)):
         return replace(algorithm, root=operation.root)
     return algorithm

@@ -41,7 +41,7 @@ class Item:
         keys: from `rng.parameter_keys`.
         step: part of the RNG key, so that no two steps draw the same numbers.
         home: for a reduce-scatter, this rank's shard, used instead of the shard in `values`; the
-            result replaces it, and `values` are only read.
+            result replaces it. `values` are only read, except by an algorithm in two levels.
     """
 
     values: torch.Tensor

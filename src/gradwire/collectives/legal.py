@@ -1,7 +1,8 @@
 """Legal combinations of operation, dtype, codec and algorithm: one table, and its checks.
 
 docs/reference/algorithms.md prints `LEGAL`. Every all-reduce algorithm except all_gather encodes
-sums; `RESTRICTIONS` lists the codecs that do not allow this.
+sums, and so does a reduce-scatter in two levels; `RESTRICTIONS` lists the codecs that do not allow
+this.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ LEGAL = (
     Legal("all_reduce", ("min", "max"), ORDERED, False, False, REDUCED),
     Legal("all_reduce", ("sum", "avg"), DOUBLE, False, False, REDUCED),
     Legal("all_reduce", ("sum",), WHOLE, False, False, REDUCED),
-    Legal("reduce_scatter", ("sum", "avg"), FLOATS, True, True, "sra"),
-    Legal("reduce_scatter", ("min", "max"), ORDERED, False, False, "sra"),
-    Legal("reduce_scatter", ("sum", "avg"), DOUBLE, False, False, "sra"),
-    Legal("reduce_scatter", ("sum",), WHOLE, False, False, "sra"),
-    Legal("all_gather", (), FLOATS, True, False, "sra"),
-    Legal("all_gather", (), (), False, False, "sra"),
+    Legal("reduce_scatter", ("sum", "avg"), FLOATS, True, True, "sra, hierarchical"),
+    Legal("reduce_scatter", ("min", "max"), ORDERED, False, False, "sra, hierarchical"),
+    Legal("reduce_scatter", ("sum", "avg"), DOUBLE, False, False, "sra, hierarchical"),
+    Legal("reduce_scatter", ("sum",), WHOLE, False, False, "sra, hierarchical"),
+    Legal("all_gather", (), FLOATS, True, False, "sra, hierarchical"),
+    Legal("all_gather", (), (), False, False, "sra, hierarchical"),
     Legal("broadcast", (), FLOATS, True, False, "sra, tree"),
     Legal("broadcast", (), (), False, False, "sra, tree"),
 )  # fmt: skip
@@ -109,8 +110,8 @@ def check_legal(operation: Operation, spec: Spec, options: Options, world_size: 
         )
     if spec.feedback and not any(row.feedback for row in of_dtype):
         raise ConfigError(f"{what} has no error feedback: leave the residual out")
-    if operation.verb == "all_reduce":
-        check_defined(options.algorithm, spec.codec)
+    if operation.op:
+        check_defined(options.algorithm, spec.codec, operation.verb)
     if spec.feedback:
         check_feedback(spec.codec)
     check_algorithm(operation, options, world_size, f"{spec.name}: {operation}")
@@ -129,6 +130,15 @@ def check_algorithm(operation: Operation, options: Options, world_size: int, wha
     if options.algorithm not in known:
         raise ConfigError(
             f"{what} has no algorithm {options.algorithm!r}: use {' or '.join(known)}"
+        )
+    if operation.shards and options.between == "grid":
+        raise ConfigError(
+            f"{what} has no grid: machines exchange directly; leave out between='grid'"
+        )
+    if operation.verb == "all_gather" and options.inside != "codec":
+        raise ConfigError(
+            f"{what} forwards payloads, and sums no values inside machines: leave out "
+            f"inside={options.inside!r}"
         )
     if operation.verb != "broadcast":
         return
@@ -161,15 +171,17 @@ RESTRICTIONS = (
 )
 
 
-def check_defined(algorithm: str, codec: Codec) -> None:
-    """Check that `codec` allows sums in `algorithm`.
+def check_defined(algorithm: str, codec: Codec, verb: str = "all_reduce") -> None:
+    """Check that `codec` allows sums in a verb's `algorithm`.
 
     Raises:
         ConfigError: it does not; the message says why, and names algorithms that it allows.
     """
     for restriction in RESTRICTIONS:
-        if restriction.applies(codec) and algorithm not in restriction.algorithms:
-            allowed = " or ".join(repr(name) for name in restriction.algorithms)
+        # The first half of SRA encodes no sum.
+        names = ("sra",) if verb == "reduce_scatter" else restriction.algorithms
+        if restriction.applies(codec) and algorithm not in names:
+            allowed = " or ".join(repr(name) for name in names)
             raise ConfigError(
                 f"{codec} is not defined in the algorithm {algorithm!r}: {restriction.reason}. "
                 f"Use algorithm {allowed}"

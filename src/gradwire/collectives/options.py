@@ -27,9 +27,10 @@ class Options:
         nodes: for hierarchical: the machine of each rank, any numbers; None: from host names and
             LOCAL_WORLD_SIZE.
         inside: for hierarchical: how values travel to the rank that sums them inside a machine,
-            through the "codec" or in "full" precision.
+            through the "codec" or in "full" precision. An all_gather sums nothing, and has no such
+            option.
         between: for hierarchical: how machines exchange, "sra", "grid", or "auto": a grid of rows
-            and columns from about 32 machines on.
+            and columns from about 32 machines on. For all_reduce only.
         coordinated: for sra and parameter_server: send in rounds in which every rank has one
             receiver and one sender (docs/reference/algorithms.md).
         batched: one kernel call for all tensors of a task; False: one call per tensor, to measure

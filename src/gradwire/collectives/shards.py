@@ -1,4 +1,5 @@
-"""`gw.reduce_scatter` and `gw.all_gather`: the halves of SRA, with torch's calling conventions.
+"""`gw.reduce_scatter` and `gw.all_gather`: the halves of SRA, or their forms in two levels, with
+torch's calling conventions.
 
 They correspond to torch's reduce_scatter_tensor and all_gather_into_tensor: one tensor consists of
 world_size equal parts, of any size; part n is the *shard* of rank n.
@@ -49,7 +50,8 @@ def reduce_scatter(
 ) -> Async | None:
     """Reduce `input` over all ranks, compressed or not; rank n gets shard n.
 
-    A rank's contribution to its own shard is not encoded, and neither is the sum.
+    A rank's contribution to its own shard is not encoded, and neither is the sum. With algorithm
+    "hierarchical", the ranks of a machine first sum what they send to other machines.
 
     Args:
         output: this rank's shard of the result; `input`'s dtype, any shape. It may be this rank's
@@ -58,8 +60,10 @@ def reduce_scatter(
             With a codec: fp32, fp16 or bf16.
         residual: error feedback: fp32, `input.numel()` values, zeros at first. Its part for this
             rank's shard is neither used nor changed.
-        codec, op, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
-            future's value is `output`. The algorithm is "sra", of which this is one half.
+        codec, op, group, async_op, seed, step, name, options: as in `all_reduce`; the future's
+            value is `output`.
+        algorithm: "sra", of which this is one half; or "hierarchical", for machines of several
+            ranks, which works on a copy of `input`.
 
     Raises:
         ConfigError: as `all_reduce`, or sizes do not match.
@@ -75,6 +79,8 @@ def reduce_scatter(
     kept = None if residual is None else residual.view(-1)
     values, home = flat(input), _flat_home(output)
     home.copy_(values[comm.rank * home.numel() :][: home.numel()])
+    if chosen.algorithm == "hierarchical":
+        values = values.clone()  # sums of machines replace some of them
     wire = codec_of(codec, codec_options)
     request = ReduceScatter(values, op_of(op), residual=kept, home=home, codec=wire)
     running, _ = begin(comm, request, name, seed, step, chosen)
@@ -109,8 +115,10 @@ def all_gather(
         output: `input`'s dtype, world_size * input.numel() values, any shape.
         input: on the CPU or a GPU, any shape; unchanged, unless it is this rank's shard of
             `output`. With a codec: fp32, fp16 or bf16.
-        codec, algorithm, group, async_op, seed, step, name, options: as in `all_reduce`; the
-            future's value is `output`. The algorithm is "sra", of which this is one half.
+        codec, group, async_op, seed, step, name, options: as in `all_reduce`; the future's value
+            is `output`.
+        algorithm: "sra", of which this is one half; or "hierarchical", for machines of several
+            ranks: the same results.
 
     Raises:
         ConfigError: as `all_reduce`, or sizes do not match.

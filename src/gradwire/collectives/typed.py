@@ -39,6 +39,8 @@ class Request:
         of: the parameter that they belong to (a Context): errors name it, and random numbers derive
             from it. None: the first of the scope, which depends on bucketing.
         algorithm, segments: as in Options; None: the handle's.
+        positions: how many positions `values` packs, for counting bits as papers do, 32 for each; 0
+            if it has none.
     """
 
     verb: ClassVar[str]
@@ -48,6 +50,7 @@ class Request:
     of: Any = field(default=None, kw_only=True)
     algorithm: str | None = field(default=None, kw_only=True)
     segments: int | None = field(default=None, kw_only=True)
+    positions: int = field(default=0, kw_only=True)
 
     # Fields that only some subclasses have.
     op: ClassVar[str] = ""
@@ -117,6 +120,8 @@ class AllReduce(Request):
 class ReduceScatter(Request):
     """Reduce `values`, which have a shard for every rank; rank n ends with shard n, in place.
 
+    With algorithm "hierarchical", sums of a machine's ranks replace some of the other shards.
+
     Attributes:
         op: as in AllReduce.
         lengths: values per rank's shard; (): equal lengths.
@@ -124,7 +129,7 @@ class ReduceScatter(Request):
         residual: error feedback: fp32, as many values as all shards together. Its part for this
             rank's shard is neither used nor changed.
         home: this rank's shard, used instead of the one in `values`; the result replaces it, and
-            `values` are only read.
+            its shard in `values` is neither used nor changed.
     """
 
     verb = "reduce_scatter"

@@ -239,6 +239,8 @@ class Communicator:
         with self._lock:
             owner.closed = True
             self._drop_closed()
+        with owner.preparing:
+            owner.kept.clear()  # a tag range knows its owner until it is claimed anew
         self.watchdog.closed(owner)
 
     def _drop_closed(self) -> None:

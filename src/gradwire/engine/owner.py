@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.engine.core import Actions, Core, Place
@@ -231,8 +232,16 @@ class Ticket:
         """
         comm = self.owner.comm
         flight = self._expect(Future())
-        ready.add_done_callback(lambda ended: comm.in_flight.launch(flight, ended, make))
-        return flight.future
+        # A future keeps its callbacks after it has called them, and `ready` is kept from round to
+        # round: it must not keep what this round moves.
+        held = [partial(comm.in_flight.launch, flight, make=make)]
+
+        def launch(ended: Future[T]) -> None:
+            held.pop()(ended)
+
+        future = flight.future
+        ready.add_done_callback(launch)
+        return future
 
     def begin_in_order(
         self, stream: StreamDriver, make: Callable[[], StreamWork]

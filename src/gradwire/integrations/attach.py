@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -13,17 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options
 from gradwire.collectives.calling import check_seed, options_of
+from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_of_bias
+from gradwire.integrations.choices import policy_of, targets_of
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import check_module, hook_state
+from gradwire.integrations.replan import Replan
 from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
 from gradwire.integrations.wrapped import in_hand
-from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner import Plan, Rules, WeightRules, make_plan
+from gradwire.planner.files import PlanFile
 from gradwire.planner.rules import check_coalesce_bytes
+from gradwire.planner.weights import Weights, in_blocks
 
 COALESCE_BYTES = 1 << 18
 
@@ -48,9 +55,15 @@ def attach(
     algorithm: str | None = None,
     options: Options | None = None,
     coalesce_bytes: int = COALESCE_BYTES,
+    weights: Weights = None,
+    keep: str = "none",
+    plan: PlanFile | str | os.PathLike[str] | None = None,
+    policy: Policy | str | None = None,
+    replan: Replan | None = None,
+    auto: Auto | None = None,
     **codec_options: object,
 ) -> Handle | Sharded:
-    """Compress the gradients that `model` synchronises, and nothing else.
+    """Compress the gradients that `model` synchronises; with `weights`, what FSDP2 gathers, too.
 
     Call it on every rank, with the same arguments, after wrapping the module:
 
@@ -65,7 +78,8 @@ def attach(
             move from GPU to GPU; over gloo alone, through host memory.
         codec: for parameters of two dimensions and more: a codec or aggregator by name, with its
             options as further keywords or in the name ("powersgd:rank=4"; see `gradwire codec
-            list`), a Codec, an Aggregator, or None for no compression.
+            list`), a Codec, an Aggregator, or None for no compression. "auto", for DDP, measures
+            and decides (docs/how-to/automatic.md).
         include: name patterns ("*.bias") to compress although they have fewer dimensions. Names
             are those of the bare model, without the segments `_orig_mod` and
             `_checkpoint_wrapped_module` of torch.compile and activation checkpointing.
@@ -78,11 +92,34 @@ def attach(
             without it warns once per process.
         seed: of random numbers; not negative, below 2^64.
         algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
-            `options`.
+            `options`. FSDP2 modules have "sra" and "hierarchical": in two levels, for several ranks
+            per machine, so that what is gathered and scattered crosses between machines once.
         options: algorithm, segments, checksum, kernels.
         coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes, or the
             pass ends; 0 sends each bucket by itself. It is 0 for modules with
             skip_all_reduce_unused_params.
+        weights: of an FSDP2 module: the codec in which its weights are gathered ("randomshift",
+            8 bits in blocks of 1024; see docs/how-to/fsdp2.md); None leaves that to FSDP2. Vectors
+            and parameters of fewer than 4096 values are gathered uncompressed. Or name pattern ->
+            codec, of which the first match counts; what matches none is gathered uncompressed.
+        keep: what a rank keeps of weights that it gathered for forward. "none": backward gathers
+            the same payloads again. "payload": the payloads of all ranks, so that backward gathers
+            nothing, in the memory of the compressed model. "redraw": nothing, and backward encodes
+            the weights anew (THESIS Alg. C.1), with other random numbers. "reference": the decoded
+            weights, the whole model on every rank in the dtype in which it is gathered: then each
+            new version of the weights is sent as the difference to them, for which 4 bits suffice
+            ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
+
+        plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
+            is sent, in place of codec, include, exclude, codecs, error_feedback and weights.
+
+        policy: changes methods per parameter while training runs, at no more than the error that
+            `codec` would make everywhere: gw.LGreco() or another policy, or its name with options
+            (docs/how-to/adaptive.md). `codec` is "qsgd", "topk" or "powersgd".
+        replan: when the policy decides; gw.Replan().
+        auto: how "auto" decides; gw.Auto().
+
+    With an FSDP2 module, "qsgd" has blocks of 1024 values unless `block` is given (THESIS 5.6.1).
 
     Returns:
         A handle with statistics and state, whose `update` changes these arguments during training.
@@ -94,31 +131,94 @@ def attach(
             algorithm, one for a parameter of a dtype that codecs do not take, or ranks that
             disagree (the first parameter that differs is named).
     """
-    rules = Rules().changed(
-        codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
-        error_feedback=error_feedback,
-    )  # fmt: skip
     chosen = options_of(options, algorithm)
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
     model = in_hand(model)
-    if isinstance(model, FSDPModule):
-        if options is not None or algorithm is not None:
+    automatic = codec == "auto"
+    if automatic:
+        _check_automatic(model, codec_options, policy, replan, error_feedback, algorithm)
+        codec, auto = "bf16", auto or Auto()
+    elif auto is not None:
+        raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
+    if replan is not None and policy is None:
+        raise ConfigError("attach: replan is for a policy: give policy, too, such as gw.LGreco()")
+    adaptive = None if policy is None else (policy_of(policy), replan or Replan())
+    pinned = None
+    if plan is not None:
+        others = (codec, include, exclude, codecs, error_feedback, weights)
+        if codec_options or others != ("qsgd", (), (), None, False, None):
             raise ConfigError(
-                "attach: algorithm and options are for DDP modules; FSDP2 modules have one "
-                "reduce-scatter: leave these arguments out"
+                "attach: a plan says how each parameter is sent: leave codec and its options, "
+                "include, exclude, codecs, error_feedback and weights out"
             )
-        shards = plan_sharded(model, rules)
+        pinned = plan if isinstance(plan, PlanFile) else PlanFile.read(plan)
+        codec, codecs, weights = None, pinned.by_name(), pinned.weights_by_name()
+    if isinstance(model, FSDPModule):
+        codec = in_blocks(codec, codec_options)
+        if isinstance(codecs, Mapping):
+            codecs = {pattern: in_blocks(method) for pattern, method in codecs.items()}
+    rules = Rules().changed(
+        codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
+        error_feedback=error_feedback,
+    )  # fmt: skip
+    if isinstance(model, FSDPModule):
+        if coalesce_bytes != COALESCE_BYTES:
+            raise ConfigError(
+                "attach: coalesce_bytes is for DDP's buckets; FSDP2 scatters group by group: leave "
+                "it out"
+            )
+        gathered = WeightRules.of(weights, keep)
+        compressed = weights is not None
+        if keep != "none" and not compressed:
+            raise ConfigError(
+                f"attach: keep={keep!r} is for weights in a codec: give weights, too, such as "
+                '"randomshift:bits=8"'
+            )
+        used = gathered if compressed else None
+        shards = plan_sharded(model, rules, weights=used, options=chosen)
+        if pinned is not None:
+            pinned.check([p.name for p in shards.plan.parameters])
         warn_of_bias(shards.plan, shards.trained.groups.size)
-        return shards.handle(seed)
+        return shards.handle(seed, adaptive)
+    if weights is not None or keep != "none":
+        raise ConfigError(
+            "attach: weights and keep are for FSDP2 modules, which gather weights; DDP sends "
+            "gradients alone: leave these arguments out"
+        )
     assert isinstance(model, DistributedDataParallel)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
+    if pinned is not None:
+        pinned.check([p.name for p in planned.plan.parameters])
     if hook_state(model).reducer is not None:
         raise ConfigError(
             "this module already has a handle attached: call its detach() before attaching again"
         )
     warn_of_bias(planned.plan, model.process_group.size())
-    return planned.handle(seed)
+    return planned.handle(seed, adaptive, auto)
+
+
+def _check_automatic(
+    model: object,
+    codec_options: Mapping[str, object],
+    policy: object,
+    replan: object,
+    error_feedback: bool,
+    algorithm: str | None,
+) -> None:
+    """Raise ConfigError for what does not go with "auto"."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            'attach: "auto" is for DDP modules; give an FSDP2 module a codec (`gradwire sim '
+            "--sharded` predicts what it saves)"
+        )
+    given = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
+    given["error_feedback"] = error_feedback or None
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f'attach: {name}={value!r:.60}: "auto" decides this; gw.Auto says between what'
+            )
 
 
 @dataclass(frozen=True)
@@ -129,13 +229,28 @@ class Planned:
     named: list[tuple[str, torch.Tensor]]
     plan: Plan
 
-    def handle(self, seed: int) -> Handle:
-        """Attach; raises ConfigError if ranks disagree."""
+    def handle(
+        self,
+        seed: int,
+        adaptive: tuple[Policy, Replan] | None = None,
+        auto: Auto | None = None,
+    ) -> Handle:
+        """Attach, with a policy, automatic or neither; raises ConfigError if ranks disagree, or the
+        policy has no choice."""
+        if adaptive is not None:
+            targets_of(self.plan, adaptive[1].mixed)
         comm, state = communicator(self.model.process_group), hook_state(self.model)
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
+        agreed += [] if adaptive is None else list(map(repr, adaptive))
+        agreed += [] if auto is None else [repr(auto)]
         comm.agree("what is attached", [*agreed, *self.plan.describe()])
         owner = comm.owner(f"the module of {self.named[0][0]}")
-        return Handle(self.model, state, self.named, self.plan, owner, seed)
+        made = Handle(self.model, state, self.named, self.plan, owner, seed)
+        if adaptive is not None:
+            made.adapt(*adaptive)
+        if auto is not None and comm.world_size > 1:  # a single rank sends nothing
+            made.automate(auto)
+        return made
 
 
 def plan_ddp(

@@ -19,6 +19,11 @@ def running() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_backward() -> bool:
+    """Whether the calling thread runs a backward pass: recomputation in it, too."""
+    return running() != _NONE
+
+
 class Backward:
     """The backward passes of one module.
 

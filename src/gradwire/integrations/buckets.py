@@ -18,6 +18,8 @@ from gradwire.collectives.calling import future_on
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, TransportError
+from gradwire.integrations.adaptation import Adaptation
+from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.gather import Gather, Share, Split
 from gradwire.integrations.metrics import Sampler
@@ -39,7 +41,11 @@ class Buckets:
 
     Attributes:
         observers: called with every parameter's average.
+        adaptation: of a policy; is given averages.
+        automatic: mode; is told of passes.
         known: the contents of the buckets of the last complete pass, in order.
+        span: seconds from the first bucket's readiness to the last average, of the last pass whose
+            averages were awaited.
     """
 
     def __init__(
@@ -51,7 +57,10 @@ class Buckets:
         sampler: Sampler,
     ) -> None:
         self.observers: list[Callable[[Observation], None]] = []
+        self.adaptation: Adaptation | None = None
+        self.automatic: Automatic | None = None
         self.known: list[Content] = []
+        self.span: float | None = None
         self._members = members
         self._owner = owner
         self._comm = owner.comm
@@ -66,7 +75,7 @@ class Buckets:
             "wire_bytes": 0,
             "gradient_bytes": 0,
         }
-        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
+        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0, "backward_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
         self._contents: dict[int, Content] = {}
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
@@ -78,11 +87,12 @@ class Buckets:
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self.backward = Backward(self._pass_ended, self._abandoned, self._forward)
         self._then: Callable[[], None] | None = None
+        self._begun: float | None = None  # when the running pass did
         self._error: BaseException | None = None
 
     def totals(self) -> dict[str, float]:
-        """steps, calls, {wire,gradient}_bytes, {,exposed_,kernel_}seconds, kernel_calls: of
-        `Handle.stats`."""
+        """steps, calls, {wire,gradient}_bytes, {,exposed_,backward_,kernel_}seconds, kernel_calls:
+        of `Handle.stats`."""
         with self._lock:
             return dict(self._totals)
 
@@ -125,6 +135,11 @@ class Buckets:
         """Begin a pass, after all collectives of the previous one have ended. The newest plan that
         all ranks have prepared comes into force."""
         self._totals["steps"] += 1
+        self._begun = time.perf_counter()
+        if self.automatic is not None:
+            self.automatic.begin()
+        if self.adaptation is not None:
+            self.adaptation.begin(self.span)
         self._sampler.begin(int(self._totals["steps"]))
         before = self._switch.plan
         self._version = self._switch.begin(self._agreed())
@@ -178,6 +193,9 @@ class Buckets:
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
                 self._know(rounds.least)
+                if self.adaptation is not None and self.adaptation.running:
+                    for member, average in zip(members, gradients, strict=True):
+                        self.adaptation.add(member.name, average)
             self._ended(buckets, error, outcomes)
 
         try:
@@ -273,6 +291,10 @@ class Buckets:
             future.wait()
         with self._lock:
             self._totals["exposed_seconds"] += time.perf_counter() - begun
+            if pending and self._begun is not None:
+                self._totals["backward_seconds"] += begun - self._begun
+                self.span = time.perf_counter() - self._begun
+                self._begun = None
         self._leave()
         if self._error is not None:
             raise self._error

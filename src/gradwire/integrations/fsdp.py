@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -118,11 +118,7 @@ def scattered(numel: int, ranks: int) -> list[Piece]:
     Raises:
         ConfigError: this version of torch is not supported.
     """
-    pieces, at = [], 0
-    for parameter in _local(_frame(), _ARGUMENT):
-        lengths, padded = _cut(parameter, ranks)
-        pieces.append(Piece(parameter, at, lengths))
-        at += padded
+    pieces, at = _pieces(_local(_frame(), _ARGUMENT), ranks)
     if at * ranks != numel:
         raise ConfigError(
             f"FSDP2 scatters {numel} values, not the {at * ranks} of {len(pieces)} gradients in "
@@ -130,6 +126,52 @@ def scattered(numel: int, ranks: int) -> list[Piece]:
             "not support"
         )
     return pieces
+
+
+def gathered(record: Any, numel: int, ranks: int) -> list[Piece]:
+    """The parameters of a group in the input of its all-gather, in order.
+
+    Args:
+        numel: of that input, which is one rank's part.
+
+    Raises:
+        ConfigError: this version of torch is not supported.
+    """
+    pieces, at = _pieces(record.fsdp_params, ranks)
+    if at != numel:
+        raise ConfigError(
+            f"FSDP2 gathers {numel} values from a rank, not the {at} of {len(pieces)} parameters "
+            f"in shards for {ranks} ranks: torch {torch.__version__} has a layout that gradwire "
+            "does not support"
+        )
+    return pieces
+
+
+def _pieces(parameters: Iterable[Any], ranks: int) -> tuple[list[Piece], int]:
+    """(pieces in order, values of each rank with padding)."""
+    pieces, at = [], 0
+    for parameter in parameters:
+        lengths, padded = _cut(parameter, ranks)
+        pieces.append(Piece(parameter, at, lengths))
+        at += padded
+    return pieces, at
+
+
+def gathers_shards(record: Any) -> bool:
+    """Whether a group's next all-gather is of the optimizer's shards: with reshard_after_forward a
+    number, backward gathers what forward had gathered, cut anew for a part of the ranks."""
+    return not record.is_sharded_post_forward
+
+
+def gathers_again(record: Any) -> bool:
+    """Whether backward gathers the optimizer's shards again after forward."""
+    return bool(record._reshard_after_forward and not record._use_post_forward_mesh)
+
+
+def gather_group(record: Any) -> dist.ProcessGroup:
+    """The process group over which the optimizer's shards are gathered."""
+    group: dist.ProcessGroup = record.mesh_info.shard_process_group
+    return group
 
 
 def _frame() -> FrameType | None:

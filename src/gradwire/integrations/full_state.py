@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.references import weights_on_cpu
 
 State = Mapping[str, Any]
 
@@ -42,12 +44,23 @@ class StateGather:
                 states = _gathered(states, group, rank0_only)
         return sorted(states, key=lambda one: int(one["rank"]))
 
+    def part(self) -> int | None:
+        """Which part of the job these ranks are, if there are others: those of another column of a
+        mesh (tensor parallelism) have a handle, a rank 0, and so on of their own. It is the global
+        rank of rank 0, in a mesh that numbers its ranks in order; None: these are all ranks."""
+        groups = self._living()
+        size = math.prod(group.size() for group in groups)
+        if not groups or size == dist.get_world_size():
+            return None
+        here = dist.get_rank()
+        return here + sum(dist.get_process_group_ranks(group)[0] - here for group in groups)
+
     def _living(self) -> list[dist.ProcessGroup]:
         groups = [held() for held, comm in self._groups if comm.alive()]
         living = [group for group in groups if group is not None]
         if len(living) < len(self._groups):
             raise ConfigError(
-                "full_state_dict: the process group of this handle was destroyed: call it before "
+                "the process group of this handle was destroyed: save and load states before "
                 "destroy_process_group"
             )
         return living
@@ -83,6 +96,7 @@ def on_cpu(state: State) -> State:
             name: {key: tensor.cpu() for key, tensor in tensors.items()}
             for name, tensors in state["aggregators"].items()
         },
+        **({"weights": weights_on_cpu(state["weights"])} if "weights" in state else {}),
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,19 +16,25 @@ from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options, retire
 from gradwire.collectives.calling import options_of
+from gradwire.controllers import Policy
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
+from gradwire.integrations.adaptation import Adaptation, refuse_update
+from gradwire.integrations.auto import Auto
+from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
+from gradwire.integrations.choices import policy_of
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.metrics import EVERY, Metrics
 from gradwire.integrations.momentum import MomentumGuard
 from gradwire.integrations.rehearsal import alike, rehearse
+from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.summary import expected_all_reduce, summary
 from gradwire.integrations.switch import Switch, Update
-from gradwire.planner import Plan, make_plan
+from gradwire.planner import Plan, Rules, make_plan
 from gradwire.planner.rules import check_coalesce_bytes
 
 _STEP_BITS = 32  # bits of a handle's step counter
@@ -51,7 +59,7 @@ class Handle(Saved):
         # Each handle of a module draws different random numbers.
         first = state.attached << _STEP_BITS
         state.attached += 1
-        members = members_of(plan, seed, comm.rank, first)
+        members = members_of(plan, seed, comm.rank, first, model.find_unused_parameters)
         gather = StateGather([model.process_group])
         super().__init__(members, seed, comm.rank, comm.world_size, gather)
         self._comm = comm
@@ -67,6 +75,7 @@ class Handle(Saved):
         self._momentum = MomentumGuard(named)
         self._momentum.watch(plan)
         self._state: HookState | None = state
+        self.automatic: Automatic | None = None
         state.reducer = self._buckets
 
     @property
@@ -114,6 +123,8 @@ class Handle(Saved):
         """
         if self._state is None:
             raise ConfigError("update: this handle was detached: attach again")
+        refuse_changes(self.automatic)
+        refuse_update(self.adaptation)
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
             "error_feedback": error_feedback,
@@ -124,18 +135,61 @@ class Handle(Saved):
         _options(options, algorithm, self.plan.options)  # raises here, not in the background
 
         def changed(before: Plan) -> Plan:
-            plan = make_plan(
-                self._named,
-                before.rules.changed(codec_options, **given),
-                self._comm.world_size,
-                _options(options, algorithm, before.options),
-                before.coalesce_bytes if coalesce_bytes is None else coalesce_bytes,
-                before.version + 1,
+            before = replace(
+                before,
+                options=_options(options, algorithm, before.options),
+                coalesce_bytes=before.coalesce_bytes if coalesce_bytes is None else coalesce_bytes,
+                version=before.version + 1,
             )
-            warn_of_bias(plan, self.world_size)  # a warning may be an error: then nothing changes
-            return plan
+            return self._remade(before, before.rules.changed(codec_options, **given))
 
         return self._switch.ask(changed)
+
+    def _remade(self, plan: Plan, rules: Rules) -> Plan:
+        """The plan with other rules."""
+        of = self._comm.world_size, plan.options, plan.coalesce_bytes, plan.version
+        made = make_plan(self._named, rules, *of)
+        warn_of_bias(made, self.world_size)  # a warning may be an error: then nothing changes
+        return made
+
+    def adapt(self, policy: Policy, replan: Replan) -> None:
+        """Let a policy choose methods from now on; called by `attach`, on all ranks.
+
+        Raises:
+            ConfigError: there is no choice around the plan's methods.
+        """
+        of = self._owner, self._switch, self._remade, self._adopt
+        auto = self.automatic
+        in_order: dict[str, Any] = {}
+        if auto is not None:
+            in_order = {"serial": auto.serial, "name": f"policy {auto.passes}"}
+        adaptation = Adaptation(policy, replan, *of, buckets=self._names, **in_order)
+        if self.world_size > 1:  # a single rank sends nothing
+            self.adaptation = self._buckets.adaptation = adaptation
+
+    def _names(self) -> list[list[str]]:
+        """Of the parameters of each bucket, in the order of sending."""
+        return [[member.name for member in content.members] for content in self._buckets.known]
+
+    def automate(self, auto: Auto) -> None:
+        """Let measurements choose the plan from now on; called by `attach`, on all ranks."""
+        named = [(p.name, p.shape) for p in self.plan.parameters]
+
+        def start() -> None:
+            if auto.policy is not None:
+                with suppress(ConfigError):  # there is no choice around bf16
+                    self.adapt(policy_of(auto.policy), auto.replan)
+
+        def stop() -> None:
+            if self.adaptation is not None:
+                self.adaptation.close()
+            self.adaptation = self._buckets.adaptation = None
+
+        def backward() -> float:
+            return float(self._buckets.totals()["backward_seconds"])
+
+        of = self._owner, self._switch, named, self._remade, backward, start, stop
+        self.automatic = self._buckets.automatic = Automatic(auto, *of)
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
         """Call `observer` with every parameter's gradient, contribution and average, as soon as the
@@ -177,6 +231,8 @@ class Handle(Saved):
                 wait behind it finds them done. It includes waiting for ranks that come later, and,
                 in the first passes, for kernels to be compiled. Time in DDP's hook itself counts as
                 computing. Over NCCL the host does not wait, and this tells about nothing.
+            backward_seconds: from the first bucket's readiness to where backward has computed its
+                last gradient, summed over passes: what may hide communication.
             kernel_seconds: of `seconds`, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
@@ -260,12 +316,19 @@ class Handle(Saved):
 
     summary.__doc__ = Saved.summary.__doc__
 
+    def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return states if self.automatic is None else without_plan(states, self.plan)
+
     def detach(self) -> None:
         """Return the module to plain averaging; during a backward pass, at its end.
 
         Statistics and state stay readable.
         """
         state, self._state = self._state, None
+        if self.automatic is not None:
+            self.automatic.close()
+        if self.adaptation is not None:
+            self.adaptation.close()
         if state is not None:
             self._buckets.at_end(partial(self._detach, state))
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from gradwire.aggregators import Attached
+from gradwire.integrations.adaptation import Adaptation
+from gradwire.integrations.checkpoint import read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
 from gradwire.lang import rng
-from gradwire.planner import Plan
+from gradwire.planner import ParameterPlan, Plan
 
 
 class Saved:
@@ -22,6 +27,9 @@ class Saved:
         rank, world_size: among the ranks that take part in an average.
         gather: gathers the states of all these ranks.
         layout: how the module is sharded.
+
+    Attributes:
+        adaptation: of a policy; None: there is none at work.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class Saved:
         self.world_size = world_size
         self._gather = gather
         self._layout = layout
+        self.adaptation: Adaptation | None = None
 
     @property
     def plan(self) -> Plan:
@@ -71,6 +80,7 @@ class Saved:
                 if member.state
             },
             **self._layout.facts(),
+            **({} if self.adaptation is None else {"policy": self.adaptation.state()}),
         }
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
@@ -123,7 +133,9 @@ class Saved:
                 first parameter that differs. Or it has residuals of other replicas (HSDP). Nothing
                 is changed then.
         """
-        states = states_of(state)
+        states = self._loadable(states_of(state))
+        if self.adaptation is not None:
+            self.adaptation.load(states)
         merged = merge_states(states, self.rank, self.world_size, self.plan, self._layout)
         for name, member in self._members.items():
             member.step = merged["steps"][name]
@@ -131,6 +143,37 @@ class Saved:
             kept = merged["aggregators"].get(name, {})
             member.keep({key: self._layout.loaded(member, key, t) for key, t in kept.items()})
         self._seed = merged["seed"]
+
+    def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """What of the states this handle goes on with."""
+        return states
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """This rank's state for torch.distributed.checkpoint: tensors, under keys of this rank.
+
+            state = {"model": weights, "optimizer": moments, "gradwire": handle.checkpoint()}
+            dcp.save(state, checkpoint_id=path)  # on every rank
+
+        `load_checkpoint` reads them, on any number of ranks. Tensors are copies.
+        """
+        return to_keys(self.state_dict(), self.rank, self._gather.part())
+
+    def load_checkpoint(self, path: str | os.PathLike[str], key: str = "gradwire") -> None:
+        """Load what `checkpoint` gave to `dcp.save`. Collective: every rank calls it, between two
+        steps. On as many ranks as saved it each rank reads its own state alone, and training
+        resumes bit for bit; otherwise as `load_state_dict` with the states of all old ranks.
+
+        Args:
+            path: of the checkpoint, in a file system.
+            key: under which the state was saved.
+
+        Raises:
+            ConfigError: no checkpoint there, a damaged one, no state of a handle in it, one of
+                another number of handles side by side (tensor parallelism), or as
+                `load_state_dict`.
+        """
+        part = self._gather.part()
+        self.load_state_dict(read_states(path, key, self.rank, self.world_size, part))
 
     def summary(self) -> str:
         """What is attached, as text: the codec of each group of parameters with its bits per value,
@@ -173,11 +216,14 @@ class Saved:
         return parameters
 
 
-def members_of(plan: Plan, seed: int, rank: int, first: int) -> dict[str, Attached]:
+def members_of(
+    plan: Plan, seed: int, rank: int, first: int, may_be_unused: bool = False
+) -> dict[str, Attached]:
     """A plan's parameters, by name; their steps count from `first`."""
-    return {
-        p.name: Attached(
-            p.name, p.shape, p.aggregator, rng.parameter_keys(seed, p.name, rank), p.rotation, first
-        )
-        for p in plan.parameters
-    }
+
+    def made(p: ParameterPlan) -> Attached:
+        keys = rng.parameter_keys(seed, p.name, rank)
+        of = p.name, p.shape, p.aggregator, keys, p.rotation, first
+        return Attached(*of, may_be_unused=may_be_unused)
+
+    return {p.name: made(p) for p in plan.parameters}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as FSDPReduceScatter
 
 from gradwire.aggregators import Aggregator, Attached, Compressed, ErrorFeedback
@@ -29,7 +28,7 @@ from gradwire.lang import Codec
 from gradwire.partition import Spec
 
 if TYPE_CHECKING:
-    from gradwire.integrations.sharded import Sharded
+    from gradwire.integrations.reduced import ReducedGradients
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,15 @@ class Scatter(FSDPReduceScatter):
     """The reduce-scatter of one group of parameters.
 
     Args:
-        handle: runs it.
+        of: the gradients of all groups: runs it.
         members: the parameters, by FSDP's records.
 
     Attributes:
         last: the layout of its last call.
     """
 
-    def __init__(self, handle: Sharded, members: Mapping[Any, Attached]) -> None:
-        self.handle = handle
+    def __init__(self, of: ReducedGradients, members: Mapping[Any, Attached]) -> None:
+        self.of = of
         self.members = members
         self.last: Scattered | None = None
 
@@ -102,10 +101,10 @@ class Scatter(FSDPReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `input_tensor`, which has a part per rank, into `output_tensor`, this rank's."""
-        handle, (reduction, factor) = self.handle, factor_of(op)
-        rank, ranks, owner = handle.groups.shard, handle.groups.shards, handle.owner
+        of, (reduction, factor) = self.of, factor_of(op)
+        rank, ranks, owner = of.groups.shard, of.groups.shards, of.owner
         stride, device = output_tensor.numel(), input_tensor.device
-        version = handle.begin()
+        version = of.begin()
         pieces = scattered(input_tensor.numel(), ranks)
         what = self.last = Scattered(
             tuple(_member(self.members, piece.parameter) for piece in pieces),
@@ -126,11 +125,11 @@ class Scatter(FSDPReduceScatter):
             member.add_owed(*stretches)
             own = stretches[rank]
             home = output_tensor[piece.at :][: piece.lengths[rank]]
-            residual = _residual(member, home, device, handle.groups)
-            if residual is not None and handle.groups.of_replicas == 1:
+            residual = _residual(member, home, device, of.groups)
+            if residual is not None and of.groups.of_replicas == 1:
                 _pay(_own(residual, piece, rank), own)
             home.copy_(own)
-            if handle.sampler.running:
+            if of.sampler.running:
                 samples.append(Sample(member, piece, stretches, residual))
             values = input_tensor[piece.at :][: (ranks - 1) * stride + piece.lengths[-1]]
             request = ReduceScatter(
@@ -140,15 +139,18 @@ class Scatter(FSDPReduceScatter):
             items.append(request.item(spec, member.keys, member.step, rank, ranks))
             member.step += 1
         raw_bytes = input_tensor.nbytes * (ranks - 1) // ranks
-        least = handle.run(owner, specs, items, what.operation, raw_bytes, version)
+        least = of.run(owner, specs, items, what.operation, raw_bytes, version)
         for sample in samples:
-            sample.take(handle.sampler, rank)
+            sample.take(of.sampler, rank)
         for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
             output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
+        if of.adaptation is not None:
+            for piece, member in zip(pieces, what.members, strict=True):
+                of.adaptation.add(member.name, output_tensor[piece.at :][: piece.lengths[rank]])
         if what.reaches_all:
-            handle.know(least)
-        elif not handle.is_told:
-            handle.ask(version, device)
+            of.know(least)
+        elif not of.is_told:
+            of.ask(version, device)
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None
@@ -191,46 +193,21 @@ class Sample:
         sampler.add(self.member.name, self.fed, sent, self.residual)
 
 
-class WeightGather(FSDPAllGather):
-    """The all-gather of one group's weights, passed on unchanged.
-
-    Args:
-        before: FSDP's own all-gather.
-    """
-
-    def __init__(self, before: FSDPAllGather) -> None:
-        self.before = before
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.before.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return self.before(output_tensor, input_tensor, group, async_op)
-
-
 class Replicas(dist.ProcessGroup):
     """Replaces the process group between HSDP's replicas; FSDP only calls its `allreduce`.
 
     Args:
         group: that process group.
-        handle: runs the all-reduces.
+        of: the gradients of all groups: runs the all-reduces.
         members: the parameters, by FSDP's records.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, handle: Sharded, members: Mapping[Any, Attached]
+        self, group: dist.ProcessGroup, of: ReducedGradients, members: Mapping[Any, Attached]
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group = group
-        self.handle = handle
+        self.of = of
         self.members = members
 
     # Equal to `group`, since torch looks groups up in a table for its error messages.
@@ -243,8 +220,8 @@ class Replicas(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce this rank's shards of all parameters, in place."""
-        handle, (values,), (reduction, factor) = self.handle, tensors, factor_of(opts.reduceOp)
-        owner, groups = handle.replicas, handle.groups
+        of, (values,), (reduction, factor) = self.of, tensors, factor_of(opts.reduceOp)
+        owner, groups = of.replicas, of.groups
         shard, shards = groups.shard, groups.shards
         of_ranks = groups.replica, groups.of_replicas
         specs, items = [], []
@@ -265,7 +242,7 @@ class Replicas(dist.ProcessGroup):
             member.step += 1
         if specs:
             raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
-            handle.run(owner, specs, items, Operation("all_reduce", reduction), raw_bytes)
+            of.run(owner, specs, items, Operation("all_reduce", reduction), raw_bytes)
         if factor != 1.0:
             values.mul_(factor)
         return Completed()

@@ -1,53 +1,45 @@
 """The handle of FSDP2 modules: gradients are reduce-scattered through a codec per parameter.
 
-For every group of parameters, this file replaces the collectives that FSDP calls by the objects of
-integrations/scatter.py. Weights are gathered uncompressed.
+Their collectives run in integrations/reduced.py; those of weights, where `attach` was given
+`weights`, in integrations/gathered.py.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradwire.aggregators import Aggregator, Attached
 from gradwire.aggregators.registry import Method
 from gradwire.collectives import (
     Collective,
-    Item,
-    Operation,
-    Options,
-    prepare,
     retire,
-    start_round,
 )  # fmt: skip
-from gradwire.collectives.legal import uncompressed
-from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError, TransportError
+from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.integrations.backward import Backward, running
+from gradwire.integrations.adaptation import Adaptation, refuse_update
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups
-from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.full_state import StateGather, states_of
+from gradwire.integrations.gathered import NO_STATS, GatheredWeights
+from gradwire.integrations.learning import SMALLEST, learned, wanted
 from gradwire.integrations.metrics import EVERY, Metrics
-from gradwire.integrations.rehearsal import alike
+from gradwire.integrations.reduced import ReducedGradients
+from gradwire.integrations.references import Sharding
+from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import Saved, members_of
-from gradwire.integrations.scatter import Replicas, Scatter, WeightGather
 from gradwire.integrations.sharded_plan import Trained, make_sharded_plan
 from gradwire.integrations.summary import Expected, expected_scatter, summary
 from gradwire.integrations.switch import Switch, Update
-from gradwire.lang import rng
-from gradwire.partition import Spec
-from gradwire.planner import Plan
+from gradwire.planner import Levels, Plan, Rules, WeightRules
+from gradwire.planner.weights import Weights, in_blocks
 
 _SAME: Any = object()
-_OPTIONS = Options()
 
 
 class Sharded(Saved):
@@ -62,139 +54,20 @@ class Sharded(Saved):
         layout = ResidualLayout(groups.shards, trained.dims())
         super().__init__(members, seed, groups.rank, groups.size, gather, layout)
         what = f"the sharded module of {plan.parameters[0].name}"
-        self._owners = [communicator(group).owner(what) for group in groups.all]
+        owners = [communicator(group).owner(what) for group in groups.all]
         self._named, self._shards = trained.named, trained.shards()
-        self._lock = threading.Lock()
-        self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
-        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
-        self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
+        self._parameters = {name: p for p, name in trained.names.items()}
+        shapes = {name: tuple(p.shape) for name, p in trained.named}
+        of_shard = groups.shard, groups.shards, groups.rank, groups.size
+        sharding = Sharding(shapes, layout.dims, *of_shard)
         self._metrics = Metrics(groups.size)
-        self.sampler = self._metrics.sampler
-        self._switch = Switch(plan, self._owners[0], self._rehearse)
-        self._pass = self._counted = running()
-        self._version = 0  # the plan version that this rank offers in this pass
-        self._least: int | None = None  # the least version that any rank offers, if known
-        self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
-        self._backward.watch(model)
-        self._replaced: list[tuple[Any, Any, Any, Any]] = []
-        self._scatters: list[Scatter] = []
-        for record in trained.records:
-            of = {p: members[trained.names[p]] for p in record.fsdp_params if p in trained.names}
-            self._install(record, of)
-
-    def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
-        before = record._reduce_scatter_comm, record._all_gather_comm, record.mesh_info
-        self._replaced.append((record, *before))
-        if self.groups.scatter is not None:
-            scatter = record._reduce_scatter_comm = Scatter(self, members)
-            self._scatters.append(scatter)
-            record._all_gather_comm = WeightGather(record._all_gather_comm)
-        if self.groups.replicas is not None:
-            record.mesh_info = copy.copy(record.mesh_info)
-            between = Replicas(self.groups.replicas, self, members)
-            record.mesh_info.replicate_process_group = between
-
-    @property
-    def owner(self) -> Owner:
-        """The owner of reduce-scatters."""
-        assert self.groups.scatter is not None
-        return self._owners[0]
-
-    @property
-    def replicas(self) -> Owner:
-        """The owner of all-reduces between replicas."""
-        assert self.groups.replicas is not None
-        return self._owners[-1]
-
-    # ---- passes
-
-    def begin(self) -> int:
-        """Called as a scatter begins; returns the plan version that this rank offers in the running
-        pass."""
-        self._backward.enter()
-        now = running()
-        if now != self._pass:
-            self._pass = now
-            self.sampler.begin(int(self._totals["steps"]) + 1)
-            before = self._switch.plan
-            least = before.version if self._least is None else self._least
-            self._version, self._least = self._switch.begin(least), None
-            if self._switch.plan is not before:
-                for planned in self._switch.plan.parameters:
-                    self._members[planned.name].adopt(planned.aggregator)
-                retire(self.owner)
-                self.owner.comm.in_flight.mark(f"adopt: plan {self._switch.plan.version}")
-        return self._version
-
-    def run(
-        self,
-        owner: Owner,
-        specs: Sequence[Spec],
-        items: Sequence[Item],
-        operation: Operation,
-        raw_bytes: int,
-        version: int = 0,
-    ) -> int:
-        """Run a collective to its end; returns the least plan version that this rank received."""
-        begun = time.perf_counter()
-        collective = prepare(owner, specs, _OPTIONS, operation, items[0].values.device)
-        collective.check(items)
-        ticket = owner.ticket(version)
-        try:
-            (ended,) = start_round(ticket, [(collective, items)])
-            outcome: Outcome = ended.result()
-        finally:
-            ticket.close()
-        with self._lock:
-            self._totals["steps"] += running() != self._counted
-            self._counted = running()
-            self._totals["calls"] += 1
-            self._totals["raw_bytes"] += raw_bytes
-            self._totals["wire_bytes"] += outcome.wire_bytes
-            self._totals["seconds"] += outcome.seconds
-            self._totals["exposed_seconds"] += time.perf_counter() - begun
-            self._totals["kernel_seconds"] += outcome.kernel_seconds
-            self._totals["kernel_calls"] += outcome.kernel_calls
-        return ticket.version
-
-    def know(self, least: int) -> None:
-        """Note the least version that any rank offers in this pass, from a scatter's headers."""
-        self._least = least if self._least is None else min(self._least, least)
-
-    @property
-    def is_told(self) -> bool:
-        """Whether a scatter of each pass sends a message from every rank to every other; equal on
-        all ranks."""
-        return any(s.last is not None and s.last.reaches_all for s in self._scatters)
-
-    def ask(self, version: int, device: torch.device) -> None:
-        """Exchange the versions that ranks offer, if no scatter does since there are too few
-        rows."""
-        values = torch.tensor([version], dtype=torch.int32, device=device)
-        least = Operation("all_reduce", "min")
-        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
-        self.run(self.owner, [spec], [Item(values, rng.Keys(0, 0), 0)], least, 0)
-        self.know(int(values.item()))
-
-    def _reduces(self, module: torch.nn.Module) -> bool:
-        """Whether a backward of the module reduces gradients, by FSDP2's equivalent of no_sync."""
-        return any(getattr(record, "reduce_grads", True) for record, *_ in self._replaced)
-
-    def _forward(self) -> None:
-        refusal = self._switch.refusal()
-        if refusal is not None:
-            raise refusal
-
-    def _abandoned(self) -> None:
-        """Backward ended with an exception: fail the owners, since peers wait for its scatters."""
-        for owner in self._owners:
-            rank = owner.comm.rank
-            error = TransportError(
-                f"rank {rank}: backward raised an exception in {owner.name}, so its gradients are "
-                f"not complete: see what rank {rank} raised",
-                peer=rank,
-            )
-            owner.comm.fail_owner(owner, error)
+        self._switch = Switch(plan, owners[0], self._rehearse)
+        of = owners, self._switch, self._adopt, self._metrics.sampler
+        self._gradients = ReducedGradients(model, trained, members, *of)
+        self.weights: GatheredWeights | None = None
+        if plan.weights is not None and groups.shards > 1:
+            self.weights = GatheredWeights(what, trained, members, plan, seed, sharding)
+            self._gradients.weights = self.weights
 
     # ---- plans
 
@@ -211,43 +84,134 @@ class Sharded(Saved):
         exclude: Sequence[str] = _SAME,
         codecs: Mapping[str, Method] = _SAME,
         error_feedback: bool = _SAME,
+        weights: Weights = _SAME,
         **codec_options: object,
     ) -> Update:
-        """Change arguments of `attach` during training, as `Handle.update`.
+        """Change arguments of `attach` during training, as `Handle.update`. New codecs of weights
+        are in force from the forward on that follows the switch; what is kept of gathered weights
+        stays as `attach` was told.
 
         Raises:
-            ConfigError: as `Handle.update`; or the module has replicas (HSDP).
+            ConfigError: as `Handle.update`; the module has replicas (HSDP); or `weights` is given
+                where `attach` had none.
         """
         if self.groups.replicas is not None:
             raise ConfigError(
                 "update: the plan of a module with replicas (HSDP) cannot change: detach and "
                 "attach again"
             )
-        if not self._replaced:
+        if not self._gradients.installed:
             raise ConfigError("update: this handle was detached: attach again")
+        refuse_update(self.adaptation)
+        codec = in_blocks(codec, codec_options)
+        if isinstance(codecs, Mapping):
+            codecs = {pattern: in_blocks(method) for pattern, method in codecs.items()}
         rules = {
             "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
+        if weights is not _SAME and self.plan.weights is None:
+            raise ConfigError(
+                "update: attach was given no weights, so FSDP2 gathers them: detach and attach "
+                "again, with weights"
+            )
 
         def changed(before: Plan) -> Plan:
-            rules = before.rules.changed(codec_options, **given)
-            plan = make_sharded_plan(self._named, rules, self.world_size, before.version + 1)
-            warn_of_bias(plan, self.world_size)  # a warning may be an error: then nothing changes
-            return plan
+            gathered = before.weights
+            if gathered is not None and weights is not _SAME:
+                gathered = WeightRules.of(weights, gathered.keep)
+            before = replace(before, weights=gathered, version=before.version + 1)
+            return self._remade(before, before.rules.changed(codec_options, **given))
 
         return self._switch.ask(changed)
 
+    def _remade(self, plan: Plan, rules: Rules) -> Plan:
+        """The plan with other rules."""
+        of = self.world_size, plan.version, plan.weights, plan.options
+        made = replace(make_sharded_plan(self._named, rules, *of), levels=plan.levels)
+        warn_of_bias(made, self.world_size)  # a warning may be an error: then nothing changes
+        return made
+
+    def adapt(self, policy: Policy, replan: Replan) -> None:
+        """Let a policy choose methods of gradients, and codecs of weights, from now on; called by
+        `attach`, on all ranks.
+
+        Raises:
+            ConfigError: there is no choice around the plan's methods.
+        """
+
+        def shard(name: str) -> torch.Tensor:
+            parameter = self._parameters[name].sharded_param
+            local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
+            return local
+
+        of = self._gradients.owner, self._switch, self._remade, self._adopt
+        adaptation = Adaptation(policy, replan, *of, shards=shard)
+        if self.world_size > 1:  # a single rank sends nothing
+            self.adaptation = self._gradients.adaptation = adaptation
+
     def _rehearse(self, plan: Plan) -> list[Collective]:
-        """Prepare the collectives of `plan`, from the scatters that all ranks last ran equally."""
-        name = f"{self.owner.key}/plan {plan.version}"
-        known = alike(self.owner, name, lambda: [s.last for s in self._scatters if s.last])
-        aggregators: dict[str, Aggregator] = {p.name: p.aggregator for p in plan.parameters}
-        return [
-            prepare(self.owner, last.specs(aggregators), _OPTIONS, last.operation, last.device)
-            for last in known
-        ]
+        """Prepare the collectives of `plan`."""
+        if self.weights is not None:
+            self.weights.rehearse(plan)
+        return self._gradients.rehearse(plan)
+
+    def _adopt(self) -> None:
+        """Run as the plan in force says: gradients at once, weights from the next forward on."""
+        plan = self._switch.plan
+        for planned in plan.parameters:
+            self._members[planned.name].adopt(plan.levels.aggregator(planned))
+        for owner in self._gradients.owners:
+            retire(owner)
+        if self.weights is not None:
+            self.weights.adopt(plan)
+
+    # ---- learned levels
+
+    def learn_levels(self, smallest: int = SMALLEST, steps: int = 2000) -> int:
+        """Fit the levels of "learnedlevels" codecs, of weights and gradients, to what they send now
+        (THESIS 5.6.2, Alg. 5.1). Collective: every rank calls it between `optimizer.step()` and
+        `zero_grad()`, after warm-up and a few times later, since the best levels change slowly.
+
+            if step in (400, 1900, 3800):
+                handle.learn_levels()
+
+        Each rank learns for some of the parameters, about half a second for each. The levels are
+        equal on all ranks, in force when it returns, kept by `update` as long as bits and rounding
+        stay, and saved in the state.
+
+        Args:
+            smallest: values of a parameter that is worth it.
+            steps: of gradient descent.
+
+        Returns:
+            How many codecs have learned.
+
+        Raises:
+            ConfigError: no codec is a "learnedlevels" that was given no levels, for a parameter of
+                this size; there are no gradients; or the handle was detached.
+        """
+        if self.groups.scatter is None or not self._gradients.installed:
+            raise ConfigError(
+                "learn_levels: this handle does not scatter the module's gradients (any more): "
+                "attach to the module itself"
+            )
+        targets = list(wanted(self.plan, self._parameters, self.groups.shards, smallest))
+        if not targets:
+            raise ConfigError(
+                f"learn_levels: no parameter of {smallest} values or more is sent through "
+                '"learnedlevels": attach with "learnedlevels:rounding=stochastic" for gradients or '
+                'weights="learnedlevels", or give a lower `smallest`'
+            )
+        found = learned(targets, self._parameters, self.groups, self._gradients.summed, steps)
+        self._use(found)
+        return len(found.gradients) + len(found.weights)
+
+    def _use(self, new: Levels) -> None:
+        """Put levels in force, between two passes on all ranks."""
+        self._switch.change(lambda plan: replace(plan, levels=plan.levels.changed(new)))
+        self._adopt()
 
     # ---- statistics, state, detach
 
@@ -266,21 +230,26 @@ class Sharded(Saved):
             exposed_seconds: what communication added to backward: FSDP2 waits for each of these
                 where it calls it, so all of the time from call to result, waits for ranks that come
                 later and for kernels to be compiled included. Over NCCL the host does not wait, and
-                this is the time of queueing the work. Gathers of weights are torch's, and are not
-                counted.
+                this is the time of queueing the work.
+            weights_calls, weights_wire_bytes, weights_raw_bytes: of gathers of weights through
+                gradwire, which none of the above counts: their number, what this rank sent, and
+                what sending its shards uncompressed to N - 1 ranks would send. Gathers that are
+                left to torch are not counted. With keep="reference", gathers that sent nothing are
+                not, and exchanges of whether weights have changed are.
+            weights_kept_bytes: memory of what is kept of gathered weights.
             kernel_seconds, kernel_calls: as of `Handle.stats`.
             residual_bytes: memory of residuals: with error feedback 4 bytes for every value of
                 every compressed parameter, whole, on each rank.
             parameters: name -> codec (or "dense"), numel, payload_bytes, ratio.
             plan: its version.
         """
-        with self._lock:
-            totals: dict[str, Any] = dict(self._totals)
+        totals = self._gradients.totals()
         wire = totals["wire_bytes"]
         return {
             **totals,
             "ratio": totals["raw_bytes"] / wire if wire else None,
             "residual_bytes": self._state_bytes(),
+            **(NO_STATS if self.weights is None else self.weights.stats()),
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
@@ -293,21 +262,23 @@ class Sharded(Saved):
         Raises:
             ConfigError: `every` is not a number of passes.
         """
-        with self._lock:
-            totals = dict(self._totals)
+        totals = self._gradients.totals()
         return self._metrics.read(totals, self.plan, self._members, layers, every)
 
     def summary(self) -> str:
         planned = {p.name: p for p in self.plan.parameters}
-        scatter = None if self.groups.scatter is None else self.owner.comm
-        between = None if self.groups.replicas is None else self.replicas.comm
+        scatter = None if self.groups.scatter is None else self._gradients.owner.comm
+        between = None if self.groups.replicas is None else self._gradients.replicas.comm
         expected = Expected(0, 0)
         for group in self._shards:
             pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
-            expected += expected_scatter(pieces, scatter, between, self.groups.shard)
-        comms = [owner.comm for owner in self._owners]
+            of_group = pieces, scatter, between, self.groups.shard
+            expected += expected_scatter(*of_group, self.plan.options)
+        comms = [owner.comm for owner in self._gradients.owners]
         of = self.plan, self.rank, comms, expected, self.stats(), self.world_size
-        return summary("an FSDP2 module" + ("" if self._replaced else " (detached)"), *of)
+        return summary(
+            "an FSDP2 module" + ("" if self._gradients.installed else " (detached)"), *of
+        )
 
     summary.__doc__ = Saved.summary.__doc__
 
@@ -319,7 +290,12 @@ class Sharded(Saved):
         Raises:
             ConfigError: as there.
         """
+        states = states_of(state)
+        references = None if self.weights is None else self.weights.references(states)
+        levels = Levels.of(states[0].get("levels"))
         super().load_state_dict(state)
+        self._switch.change(lambda plan: replace(plan, levels=levels))
+        self._adopt()
         if self.groups.size == 1 and any(member.state for member in self._members.values()):
             warnings.warn(
                 "load_state_dict: a single rank reduces nothing under FSDP2, so the residuals of "
@@ -328,18 +304,27 @@ class Sharded(Saved):
             )
             for member in self._members.values():
                 member.keep({})
+        if self.weights is not None and references is not None:
+            self.weights.load(references, states[0].get("counted") is True)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.plan.levels != Levels():
+            state["levels"] = self.plan.levels.state()
+        if self.weights is not None and self.weights.versions.steps:
+            state["counted"] = True  # versions of weights, by the steps of an optimizer
+        kept = None if self.weights is None else self.weights.state()
+        return state if kept is None else {**state, "weights": kept}
+
+    state_dict.__doc__ = Saved.state_dict.__doc__
 
     def detach(self) -> None:
         """Restore FSDP2's own collectives; call it between two steps. Statistics and state stay
         readable."""
-        self._backward.unwatch()
-        for record, scatter, gather, mesh in self._replaced:
-            record._reduce_scatter_comm, record._all_gather_comm = scatter, gather
-            record.mesh_info = mesh
-        self._replaced.clear()
-        for owner in self._owners:
+        if self.adaptation is not None:
+            self.adaptation.close()
+        if self.weights is not None:
+            self.weights.remove()
+        self._gradients.remove()
+        for owner in self._gradients.all_owners():
             owner.comm.close_owner(owner)
-
-
-def _nothing() -> None:
-    pass

@@ -9,11 +9,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives import Options
+from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.integrations.fsdp import Groups
+from gradwire.integrations.choices import targets_of
+from gradwire.integrations.fsdp import Groups, gather_group
+from gradwire.integrations.replan import Replan
 from gradwire.integrations.sharded import Sharded
-from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, trained_of
-from gradwire.planner import Plan, Rules
+from gradwire.integrations.sharded_plan import Trained, check_gathers, make_sharded_plan, trained_of
+from gradwire.planner import Plan, Rules, WeightRules
 
 _STEP_BITS = 32  # bits of a handle's step counter
 # Each handle of a group draws different random numbers.
@@ -28,14 +33,34 @@ class PlannedShards:
     trained: Trained
     plan: Plan
 
-    def handle(self, seed: int) -> Sharded:
-        """Attach; raises ConfigError if ranks disagree."""
+    def handle(self, seed: int, adaptive: tuple[Policy, Replan] | None = None) -> Sharded:
+        """Attach, with a policy or none; raises ConfigError if ranks disagree, or the policy has no
+        choice."""
+        if adaptive is not None:
+            if adaptive[1].mixed:
+                raise ConfigError("policy: Replan(mixed=True) is for DDP: FSDP2 has no PowerSGD")
+            if adaptive[1].weigh != "bytes":
+                raise ConfigError(
+                    f"policy: Replan(weigh={adaptive[1].weigh!r}) is for DDP, which has buckets"
+                )
+            targets_of(self.plan)
+            if self.trained.groups.replicas is not None:
+                raise ConfigError(
+                    "policy: the plan of a module with replicas (HSDP) cannot change: leave it out"
+                )
         groups = self.trained.groups
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
-        for group in groups.all:
+        agreed += [] if adaptive is None else list(map(repr, adaptive))
+        told = [*groups.all]
+        if self.plan.weights is not None:
+            told.append(gather_group(self.trained.records[0]))
+        for group in dict.fromkeys(told):
             communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
-        return Sharded(self.model, self.trained, self.plan, seed, count << _STEP_BITS)
+        made = Sharded(self.model, self.trained, self.plan, seed, count << _STEP_BITS)
+        if adaptive is not None:
+            made.adapt(*adaptive)
+        return made
 
 
 def plan_sharded(
@@ -43,6 +68,8 @@ def plan_sharded(
     rules: Rules,
     like: Groups | None = None,
     ours: Callable[[dist.ProcessGroup], bool] = lambda _: True,
+    weights: WeightRules | None = None,
+    options: Options | None = None,
 ) -> PlannedShards:
     """Check and plan every FSDP module in `model` on this rank, before ranks agree.
 
@@ -50,12 +77,22 @@ def plan_sharded(
         like: skip modules over other process groups than these, and modules that cannot have a
             handle.
         ours: whether gradients over a process group are compressed.
+        weights: how weights are gathered; None: by FSDP2.
+        options: of the collectives.
 
     Raises:
         ConfigError: a module cannot have a handle, modules use several process groups, an
             aggregator is not a single codec, or as `make_plan`.
     """
     trained = trained_of(model, like, ours)
-    return PlannedShards(
-        model, trained, make_sharded_plan(trained.named, rules, trained.groups.size)
+    if weights is not None:
+        check_gathers(trained)
+    nodes, shards = None if options is None else options.nodes, trained.groups.shards
+    if nodes is not None and len(nodes) != shards:
+        raise ConfigError(
+            f"nodes={nodes}: give the machine of each of the {shards} ranks that hold shards"
+        )
+    plan = make_sharded_plan(
+        trained.named, rules, trained.groups.size, weights=weights, options=options
     )
+    return PlannedShards(model, trained, plan)

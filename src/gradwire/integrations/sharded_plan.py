@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradwire.aggregators import Compressed, Dense
+from gradwire.collectives import Operation, Options, check_defined
+from gradwire.collectives.legal import FLOATS, check_algorithm
 from gradwire.errors import ConfigError
 from gradwire.integrations.fsdp import (
     Groups,
@@ -20,7 +22,9 @@ from gradwire.integrations.fsdp import (
 )
 from gradwire.integrations.scatter import Replicas, Scatter
 from gradwire.integrations.wrapped import plain_name, plain_names
-from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner import Plan, Rules, WeightRules, make_plan
+
+SCATTER, GATHER = Operation("reduce_scatter", "avg"), Operation("all_gather")
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,53 @@ class Trained:
 
 
 def make_sharded_plan(
-    named: Sequence[tuple[str, torch.Tensor]], rules: Rules, ranks: int, version: int = 0
+    named: Sequence[tuple[str, torch.Tensor]],
+    rules: Rules,
+    ranks: int,
+    version: int = 0,
+    weights: WeightRules | None = None,
+    options: Options | None = None,
 ) -> Plan:
-    """The plan; raises ConfigError as `make_plan`, and for aggregators other than codecs."""
-    plan = make_plan(named, rules, ranks, version=version)
+    """The plan; raises ConfigError as `make_plan`, for aggregators other than codecs, and for
+    options that FSDP2's collectives do not have."""
+    options = options or Options()
+    # `make_plan` checks codecs for an all-reduce.
+    plan = replace(make_plan(named, rules, ranks, version=version), options=options)
+    for operation in (SCATTER, *([] if weights is None else [GATHER])):
+        check_algorithm(operation, options_for(operation, options), ranks, "FSDP2")
     for p in plan.parameters:
         alone = isinstance(p.inner, Compressed) and p.inner == Compressed(p.inner.codec)
         if not (alone or isinstance(p.inner, Dense)):
             raise ConfigError(
                 f"parameter {p.name}: FSDP2's reduce-scatter takes a codec, not {p.how}"
             )
-    return plan
+        if p.codec is not None:
+            check_defined(options.algorithm, p.codec, SCATTER.verb)
+    return plan if weights is None else _with_weights(plan, weights)
+
+
+def options_for(operation: Operation, options: Options) -> Options:
+    """How one of a sharded module's collectives runs, if `options` say how gradients are
+    scattered."""
+    if operation.verb == SCATTER.verb:
+        return options
+    if operation.verb == GATHER.verb:
+        return replace(options, inside="codec")  # payloads are forwarded, not summed
+    return options.through("sra")  # between replicas, and of single numbers
+
+
+def _with_weights(plan: Plan, weights: WeightRules) -> Plan:
+    weights.check((p.name,) for p in plan.parameters)
+    parameters = []
+    for p in plan.parameters:
+        codec = weights.choose((p.name,), len(p.shape), p.numel)
+        if codec is not None and p.dtype not in FLOATS:
+            raise ConfigError(
+                f"weights: parameter {p.name} is of {p.dtype}, and codecs take float32, float16 "
+                f'and bfloat16: exclude it by weights={{"{p.name}": None, "*": ...}}'
+            )
+        parameters.append(replace(p, weight=codec))
+    return replace(plan, parameters=tuple(parameters), weights=weights)
 
 
 def not_free(where: str, record: Any) -> str | None:
@@ -96,6 +136,18 @@ def not_free(where: str, record: Any) -> str | None:
             "(set_custom_reduce_scatter), which gradwire would replace: use one of the two"
         )
     return None
+
+
+def check_gathers(trained: Trained) -> None:
+    """Raise ConfigError if a group's weights are gathered by a script's own object."""
+    for record in trained.records:
+        gather = type(record._all_gather_comm)
+        if not gather.__module__.startswith("torch."):
+            name = trained.names.get(record.fsdp_params[0], "(no name)")
+            raise ConfigError(
+                f"the group of parameter {name} has a custom all-gather, {gather.__name__} "
+                "(set_custom_all_gather), which gradwire would replace: use one of the two"
+            )
 
 
 def is_attached(record: Any) -> bool:
@@ -140,8 +192,8 @@ def trained_of(
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise ConfigError(
-            f"modules {first} and {second} are sharded over different process groups: attach to "
-            "each of them separately"
+            f"modules {first} and {second} are sharded over different process groups: shard both "
+            "over one mesh, or attach to parts of the model that have one each"
         )
     if not found:
         raise ConfigError("fully_shard has sharded no module in this one: nothing to attach to")

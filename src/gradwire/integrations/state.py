@@ -59,7 +59,7 @@ def merge_states(
         _check_tensors(state, plan, world_size)
     first = states[0]
     for state in states:
-        for key in ("world_size", "seed", "steps", "shards", "dims"):
+        for key in ("world_size", "seed", "steps", "shards", "dims", "levels", "policy"):
             if state.get(key) != first.get(key):
                 raise ConfigError(
                     f"load_state_dict: the states of ranks {first['rank']} and {state['rank']} "

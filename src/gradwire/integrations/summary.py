@@ -99,6 +99,7 @@ def expected_scatter(
     comm: Communicator | None,
     between: Communicator | None,
     shard: int,
+    options: Options,
 ) -> Expected:
     """Of a step in which FSDP2 scatters one group of parameters.
 
@@ -114,7 +115,7 @@ def expected_scatter(
             dataclasses.replace(_spec(p, sum(lengths), dtype, _SCATTER), lengths=lengths)
             for p, lengths, dtype in pieces
         ]
-        wire = _wire_bytes(_SCATTER, specs, _topology(comm), Options())
+        wire = _wire_bytes(_SCATTER, specs, _topology(comm), options)
         # With padding, as FSDP2 has it.
         raw = sum(max(lengths) * len(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
         found += Expected(wire, raw * (comm.world_size - 1) // comm.world_size)
@@ -124,7 +125,8 @@ def expected_scatter(
             for p, lengths, dtype in pieces
             if lengths[shard]
         ]
-        wire = _wire_bytes(AVERAGE, specs, _topology(between), Options()) if specs else 0
+        through = options.through("sra")
+        wire = _wire_bytes(AVERAGE, specs, _topology(between), through) if specs else 0
         raw = sum(max(lengths) * dtype.itemsize for _, lengths, dtype in pieces)
         found += Expected(wire, 2 * raw * (between.world_size - 1) // between.world_size)
     return found
@@ -187,6 +189,8 @@ def summary(
     used = [comm for comm in comms if comm.world_size > 1] or comms[:1]
     lines.append(run + ", ".join(dict.fromkeys(map(transport_name, used))))
     lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
+    if plan.weights is not None:
+        lines.append(f"  {_weights_line(plan, stats['weights_kept_bytes'])}")
     return "\n".join(lines)
 
 
@@ -246,6 +250,23 @@ def _residual_line(plan: Plan, rank: int, ranks: int, now: int) -> str:
         return "residuals: none"
     later = "" if now else f" before the first step, {whole:,} bytes from then on"
     return f"residuals and other state of this rank: {now:,} bytes{later}"
+
+
+def _weights_line(plan: Plan, now: int) -> str:
+    """Of the codecs of weights, and of the memory of what is kept of them."""
+    assert plan.weights is not None
+    coded = [p for p in plan.parameters if p.weight is not None]
+    bits = 8 * sum(layout(p.weight, p.dtype).expected_nbytes(p.numel) for p in coded if p.weight)
+    values = sum(p.numel for p in coded)
+    text = f"weights: {values:,} values in codecs, {bits / max(values, 1):.3g} bits per value"
+    kept = {
+        "payload": "the compressed model",
+        "reference": "the decoded model, and differences to it are sent",
+    }.get(plan.weights.keep)
+    if kept is None:
+        return f"{text}; nothing is kept of them between gathers"
+    when = "" if now else " before the first step"
+    return f"{text}; every rank keeps {kept}: {now:,} bytes{when}"
 
 
 def transport_name(comm: Communicator) -> str:

@@ -82,6 +82,7 @@ class Switch:
         self._owner = owner
         self._rehearse = rehearse
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # not busy
         self._plans = {plan.version: plan}  # the plan in force, and prepared ones
         self._prepared = plan.version
         self._waiting: list[tuple[Plan, Update]] = []
@@ -116,6 +117,7 @@ class Switch:
             with self._lock:
                 if not self._waiting:
                     self._busy = False
+                    self._idle.notify_all()
                     return
                 plan, update = self._waiting.pop(0)
             try:
@@ -168,6 +170,15 @@ class Switch:
         with self._lock:
             error, self._refused = self._refused, None
         return error
+
+    def change(self, change: Callable[[Plan], Plan]) -> None:
+        """Change every plan, that in force too, without preparing it again. All ranks call it
+        between two passes; it waits until this rank has prepared what was requested."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy)
+            self._plans = {version: change(plan) for version, plan in self._plans.items()}
+            self.plan = self._plans[self.plan.version]
+            self.newest = change(self.newest)
 
     # ---- passes --------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
 
+_REPLICATE = "torch.distributed._composable.replicate"  # adds a base class of its own
 _HELD = ("_forward_module", "module", "model")
 _SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -109,6 +110,11 @@ def in_hand(module: object) -> torch.nn.Module:
             "FullyShardedDataParallel (FSDP1): shard the model with fully_shard"
         )
     if isinstance(module, torch.nn.Module):
+        if any(base.__module__ == _REPLICATE for base in type(module).__mro__):
+            raise ConfigError(
+                "attach takes a DistributedDataParallel module, or one from fully_shard, not one "
+                "from replicate: wrap the bare model, attach(DistributedDataParallel(model))"
+            )
         inside = _listed(module)
         if inside:
             raise ConfigError(
@@ -117,7 +123,8 @@ def in_hand(module: object) -> torch.nn.Module:
             )
         raise ConfigError(
             f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
-            "wrap it first, attach(DistributedDataParallel(model))"
+            "wrap it first, attach(DistributedDataParallel(model)), or shard it, "
+            "attach(fully_shard(model))"
         )
     known = _in_object(module)
     if not hasattr(module, "__dict__"):

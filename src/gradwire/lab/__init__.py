@@ -3,12 +3,14 @@
     from gradwire.lab import Network, launch
     codes = launch(["python", "train.py"], nodes=4, net=Network.parse("1gbit,1ms"))
 
-Read in this order: `network` (what is emulated), `links` (how), `supervisor` (the process that owns
-it), `client` (the API), `run` (a command on every node). docs/reference/lab.md is the user's page.
+Read in this order: `network` and `schedule` (what is emulated), `links` (how), `supervisor` (the
+process that owns it), `client` (the API), `run` (a command on every node). docs/reference/lab.md is
+the user's page.
 """
 
 from gradwire.lab.client import Lab, NodeProcess, available
 from gradwire.lab.network import Network
 from gradwire.lab.run import launch, run_command
+from gradwire.lab.schedule import Schedule
 
-__all__ = ["Lab", "Network", "NodeProcess", "available", "launch", "run_command"]
+__all__ = ["Lab", "Network", "NodeProcess", "Schedule", "available", "launch", "run_command"]

@@ -28,6 +28,7 @@ from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import links, program
 from gradwire.lab.network import Network
 from gradwire.lab.ports import free_port
+from gradwire.lab.schedule import Schedule
 from gradwire.lab.supervisor import MESSAGE_BYTES
 
 # The supervisor must not import torch (it takes seconds and starts threads). So it bypasses the
@@ -94,9 +95,12 @@ class Lab:
     Args:
         nodes: number of nodes, 1 to 1024.
         net: the network between them; on `none` all nodes are processes on this machine's loopback.
+            Of a schedule, the lab begins with the first phase, and can `change` to the others;
+            its user does that.
         latency_by: "netem" or "line" (the delay line); by default netem where the kernel has it.
 
     Attributes:
+        net: the present network.
         latency_by: once entered, what carries the packets: "netem", "line", "bridge" (no latency
             requested) or "loopback" (net none).
 
@@ -104,13 +108,14 @@ class Lab:
         ConfigError: a bad argument; or, on entering, the reason why no lab works on this machine.
     """
 
-    def __init__(self, nodes: int, net: Network, latency_by: str | None = None) -> None:
+    def __init__(self, nodes: int, net: Network | Schedule, latency_by: str | None = None) -> None:
         if not 1 <= nodes <= links.MAX_NODES:
             raise ConfigError(f"a lab has 1 to {links.MAX_NODES} nodes, not {nodes}")
         if latency_by not in (None, "netem", "line"):
             raise ConfigError(f"latency_by is 'netem' or 'line', not {latency_by!r}")
         self.nodes = nodes
-        self.net = net
+        self.schedule = net if isinstance(net, Schedule) else Schedule.fixed(net)
+        self.net = self.schedule.first
         self.latency_by = latency_by
         self._ids = itertools.count()
         self._ports = itertools.count(_PORT)
@@ -167,7 +172,7 @@ class Lab:
             "line": "latency by the delay line",
             "bridge": "a bridge, no latency added",
         }[str(self.latency_by)]
-        return f"{self.nodes} nodes on {self.net}: network namespaces, rate by htb, {means}"
+        return f"{self.nodes} nodes on {self.schedule}: network namespaces, rate by htb, {means}"
 
     def spawn(
         self,
@@ -215,6 +220,27 @@ class Lab:
             raise ConfigError("nodes on loopback (net none) have no link of their own to drop")
         self._ask("link", rank=rank, up=up)
 
+    def change(self, net: Network) -> None:
+        """Give every link another rate and latency; returns once they hold.
+
+        The links follow one another within some milliseconds per node. No packet is lost, and none
+        overtakes another: those on their way keep the latency that they had.
+
+        Raises:
+            ConfigError: to or from `none`; or to a latency, in a lab that was built without one.
+        """
+        if not self.net.shaped or not net.shaped:
+            raise ConfigError(
+                "the network none has no links: a lab changes neither from it nor to it"
+            )
+        if net.latency_ns and self.latency_by == "bridge":
+            raise ConfigError(
+                f"the lab was built without latency and cannot change to {net}: begin with a "
+                "latency, or give Lab a schedule"
+            )
+        self._ask("change", rate=round(net.rate_bits_per_s), latency_ns=net.latency_ns)
+        self.net = net
+
     def torchrun_env(self, per_node: int = 1) -> list[dict[str, str]]:
         """The environment variables that torchrun would set, per rank, for `per_node` processes on
         each node. The port is fresh.
@@ -247,6 +273,7 @@ class Lab:
             "nodes": self.nodes,
             "rate": round(self.net.rate_bits_per_s),
             "latency_ns": self.net.latency_ns,
+            "delays": self.schedule.delays,
             "latency_by": self.latency_by,
         }
         built = self._ask("build", line=None, **request)

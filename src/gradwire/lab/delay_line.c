@@ -2,6 +2,10 @@
  *
  *   delay_line LATENCY_NS PORT...
  *
+ * It writes "ready" once it forwards. A line with a number on standard input sets another latency,
+ * which it answers with "ready", too: packets that it holds keep their time, and those after them
+ * wait behind them, so none is lost and none overtakes another.
+ *
  * PORT i is the switch's end of the link to node i, whose address is 02:00:00:00:HH:LL with
  * HHLL = i + 1, so no routing table is needed; other packets (broadcast) are dropped. Packets are
  * read from a memory-mapped ring per port (AF_PACKET, TPACKET_V2), so a burst waits in the ring
@@ -30,6 +34,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 enum {
     SLOT = 1 << 16,          /* one packet; the nodes' gso_max_size keeps packets below this */
@@ -56,7 +61,7 @@ struct port {
 };
 
 static struct port ports[MAX_PORTS];
-static struct pollfd polls[MAX_PORTS];
+static struct pollfd polls[MAX_PORTS + 1]; /* the last is standard input */
 static int port_count;
 static int64_t latency;
 
@@ -157,6 +162,24 @@ static void send_due(struct port *p, int64_t now) {
     }
 }
 
+static void ready(void) {
+    puts("ready");
+    fflush(stdout);
+}
+
+/* Whole lines only: their writer sends one with one call, and waits for the answer. */
+static void read_latency(void) {
+    char line[32];
+    ssize_t size = read(0, line, sizeof line - 1);
+    if (size <= 0) {
+        polls[port_count].fd = -1; /* closed: the latency stays */
+        return;
+    }
+    line[size] = 0;
+    latency = atoll(line);
+    ready();
+}
+
 int main(int argc, char **argv) {
     latency = argc > 1 ? atoll(argv[1]) : 0;
     port_count = argc - 2;
@@ -173,8 +196,8 @@ int main(int argc, char **argv) {
         ports[i].name = argv[i + 2];
         open_port(&ports[i]);
     }
-    puts("ready");
-    fflush(stdout);
+    polls[port_count] = (struct pollfd){0, POLLIN, 0};
+    ready();
     for (;;) {
         int64_t now = now_ns(CLOCK_MONOTONIC), next = INT64_MAX;
         for (int i = 0; i < port_count; i++) {
@@ -188,7 +211,8 @@ int main(int argc, char **argv) {
         for (int i = 0; i < port_count; i++)
             polls[i] = (struct pollfd){ports[i].fd, in | (ports[i].blocked ? POLLOUT : 0), 0};
         struct timespec timeout = {wait / 1000000000, wait % 1000000000};
-        if (ppoll(polls, port_count, &timeout, 0) < 0 && errno != EINTR) die("poll", "");
+        if (ppoll(polls, port_count + 1, &timeout, 0) < 0 && errno != EINTR) die("poll", "");
+        if (polls[port_count].revents) read_latency();
         for (int i = 0; i < port_count; i++) {
             if (polls[i].revents & POLLERR) { /* the link went down: clear the error */
                 int error;

@@ -123,23 +123,31 @@ def ip_link(rank: int, up: bool) -> list[str]:
     return [f"link set dev port{rank} {'up' if up else 'down'}"]
 
 
-def tc_shape(devices: Sequence[str], rate_bits_per_s: int, netem_ns: int = 0) -> list[str]:
-    """Limit the egress of `devices` to the rate, after a delay of `netem_ns` nanoseconds if > 0."""
+def tc_shape(
+    devices: Sequence[str], rate_bits_per_s: int, netem_ns: int | None = None, verb: str = "add"
+) -> list[str]:
+    """Limit the egress of `devices` to the rate, after a delay of `netem_ns` nanoseconds by netem
+    unless it is None.
+
+    Args:
+        verb: "add"; or "change" for devices that have a limit, which drops no queued packet.
+    """
     # The burst is what an idle link may send at once: half a millisecond's worth, and at least one
     # packet. With a larger one, short transfers exceed the rate; with a smaller one, a late timer
     # loses rate.
     burst = max(MTU + 100, rate_bits_per_s // 8 // 2000)
-    queue = f"pfifo limit {QUEUE_PACKETS}"
-    if netem_ns:
-        queue = f"netem delay {netem_ns / 1000:.3f}us limit {QUEUE_PACKETS}"
     limit = f"rate {rate_bits_per_s}bit burst {burst}b cburst {burst}b quantum {GSO_BYTES}"
     commands = []
     for device in devices:
-        commands += [
-            f"qdisc add dev {device} root handle 1: htb default 1",
-            f"class add dev {device} parent 1: classid 1:1 htb {limit}",
-            f"qdisc add dev {device} parent 1:1 handle 10: {queue}",
-        ]
+        if verb == "add":
+            commands.append(f"qdisc add dev {device} root handle 1: htb default 1")
+        commands.append(f"class {verb} dev {device} parent 1: classid 1:1 htb {limit}")
+        queue = f"qdisc {verb} dev {device} parent 1:1 handle 10:"
+        if netem_ns is not None:
+            delay = f"{netem_ns / 1000:.3f}us"
+            commands.append(f"{queue} netem delay {delay} limit {QUEUE_PACKETS}")
+        elif verb == "add":
+            commands.append(f"{queue} pfifo limit {QUEUE_PACKETS}")
     return commands
 
 

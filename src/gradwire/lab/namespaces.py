@@ -66,15 +66,26 @@ class Node:
         with _returning():
             _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare (net and uts namespaces of a node)")
             socket.sethostname(hostname)
-            for name, value in settings.items():
-                with open(f"/proc/sys/net/{name}", "w") as file:
-                    file.write(value)
+            _write(settings)
             self._fds = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
 
     def enter(self) -> None:
         """Move this process (a fresh child, before exec) into the node."""
         for fd in self._fds:
             _setns(fd)
+
+    def set(self, settings: Mapping[str, str]) -> None:
+        """Change the settings of its network."""
+        with _returning():
+            self.enter()
+            _write(settings)
+
+
+def _write(settings: Mapping[str, str]) -> None:
+    """Set the present network's settings."""
+    for name, value in settings.items():
+        with open(f"/proc/sys/net/{name}", "w") as file:
+            file.write(value)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TextIO
 
@@ -16,6 +16,7 @@ from gradwire.errors import ConfigError
 from gradwire.lab.client import Lab, NodeProcess
 from gradwire.lab.network import Network
 from gradwire.lab.output import Outputs
+from gradwire.lab.schedule import Schedule
 
 _OUTPUTS = ("prefix", "rank0", "files")
 # After SIGTERM (or SIGINT, on Ctrl-C), before SIGKILL.
@@ -26,7 +27,7 @@ _POLL_S = 0.05
 def launch(
     argv: Sequence[str],
     nodes: int,
-    net: Network,
+    net: Network | Schedule,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     stdout: TextIO | None = None,
@@ -37,6 +38,7 @@ def launch(
     grace: float = 30.0,
     latency_by: str | None = None,
     per_node: int = 1,
+    length: float | None = None,
 ) -> list[int]:
     """Run `argv` on each of `nodes` emulated machines, `per_node` times, and wait for all.
 
@@ -46,7 +48,8 @@ def launch(
     killed, and KeyboardInterrupt is raised again.
 
     Args:
-        net: on `none`, the same processes run on loopback, without namespaces.
+        net: on `none`, the same processes run on loopback, without namespaces. A schedule is
+            followed by the seconds since the processes' start, with a line on `stderr` per change.
         timeout: limit for the whole run, in seconds.
         stdout, stderr: text streams; by default this process's own.
         output: "prefix": every line of every node with "[node 2] " before it;
@@ -56,6 +59,7 @@ def launch(
         grace: seconds after a node has failed before the others are terminated.
         latency_by: as in `Lab`.
         per_node: processes per node; messages and output label each of them as a node.
+        length: expected seconds of the run, for a schedule by share.
 
     Returns:
         The exit code of each process, in rank order; negative for a signal.
@@ -72,10 +76,13 @@ def launch(
         raise ConfigError(f"timeout={timeout:g}: give a number of seconds above 0, or none")
     out = stdout if stdout is not None else sys.stdout
     err = stderr if stderr is not None else sys.stderr
+    if isinstance(net, Schedule):
+        net = net.in_seconds(length)
     processes: list[NodeProcess] = []
     # Exit order: first the lab, which ends every writer, then the readers of its output.
     with Outputs(output, log_dir, out, err) as outputs, Lab(nodes, net, latency_by) as lab:
         print(f"lab: {lab.describe()}", file=err, flush=True)
+        begun = time.monotonic()
         try:
             for rank, torchrun in enumerate(lab.torchrun_env(per_node)):
                 full = {**os.environ, **torchrun, **(env or {})}
@@ -84,7 +91,7 @@ def launch(
                     node_err = outputs.end(ends, rank, "err")
                     node = rank // per_node
                     processes.append(lab.spawn(node, argv, full, cwd, node_out, node_err))
-            return _wait(processes, timeout, grace)
+            return _wait(processes, timeout, grace, lambda: _follow(lab, begun, err))
         except BaseException as error:
             # Not `processes`: a Ctrl-C may come before the newest process is appended to it.
             interrupted = isinstance(error, KeyboardInterrupt)
@@ -100,6 +107,7 @@ def run_command(
     output: str = "prefix",
     log_dir: str | os.PathLike[str] | None = None,
     grace: float = 30.0,
+    length: float | None = None,
 ) -> int:
     """`gradwire lab run`: `launch`, and one exit code for all nodes, by the shell's conventions.
 
@@ -108,15 +116,18 @@ def run_command(
     """
     if not argv:
         raise ConfigError("nothing to run: write the command after --")
+    if length is not None and not length > 0:
+        raise ConfigError(f"length={length:g}: give a number of seconds above 0")
     try:
         codes = launch(
             argv,
             nodes,
-            Network.parse(net),
+            Schedule.parse(net),
             timeout=timeout,
             output=output,
             log_dir=log_dir,
             grace=grace,
+            length=length,
         )
     except TimeoutError as error:
         print(f"lab: {error}", file=sys.stderr, flush=True)
@@ -130,7 +141,12 @@ def run_command(
     return failed[0] if failed else 0
 
 
-def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> list[int]:
+def _wait(
+    processes: list[NodeProcess],
+    timeout: float | None,
+    grace: float,
+    meanwhile: Callable[[], None],
+) -> list[int]:
     """The exit codes, once all have ended by themselves or, after a failure, were terminated."""
     deadline = time.monotonic() + timeout if timeout is not None else None
     terminate_at = None
@@ -138,6 +154,7 @@ def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> 
         running = [p for p in processes if p.poll() is None]
         if not running:
             return [p.wait() for p in processes]
+        meanwhile()
         now = time.monotonic()
         if deadline is not None and now > deadline:
             ranks = ", ".join(str(p.rank) for p in running)
@@ -148,6 +165,15 @@ def _wait(processes: list[NodeProcess], timeout: float | None, grace: float) -> 
             _stop(running, signal.SIGTERM)
             terminate_at = math.inf
         _ended(running[0], _POLL_S)
+
+
+def _follow(lab: Lab, begun: float, err: TextIO) -> None:
+    """Give the lab the network that its schedule has now."""
+    seconds = time.monotonic() - begun
+    net = lab.schedule.at(0, 1, seconds)
+    if net != lab.net:
+        lab.change(net)
+        print(f"lab: {net} from {seconds:.1f} s on", file=err, flush=True)
 
 
 def _stop(processes: list[NodeProcess], gently: signal.Signals) -> None:

@@ -8,9 +8,9 @@ dies, whichever comes first.
 On `--net none` the same supervisor runs without namespaces. Each process that it starts asks the
 kernel to be killed with the supervisor, which inherits their orphans and kills them when it ends.
 
-The control socket carries one JSON object per datagram. Requests: `build`, `spawn` (with three
-descriptors: the new process's standard input, output and error), `kill`, `link`. Each request has a
-number and gets one answer with the same number, `{"ok": value}` or `{"error": text}`. The
+The control socket carries one JSON object per datagram. Requests: `build`, `change`, `spawn` (with
+three descriptors: the new process's standard input, output and error), `kill`, `link`. Each request
+has a number and gets one answer with the same number, `{"ok": value}` or `{"error": text}`. The
 supervisor also sends `{"exited": id, "code": code}` when a node's process ends.
 
 `client.py` starts it as a bare interpreter that imports only the standard library: it must have one
@@ -58,7 +58,7 @@ def main(control_fd: int, caller_pid: int, isolated: bool) -> None:
 
 
 class Supervisor:
-    """The loop and the four requests. Instance attributes are the state of the lab."""
+    """The loop and the five requests. Instance attributes are the state of the lab."""
 
     def __init__(self, control: socket.socket, caller: int, isolated: bool) -> None:
         self.control = control
@@ -67,6 +67,7 @@ class Supervisor:
         self.nodes: list[namespaces.Node] = []
         self.pids: dict[int, int] = {}  # pid -> the caller's id of a running node process
         self.line: subprocess.Popen[bytes] | None = None
+        self.latency_by = ""
 
     def serve(self) -> None:
         namespaces.inherit_orphans()
@@ -100,6 +101,7 @@ class Supervisor:
         request = json.loads(data)
         operations: dict[str, Callable[..., Any]] = {
             "build": self.build,
+            "change": self.change,
             "spawn": self.spawn,
             "kill": self.kill,
             "link": self.link,
@@ -116,40 +118,76 @@ class Supervisor:
         return True
 
     def build(
-        self, nodes: int, rate: int, latency_ns: int, latency_by: str | None, line: str | None
+        self,
+        nodes: int,
+        rate: int,
+        latency_ns: int,
+        delays: bool,
+        latency_by: str | None,
+        line: str | None,
     ) -> dict[str, str]:
         """Make the nodes and their links; returns what carries the latency: `{"latency_by": ...}`.
 
-        `latency_by` requests "netem" or "line"; None takes netem where the kernel has it. The
-        answer "compile" means that nothing was built: the caller must repeat the request with
-        `line`, the path of the delay line's program.
+        `latency_by` requests "netem" or "line"; None takes netem where the kernel has it. Without
+        `delays` there is never a latency, and a plain bridge serves. The answer "compile" means
+        that nothing was built: the caller must repeat the request with `line`, the path of the
+        delay line's program.
         """
-        if latency_ns and latency_by is None:
+        if delays and latency_by is None:
             latency_by = "line" if self._try("tc", links.tc_try_netem()) else "netem"
-        if not latency_ns:
+        if not delays:
             latency_by = "bridge"
         if latency_by == "line" and line is None:
             return {"latency_by": "compile"}
+        self.latency_by = str(latency_by)
         namespaces.settle(links.hosts(nodes))
         settings = links.settings(rate, latency_ns)
         for rank in range(nodes):
             node = namespaces.Node(links.hostname(rank), settings)
             self.nodes.append(node)
             self._run("ip", links.ip_node(rank, nodes, os.getpid()), node)
-            self._run("tc", links.tc_shape(["eth0"], rate), node)
-        ports = [f"port{rank}" for rank in range(nodes)]
         self._run("ip", links.ip_switch(nodes, bridge=latency_by != "line"))
-        netem_ns = latency_ns if latency_by == "netem" else 0
-        self._run("tc", links.tc_shape(ports, rate, netem_ns))
+        self._shape(rate, latency_ns, "add")
         if latency_by != "line":
             self._await_bridge()
         else:
             assert line is not None
-            self.line = subprocess.Popen([line, str(latency_ns), *ports], stdout=subprocess.PIPE)
-            assert self.line.stdout is not None
-            if not self.line.stdout.readline():
-                raise RuntimeError("the delay line did not start; see its message above")
-        return {"latency_by": str(latency_by)}
+            self.line = subprocess.Popen(
+                [line, str(latency_ns), *self._ports()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            self._await_line()
+        return {"latency_by": self.latency_by}
+
+    def change(self, rate: int, latency_ns: int) -> None:
+        """Give all links another rate and latency. Packets in the queues stay there."""
+        settings = links.settings(rate, latency_ns)
+        for node in self.nodes:
+            node.set(settings)
+        self._shape(rate, latency_ns, "change")
+        if self.line is not None:
+            assert self.line.stdin is not None
+            self.line.stdin.write(f"{latency_ns}\n".encode())
+            self.line.stdin.flush()
+            self._await_line()
+
+    def _shape(self, rate: int, latency_ns: int, verb: str) -> None:
+        """Set the rates of both ends of every link, and netem's latency."""
+        for node in self.nodes:
+            self._run("tc", links.tc_shape(["eth0"], rate, verb=verb), node)
+        netem_ns = latency_ns if self.latency_by == "netem" else None
+        self._run("tc", links.tc_shape(self._ports(), rate, netem_ns, verb))
+
+    def _ports(self) -> list[str]:
+        return [f"port{rank}" for rank in range(len(self.nodes))]
+
+    def _await_line(self) -> None:
+        """Wait until the delay line has its latency."""
+        assert self.line is not None
+        assert self.line.stdout is not None
+        if not self.line.stdout.readline():
+            raise RuntimeError("the delay line has ended; see its message above")
 
     def spawn(
         self,

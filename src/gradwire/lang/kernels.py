@@ -231,7 +231,7 @@ def encode(codec: Codec, tensor: torch.Tensor, key: int = 0, target: str = "auto
     the device.
     """
     values = tensor.detach().contiguous()
-    k = _for_device(codec, values.dtype, values.device, target, "encode")
+    k = for_device(codec, values.dtype, values.device, target, "encode")
     payload = torch.empty(k.layout.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
     _run(k, "encode", values, payload, key)
     return payload
@@ -247,7 +247,7 @@ def decode(
 ) -> torch.Tensor:
     """The values of a payload, as dtype[numel] on its device. Raises `CodecError` if its size is
     wrong."""
-    k = _for_device(codec, dtype, payload.device, target, "decode")
+    k = for_device(codec, dtype, payload.device, target, "decode")
     expected = k.layout.nbytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise CodecError(
@@ -259,7 +259,7 @@ def decode(
     return values
 
 
-def _for_device(
+def for_device(
     codec: Codec, dtype: torch.dtype, device: torch.device, target: str, form: str
 ) -> Kernels:
     """The kernels for tensors on this device. Raises `ConfigError` if there are none."""

@@ -7,8 +7,9 @@ Codecs, and all aggregators but `Dense`, take fp32, fp16 and bf16. A parameter o
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +19,9 @@ from gradwire.collectives.legal import FLOATS
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.partition import rotation
+from gradwire.planner.levels import Levels
 from gradwire.planner.rules import Rules
+from gradwire.planner.weights import WeightRules
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ParameterPlan:
         name, shape, dtype: of the parameter.
         aggregator: computes its average; equal aggregators of a plan are one object.
         rotation: see gradwire.partition.
+        weight: the codec in which FSDP2 gathers the parameter; None: uncompressed.
     """
 
     name: str
@@ -36,6 +40,7 @@ class ParameterPlan:
     dtype: torch.dtype
     aggregator: Aggregator
     rotation: int
+    weight: Codec | None = None
 
     @property
     def numel(self) -> int:
@@ -64,7 +69,8 @@ class ParameterPlan:
         return str(self.inner)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.numel} x {self.dtype}, {self.aggregator}"
+        gathered = "" if self.weight is None else f", weights in {self.weight}"
+        return f"{self.name}: {self.numel} x {self.dtype}, {self.aggregator}{gathered}"
 
     def facts(self) -> dict[str, str | int | bool]:
         """What a saved state must share with the plan that loads it."""
@@ -86,6 +92,8 @@ class Plan:
         options: of every collective.
         coalesce_bytes: DDP's buckets are combined until they hold at least as many bytes.
         parameters: every parameter's plan, in the module's order.
+        weights: the rules by which FSDP2's weights are gathered; None: that is left to FSDP2.
+        levels: learned ones, of "learnedlevels" codecs.
     """
 
     version: int
@@ -93,13 +101,29 @@ class Plan:
     options: Options
     coalesce_bytes: int
     parameters: tuple[ParameterPlan, ...]
+    weights: WeightRules | None = None
+    levels: Levels = field(default_factory=Levels)
 
     def describe(self) -> list[str]:
         """The lines that ranks compare: one for the plan, and one per parameter."""
+        kept = "" if self.weights is None else f", keep={self.weights.keep}"
         return [
-            f"version {self.version}, buckets of {self.coalesce_bytes} bytes, {self.options}",
+            f"version {self.version}, buckets of {self.coalesce_bytes} bytes, {self.options}{kept}",
             *map(str, self.parameters),
+            *self.levels.lines(),
         ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, for `gw.attach(model, plan=path)` and `gradwire plan diff`;
+        learned levels are left out.
+
+        Raises:
+            ConfigError: a codec or an aggregator is not one of those that have names.
+            OSError: the file cannot be written.
+        """
+        from gradwire.planner.files import PlanFile  # which imports this file
+
+        PlanFile.of(self).save(path)
 
     def at(self, steps: Mapping[str, int]) -> Plan:
         """The plan as it is in these steps, by parameter: see `Aggregator.at`."""

@@ -11,6 +11,7 @@ The first match wins (CGX 4.1's layer filters):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -107,6 +108,11 @@ def check_coalesce_bytes(coalesce_bytes: object) -> None:
     """Raise ConfigError unless it is a number of bytes."""
     if type(coalesce_bytes) is not int or coalesce_bytes < 0:
         raise ConfigError(f"coalesce_bytes={coalesce_bytes!r}: give a number of bytes, 0 or more")
+
+
+def exactly(name: str) -> str:
+    """The pattern that matches this name alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def matches(names: Iterable[str], pattern: str) -> bool:

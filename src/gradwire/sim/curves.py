@@ -4,7 +4,7 @@
      "codecs": {"QSGD(bits=4, ...)": {"encode": [CALL, VALUE, PAYLOAD], ...}, ...},
      "engine": {"start": ..., "task": ..., "post": ..., "check": ..., "check_byte": ...},
      "link": {"goodput": ..., "shared": ..., "settling": ..., "overhead": ..., "stack": ...,
-              "memory": ...}}
+              "message": ..., "memory": ...}}
 
 A kernel call takes CALL + values * (VALUE + payloads * PAYLOAD) seconds, where payloads is the
 number of payloads that a merge sums. `engine` and `link` hold the fields of `Overheads` and
@@ -36,6 +36,7 @@ class Software:
     settling: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
+    message: float = 0.0
     memory: float = math.inf
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from gradwire.algorithms import Algorithm, Hierarchical
-from gradwire.collectives import Options
+from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.engine import Graph, Kind
 from gradwire.errors import ConfigError
 from gradwire.sim.buckets import Bucket
@@ -23,12 +23,20 @@ class Ensemble:
 
     Args:
         per_node: ranks per node.
+        operation: of all buckets.
     """
 
     def __init__(
-        self, ranks: int, per_node: int, algorithm: Algorithm, options: Options, curves: Curves
+        self,
+        ranks: int,
+        per_node: int,
+        algorithm: Algorithm,
+        options: Options,
+        curves: Curves,
+        operation: Operation = AVERAGE,
     ) -> None:
         self.ranks = ranks
+        self.operation = operation
         self.algorithm = algorithm
         self.options = options
         self.curves = curves
@@ -81,7 +89,9 @@ class Ensemble:
         key = _key(bucket, symmetric)
         if key not in self._known_contents:
             in_memory = self.rotation.ranks >= self.ranks
-            contents = bucket_contents(bucket, self.algorithm, self.options, self.ranks, in_memory)
+            contents = bucket_contents(
+                bucket, self.algorithm, self.options, self.ranks, in_memory, self.operation
+            )
             self._known_contents[key] = (
                 equal_chunks(contents, self.rotation.chunks) if symmetric else contents
             )
@@ -100,6 +110,9 @@ class Ensemble:
 def _key(bucket: Bucket, symmetric: bool) -> Hashable:
     """What a bucket's contents depend on; the rotation has no effect on chunks of equal size."""
     return symmetric, tuple(
-        (spec.numel, spec.codec, spec.feedback, 0 if symmetric else spec.rotation)
+        (
+            spec.numel, spec.dtype, spec.codec, spec.feedback, spec.lengths,
+            0 if symmetric else spec.rotation,
+        )
         for spec in bucket
-    )
+    )  # fmt: skip

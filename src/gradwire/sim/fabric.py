@@ -37,6 +37,7 @@ class Link:
         latency: seconds from one node to another.
         overhead: seconds per message beyond latency and rate, whatever its size.
         stack: seconds of core time per byte, once to send it and once to receive it.
+        message: seconds of core time per message, alike; over memory only to receive it.
         memory: bytes per second between ranks of a node.
     """
 
@@ -47,6 +48,7 @@ class Link:
     latency: float = 0.0
     overhead: float = 0.0
     stack: float = 0.0
+    message: float = 0.0
     memory: float = float("inf")
 
 
@@ -160,7 +162,11 @@ class Fabric:
 
         def done() -> None:
             message.sent()
-            message.receiver.arrived(message.name)
+            arrive = _arrival(message.receiver, message.name)
+            if self.link.message:
+                message.receiver.stack.do(self.link.message, arrive)
+            else:
+                arrive()
 
         self.clock.at(end + self.link.overhead, done)
 
@@ -192,8 +198,8 @@ class Fabric:
         end = self._ingress[receiver.node] = begin + seconds
         end += self.link.overhead
         arrive = _arrival(receiver, message.name) if last else _nothing
-        if self.link.stack:
-            work = nbytes * self.link.stack
+        work = nbytes * self.link.stack + (self.link.message if last else 0.0)
+        if work:
             message.sender.stack.do(work, _nothing)
             self.clock.at(end, lambda: receiver.stack.do(work, arrive))
         elif last:

@@ -44,7 +44,7 @@ class Scenario:
         ranks: number of ranks.
         net: the network between nodes.
         codec: for all parameters that are matrices; the others are sent uncompressed.
-        model: as `models.shapes` takes it.
+        model: as `models.shapes` takes it, or shapes.
         options: algorithm, segments, partitions and so on; kernel options have no effect.
         feedback: whether residuals are kept.
         per_node: ranks per node; they share its link and communicate through memory.
@@ -54,6 +54,8 @@ class Scenario:
         exact: whether all ranks are simulated; None: if they are few.
         barrier: whether ranks start as they leave a barrier that rank 0 reached last, as in `bench
             collectives`, rather than all at once. In gloo's barrier rank r signals rank r + 2^k.
+        least: matrices of fewer values are sent uncompressed.
+        coalesce_bytes: as of `gradwire.attach`.
 
     Raises:
         ConfigError: an unknown model, a codec that is not defined in the algorithm, or a number
@@ -63,7 +65,7 @@ class Scenario:
     ranks: int
     net: Net
     codec: Codec
-    model: str
+    model: str | models.Shapes
     options: Options = field(default_factory=Options)
     feedback: bool = False
     per_node: int = 1
@@ -71,22 +73,51 @@ class Scenario:
     backward: float = 0.0
     exact: bool | None = None
     barrier: bool = False
+    least: int = 0
+    coalesce_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: give a number of at least 1")
-        if not self.cores > 0:
-            raise ConfigError(f"cores={self.cores}: give a number above 0")
-        if not 0 <= self.backward < math.inf:
-            raise ConfigError(f"backward={self.backward}: give a number of seconds, 0 or more")
+        check_machines(self.ranks, self.per_node, self.cores)
+        check_seconds("backward", self.backward)
         nodes = self.options.nodes
         if nodes is not None and len(nodes) != self.ranks:
             raise ConfigError(f"nodes={nodes}: give the node of each of the {self.ranks} ranks")
         check_defined(self.options.algorithm, self.codec)
         if self.feedback:
             check_feedback(self.codec)
-        models.shapes(self.model)
+        _ = self.shapes
+
+    @property
+    def shapes(self) -> models.Shapes:
+        """The parameters' shapes, in order."""
+        return models.shapes(self.model) if isinstance(self.model, str) else self.model
+
+
+def check_machines(ranks: int, per_node: int, cores: float) -> None:
+    """Raise ConfigError if a number is out of range."""
+    for name, number in (("ranks", ranks), ("per_node", per_node)):
+        if number < 1:
+            raise ConfigError(f"{name}={number}: give a number of at least 1")
+    if not cores > 0:
+        raise ConfigError(f"cores={cores}: give a number above 0")
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise ConfigError unless it is a time."""
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{name}={seconds}: give a number of seconds, 0 or more")
+
+
+def link_of(net: Net, curves: Curves) -> Link:
+    """A node's link."""
+    return Link(rate=net.rate_bits_per_s / 8, latency=net.latency_s, **asdict(curves.link))
+
+
+def checked(curves: Curves, options: Options, in_memory: bool) -> Curves:
+    """Curves that count the checksums of messages only where there are any."""
+    if not in_memory if options.checksum is None else options.checksum:
+        return curves
+    return replace(curves, engine=replace(curves.engine, check_byte=0.0))
 
 
 def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
@@ -103,13 +134,11 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     Raises:
         ConfigError: a codec has no curve.
     """
-    shapes = models.shapes(scenario.model)
     n = scenario.ranks
-    buckets = ddp_buckets(shapes, scenario.codec, scenario.feedback, n)
+    sent = scenario.codec, scenario.feedback, n, scenario.least, scenario.coalesce_bytes
+    buckets = ddp_buckets(scenario.shapes, *sent)
     algorithm = algorithm_on(scenario.options, n, scenario.per_node)
-    in_memory = scenario.per_node >= n
-    if not (not in_memory if scenario.options.checksum is None else scenario.options.checksum):
-        curves = replace(curves, engine=replace(curves.engine, check_byte=0.0))
+    curves = checked(curves, scenario.options, in_memory=scenario.per_node >= n)
     ensemble = Ensemble(n, scenario.per_node, algorithm, scenario.options, curves)
     rotation, jobs = ensemble.jobs(buckets, True if scenario.barrier else scenario.exact)
     numels = list(accumulate(sum(spec.numel for spec in bucket) for bucket in buckets))
@@ -117,11 +146,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     machines = Machines(
         world_size=n,
         ranks=scenario.per_node,
-        link=Link(
-            rate=scenario.net.rate_bits_per_s / 8,
-            latency=scenario.net.latency_s,
-            **asdict(curves.link),
-        ),
+        link=link_of(scenario.net, curves),
         overheads=curves.engine,
         cores=scenario.cores,
     )
@@ -131,7 +156,7 @@ def predict(scenario: Scenario, curves: Curves) -> dict[str, Any]:
     seconds = max(result.ended)
     limit = _limit(scenario, algorithm, result.moved_bytes[0])
     return {
-        "model": scenario.model,
+        "model": scenario.model if isinstance(scenario.model, str) else "given shapes",
         "numel": numels[-1],
         "algorithm": scenario.options.algorithm,
         "ranks": n,

@@ -7,7 +7,7 @@ thread of their own, in the order of their graph.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,8 +106,9 @@ class SimulatedRank:
 
     Attributes:
         ended: per job, the time in seconds at which its result was in place.
-        sent_bytes: bytes passed to the transport.
+        sent_bytes: per job, bytes passed to the transport.
         kernel_seconds: kernel time of all jobs.
+        on_result: called with a job's number as its result is in place.
     """
 
     def __init__(
@@ -124,8 +125,9 @@ class SimulatedRank:
         self.node = node
         self.stack = Thread(cores)
         self.ended: dict[int, float] = {}
-        self.sent_bytes = 0
+        self.sent_bytes: Counter[int] = Counter()
         self.kernel_seconds = 0.0
+        self.on_result: Callable[[int], None] = _nothing
         self._clock = clock
         self._cores = cores
         self._router = router
@@ -138,9 +140,10 @@ class SimulatedRank:
     def submit_at(self, seconds: Sequence[float], jobs: Sequence[TimedGraph]) -> None:
         """Submit each of `jobs` at its time; the times do not decrease."""
         for number, (when, timed) in enumerate(zip(seconds, jobs, strict=True)):
-            self._clock.at(when, partial(self._submit, number, timed))
+            self._clock.at(when, partial(self.submit, number, timed))
 
-    def _submit(self, number: int, timed: TimedGraph) -> None:
+    def submit(self, number: int, timed: TimedGraph) -> None:
+        """Submit a job now; `number` is its own, equal on all ranks."""
         place = self._core.issue()
         self._core.expect(place)
         self._core.close(place)
@@ -165,6 +168,7 @@ class SimulatedRank:
                 self._event(self._compute, o.start, self._core.started, run)
             elif do is Do.RESULT:
                 self.ended[scope.number] = self._clock.now
+                self.on_result(scope.number)
 
     def _event(
         self, thread: Thread, seconds: float, event: Callable[..., Actions], *arguments: object
@@ -182,7 +186,7 @@ class SimulatedRank:
     def _send(self, run: Run, task: int, thread: Thread) -> None:
         scope: _Scope = run.job
         nbytes = self._nbytes(run, task)
-        self.sent_bytes += nbytes
+        self.sent_bytes[scope.number] += nbytes
 
         def sent() -> None:
             self._perform(self._core.sent(run, task), scope.outbound)
@@ -222,3 +226,7 @@ class SimulatedRank:
         buffers, peer = run.graph.message(task), run.graph.peer[task]
         nbytes, table = (sum(column[b] for b in buffers) for column in (timed.nbytes, timed.tables))
         return nbytes - (table if self._router.same_node(self.number, peer) else 0)
+
+
+def _nothing(job: int) -> None:
+    pass

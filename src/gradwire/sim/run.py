@@ -124,6 +124,40 @@ def run(
             count from its start.
     """
     starts = starts or [0.0] * len(jobs)
+
+    def submit(rank: SimulatedRank, mine: Sequence[TimedGraph]) -> None:
+        rank.submit_at([starts[rank.number] + when for when in ready], mine)
+
+    ranks, fabric = simulate(machines, jobs, lambda clock, cores: submit, rotation)
+    for rank in ranks:
+        assert len(rank.ended) == len(ready), f"rank {rank.number} never finishes"
+    own = list(zip(ranks, starts, strict=True))
+    return Result(
+        ended=tuple(
+            max(rank.ended[job] - start for rank, start in own) for job in range(len(ready))
+        ),
+        sent_bytes=tuple(sum(rank.sent_bytes.values()) for rank in ranks),
+        moved_bytes=tuple(fabric.moved),
+        kernel_seconds=tuple(rank.kernel_seconds for rank in ranks),
+    )
+
+
+Begin = Callable[[SimulatedRank, Sequence[TimedGraph]], None]  # what a rank does at the start
+
+
+def simulate(
+    machines: Machines,
+    jobs: Sequence[Sequence[TimedGraph]],
+    on: Callable[[Clock, Cores], Begin],
+    rotation: Symmetry | None = None,
+) -> tuple[list[SimulatedRank], Fabric]:
+    """Run ranks until nothing is left to do; (the simulated ranks, their links).
+
+    Args:
+        machines, jobs, rotation: as of `run`.
+        on: called with the clock and the cores; what it returns is called for every rank, to submit
+            its jobs.
+    """
     clock = Clock()
     # Node 0 gets its share of the cores, also where it represents the others.
     represented = 1 if rotation is None else rotation.nodes
@@ -132,26 +166,17 @@ def run(
     largest = max((job.largest for job in jobs[0]), default=1)
     fabric = Fabric(clock, machines.link, largest, nodes)
     router = _FabricRouter(machines, fabric, rotation)
+    begin = on(clock, cores)
     for number, mine in enumerate(jobs):
         node = number // machines.ranks
         rank = SimulatedRank(
             number, node, clock, cores, router, machines.overheads, machines.in_flight
         )
         router.ranks.append(rank)
-        rank.submit_at([starts[number] + when for when in ready], mine)
+        begin(rank, mine)
     with _gc_disabled():
         clock.run()
-    for rank in router.ranks:
-        assert len(rank.ended) == len(ready), f"rank {rank.number} never finishes"
-    own = list(zip(router.ranks, starts, strict=True))
-    return Result(
-        ended=tuple(
-            max(rank.ended[job] - start for rank, start in own) for job in range(len(ready))
-        ),
-        sent_bytes=tuple(rank.sent_bytes for rank in router.ranks),
-        moved_bytes=tuple(fabric.moved),
-        kernel_seconds=tuple(rank.kernel_seconds for rank in router.ranks),
-    )
+    return router.ranks, fabric
 
 
 @contextmanager

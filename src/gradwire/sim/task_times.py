@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwire.algorithms import Algorithm
 from gradwire.algorithms.protocol import message
-from gradwire.collectives import AVERAGE, Options
+from gradwire.collectives import AVERAGE, Operation, Options
 from gradwire.collectives.calls import covered_messages, form
 from gradwire.collectives.compile import CollectiveLayout, algorithm_of, cut, message_bytes
 from gradwire.collectives.packing import expected
@@ -35,32 +35,45 @@ class BucketContents:
         tables: bytes of these tables.
         kinds: (codec, whether error feedback applies).
         values: float64[chunk, segment, kind]: number of values.
+        calls: of the same shape: number of tensors, each of which has a kernel call; None where
+            one call covers all tensors of a task.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     tables: tuple[tuple[int, ...], ...]
     kinds: tuple[tuple[Codec, bool], ...]
     values: np.ndarray
+    calls: np.ndarray | None = None
 
 
-def algorithm_on(options: Options, world_size: int, per_node: int) -> Algorithm:
-    """The algorithm of an all-reduce on nodes of `per_node` ranks."""
+def algorithm_on(
+    options: Options, world_size: int, per_node: int, operation: Operation = AVERAGE
+) -> Algorithm:
+    """The algorithm of a collective on nodes of `per_node` ranks."""
     nodes = tuple(rank // per_node for rank in range(world_size))
-    return algorithm_of(AVERAGE, Topology(0, world_size, nodes), options)
+    return algorithm_of(operation, Topology(0, world_size, nodes), options)
 
 
 def bucket_contents(
-    bucket: Bucket, algorithm: Algorithm, options: Options, world_size: int, in_memory: bool = False
+    bucket: Bucket,
+    algorithm: Algorithm,
+    options: Options,
+    world_size: int,
+    in_memory: bool = False,
+    operation: Operation = AVERAGE,
 ) -> BucketContents:
     """Cut a bucket for an algorithm; `in_memory` if all ranks are on one node."""
-    parts = cut(CollectiveLayout(AVERAGE, bucket), algorithm, world_size, options, in_memory)
+    parts = cut(CollectiveLayout(operation, bucket), algorithm, world_size, options, in_memory)
     feedback = np.array([spec.feedback for spec in bucket], dtype="i8")
     kinds = tuple((codec, kept) for codec, _ in parts.kinds for kept in (False, True))
     shape = len(parts.sizes[0]), len(parts.sizes), len(kinds)
     message = parts.chunk * len(parts.sizes) + parts.segment
     place = message * len(kinds) + parts.kind * 2 + feedback[parts.item]
     values = np.bincount(place, parts.numel, int(np.prod(shape))).reshape(shape)
-    return BucketContents(*expected(parts), kinds, values)
+    calls = None
+    if not options.batched:
+        calls = np.bincount(place, minlength=values.size).reshape(shape)
+    return BucketContents(*expected(parts), kinds, values, calls)
 
 
 def equal_chunks(contents: BucketContents, chunks: int) -> BucketContents:
@@ -72,10 +85,13 @@ def equal_chunks(contents: BucketContents, chunks: int) -> BucketContents:
         found = (np.ceil(of_forms / chunks).repeat(chunks) for of_forms in sums)
         return tuple(tuple(align(int(mean)) for mean in segment) for segment in found)
 
-    values = contents.values.reshape(forms, chunks, *contents.values.shape[1:]).sum(axis=1) / chunks
-    return BucketContents(
-        means(contents.sizes), means(contents.tables), contents.kinds, values.repeat(chunks, axis=0)
-    )
+    def mean(of: np.ndarray) -> np.ndarray:
+        summed: np.ndarray = of.reshape(forms, chunks, *of.shape[1:]).sum(axis=1) / chunks
+        return summed.repeat(chunks, axis=0)
+
+    sizes, tables = means(contents.sizes), means(contents.tables)
+    calls = None if contents.calls is None else np.ceil(mean(contents.calls))
+    return BucketContents(sizes, tables, contents.kinds, mean(contents.values), calls)
 
 
 def timed_graph(
@@ -110,18 +126,25 @@ def _seconds(
     """
     covered = covered_messages(graph, task)
     chunks = [graph.buffer_chunk[b] for b in covered]
-    values = contents.values[chunks, [graph.buffer_segment[b] for b in covered]].cumsum(axis=0)[-1]
-    calls: dict[tuple[Codec, str], float] = {}
-    for (codec, feedback), numel in zip(contents.kinds, values.tolist(), strict=True):
+    at = chunks, [graph.buffer_segment[b] for b in covered]
+    values = contents.values[at].cumsum(axis=0)[-1]
+    counts: np.ndarray = np.ones(len(values))
+    if contents.calls is not None:
+        counts = contents.calls[at].cumsum(axis=0)[-1]
+    work: dict[tuple[Codec, str], tuple[float, float]] = {}
+    for (codec, kept), numel, count in zip(contents.kinds, values, counts, strict=True):
         if numel:
-            call = codec, form(graph, task, feedback)
-            calls[call] = calls.get(call, 0.0) + numel
+            call = codec, form(graph, task, kept)
+            known = work.get(call, (0.0, 0.0))
+            work[call] = known[0] + float(numel), max(known[1], float(count))
     payloads = 0
     if graph.reads[task] and graph.kind[task] is Kind.MERGE:
         payloads = len(graph.reads[task]) // graph.width(task)
     e = curves.engine
     seconds = 0.0
-    for (codec, name), numel in calls.items():
+    for (codec, name), (numel, count) in work.items():
+        more = count - 1  # calls beyond the first
         seconds += curves.seconds(codec, name, numel, payloads)
+        seconds += more * curves.seconds(codec, name, 0, payloads)
     messages = len(graph.together(task))
     return seconds + messages * e.check + e.check_byte * sum(nbytes[b] for b in graph.writes[task])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.lengths import per_step
 from gradwire.bench.report.parts import Cell, Question, Table
 from gradwire.bench.report.quantities import percent_of, rate, seconds
 
@@ -46,8 +47,9 @@ def _known(value: float | None) -> str:
 
 def _wire(row: Row) -> str:
     bits = rate(row["net"])
-    if row["wire_bytes"] is None or not row["steps"]:
+    sent = per_step(row, "wire_bytes")
+    if sent is None:
         return _UNKNOWN
     if not math.isfinite(bits) or not bits:
         return "no network"
-    return seconds(8 * row["wire_bytes"] / row["steps"] / bits)
+    return seconds(8 * sent / bits)

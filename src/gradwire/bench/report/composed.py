@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradwire.bench.report import origin
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, digits, network, percent, seconds
@@ -14,11 +15,12 @@ _LARGE = 0.1
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per task and number of ranks."""
-    return [_section(mine) for mine in grouped(rows, "task", "ranks", "parameters").values()]
+    """One section per run, task and number of ranks."""
+    found = grouped(rows, "task", "ranks", "parameters", "task_options", "run")
+    return [_section(mine, rows) for mine in found.values()]
 
 
-def _section(rows: Sequence[Row]) -> Section:
+def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
     table = [
         [
             Cell(row["method"]), Cell(network(row["net"])), Cell(str(row["steps"]), True),
@@ -50,7 +52,8 @@ def _section(rows: Sequence[Row]) -> Section:
         "Each pair is one run of each, so errors include the noise of both."
     )
     title = f"Composed runs of {first['task']}, {first['ranks']} ranks, against whole runs"
-    return Section(title, [about], [Question(_TITLE, answers, table=Table(headings, table))])
+    told = origin.told(rows, among)
+    return Section(title, [about, *told], [Question(_TITLE, answers, table=Table(headings, table))])
 
 
 def _percent(error: float | None) -> str:

@@ -10,22 +10,26 @@ from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, digits, plural, size
-from gradwire.bench.report.rows import grouped
+from gradwire.bench.report.rows import grouped, run_of
 
 _STEP = "How far is a step's average from the exact mean, at how many bits?"
 _SUM = "How much is lost over all steps together?"
 _LAYERS = "Where is it lost?"
+_COMMIT = "commit of the run"
 _PALETTE = ("g0", "t1", "g1", "g3", "g2", "t3", "g4", "t2", "t0")
 
 Group = tuple[tuple[str, str, bool], list[Row]]  # (method, algorithm, error feedback), its rows
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per task, number of ranks and of steps."""
-    return [_section(mine) for mine in grouped(rows, "task", "ranks", "steps").values()]
+    """One section per recording and commit that measured it: methods measured by several commands
+    stand together."""
+    by_commit = [{**row, _COMMIT: run_of(row)[1]} for row in rows]
+    found = grouped(by_commit, "task", "ranks", "steps", "recorded", _COMMIT)
+    return [_section(mine, len(found) > 1) for mine in found.values()]
 
 
-def _section(rows: Sequence[Row]) -> Section:
+def _section(rows: Sequence[Row], several: bool) -> Section:
     totals = [row for row in rows if row["row"] == "total"]
     layers = [row for row in rows if row["row"] == "layer"]
     first = rows[0]
@@ -43,7 +47,10 @@ def _section(rows: Sequence[Row]) -> Section:
         questions += _drawn(groups, "nmse_of_sum", _SUM, [], _sum_answers(groups))
     if layers:
         questions.append(Question(_LAYERS, table=_by_layer(layers)))
-    return Section(f"Error on recorded gradients of {first['task']}", [about], questions)
+    command, commit, date = run_of(first, "recorded")
+    told = f"Recorded by `{command}`, at {commit}, {date}; measured at {first[_COMMIT]}."
+    title = f"Error on recorded gradients of {first['task']}"
+    return Section(title, [about, told] if several else [about], questions)
 
 
 def _mean(rows: Sequence[Row], key: str) -> float | None:

@@ -3,6 +3,8 @@
     gain = time to a loss of the best 16-bit baseline / the method's
 
 Times are medians over seeds; above 1 a method saves time. `noise.by_seeds` judges the difference.
+A time is known to the time between two evaluations. Composed times of all seeds rest on the same
+few timed steps, so their mean's standard error counts, too, which no spread over seeds shows.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.bench.baselines import SIXTEEN_BITS
+from gradwire.bench.baselines import Baselines
 from gradwire.bench.report.kinds import Row
-from gradwire.bench.report.noise import Verdict, by_seeds
+from gradwire.bench.report.noise import Verdict, by_seeds, paired
 from gradwire.bench.report.quantities import DASH, digits
 from gradwire.bench.report.rows import grouped
 
 Times = Sequence[float | None]
+
+_TIMED_STEPS = 24  # of rows that do not tell
 
 
 class Standing(enum.Enum):
@@ -57,17 +61,41 @@ def times(ratio: float) -> str:
     return f"{digits(ratio)}×"
 
 
+@dataclass(frozen=True)
+class Resolution:
+    """To what a method's times to a loss are known.
+
+    Attributes:
+        gap: the longest time between two evaluations, in seconds.
+        timing: of composed times, the standard error of the mean timed step, relative to it.
+    """
+
+    gap: float = 0.0
+    timing: float = 0.0
+
+
+def known_to(
+    one: Resolution, time: float | None, other: Resolution, its_time: float | None
+) -> tuple[float, float]:
+    """To what the difference of two times is known, by the evaluations and by the timed steps."""
+    timing = math.hypot(one.timing * (time or 0.0), other.timing * (its_time or 0.0))
+    return max(one.gap, other.gap), timing
+
+
 def judged(
-    found: Mapping[str, Times], gaps: Mapping[str, float], timing_only: Sequence[str] = ()
+    found: Mapping[str, Times],
+    resolved: Mapping[str, Resolution],
+    timing_only: Sequence[str] = (),
 ) -> dict[str, Gain]:
     """The gain of each method.
 
     Args:
         found: each method's times to the target, one per seed, in the same order for all.
-        gaps: the longest time between two evaluations of a method.
+        resolved: to what each method's times are known; exactly, where it lacks.
         timing_only: methods that do not train a model.
     """
-    known = {name: _median(found[name]) for name in SIXTEEN_BITS if name in found}
+    bars = Baselines.among(found).sixteen_bits
+    known = {name: _median(found[name]) for name in bars if name in found}
     reached = {name: time for name, time in known.items() if time}
     bar = min(reached, key=lambda name: reached[name]) if reached else None
     gains = {}
@@ -75,6 +103,8 @@ def judged(
         median = _median(mine)
         if method in timing_only:
             gains[method] = Gain(Standing.TIMING)
+        elif not mine:
+            gains[method] = Gain(Standing.UNKNOWN)  # no seed is the others', too
         elif median is None:
             gains[method] = Gain(Standing.NEVER)
         elif bar is None or not median:
@@ -83,7 +113,8 @@ def judged(
         elif method == bar:
             gains[method] = Gain(Standing.BAR, 1.0)
         else:
-            resolution = max(gaps.get(method, 0.0), gaps.get(bar, 0.0))
+            ours, its = (resolved.get(name, Resolution()) for name in (method, bar))
+            resolution = sum(known_to(ours, median, its, reached[bar]))
             verdict = by_seeds(mine, found[bar], resolution)
             gains[method] = Gain(_STANDINGS[verdict], reached[bar] / median)
     return gains
@@ -102,22 +133,65 @@ def of_summaries(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[s
     """The gains at the target of one run's summary rows."""
     if not summaries or summaries[0]["target"] is None:
         return {row["method"]: Gain(Standing.UNKNOWN) for row in summaries}
-    found = {
-        row["method"]: row.get("time_to_target_by_seed") or [row["time_to_target"]]
-        for row in summaries
-    }
+    methods = [row["method"] for row in summaries]
+    found = dict(zip(methods, paired(summaries, "time_to_target"), strict=True))
     timing_only = [row["method"] for row in summaries if row.get("timing_only")]
-    return judged(found, longest_gaps(evaluations), timing_only)
+    return judged(found, resolutions(summaries, evaluations), timing_only)
+
+
+def resolutions(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Resolution]:
+    """Of each method's time to the target. The rows at hand may be fewer than the run's
+    evaluations: then the summary says how far apart these were."""
+    return at_hand(summaries, evaluations, _told_gaps(summaries))
+
+
+def at_hand(
+    summaries: Sequence[Row], evaluations: Sequence[Row], told: Mapping[str, float] | None = None
+) -> dict[str, Resolution]:
+    """Of each method's time to any loss among the rows at hand."""
+    gaps = longest_gaps(evaluations) | dict(told or {})
+    timing = {row["method"]: _timing_error(row) for row in summaries}
+    return {
+        name: Resolution(gaps.get(name, 0.0), timing.get(name, 0.0))
+        for name in dict.fromkeys([*gaps, *timing])
+    }
+
+
+def _timing_error(row: Row) -> float:
+    """Of a composed row, the standard error of the mean timed step, relative to it, by the bounds
+    of the middle half of the steps; 0 of a row of a whole run, or without these bounds."""
+    bounds, step = row.get("step_seconds_quartiles"), row["step_seconds"]
+    if not row.get("composed") or not bounds or not step:
+        return 0.0
+    steps = row.get("timed_steps") or _TIMED_STEPS
+    return float((bounds[1] - bounds[0]) / step / math.sqrt(steps))
+
+
+def left_out(summaries: Sequence[Row], evaluations: Sequence[Row]) -> tuple[float, float] | None:
+    """(longest time between two evaluations at hand, the same of the runs), of the method where
+    they differ most; None if no evaluation was left out."""
+    told = _told_gaps(summaries)
+    differ = [
+        (here, told[method])
+        for method, here in longest_gaps(evaluations).items()
+        if here > 1.01 * told.get(method, here)
+    ]
+    return max(differ, default=None)
+
+
+def _told_gaps(summaries: Sequence[Row]) -> dict[str, float]:
+    key = "evaluation_gap_seconds"
+    return {row["method"]: row[key] for row in summaries if row.get(key) is not None}
 
 
 def longest_gaps(evaluations: Sequence[Row]) -> dict[str, float]:
-    """Each method's longest time between two evaluations: what a time to a loss is known to."""
-    gaps: dict[str, float] = {}
+    """Each method's longest time between two evaluations, of the rows at hand."""
+    found: dict[str, float] = {}
     for (method, _), mine in grouped(evaluations, "method", "seed").items():
         at = sorted(row["seconds"] for row in mine)
         longest = max((b - a for a, b in itertools.pairwise(at)), default=0.0)
-        gaps[method] = max(longest, gaps.get(method, 0.0))
-    return gaps
+        found[method] = max(longest, found.get(method, 0.0))
+    return found
 
 
 def _median(values: Times) -> float | None:

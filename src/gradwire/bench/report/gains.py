@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire.bench.baselines import FULL, SIXTEEN_BITS
-from gradwire.bench.report import gain, heat
+from gradwire.bench.baselines import Baselines
+from gradwire.bench.report import gain, heat, origin
 from gradwire.bench.report.gain import Gain, Standing
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, network, plural, rate
-from gradwire.bench.report.rows import grouped
+from gradwire.bench.report.rows import grouped, run_of
 
 _TITLE = "Where does compression pay, and where does it not?"
 _COLUMNS = 5  # of a figure
@@ -20,17 +20,32 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     """A section per training that ran on two networks or more; its rows are in other sections,
     too."""
     found = []
-    for mine in grouped(rows, "task", "ranks", "parameters", "task_options").values():
-        nets = grouped(mine, "net", "composed")
-        with_ends = {
-            key: run for key, run in nets.items() if any(r["row"] == "summary" for r in run)
-        }
-        if len({net for net, _ in with_ends}) > 1:
-            found.append(_section(list(with_ends.values())))
+    of_model = ("task", "ranks", "parameters", "task_options")
+    for same in grouped(rows, *of_model, "sharded", "accumulate").values():
+        for mine in _maps(same):
+            if len({run[0]["net"] for run in mine}) > 1:
+                found.append(_section(mine, rows))
     return found
 
 
-def _section(runs: Sequence[Sequence[Row]]) -> Section:
+def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
+    """The columns of each map: rows of one run on one network. Runs on different networks share a
+    map; where two were on the same network, each run has its own."""
+    columns = [
+        mine
+        for mine in grouped(rows, "net", "composed", "run").values()
+        if any(row["row"] == "summary" for row in mine)
+    ]
+    places = {(mine[0]["net"], mine[0].get("composed")) for mine in columns}
+    if len(places) == len(columns):
+        return [columns]
+    runs: dict[object, list[list[Row]]] = {}
+    for mine in columns:
+        runs.setdefault(run_of(mine[0]), []).append(mine)
+    return list(runs.values())
+
+
+def _section(runs: Sequence[Sequence[Row]], among: Sequence[Row]) -> Section:
     runs = sorted(runs, key=lambda run: rate(run[0]["net"]))
     by_net = []
     for run in runs:
@@ -54,12 +69,14 @@ def _section(runs: Sequence[Sequence[Row]]) -> Section:
     ]
     shown = Question("The same as a table", table=Table(["method", *names], table))
     first = runs[0][0]
-    title = f"Training {first['task']}, {first['ranks']} ranks: gain over 16 bit by network"
+    under = ", sharded" if first.get("sharded") else ""
+    title = f"Training {first['task']}, {first['ranks']} ranks{under}: gain over 16 bit by network"
     about = (
         "Gain is the time to the target loss of the best 16-bit baseline on the same network, "
         "divided by the method's."
     )
-    return Section(title, [about], [*questions, shown])
+    told = origin.told([row for run in runs for row in run], among)
+    return Section(title, [about, *told], [*questions, shown])
 
 
 _CAPTION = (
@@ -91,7 +108,7 @@ def _answers(
     for place in part:
         gains = by_net[place]
         bar = next((n for n, one in gains.items() if one.standing is Standing.BAR), None)
-        ours = {n: one for n, one in gains.items() if n not in (FULL, *SIXTEEN_BITS)}
+        ours = {n: one for n, one in gains.items() if n not in Baselines.among(gains).names}
         parts = []
         for standing, word in _CLAUSES.items():
             mine = {n: one.ratio for n, one in ours.items() if one.standing is standing}

@@ -145,7 +145,8 @@ _TRAIN = "task:text net:text method:text ranks:positive"
 _TRAIN_MORE = (
     "parameters:count? metric_name:text? link_bytes:amount? peak_extra_bytes:amount? "
     "rolling_loss:number? rolling_metric:number? timing_only:flag composed:flag "
-    "task_options:options"
+    "task_options:options sharded:flag policy:text accumulate:positive "
+    "weights_wire_bytes:amount? gradients_wire_bytes:amount?"
 )
 _SIM = (
     "codec:text algorithm:text model:text ranks:positive seconds:amount wire_bytes:amount "
@@ -177,8 +178,12 @@ KINDS = (
         "step_seconds:amount? ideal_step_seconds:amount? wire_bytes:amount?",
         f"{_TRAIN_MORE} seeds:integers? target_from:text? time_to_target_by_seed:times? "
         "final_metric:number? final_loss_by_seed:numbers? seconds:amount? "
-        "step_seconds_quartiles:spread? step_seconds_mean:amount? kernel_seconds:amount? "
-        "exposed_seconds:amount? utility:amount? "
+        "step_seconds_quartiles:spread? step_seconds_mean:amount? timed_steps:amount? "
+        "timed_bytes:amount? "
+        "kernel_seconds:amount? "
+        "exposed_seconds:amount? mean_ratio:amount? plan_changes:amount? "
+        "utility:amount? evaluation_gap_seconds:amount? "
+        "steps_by_seed:integers? wire_bytes_per_step:amount? link_bytes_per_step:amount? "
         "utility_against:text? final_metric_by_seed:numbers? "
         "final_metric_difference_by_seed:numbers?", row="summary",
     ),
@@ -189,6 +194,9 @@ KINDS = (
         "parameters:count? task_options:options composed_time_to_target:amount? "
         "whole_time_to_target:amount? composed_final_loss:number? whole_final_loss:number?",
         row="validation",
+    ),
+    _kind(
+        "decisions", "", f"{_TRAIN} seed:integer step:count line:text", _TRAIN_MORE, row="decision"
     ),
     _kind("bench error", "nmse error_feedback", _ERROR, _ERROR_MORE, row="total"),
     _kind("bench error", "nmse error_feedback", f"{_ERROR} layer:text", _ERROR_MORE, row="layer"),
@@ -203,6 +211,13 @@ KINDS = (
         "sim --validate", "measured_seconds simulated_seconds",
         "net:text method:text algorithm:text ranks:positive numel:count measured_seconds:amount "
         "simulated_seconds:amount error:number spread:amount", "of_limit:amount? runs:positive",
+    ),
+    _kind(
+        "sim --sharded", "sharded forward_seconds backward_seconds",
+        "method:text model:text net:text algorithm:text ranks:positive per_node:positive "
+        "seconds:amount forward_seconds:amount backward_seconds:amount compute_seconds:amount "
+        "blocking:flag weights_wire_bytes:amount gradients_wire_bytes:amount ratio:amount? "
+        "limit_seconds:amount?", "machine:text? sweep:text value:plain",
     ),
     _kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="rate"),
     _kind("sim", _SIM_MARKS, f"{_SWEPT} net:network", "machine:text?", sweep="latency"),

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.bench.baselines import FULL, SIXTEEN_BIT
-from gradwire.bench.report import svg
-from gradwire.bench.report.gain import longest_gaps
+from gradwire.bench.baselines import Baselines
+from gradwire.bench.report import gain, svg
 from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.lengths import length
 from gradwire.bench.report.lines import Axes, Line, lines
-from gradwire.bench.report.noise import Verdict, by_seeds
+from gradwire.bench.report.noise import Verdict, by_seeds, paired
 from gradwire.bench.report.parts import Cell, Figure, Question, Table
 from gradwire.bench.report.quantities import DASH, digits, percent, plural, seconds
 from gradwire.bench.report.rows import grouped
 
 TITLE = "How long until the model reaches the baseline's loss?"
+_WHOLE = "Time is rank 0's, evaluations excluded, start-up and compilation of kernels included."
+_COMPOSED = (
+    "Composed: times are those of mean timed steps; start-up and compilation of kernels are not "
+    "included."
+)
 _LEARNED = "Does compression change what is learned?"
 
 
@@ -59,6 +64,7 @@ def against_seconds(evaluations: Sequence[Row], target: float | None) -> str:
 
 def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> str:
     strokes = svg.strokes(row["method"] for row in evaluations)
+    full = Baselines.of_rows(evaluations).full
     drawn = []
     for method, curve in curves(evaluations).items():
         x = curve.seconds if by_time else curve.steps
@@ -72,7 +78,7 @@ def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> 
                 curve.loss,
                 curve.low,
                 curve.high,
-                wide=method == FULL and not by_time,  # others lie on it
+                wide=method == full and not by_time,  # others lie on it
                 mark=met[0] if met and by_time else None,
             )
         )
@@ -86,24 +92,22 @@ def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> 
 
 
 def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
-    """Time to the target loss, against torch's fp16 hook."""
+    """Time to the target loss, against the 16-bit baseline."""
     target = summaries[0]["target"] if summaries else None
-    by_method = {row["method"]: row for row in summaries}
-    baseline = by_method.get(SIXTEEN_BIT)
+    baselines = Baselines.of_rows(summaries)
+    baseline = baselines.best(summaries, "time_to_target")
     answers, table = [_target(summaries)] if summaries else [], []
-    gaps = longest_gaps(evaluations)
+    resolved = gain.resolutions(summaries, evaluations)
     for row in summaries:
-        pair = [one["method"] for one in (row, baseline) if one is not None]
-        resolution = max(gaps.get(method, 0.0) for method in pair)
-        word, clause = _time_verdict(row, baseline, resolution)
+        word, clause = _time_verdict(row, baseline, resolved)
         if row.get("timing_only"):
             table.append([Cell(row["method"]), *(Cell(DASH, True),) * 2, Cell("for timing only")])
             continue
         if row["time_to_target"] is None and target is not None:
             answers.append(
-                f"{row['method']} did not reach the target in {row['steps']} steps{_some(row)}."
+                f"{row['method']} did not reach the target in {length([row])}{_some(row)}."
             )
-        elif clause and row["method"] != FULL:
+        elif clause and row["method"] != baselines.full:
             answers.append(f"{row['method']} {clause}.")
         times = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
         spread = f"{seconds(min(times))} to {seconds(max(times))}" if len(times) > 1 else DASH
@@ -114,11 +118,10 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     if evaluations:
         caption = (
             "Mean over seeds; the band reaches from the least to the greatest. Points: the first "
-            "evaluation at or below the target. Time is rank 0's, evaluations excluded, start-up "
-            "and compilation of kernels included."
-        )
+            "evaluation at or below the target. "
+        ) + (_COMPOSED if evaluations[0].get("composed") else _WHOLE)
         figure = Figure(caption, against_seconds(evaluations, target))
-    headings = ["method", "time to target", "over seeds", f"against {SIXTEEN_BIT}"]
+    headings = ["method", "time to target", "over seeds", f"against {baselines.against(baseline)}"]
     return Question(TITLE, answers, figure, Table(headings, table) if table else None)
 
 
@@ -138,19 +141,23 @@ def _some(row: Row) -> str:
     return f" with {len(times) - reached} of {plural(len(times), 'seed')}" if reached else ""
 
 
-def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[str, str]:
+def _time_verdict(
+    row: Row, baseline: Row | None, resolved: Mapping[str, gain.Resolution]
+) -> tuple[str, str]:
     """For the table and for the answer; empty where there is nothing to compare."""
     if baseline is None or row is baseline or not baseline["time_to_target"]:
         return DASH, ""
     if row["time_to_target"] is None:
         return "not reached", ""
     ratio = row["time_to_target"] / baseline["time_to_target"]
-    mine, theirs = (
-        one.get("time_to_target_by_seed") or [one["time_to_target"]] for one in (row, baseline)
-    )
-    verdict = by_seeds(mine, theirs, resolution)
+    mine, theirs = paired((row, baseline), "time_to_target")
+    ours, its = (resolved[one["method"]] for one in (row, baseline))
+    gap, timing = gain.known_to(ours, row["time_to_target"], its, baseline["time_to_target"])
+    verdict = by_seeds(mine, theirs, gap + timing)
     near = verdict is Verdict.NOISE and by_seeds(mine, theirs) is not Verdict.NOISE
-    why = f": evaluations are up to {seconds(resolution)} apart" if near else ""
+    why = f": evaluations are up to {seconds(gap)} apart" if near else ""
+    if near and timing:
+        why += f", and by the timed steps this difference is known to {seconds(timing)}"
     told = f"takes {ratio:.2f} times as long as {baseline['method']} to reach it"
     if verdict is Verdict.UNKNOWN and one_seed(row):
         return f"{ratio:.2f}×", told
@@ -167,8 +174,8 @@ def _time_verdict(row: Row, baseline: Row | None, resolution: float) -> tuple[st
 
 def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
     """Loss after the same number of steps, against fp32."""
-    by_method = {row["method"]: row for row in summaries}
-    baseline = by_method.get(FULL)
+    full = Baselines.of_rows(summaries).full
+    baseline = {row["method"]: row for row in summaries}.get(full)
     answers, table = [], []
     for row in summaries:
         if row.get("timing_only"):
@@ -197,7 +204,7 @@ def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Que
         caption = "Mean over seeds; the band reaches from the least to the greatest."
         figure = Figure(caption, _figure(evaluations, None, by_time=False))
     metric = str(summaries[0].get("metric_name") or "metric") if summaries else ""
-    headings = ["method", "last loss", "over seeds", f"against {FULL}", metric]
+    headings = ["method", "last loss", "over seeds", f"against {full}", metric]
     return Question(_LEARNED, answers, figure, Table(headings, table) if table else None)
 
 
@@ -222,7 +229,8 @@ def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
     told = f"{told}{baseline['method']}"
     if change == "0.00 %":
         told = f"ends with the loss of {baseline['method']}, to 0.01 %"
-    verdict = by_seeds(_losses(row), _losses(baseline))
+    mine, theirs = paired((row, baseline), "final_loss")
+    verdict = by_seeds(mine, theirs)
     if row["final_loss"] == baseline["final_loss"]:
         verdict = Verdict.NOISE
     if verdict is Verdict.UNKNOWN and one_seed(row):

@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Spread = tuple[float, float]
 
@@ -37,6 +38,24 @@ def by_spreads(mine: Spread | None, baseline: Spread | None) -> Verdict:
     if mine[1] < baseline[0]:
         return Verdict.LESS
     return Verdict.MORE if mine[0] > baseline[1] else Verdict.NOISE
+
+
+def paired(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float | None]]:
+    """Of each summary row, `key` at the seeds that all the rows have, in one order.
+
+    A row without `key` per seed has its median or mean alone, which is that of no seed.
+    """
+    found: list[dict[Any, float | None]] = []
+    for row in rows:
+        values = row.get(f"{key}_by_seed")
+        if not values:
+            found.append({None: row[key]})
+            continue
+        seeds = row.get("seeds") or ()
+        known = len(set(seeds)) == len(seeds) == len(values)
+        found.append(dict(zip(seeds if known else range(len(values)), values, strict=True)))
+    shared = [seed for seed in found[0] if all(seed in one for one in found)] if found else []
+    return [[one[seed] for seed in shared] for one in found]
 
 
 def by_seeds(

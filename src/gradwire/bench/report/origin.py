@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, network, plural
+from gradwire.bench.report.rows import grouped
 
 _NAMES = {
     "commit": "commit",
@@ -58,6 +59,16 @@ def section(rows: Sequence[Row]) -> Section:
     keys = _run_keys(found, [key for key in _NAMES if key not in common])
     each = Table(list(keys.values()), [[_cell(*one, key) for key in keys] for one in found])
     return Section("What was run", about, [Question("", table=shared), Question("", table=each)])
+
+
+def told(rows: Sequence[Row], among: Sequence[Row]) -> list[str]:
+    """A sentence on the run of `rows`, where `among` has more than one run and they are of one."""
+    runs = grouped(rows, "run")
+    run = rows[0].get("run")
+    if len(runs) > 1 or len(grouped(among, "run")) < 2 or not isinstance(run, dict):
+        return []
+    commit = run.get("commit") or "no git checkout"
+    return [f"Rows of one run alone, of {run.get('date')}, at {commit}: {run.get('command')}"]
 
 
 def _are(count: int) -> str:

@@ -106,6 +106,21 @@ def _profile(rows: Sequence[Row]) -> Section:
     return Section("Profile of a bucket", [about], [question])
 
 
+def decisions(rows: Sequence[Row]) -> list[Section]:
+    """What policies and automatic mode have decided during training, a section per network."""
+    found = []
+    for mine in grouped(rows, "task", "net", "ranks").values():
+        first = mine[0]
+        questions = []
+        for of in grouped(mine, "method", "seed").values():
+            table = [[Cell(f"{row['step']:,}", True), Cell(row["line"])] for row in of]
+            named = f"What has {of[0]['method']} decided, seed {of[0]['seed']}?"
+            questions.append(Question(named, table=Table(["step", "decision"], table)))
+        about = f"{first['task']}, {first['ranks']} ranks, {network(first['net'])}."
+        found.append(Section("Decisions during training", [about], questions))
+    return found
+
+
 def unknown(rows: Sequence[Row]) -> list[Section]:
     """Rows that no other part knows: said so, and shown under their own keys."""
     kinds: dict[tuple[str, ...], list[Row]] = {}

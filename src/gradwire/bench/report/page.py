@@ -20,6 +20,7 @@ from gradwire.bench.report import (
     learning,
     origin,
     others,
+    sharded_simulation,
     simulation,
     svg,
     training,
@@ -31,14 +32,22 @@ from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
 TITLE = "gradwire benchmark report"
-_RUN = ("parameters", "task_options", "composed")  # what else tells one run from another
+_RUN = (
+    "parameters",
+    "task_options",
+    "sharded",
+    "composed",
+    "run",
+)  # what else tells one run from another
 _MAKERS = {
     "bench train": training.sections,
+    "decisions": others.decisions,
     "bench error": errors.sections,
     "bench aggregators": aggregators.sections,
     "bench collectives": collectives.sections,
     "bench kernels": kernels.sections,
     "sim": simulation.sections,
+    "sim --sharded": sharded_simulation.sections,
     "sim --validate": simulation.validation,
     "bench transports": others.transports,
     "bench profile": others.profile,
@@ -65,16 +74,20 @@ def picture(files: Iterable[Path], file: Path) -> None:
         ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
     """
     rows = sort([row for one in files for row in read(one)])["bench train"]
-    runs = grouped(
-        [row for row in rows if row["row"] == "evaluation"], "task", "net", "ranks", *_RUN
+    groups = grouped(
+        [row for row in rows if row["row"] != "validation"], "task", "net", "ranks", *_RUN
     )
+    runs = {
+        key: mine for key, mine in groups.items() if any(r["row"] == "evaluation" for r in mine)
+    }
     if len(runs) != 1:
         raise ConfigError(
             "--svg draws the evaluations of one `gradwire bench train`; these files have "
             f"{len(runs)} such runs"
         )
-    ((task, net, ranks, *_), evaluations), *_ = runs.items()
-    targets = [row["target"] for row in rows if row["row"] == "summary"]
+    ((task, net, ranks, *_), mine), *_ = runs.items()
+    evaluations = [row for row in mine if row["row"] == "evaluation"]
+    targets = [row["target"] for row in mine if row["row"] == "summary"]
     drawn = learning.against_seconds(evaluations, targets[0] if targets else None)
     _write(file, svg.alone(drawn, f"{task}, {ranks} ranks, {network(net)}"))
 

@@ -98,11 +98,24 @@ def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:
+    """(command, commit, date) of the run that a row is from, or that made its recording (`key` is
+    `recorded`). All rows of a run share them, and other runs differ."""
+    run = row.get(key)
+    command, commit, date = (
+        run.get(name) if isinstance(run, dict) else None for name in ("command", "commit", "date")
+    )
+    return command, commit, date
+
+
 def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by the values of keys (as text where they cannot be hashed), in their order."""
+    """Rows by the values of keys (as text where they cannot be hashed), in their order.
+
+    The values of `run` and `recorded` are those of `run_of`.
+    """
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        values = (row.get(key) for key in keys)
+        values = (run_of(row, key) if key in ("run", "recorded") else row.get(key) for key in keys)
         place = tuple(v if isinstance(v, str | int | float) else json.dumps(v) for v in values)
         found.setdefault(place, []).append(row)
     return found

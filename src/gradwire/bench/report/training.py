@@ -1,7 +1,7 @@
 """The report on `bench train`: four questions for each task, network and number of ranks.
 
-Times are compared with torch's fp16 hook, losses with fp32, as docs/reference/benchmarks.md argues;
-`noise` says which differences count.
+Times are compared with torch's fp16 hook, under FSDP2 with the best of its 16-bit methods, and
+losses with fp32, as docs/reference/benchmarks.md argues; `noise` says which differences count.
 """
 
 from __future__ import annotations
@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradwire.bench.baselines import FULL, SIXTEEN_BIT
-from gradwire.bench.report import breakdown, composed, gains, learning, svg, utility
+from gradwire.bench.baselines import Baselines
+from gradwire.bench.report import (
+    breakdown,
+    composed,
+    gains,
+    learning,
+    lengths,
+    origin,
+    svg,
+    utility,
+)
 from gradwire.bench.report.bars import Bar, bars
 from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.lengths import per_step
 from gradwire.bench.report.noise import Spread, Verdict, by_spreads
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import (
@@ -28,16 +38,17 @@ from gradwire.bench.report.rows import grouped
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per task, network, number of ranks and model, composed rows by themselves; maps
-    of gains over networks; and composed against whole runs."""
+    """One section per run, task, network, number of ranks and model, composed rows by themselves;
+    maps of gains over networks; and composed against whole runs."""
     whole = [row for row in rows if row["row"] != "validation"]
-    found = grouped(whole, "task", "net", "ranks", "parameters", "task_options", "composed")
+    of_model = ("task", "net", "ranks", "parameters", "task_options")
+    found = grouped(whole, *of_model, "sharded", "accumulate", "composed", "run")
     compared = [row for row in rows if row["row"] == "validation"]
-    made = [*gains.sections(whole), *(_section(mine) for mine in found.values())]
+    made = [*gains.sections(whole), *(_section(mine, whole) for mine in found.values())]
     return [*made, *composed.sections(compared)]
 
 
-def _section(rows: Sequence[Row]) -> Section:
+def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
     evaluations = [row for row in rows if row["row"] == "evaluation"]
     summaries = [row for row in rows if row["row"] == "summary"]
     first = rows[0]
@@ -48,6 +59,10 @@ def _section(rows: Sequence[Row]) -> Section:
     if seeds:
         about += f"; {plural(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"
     told = [about + "; every method had the same initial weights and the same batches."]
+    if first.get("sharded"):
+        told.append(_under_fsdp2(first))
+    told += origin.told(rows, among)
+    told += lengths.told(summaries)
     if len(seeds) == 1 or any(map(learning.one_seed, summaries)):
         told.append(
             "With one seed, the spread over seeds is unknown: differences in loss and in time to "
@@ -66,7 +81,7 @@ def _section(rows: Sequence[Row]) -> Section:
         for method in sorted(timing_only)
     ]
     trained = [row for row in evaluations if row["method"] not in timing_only]
-    at_targets = utility.question(trained)
+    at_targets = utility.question(trained, summaries)
     questions = [
         learning.time_to_loss(trained, summaries),
         *([at_targets] if at_targets is not None else []),
@@ -74,17 +89,27 @@ def _section(rows: Sequence[Row]) -> Section:
     ]
     if summaries:
         questions += [_steps(summaries), breakdown.question(summaries), _bytes(summaries)]
-    return Section(f"Training {first['task']}, {first['ranks']} ranks", told, questions)
+    title = f"Training {first['task']}, {first['ranks']} ranks"
+    return Section(title + (", sharded" if first.get("sharded") else ""), told, questions)
+
+
+def _under_fsdp2(row: Row) -> str:
+    told = "Under FSDP2: weights are gathered, gradients are reduce-scattered"
+    if row.get("policy"):
+        told += f"; every method has the policy {row['policy']}"
+    if row.get("accumulate", 1) > 1:
+        told += f"; a step has {row['accumulate']} micro-batches"
+    return f"{told}. The baseline for time is the best of torch's 16-bit methods."
 
 
 def _steps(summaries: Sequence[Row]) -> Question:
     """Median step, its quartiles, and how much of it is computing."""
-    by_method = {row["method"]: row for row in summaries}
-    baseline = by_method.get(SIXTEEN_BIT)
+    baselines = Baselines.of_rows(summaries)
+    baseline = baselines.best(summaries, "step_seconds")
     answers, table = [], []
     for row in summaries:
         judged = "" if row is baseline else _against(row, baseline)
-        if judged and row["method"] != FULL:
+        if judged and row["method"] != baselines.full:
             answers.append(f"A step of {row['method']} takes {judged}.")
         middle = _quartiles(row)
         table.append(
@@ -122,7 +147,8 @@ def _steps(summaries: Sequence[Row]) -> Question:
     title = "How long does a step take, and where does it go?"
     parts_of = ("computing", "exposed communication")
     figure = Figure(caption, bars(drawn, f"{unit} per step", title, parts_of)) if drawn else None
-    headings = ["method", "step", "middle half", "computing", "exposed", f"against {SIXTEEN_BIT}"]
+    against = f"against {baselines.against(baseline)}"
+    headings = ["method", "step", "middle half", "computing", "exposed", against]
     return Question(title, answers, figure, Table(headings, table))
 
 
@@ -162,29 +188,40 @@ def _exposed(row: Row) -> float | None:
     return max(0.0, float(row["step_seconds"]) - float(row["ideal_step_seconds"]))
 
 
+# Of FSDP2's rows.
+_KINDS = {
+    "weights_wire_bytes": "weights, per step",
+    "gradients_wire_bytes": "gradients, per step",
+}
+
+
 def _bytes(summaries: Sequence[Row]) -> Question:
     """Bytes per rank and step, by the method's own count and by the kernel's."""
     by_method = {row["method"]: row for row in summaries}
-    baseline = by_method.get(SIXTEEN_BIT)
+    baselines = Baselines.of_rows(summaries)
+    baseline = baselines.best(summaries, "step_seconds")
+    kinds = _KINDS if any(key in row for row in summaries for key in _KINDS) else {}
     strokes = svg.strokes(by_method)
-    known = [row for row in summaries if _per_step(row, "wire_bytes") is not None]
-    unit, scale = size_unit(_per_step(row, "wire_bytes") or 0.0 for row in known)
+    known = [row for row in summaries if per_step(row, "wire_bytes") is not None]
+    unit, scale = size_unit(per_step(row, "wire_bytes") or 0.0 for row in known)
     drawn, table, answers = [], [], []
     for row in summaries:
-        sent = _per_step(row, "wire_bytes")
-        base = _per_step(baseline, "wire_bytes") if baseline is not None else None
+        sent = per_step(row, "wire_bytes")
+        base = per_step(baseline, "wire_bytes") if baseline is not None else None
         ratio = sent / base if sent is not None and base else None
         if sent is not None:
             colour = strokes[row["method"]].colour
             drawn.append(Bar(row["method"], colour, [sent / scale], size(sent)))
-        if ratio is not None and row is not baseline and row["method"] != FULL:
-            answers.append(f"{row['method']} sends {ratio:.2f} of the bytes of {SIXTEEN_BIT}.")
+        if ratio is not None and row is not baseline and row["method"] != baselines.full:
+            against = baselines.against(baseline)
+            answers.append(f"{row['method']} sends {ratio:.2f} of the bytes of {against}.")
         table.append(
             [
                 Cell(row["method"]),
                 Cell(size(sent), True),
                 Cell(DASH if ratio is None else f"{ratio:.2f}×", True),
-                Cell(size(_per_step(row, "link_bytes")), True),
+                *(Cell(size(per_step(row, key)), True) for key in kinds),
+                Cell(size(per_step(row, "link_bytes")), True),
                 Cell(size(row["wire_bytes"]), True),
                 Cell(size(row.get("peak_extra_bytes")), True),
             ]
@@ -192,16 +229,12 @@ def _bytes(summaries: Sequence[Row]) -> Question:
     caption = (
         "Sent by rank 0: torch's methods by formula, gradwire as counted, headers included. The "
         "link is what the network interface counted, TCP and IP included. Memory is what a method "
-        "holds beyond plain DDP, where it counts it."
+        f"holds beyond plain {'FSDP2' if kinds else 'DDP'}, where it counts it."
     )
     title = "How many bytes are sent?"
     figure = Figure(caption, bars(drawn, f"{unit} per rank and step", title)) if drawn else None
     headings = [
-        "method", "per step", f"of {SIXTEEN_BIT}", "on the link, per step", "in all", "memory"
+        "method", "per step", f"of {baselines.against(baseline)}", *kinds.values(),
+        "on the link, per step", "in all", "memory",
     ]  # fmt: skip
     return Question(title, answers, figure, Table(headings, table))
-
-
-def _per_step(row: Row, key: str) -> float | None:
-    value = row.get(key)
-    return None if value is None or not row["steps"] else float(value) / row["steps"]

@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.bench.baselines import FULL, SIXTEEN_BITS
+from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import svg
-from gradwire.bench.report.gain import Gain, Standing, judged, longest_gaps
+from gradwire.bench.report.gain import Gain, Standing, at_hand, judged, left_out
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.parts import Cell, Figure, Question, Table
-from gradwire.bench.report.quantities import digits, plural
+from gradwire.bench.report.quantities import digits, plural, seconds
 from gradwire.bench.report.rows import grouped
 
 TITLE = "How much time does a method save, at which target?"
@@ -34,19 +34,20 @@ class LossTarget:
     losses: dict[int, float]
 
 
-def question(evaluations: Sequence[Row]) -> Question | None:
+def question(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Question | None:
     """Of methods that train the model. None where the rows have no 16-bit baseline or no target."""
     runs = _runs(evaluations)
-    if not runs or not any(name in runs for name in SIXTEEN_BITS):
+    baselines = Baselines.of_rows(evaluations)
+    if not runs or not any(name in runs for name in baselines.sixteen_bits):
         return None
-    reference = FULL if FULL in runs else next(iter(runs))
+    reference = baselines.full if baselines.full in runs else next(iter(runs))
     targets = _targets(runs[reference])
     if not targets:
         return None
     whole = {name: mine for name, mine in runs.items() if mine.keys() >= runs[reference].keys()}
-    gaps = longest_gaps(evaluations)
+    resolved = at_hand(summaries, evaluations)
     gains = [
-        judged({name: _times(mine, target) for name, mine in whole.items()}, gaps)
+        judged({name: _times(mine, target) for name, mine in whole.items()}, resolved)
         for target in targets
     ]
     headings = ["method"]
@@ -58,9 +59,16 @@ def question(evaluations: Sequence[Row]) -> Question | None:
     answers = [
         f"{name}: {_told([at[name] for at in gains])}."
         for name in whole
-        if name not in (FULL, *SIXTEEN_BITS)
+        if name not in baselines.names
     ]
     told = [f"{name} is not here: it lacks seeds of {reference}." for name in runs.keys() - whole]
+    missing = left_out(summaries, evaluations)
+    if missing is not None:
+        told.append(
+            "Some of the runs' evaluations are not among these rows. So a time to one of these "
+            f"targets is known to {seconds(missing[0])} only, not to {seconds(missing[1])} as the "
+            "time to the run's own target, and more differences are within noise."
+        )
     caption = (
         f"The targets are the losses of {reference} at these steps, with each seed. Utility is the "
         "time to a target of the best 16-bit baseline, divided by the method's: above 1 it saves "

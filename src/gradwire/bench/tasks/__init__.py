@@ -6,15 +6,22 @@ A new task is one file and one line in `REGISTRY`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from gradwire.bench.tasks.gpt import Gpt
-from gradwire.bench.tasks.image import Image
+from gradwire.bench.tasks.image import Image, ResNet50
 from gradwire.bench.tasks.task import Batch, Score, Task
+from gradwire.bench.tasks.word_gpt import WordGpt
 from gradwire.errors import ConfigError
 
-__all__ = ["REGISTRY", "Batch", "Score", "Task", "get"]
+__all__ = ["REGISTRY", "Batch", "Score", "Task", "get", "shapes"]
 
-REGISTRY: dict[str, type[Gpt] | type[Image]] = {"gpt": Gpt, "image": Image}
+REGISTRY: dict[str, type[Gpt] | type[Image]] = {
+    "gpt": Gpt,
+    "gpt-32k": WordGpt,
+    "image": Image,
+    "image-resnet50": ResNet50,
+}
 
 
 def get(name: str, **options: object) -> Task:
@@ -39,6 +46,13 @@ def get(name: str, **options: object) -> Task:
             )
         _check_type(name, option, value, defaults[option])
     return factory(**options)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=8)
+def shapes(task: Task) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, shape) of each parameter that the task trains."""
+    named = task.model(0).named_parameters()
+    return tuple((name, tuple(p.shape)) for name, p in named if p.requires_grad)
 
 
 def _check_type(task: str, option: str, value: object, default: object) -> None:

@@ -21,7 +21,7 @@ from gradwire.bench.tasks.schedule import warm_up_then_decay
 from gradwire.bench.tasks.source_text import SourceText, standard_library
 from gradwire.bench.tasks.task import Batch, Score
 
-_VOCABULARY = 256  # bytes
+_BYTES = 256
 _EVALUATION_BATCH = 32
 _MOMENTUM = 0.9  # AdamW's first beta
 
@@ -60,6 +60,10 @@ class Gpt:
             f"byte-level GPT, {self.layers} layers of width {self.width}, {self.sequences} x "
             f"{self.context} bytes per rank, on {self._text().origin}"
         )
+
+    def symbols(self) -> int:
+        """The number of symbols that the model tells apart."""
+        return _BYTES
 
     def model(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -111,22 +115,22 @@ class Gpt:
         return standard_library()
 
     def _sequences(self, text: Tensor, starts: Tensor) -> Batch:
-        """Sequences of `context` bytes, and the bytes that follow each: int64, [n, context]."""
+        """Sequences of `context` symbols, and the symbol that follows each: int64, [n, context]."""
         positions = starts[:, None] + torch.arange(self.context + 1)
         window = text[positions].long()
         return window[:, :-1], window[:, 1:]
 
 
 class GptModel(nn.Module):
-    """Bytes [n, context] (int64) to logits [n, context, 256]."""
+    """Symbols [n, context] (int64) to logits [n, context, symbols]."""
 
     def __init__(self, size: Gpt) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, size.width)
+        self.embedding = nn.Embedding(size.symbols(), size.width)
         self.position = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList([Block(size.width, size.heads) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
-        self.output = nn.Linear(size.width, _VOCABULARY, bias=False)
+        self.output = nn.Linear(size.width, size.symbols(), bias=False)
         self._initialise(size)
 
     def forward(self, given: Tensor) -> Tensor:

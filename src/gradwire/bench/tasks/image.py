@@ -133,6 +133,14 @@ class Image:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
+@dataclass(frozen=True)
+class ResNet50(Image):
+    """`image-resnet50`: `Image` with ResNet-50, whose steps compute ten times as long."""
+
+    network: str = "resnet50"
+    images: int = 16
+
+
 @lru_cache(maxsize=64)
 def _of_classes(data: str, rank: int, ranks: int) -> Tensor:
     """The training images of one rank's classes, as indices."""

@@ -103,6 +103,42 @@ def _resnet(channels: int, hidden: int, side: int) -> nn.Module:
     )  # fmt: skip
 
 
+def _resnet50(channels: int, hidden: int, side: int) -> nn.Module:
+    stages: list[nn.Module] = []
+    inputs = channels
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            stride = 2 if stage and not block else 1
+            stages.append(Bottleneck(inputs, channels << stage, stride))
+            inputs = 4 * (channels << stage)
+    stem = (*_convolution(1, channels, stride=2), *stages)
+    return nn.Sequential(
+        *stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)
+    )  # fmt: skip
+
+
+class Bottleneck(nn.Module):
+    """Convolutions 1 x 1 to `width`, 3 x 3, and 1 x 1 to four times `width`, added to the input.
+
+    The stride is that of the 3 x 3 convolution, as in most implementations (ResNet v1.5).
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        norm = nn.BatchNorm2d(outputs)
+        nn.init.zeros_(norm.weight)  # as in Residual
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, kernel_size=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            *_convolution(width, width, stride),
+            nn.Conv2d(width, outputs, kernel_size=1, bias=False), norm,
+        )  # fmt: skip
+        self.fitted = _fitted(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.fitted(x))
+
+
 class Residual(nn.Module):
     """Two convolutions, added to their input; a 1 x 1 convolution fits the input if it must."""
 
@@ -112,15 +148,20 @@ class Residual(nn.Module):
         convolution, norm, _ = _convolution(outputs, outputs)
         nn.init.zeros_(norm.weight)  # a block starts as the identity: deep networks learn earlier
         self.body = nn.Sequential(*first, convolution, norm)
-        self.fitted: nn.Module = nn.Identity()
-        if stride > 1 or inputs != outputs:
-            self.fitted = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
-                nn.BatchNorm2d(outputs),
-            )
+        self.fitted = _fitted(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.fitted(x))
+
+
+def _fitted(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """The input of a block, fitted to its output where their shapes differ."""
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
+        nn.BatchNorm2d(outputs),
+    )
 
 
 def _convolution(
@@ -137,4 +178,5 @@ NETWORKS = {
     "cnn": ImageNetwork("cnn", 16, 512, _cnn),
     "vgg": ImageNetwork("vgg", 16, 1536, _vgg),
     "resnet": ImageNetwork("resnet", 32, 0, _resnet),
+    "resnet50": ImageNetwork("resnet50", 64, 0, _resnet50),
 }

@@ -55,6 +55,9 @@ class Score:
 class Task(Protocol):
     """The methods of a task."""
 
+    def __hash__(self) -> int:
+        """By its fields, as frozen dataclasses have it."""
+
     @property
     def metric(self) -> str:
         """The name of the metric that `metric_of` returns, unit included."""

@@ -1,0 +1,150 @@
+"""`gradwire bench ablation`: what each part of the design brings, in the order of HIPRESS Fig. 12.
+
+A codec begins with eager kernels, one call per tensor, on the whole gradient at once. Then, each
+on top of those before:
+
+    kernels      compiled ones
+    pipelining   buckets are sent as they become ready, in segments
+    bulk         one kernel call for all tensors of a task, and sends in coordinated rounds
+    selective    the planner's setting: algorithm, partitions, buckets, which matrices to compress
+
+Measured in the lab as a step of `gradwire doctor --ranks`, whose computing is a pause, and
+simulated. "batching" is the bulk part without coordinated rounds.
+
+A row: where ("lab" or "simulator"), part, method, ranks, net, numel, step_seconds (lab; medians),
+synchronisation_seconds (averaging alone; in the simulator, from the start of backward to the last
+average, less backward), cut (of synchronisation_seconds of the part before; None for the first).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradwire.bench import curves as measuring
+from gradwire.bench import memory, workers
+from gradwire.bench.network import COPIES, StepConfig
+from gradwire.bench.planner_grid import in_lab, method_of
+from gradwire.bench.planning import codec_of
+from gradwire.bench.provenance import stamped
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.lab import Network, available
+from gradwire.planner.choice import FULL, HALF, Setting, Situation, choose, simulate
+from gradwire.sim import Curves, kernel_costs, models
+
+MOST_TURNS = 1000
+_TOGETHER = 1 << 40  # bytes: one bucket
+_TIMEOUT_S = 1800.0
+_WORKER = "gradwire.bench.network_worker"
+
+
+@dataclass(frozen=True)
+class AblationPart:
+    """A part of the design, with all those before it."""
+
+    name: str
+    setting: Setting
+    eager: bool = False
+
+
+@stamped
+def run(
+    ranks: int = 4,
+    net: str = "1gbit,1ms",
+    model: str = "resnet50",
+    codec: str = "qsgd:bits=4",
+    compute: float = 0.1,
+    turns: int = 5,
+    lab: bool = True,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows.
+
+    Args:
+        ranks, net, model: as of `gradwire plan`.
+        compute: seconds that a step computes; two thirds of them are backward.
+        turns: of all parts, in the lab.
+        lab: False simulates only.
+
+    Raises:
+        ConfigError: a bad argument, or no lab on this machine.
+        WorkerError: a rank failed.
+    """
+    network = Network.parse(net)
+    shapes = models.shapes(model)
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    if not compute > 0:
+        raise ConfigError(f"--compute {compute:g}: give seconds above 0")
+    if not 1 <= turns <= MOST_TURNS:
+        raise ConfigError(f"--turns {turns}: give 1 to {MOST_TURNS}")
+    size = models.numel(shapes)
+    if lab:
+        memory.check(f"--model {model} on {ranks} ranks", 4 * size * COPIES * ranks)
+    if lab and network.shaped and (reason := available()) is not None:
+        raise ConfigError(f"this machine cannot emulate a network ({reason}): give --no-lab")
+    chosen = codec_of(codec)
+    known = measuring.measured([FULL, HALF, chosen], advance=advance)
+    eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
+    backward = compute * 2 / 3
+    cores = float(len(os.sched_getaffinity(0))) if lab else float("inf")
+    where = replace(in_lab(known, ranks, network, shapes), cores=cores, backward=backward)
+    best = choose(where, [chosen]).of(chosen).setting
+    parts = _parts(best)
+    context = {"ranks": ranks, "net": str(network), "numel": models.numel(shapes)}
+
+    def rows(place: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        before: float | None = None
+        for part, row in zip(parts, found, strict=True):
+            seconds = row["synchronisation_seconds"]
+            cut = None if before is None else 1 - seconds / before
+            about = {"where": place, "part": part.name, "method": _method(part), **context}
+            yield {**about, "step_seconds": None, **row, "cut": cut}
+            before = seconds
+
+    slow = replace(known, codecs={**known.codecs, **eager})
+    yield from rows("simulator", [_simulated(where, part, slow) for part in parts])
+    if lab:
+        names = tuple(_method(part) for part in parts)
+        config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
+        measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
+        yield from rows("lab", [_measured(row) for row in measured])
+
+
+def _parts(best: Setting) -> list[AblationPart]:
+    codec = best.codec
+    plain = Options(segments=1, batched=False)
+    pipelined = Options(batched=False)
+    return [
+        AblationPart("none", Setting(codec, plain, _TOGETHER), eager=True),
+        AblationPart("kernels", Setting(codec, plain, _TOGETHER)),
+        AblationPart("pipelining", Setting(codec, pipelined)),
+        AblationPart("batching", Setting(codec, Options())),
+        AblationPart("bulk", Setting(codec, Options(coordinated=True))),
+        AblationPart("selective", best),
+    ]
+
+
+def _method(part: AblationPart) -> str:
+    text = method_of(part.setting) + f":coalesce_bytes={part.setting.coalesce_bytes}"
+    if not part.setting.options.batched:
+        text += ":batched=false"
+    if part.setting.least:
+        text += f":least={part.setting.least}"
+    return text + (":target=eager" if part.eager else "")
+
+
+def _simulated(where: Situation, part: AblationPart, slow: Curves) -> dict[str, Any]:
+    if part.eager:
+        where = replace(where, curves=slow)
+    seconds = simulate(where, part.setting).seconds
+    return {"synchronisation_seconds": seconds - where.backward}
+
+
+def _measured(row: dict[str, Any]) -> dict[str, Any]:
+    step, computing = statistics.median(row["steps"]), statistics.median(row["computing"])
+    return {"step_seconds": step, "synchronisation_seconds": max(step - computing, 0.0)}

@@ -1,0 +1,127 @@
+"""The grids of `gradwire bench grid`: runs of `bench train --sharded` over weights x gradients.
+
+| grid | weights | gradients | of |
+| --- | --- | --- | --- |
+| bits | 6, 5, 4 bits | 6, 5, 4 bits | THESIS Table 5.2, and what Table 5.3 has of uniform levels |
+| low | 3, 2 bits, or 8 | uncompressed, or 3, 2 bits | THESIS Table C.3, uniform levels |
+| learned | 6 to 2 bits, or 8 | 4 bits, uncompressed, 3, 2 | Tables 5.3 and C.3, learned levels |
+| blocks | blocks of 1024, 16384 | the same, both in 8 bits | THESIS C.4, Fig. C.4 |
+| fake | ratios 1, 2, 4, 8 | the same | THESIS Table C.2: times alone |
+
+Weights are quantised by RandomShift, gradients by QSGD (`qsdp`); both by LearnedLevels in the grid
+`learned`, which has the tables' cells, but for weights of 8 bits, which stay uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.bench import train
+from gradwire.bench.train_config import TrainConfig
+from gradwire.errors import ConfigError
+
+Cells = Mapping[tuple[str, str], str]
+
+_BASELINES = ("fsdp-fp32", "fsdp-mixed")  # for the loss; and the thesis'
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid.
+
+    Attributes:
+        name: for the command line.
+        title: what its cells vary.
+        cells: (row's label, column's label) -> method; rows are of weights, columns of gradients,
+            in order. Not every combination need be there.
+        baselines: methods beside it.
+        shows: the summary's key in the cells: "final_loss" or "step_seconds".
+    """
+
+    name: str
+    title: str
+    cells: Cells
+    baselines: tuple[str, ...] = _BASELINES
+    shows: str = "final_loss"
+
+    @property
+    def rows(self) -> list[str]:
+        """Labels of weights."""
+        return list(dict.fromkeys(row for row, _ in self.cells))
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of gradients."""
+        return list(dict.fromkeys(column for _, column in self.cells))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All that are trained."""
+        return (*self.baselines, *self.cells.values())
+
+    def quick(self) -> Grid:
+        """Its first and last row and column, beside the first baseline: few enough for --quick."""
+        rows, columns = self.rows, self.columns
+        ends = {(r, c) for r in (rows[0], rows[-1]) for c in (columns[0], columns[-1])}
+        cells = {place: method for place, method in self.cells.items() if place in ends}
+        return Grid(self.name, self.title, cells, self.baselines[:1], self.shows)
+
+
+def _product(labels: tuple[str, ...], method: str) -> Cells:
+    """Every pair of labels; `method` has {w} and {g}."""
+    return {(w, g): method.format(w=w, g=g) for w in labels for g in labels}
+
+
+_LOW = {
+    ("3", "32"): "gradwire:w=randomshift:bits=3",
+    ("2", "32"): "gradwire:w=randomshift:bits=2",
+    ("8", "3"): "qsdp:w=8:g=3",
+    ("8", "2"): "qsdp:w=8:g=2",
+}
+_LEARNED = {
+    **{(w, "4"): f"qsdp:w={w}:g=4:learned" for w in "654"},
+    **{(w, "32"): f"gradwire:w=learnedlevels:bits={w}:learned" for w in "432"},
+    **{
+        ("8", g): f"gradwire:w=randomshift:bits=8:g=learnedlevels:rounding=stochastic:bits={g}"
+        ":learned"
+        for g in "32"
+    },
+}
+GRIDS: dict[str, Grid] = {
+    grid.name: grid
+    for grid in (
+        Grid("bits", "bits per value", _product(("6", "5", "4"), "qsdp:w={w}:g={g}")),
+        Grid("low", "bits per value", _LOW),
+        Grid("learned", "bits per value, learned levels", _LEARNED),
+        Grid(
+            "blocks",
+            "values per block, in 8 bits",
+            _product(("1024", "16384"), "qsdp:w=8:block={w}:g=8:block={g}"),
+        ),
+        Grid(
+            "fake",
+            "ratio of fake compression",
+            _product(("1", "2", "4", "8"), "truncate:w={w}:g={g}"),
+            baselines=(),
+            shows="step_seconds",
+        ),
+    )
+}
+
+
+def plan(name: str, quick: bool = False, **given: Any) -> tuple[Grid, TrainConfig]:
+    """The grid with this name, and the configuration of its run.
+
+    Args:
+        quick: as of `train.plan`, and for a part of the grid.
+        given: further arguments of `train.plan`.
+
+    Raises:
+        ConfigError: there is none with this name, or as `train.plan`.
+    """
+    if name not in GRIDS:
+        raise ConfigError(f"--grid {name}: use one of {', '.join(GRIDS)}")
+    grid = GRIDS[name].quick() if quick else GRIDS[name]
+    return grid, train.plan(methods=grid.methods, sharded=True, quick=quick, **given)

@@ -1,0 +1,206 @@
+"""`gradwire probe`: what the network between ranks costs, and what codecs cost on this machine.
+
+Ranks run in the lab, or are those that torchrun has started. Rows, by `part`:
+
+    pair    from, to (ranks), alpha (seconds of latency), beta (seconds per byte), bandwidth (bits
+            per second: 8 / beta); see gradwire/planner/links.py
+    send    bytes, seconds: of a message from rank 0 to rank 1, the median of several
+    curve   codec, form, call, value, payload: a call of this kernel takes
+            call + values (value + payloads payload) seconds, for fp32 values
+
+All rows have ranks, net, cached (whether an earlier measurement is shown), measured (when that was,
+UTC) and `run` (gradwire.bench.provenance). Pairs and sends are kept in the user's cache, by the
+hosts of the ranks and the network; curves as `gradwire sim` keeps them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire import __version__, codecs
+from gradwire.bench import curves, memory, workers
+from gradwire.bench.provenance import stamped
+from gradwire.errors import ConfigError, TransportError
+from gradwire.lab import Network, available
+from gradwire.lang import Codec, jit
+
+CODECS = ("qsgd", "topk")
+SECONDS = 5.0
+_TIMEOUT_S = 600.0
+_RANK_BYTES = 100 << 20  # that a process with torch takes, at least
+_AS_IT_IS = "as it is"
+
+Row = dict[str, Any]
+Advance = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """What every rank is told.
+
+    Attributes:
+        seconds: that measuring the links should take.
+    """
+
+    seconds: float = SECONDS
+
+
+@dataclass(frozen=True)
+class ProbePlan:
+    """What the command line asks for.
+
+    Attributes:
+        joins: whether this process is a rank that torchrun has started; else ranks are started.
+        fresh: whether earlier measurements are ignored.
+    """
+
+    ranks: int
+    network: Network
+    codecs: tuple[Codec, ...]
+    config: ProbeConfig
+    fresh: bool
+    joins: bool
+
+    @property
+    def net(self) -> str:
+        """The network's name in rows."""
+        return _AS_IT_IS if self.joins else str(self.network)
+
+
+def plan(
+    ranks: int | None = None,
+    net: str = "none",
+    names: Sequence[str] = CODECS,
+    seconds: float = SECONDS,
+    fresh: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> ProbePlan:
+    """What is to be measured.
+
+    Args:
+        ranks: 2 unless given, or as many as torchrun has started.
+        net: RATE,LATENCY between ranks that are started here, or none.
+
+    Raises:
+        ConfigError: a number that makes no sense, an unknown codec, an impossible network, or
+            options that do not go together.
+    """
+    world_size = environment.get("WORLD_SIZE", "1") if "RANK" in environment else "1"
+    if not world_size.isdecimal():
+        raise ConfigError(f"the environment has WORLD_SIZE={world_size!r}: unset it, or RANK")
+    started = int(world_size)
+    joins = started > 1
+    network = Network.parse(net)
+    if joins and ranks not in (None, started):
+        raise ConfigError(f"--ranks {ranks}: torchrun has started {started} ranks; leave it out")
+    if joins and network.shaped:
+        raise ConfigError(
+            f"--net {net}: under torchrun the network between its ranks is measured; leave it out"
+        )
+    count = started if joins else 2 if ranks is None else ranks
+    if count < 2:
+        raise ConfigError(f"--ranks {count}: one rank has no link; use 2 ranks or more")
+    if not joins:
+        memory.check(f"--ranks {count}", count * _RANK_BYTES)
+    if not seconds > 0:
+        raise ConfigError(f"--seconds {seconds:g}: give seconds above 0")
+    if network.shaped and (reason := available()) is not None:
+        raise ConfigError(f"no emulated network here ({reason}); use --net none")
+    made = tuple(codecs.get(name) for name in names)
+    return ProbePlan(count, network, made, ProbeConfig(seconds), fresh, joins)
+
+
+@stamped
+def run(wanted: ProbePlan, advance: Advance | None = None) -> Iterator[Row]:
+    """Yield the rows.
+
+    Raises:
+        WorkerError: a rank failed.
+        TransportError: torchrun's ranks cannot be joined, or one failed.
+    """
+    found = join(wanted) if wanted.joins else _started(wanted, advance)
+    cached = found["cached"]
+    where = {"ranks": wanted.ranks, "net": wanted.net, "cached": cached}
+    for row in found["rows"]:
+        yield {**row, **where, "measured": found["measured"]}
+    known = curves.measured(wanted.codecs, fresh=wanted.fresh and not cached, advance=advance)
+    for codec in wanted.codecs:
+        for form, (call, value, payload) in known.codecs[str(codec)].items():
+            costs = {"call": call, "value": value, "payload": payload}
+            named = {"part": "curve", "codec": str(codec), "form": form}
+            yield {**named, **costs, "threads": known.threads, **where}
+
+
+def _started(wanted: ProbePlan, advance: Advance | None) -> Row:
+    """Pairs and sends of ranks that are started here, or as they are known."""
+    file = cache_file([socket.gethostname()] * wanted.ranks, wanted.net)
+    known = None if wanted.fresh else kept(file)
+    if known is not None:
+        return known
+    worker, config = "gradwire.bench.probe_worker", wanted.config
+    ranks, network = wanted.ranks, wanted.network
+    return keep(file, workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance))
+
+
+def join(wanted: ProbePlan) -> Row:
+    """As one of the ranks that torchrun has started: pairs and sends, measured or known; alike on
+    all ranks."""
+    import torch.distributed as dist
+
+    from gradwire.bench import probe_worker
+
+    try:
+        dist.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:
+        raise TransportError(
+            f"cannot join the {wanted.ranks} ranks given by RANK and WORLD_SIZE: "
+            f"{str(error).splitlines()[0]}; unset them to measure this machine"
+        ) from error
+    hosts: list[Any] = [None] * wanted.ranks
+    dist.all_gather_object(hosts, socket.gethostname())
+    file = cache_file(hosts, wanted.net)
+    told = [None if wanted.fresh or dist.get_rank() else kept(file)]
+    dist.broadcast_object_list(told)  # as rank 0 knows it
+    found: Row | None = told[0]
+    if found is None:
+        rows = probe_worker.measure(wanted.config)
+        found = keep(file, rows) if dist.get_rank() == 0 else {"rows": rows}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+# ---- the cache
+
+
+def cache_file(hosts: Sequence[str], net: str) -> Path:
+    """Where the pairs and sends of ranks on these hosts are kept."""
+    key = json.dumps([*hosts, net, __version__])
+    name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return jit.cache_folder() / f"probe-{name}.json"
+
+
+def keep(file: Path, rows: list[Row]) -> Row:
+    """Keep rows; what has just been kept."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"measured": now, "rows": rows}))
+    new.replace(file)
+    return {"measured": now, "rows": rows, "cached": False}
+
+
+def kept(file: Path) -> Row | None:
+    """What was kept, or None."""
+    try:
+        found = json.loads(file.read_text())
+        return {"measured": found["measured"], "rows": found["rows"], "cached": True}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # it is measured again

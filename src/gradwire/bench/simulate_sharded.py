@@ -1,0 +1,149 @@
+"""`gradwire sim --sharded`: rows of predictions of an FSDP2 step for each method.
+
+A row: sharded (true), method, model, ranks, per_node, net, algorithm, numel, groups, seconds,
+forward_seconds, backward_seconds, blocking, compute_seconds, wire_bytes, weights_wire_bytes,
+gradients_wire_bytes, ratio, limit_seconds, of_limit, messages, exact, machine, and sweep and value
+where a parameter was swept. docs/reference/simulator.md explains them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.aggregators import registry
+from gradwire.bench import sharded_methods, sim_sweep, workers
+from gradwire.bench.kernels import check_threads
+from gradwire.bench.provenance import stamped
+from gradwire.bench.sharded_methods import ShardedMethod
+from gradwire.bench.sim_sweep import Point
+from gradwire.bench.simulate import known_curves
+from gradwire.codecs import Identity
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.planner import WeightRules
+from gradwire.planner.weights import in_blocks
+from gradwire.sim import models
+from gradwire.sim.sharded import ShardedScenario, predict_sharded
+from gradwire.sim.shards import Coded, Gradients, Torch, Weights, codecs_of
+
+SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "forward", "backward", "segments")
+_WIDTHS = {"fp32": Torch(4), "fp16": Torch(2), "bf16": Torch(2)}
+
+
+@dataclass(frozen=True)
+class WantedSharded:
+    """The command line's request.
+
+    Attributes:
+        methods: names as of `bench train --sharded`.
+        algorithms: each is combined with each method of gradwire's; torch's have one row.
+        forward: seconds of computing; None: half of `backward`.
+        blocking: see gradwire.sim.sharded.ShardedScenario.
+        sweep: NAME=VALUE,VALUE...: one of `SWEPT`.
+        ranks, net, model, per_node, cores, backward, options, threads, file, fresh: as of
+            `simulate.WantedCollectives`.
+    """
+
+    methods: Sequence[str] = sharded_methods.COMPARED
+    algorithms: Sequence[str] = ("sra",)
+    ranks: int = 4
+    net: str = "1gbit,1ms"
+    model: str = "gpt2"
+    per_node: int = 1
+    cores: float | None = None
+    forward: float | None = None
+    backward: float = 0.0
+    blocking: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sweep: str | None = None
+    threads: int = 1
+    file: Path | None = None
+    fresh: bool = False
+
+
+@stamped
+def run(wanted: WantedSharded, advance: workers.Advance | None = None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each point of the sweep, algorithm and method.
+
+    `advance` is called before every codec whose kernels are measured.
+
+    Raises:
+        ConfigError: an unknown name, an undefined combination or a number out of range. It is
+            raised before anything is measured.
+    """
+    check_threads(wanted.threads)
+    found = [sharded_methods.parse(name) for name in wanted.methods]
+    for method in found:
+        method.check()
+    points = [
+        (point, method, _scenario(wanted, method, algorithm, point))
+        for point in sim_sweep.points(wanted.sweep)
+        for method in found
+        for algorithm in (wanted.algorithms if method.ours else wanted.algorithms[:1])
+    ]
+    if not points:
+        raise ConfigError("nothing to simulate: name a method and an algorithm")
+    needed = dict.fromkeys(
+        codec for *_, one in points for codec in codecs_of(one.groups, one.weights, one.gradients)
+    )
+    known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
+    for point, method, scenario in points:
+        yield {
+            "sharded": True,
+            "method": method.name,
+            "model": wanted.model,
+            **predict_sharded(scenario, known),
+            "machine": known.machine,
+            **point.keys,
+        }
+
+
+def _scenario(
+    wanted: WantedSharded, method: ShardedMethod, algorithm: str, point: Point
+) -> ShardedScenario:
+    if point.name is not None and point.name not in SWEPT:
+        raise ConfigError(
+            f"--sweep {point.name}: with --sharded sweep one of {', '.join(SWEPT)}, and give "
+            "options of codecs in --methods"
+        )
+    given = {key: one for key, one in wanted.options.items() if one is not None}
+    if point.name == "segments":
+        given["segments"] = point.number("segments", None, whole=True)
+    weights, gradients = sent_by(method)
+    backward = point.number("backward", wanted.backward)
+    forward = backward / 2 if wanted.forward is None else wanted.forward
+    cores = point.number("cores", wanted.cores)
+    return ShardedScenario(
+        ranks=point.ranks(wanted.ranks),
+        net=point.net(wanted.net),
+        weights=weights,
+        gradients=gradients,
+        groups=models.groups(wanted.model),
+        feedback=method.options.get("error_feedback", False),
+        forward=point.number("forward", forward),
+        backward=backward,
+        blocking=wanted.blocking,
+        options=Options(algorithm=algorithm if method.ours else "sra", **given),
+        per_node=int(point.number("per_node", wanted.per_node, whole=True)),
+        cores=math.inf if cores is None else cores,
+    )
+
+
+def sent_by(method: ShardedMethod) -> tuple[Weights, Gradients]:
+    """How a method, which was checked, sends weights and gradients."""
+    if method.ratios is not None:
+        return Torch(4, method.ratios[0]), Torch(4, method.ratios[1])
+    if not method.ours:
+        return _WIDTHS[str(method.weights)], _WIDTHS[str(method.gradients)]
+    keep = method.options.get("keep", "none")
+    rules = WeightRules.of(method.weights, keep)
+    coded = Coded(lambda dimensions, numel: rules.choose((), dimensions, numel), keep)
+    weights: Weights = Torch(4) if method.weights is None else coded
+    if method.gradients is None:
+        return weights, Identity()
+    aggregator: Any = registry.get(in_blocks(method.gradients))
+    return weights, aggregator.codec

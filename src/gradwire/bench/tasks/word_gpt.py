@@ -1,0 +1,43 @@
+"""`gpt-32k`: the GPT of `gpt` on tokens of a large vocabulary, its output tied to its embedding.
+
+The embedding holds most parameters, as in language models on words (Transformer-XL). Its gradient
+is dense, through the output, but rows of frequent tokens are far larger than others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.bench.tasks.gpt import Gpt
+from gradwire.bench.tasks.source_text import SourceText
+from gradwire.bench.tasks.word_text import tokens
+
+
+@dataclass(frozen=True)
+class WordGpt(Gpt):
+    """As `Gpt`, but `context` counts tokens; see `word_text`.
+
+    Attributes:
+        vocabulary: number of tokens.
+    """
+
+    sequences: int = 4
+    tied: bool = True
+    vocabulary: int = 32768
+
+    @property
+    def metric(self) -> str:
+        return "bits per token"
+
+    def describe(self) -> str:
+        return (
+            f"GPT, {self.layers} layers of width {self.width}, "
+            f"{'tied' if self.tied else 'untied'} embedding of {self.vocabulary} tokens, "
+            f"{self.sequences} x {self.context} tokens per rank, on {self._text().origin}"
+        )
+
+    def symbols(self) -> int:
+        return self.vocabulary
+
+    def _text(self) -> SourceText:
+        return tokens(self.vocabulary)

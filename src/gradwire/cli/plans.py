@@ -1,0 +1,89 @@
+"""`gradwire plan`: what to send, on a given network; and plans in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.cli.options import Json, finite, names, writable
+from gradwire.cli.output import output
+from gradwire.errors import ConfigError
+
+plan = typer.Typer(help="What to compress on a network, and plans in files.")
+
+
+@plan.callback(invoke_without_command=True)
+def decide(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,512x512.")
+    ] = None,
+    net: Annotated[
+        str | None, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks, to thousands.")] = 4,
+    codec_name: Annotated[
+        str, typer.Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
+    ] = "qsgd:bits=4",
+    per_node: Annotated[int, typer.Option(help="Ranks per machine; they share its link.")] = 1,
+    cores: Annotated[
+        float | None,
+        typer.Option(help="That all ranks share; each has its own unless given.", callback=finite),
+    ] = None,
+    backward: Annotated[
+        float,
+        typer.Option(
+            help="Seconds in which gradients become ready, one after the other.", callback=finite
+        ),
+    ] = 0.0,
+    threads: Annotated[int, typer.Option(help="Threads per kernel.")] = 1,
+    curves: Annotated[
+        Path | None, typer.Option("--curves", help="What kernels cost; written if missing.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Which gradients to compress on a network, in which setting; or that 16 bits are best."""
+    if context.invoked_subcommand is not None:
+        return
+    if model is None and net is None and json_file is None:
+        typer.echo(context.get_help())
+        return
+    if model is None or net is None:
+        raise ConfigError("plan: give --model and --net, as in --model resnet50 --net 1gbit,1ms")
+    from gradwire.bench import planning
+
+    if curves is not None and (fresh or not curves.exists()):
+        writable("--curves", curves)
+    wanted = planning.WantedPlan(
+        model, net, names("--codec", codec_name) or [], ranks, per_node, cores, backward, threads,
+        curves, fresh,
+    )  # fmt: skip
+    with output(json_file) as out:
+        rows = out.quiet(lambda advance: planning.run(wanted, advance))
+        layers = [row for row in rows if row["part"] == "layer"]
+        columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
+        out.table(layers, [*columns, "compress", "partitions"])
+        columns = ["method", "algorithm", "segments", "coalesce_bytes", "least", "seconds"]
+        settings = [row for row in rows if row["part"] == "setting"]
+        out.table(settings, [*columns, "wire_bytes", "saves"])
+        out.say(rows[-1]["detail"])
+
+
+@plan.command("diff")
+def diff(
+    a: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    json_file: Json = None,
+) -> None:
+    """The parameters that two plans send differently."""
+    from gradwire.planner.files import PlanFile, differences
+
+    with output(json_file) as out:
+        rows = list(differences(PlanFile.read(a), PlanFile.read(b)))
+        if rows:
+            out.rows(rows, ["parameter", "numel", "a", "b"])
+        else:
+            out.say("the plans are equal")

@@ -1,0 +1,61 @@
+"""`gradwire probe`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.cli.options import Json, Net, finite, names, writable
+from gradwire.cli.output import output
+
+
+def probe(
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Number of ranks; 2, or as torchrun has started.")
+    ] = None,
+    net: Net = "none",
+    codec_name: Annotated[
+        str | None, typer.Option("--codec", help="Of which kernels are measured; qsgd,topk.")
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(help="That the links should take; slow ones take longer.", callback=finite),
+    ] = 5.0,
+    plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Latency and bandwidth between all ranks, and what codecs' kernels cost here.
+
+    Under torchrun it joins the ranks that torchrun has started, so it measures the network between
+    them. Results are kept: a later call shows them, until --fresh measures anew.
+    """
+    from gradwire.bench import probe as probing
+    from gradwire.bench import simulate
+
+    chosen = names("--codec", codec_name) or probing.CODECS
+    wanted = probing.plan(ranks, net, chosen, seconds, fresh)
+    if wanted.joins and os.environ["RANK"] != "0":
+        probing.join(wanted)  # rank 0 has the rows
+        return
+    with output(json_file) as out:
+        draw = None if plot is None else simulate.plotter(plot, "probe_plot")
+        writable("--plot", plot)
+        rows = out.measured(lambda advance: probing.run(wanted, advance), [])
+        tables = {
+            "pair": ["from", "to", "alpha", "beta", "bandwidth"],
+            "send": ["bytes", "seconds"],
+            "curve": ["codec", "form", "call", "value", "payload"],
+        }
+        for part, columns in tables.items():
+            out.table([row for row in rows if row["part"] == part], columns)
+        if rows[0]["cached"]:
+            out.say(
+                f"Links and sends are from the cache, as measured at {rows[0]['measured']}; "
+                "--fresh measures anew."
+            )
+        if draw is not None:
+            draw(rows)

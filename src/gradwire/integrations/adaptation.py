@@ -1,0 +1,312 @@
+"""A policy at work on a handle: it changes methods per parameter while training runs, off its path.
+
+    1. over a window of passes, averaged gradients are summed as they arrive: each by one rank
+       (DDP), or each rank's shard of it (FSDP2). Of weights, each rank copies its shards
+    2. in the background ranks decide together (integrations/deciding.py)
+    3. every rank requests the choices as an update of its plan, and all adopt it at the same pass
+       (integrations/switch.py)
+
+Between decisions, checks look for a plan that has gone stale (integrations/replan.py). Within the
+budget the uniform plan is what `attach` was given. If a step fails on one rank, that round ends on
+all, with a line in the log, and the plan stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Aggregator
+from gradwire.aggregators import registry as aggregators
+from gradwire.controllers import Policy
+from gradwire.engine import Owner
+from gradwire.errors import ConfigError
+from gradwire.integrations.choices import GRADIENTS, Methods, targets_of, with_methods
+from gradwire.integrations.deciding import Decider, Ruling, Window
+from gradwire.integrations.replan import Replan
+from gradwire.integrations.serial import Serial
+from gradwire.integrations.switch import Switch
+from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
+from gradwire.planner import Plan, Rules
+
+log = logging.getLogger("gradwire")
+
+
+class Adaptation:
+    """A policy at work.
+
+    Args:
+        policy, replan: what decides, and when. A policy without a budget of error decides only as
+            each period ends.
+        owner: of the handle.
+        switch: its plans.
+        remade: a plan with other rules.
+        adopt: makes the parameters run as the plan in force says.
+        shards: of FSDP2: this rank's shard of a weight, by name. None: each rank has whole averages
+            (DDP).
+        buckets: of DDP: names of the parameters of each, in the order of sending.
+        serial: where decisions run, one after the other; a queue of its own unless given.
+        name: of its messages; another for each policy that a handle has had.
+
+    Attributes:
+        running: whether averages of the running pass are summed.
+        passes: so far, without those of a trial of weights.
+        history: of the decisions, in order: pass; of ("gradients", "weights"); early (a check found
+            the plan stale); line (what was decided, and why); changed (how many parameters have
+            another method than before); planned_error, error, uniform_error, budget (see
+            `deciding.Ruling`; not where a round failed); seconds (from the window's end).
+
+    Raises:
+        ConfigError: there is no choice around the plan's methods.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        replan: Replan,
+        owner: Owner,
+        switch: Switch,
+        remade: Callable[[Plan, Rules], Plan],
+        adopt: Callable[[], None],
+        shards: Callable[[str], torch.Tensor] | None = None,
+        buckets: Callable[[], Names] | None = None,
+        serial: Serial | None = None,
+        name: str = "policy",
+    ) -> None:
+        if not policy.bounded:
+            replan = replace(replan, stale=None)
+        self.policy, self.replan = policy, replan
+        self.running = False
+        self.history: list[dict[str, Any]] = []
+        self.passes = 0
+        self._targets = targets_of(switch.plan, replan.mixed)
+        self._owner, self._switch = owner, switch
+        self._remade, self._adopt, self._shards, self._buckets = remade, adopt, shards, buckets
+        self._name = f"{owner.key}/{name}"
+        self._trial: BucketTrial | None = None
+        self._weights: dict[str, float] | None = None  # None: no trial has ended
+        pieces = shards is not None
+        of = owner, self._name, pieces
+        self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
+        named = self._targets[GRADIENTS].shapes if GRADIENTS in self._targets else ()
+        here = owner.comm.rank, owner.comm.world_size
+        self._summed = {n for i, n in enumerate(named) if pieces or i % here[1] == here[0]}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._count = 0  # passes of the running window so far
+        self._lock = threading.Lock()
+        self._serial = serial or Serial(owner.comm.workers)
+        self._closed = False
+
+    # ---- passes
+
+    def begin(self, span: float | None = None) -> None:
+        """Called as a pass begins, when all averages of the one before are known.
+
+        Args:
+            span: of the pass before: seconds from its first bucket's readiness to its last average.
+        """
+        if self._tries(span):
+            self.running = False
+            return
+        decides = self.replan.decides(self.passes)
+        if self._count and (decides or self.replan.checks(self.passes)):
+            windows = {kind: self._window(kind) for kind in self._targets}
+            self._sums, self._count = {}, 0
+            self._serial.submit(partial(self._round, windows, not decides))
+        self.passes += 1
+        self.running = not self._closed and self.replan.sums(self.passes)
+        self._count += self.running
+
+    def _tries(self, span: float | None) -> bool:
+        """Whether the running pass belongs to a trial of weights; the same on all ranks."""
+        if self._trial is not None:
+            if not self._trial.passed(self._switch.plan.version, span):
+                return not self._closed
+            self._trial = None
+        wanted = self.replan.weigh == "time" and self._weights is None and not self._closed
+        if not wanted or self.passes != AFTER or GRADIENTS not in self._targets:
+            return False
+        assert self._buckets is not None  # attach refuses it elsewhere
+        self._trial = BucketTrial(
+            self._targets[GRADIENTS], self._owner, self._name, self._switch, self._remade,
+            self._buckets, self._serial.submit, self._weighed,
+        )  # fmt: skip
+        return True
+
+    def _weighed(self, weights: dict[str, float], line: str) -> None:
+        self._weights = weights
+        self._note(self.passes, GRADIENTS, line, 0, time.perf_counter(), early=False)
+
+    def _weights_of(self, kind: str) -> dict[str, float]:
+        """What a byte of each parameter counts, where not 1."""
+        if kind != GRADIENTS or self.replan.weigh == "bytes":
+            return {}
+        if self.replan.weigh == "priority" and self._buckets is not None:
+            return priorities(self._buckets())
+        return self._weights or {}
+
+    def _window(self, kind: str) -> Window:
+        if kind == GRADIENTS:
+            values = {name: summed.div_(self._count) for name, summed in self._sums.items()}
+        else:
+            assert self._shards is not None
+            names = self._targets[kind].shapes
+            values = {n: self._shards(n).to(torch.float32, copy=True).view(-1) for n in names}
+        return Window(self.passes, values, self._targets[kind].methods(self._switch.plan))
+
+    def add(self, name: str, average: torch.Tensor) -> None:
+        """Note an average, or this rank's shard of it; the tensor is only read."""
+        if not self.running or name not in self._summed:
+            return
+        known = self._sums.get(name)
+        if known is None:
+            self._sums[name] = average.detach().to(torch.float32, copy=True).view(-1)
+        else:
+            known += average.detach().view(-1)
+
+    def close(self) -> None:
+        """Decide no more: the handle is detached."""
+        self._closed, self.running = True, False
+        self._sums, self._count = {}, 0
+
+    # ---- in the background
+
+    def _round(self, windows: Mapping[str, Window], check: bool) -> None:
+        """Decide about each target, or check it first, and request what has changed."""
+        begun = time.perf_counter()
+        changed: dict[str, dict[str, Aggregator]] = {}
+        for kind, window in windows.items():
+            try:
+                grown = self._deciders[kind].grown(window) if check else None
+                if check and not self._is_stale(window, kind, grown):
+                    continue
+                ruling = self._deciders[kind].decide(window, self._weights_of(kind))
+            except Exception as error:
+                self._failed(window, kind, error, begun)
+                continue
+            # Earlier updates are prepared, or refused on all ranks: plans are equal here.
+            before = self._targets[kind].methods(self._switch.newest)
+            chosen = self._targets[kind].chosen(ruling.choices)
+            changed[kind] = {name: m for name, m in chosen.items() if m != before[name]}
+            self._decided(window, kind, grown, ruling, len(changed[kind]), begun)
+        if any(changed.values()) and not self._closed:
+            try:
+                self._switch.ask(partial(self._changed, changed)).wait()
+            except Exception as error:  # alike on all ranks
+                kind = next(kind for kind, methods in changed.items() if methods)
+                self._failed(windows[kind], kind, error, begun)
+
+    def _changed(self, methods: Methods, before: Plan) -> Plan:
+        return self._remade(*with_methods(replace(before, version=before.version + 1), methods))
+
+    def _is_stale(self, window: Window, kind: str, grown: float | None) -> bool:
+        assert self.replan.stale is not None
+        if grown is not None and self._owner.comm.rank == 0:
+            said = "pass %d: %s: the plan's error over uniform's is %.3f times what was planned"
+            log.debug(said, window.number, kind, grown)
+        return grown is not None and grown >= self.replan.stale
+
+    # ---- history
+
+    def _decided(
+        self,
+        window: Window,
+        kind: str,
+        grown: float | None,
+        ruling: Ruling,
+        changed: int,
+        begun: float,
+    ) -> None:
+        line = ruling.line
+        if grown is not None:
+            line = f"early, as the plan's error grew by {grown:.2f} against uniform's: {line}"
+        errors = {
+            "planned_error": ruling.planned_error, "error": ruling.error,
+            "uniform_error": ruling.uniform_error, "budget": ruling.budget,
+        }  # fmt: skip
+        self._note(window.number, kind, line, changed, begun, early=grown is not None, **errors)
+
+    def _failed(self, window: Window, kind: str, error: Exception, begun: float) -> None:
+        line = f"policy {self.policy.name}: the plan stays: {error}"
+        self._note(window.number, kind, line, 0, begun, early=False)
+
+    def _note(
+        self, number: int, kind: str, line: str, changed: int, begun: float, **more: Any
+    ) -> None:
+        seconds = time.perf_counter() - begun
+        row = {"pass": number, "of": kind, "line": line, "changed": changed}
+        with self._lock:
+            self.history.append({**row, "seconds": seconds, **more})
+        if self._owner.comm.rank == 0:
+            said = "pass %d: %s: %s; %d parameters change"
+            log.info(said, number, kind, line, changed)
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """To be saved: passes so far; methods of the plan in force other than the uniform plan's;
+        and, on rank 0, what the policy remembers. What is summed of a window is not."""
+        found: dict[str, Any] = {
+            "passes": self.passes,
+            "methods": {},
+            "byte_weights": self._weights,
+        }
+        for kind, target in self._targets.items():
+            methods = target.methods(self._switch.plan)
+            other = {n: m for n, m in methods.items() if m != target.reference}
+            found["methods"][kind] = {name: aggregators.text(m) for name, m in other.items()}
+            found[kind] = self._deciders[kind].state(methods)
+        return found
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where `state` was taken, with the methods of then; does nothing if the policy has
+        no state there. All ranks call it between two passes; it waits until decisions have ended.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        saved = states[0].get("policy") if states else None
+        if saved is None:
+            return
+        self._serial.wait()
+        try:
+            passes = int(saved["passes"])
+            weights = saved.get("byte_weights")
+            weights = None if weights is None else {n: float(w) for n, w in weights.items()}
+            methods = {kind: self._methods(kind, saved["methods"]) for kind in self._targets}
+            for kind, decider in self._deciders.items():
+                decider.load(saved[kind], methods[kind])
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"load_state_dict: the state has {saved!r:.60} for 'policy' ({error}): it is not a "
+                "result of Handle.state_dict with this policy"
+            ) from None
+        self.passes, self._sums, self._count, self.running = passes, {}, 0, False
+        self._weights = weights
+        self._switch.change(lambda plan: self._remade(*with_methods(plan, methods)))
+        self._adopt()
+
+    def _methods(self, kind: str, saved: Mapping[str, Mapping[str, str]]) -> dict[str, Aggregator]:
+        """Of every parameter of a target, from what a state has of them."""
+        target = self._targets[kind]
+        given = {name: aggregators.get(text) for name, text in saved[kind].items()}
+        for name, method in given.items():
+            if method not in target.family.methods(target.shapes[name]):
+                raise ValueError(f"{name} has {method}")
+        return dict.fromkeys(target.shapes, target.reference) | given
+
+
+def refuse_update(adaptation: Adaptation | None) -> None:
+    """Raise ConfigError for an update by the user where a policy makes them."""
+    if adaptation is not None:
+        raise ConfigError(
+            f"update: the policy {adaptation.policy.name} changes this handle's plan: detach, and "
+            "attach without one"
+        )

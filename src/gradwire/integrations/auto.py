@@ -1,0 +1,225 @@
+"""What `gw.attach(model, "auto")` may be told, and how rank 0 plans from what was measured.
+
+The planner's ranking (gradwire.planner.choice) comes from simulation. A training step has more in
+it: so the best setting of each codec that is expected to be nearly as fast as the best is tried in
+training itself (integrations/automatic.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gradwire import codecs as codec_table
+from gradwire.codecs.text import parse
+from gradwire.collectives import Options
+from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
+from gradwire.integrations.replan import Replan
+from gradwire.lang import Codec
+from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
+from gradwire.planner.links import Links
+from gradwire.sim import Curves, Net, curves, kernel_costs
+from gradwire.sim.curves import Curve, Software
+from gradwire.sim.rank import Overheads
+
+# Of the engine, on a machine that has not been measured (`gradwire probe` measures it).
+_ENGINE = Overheads(start=4e-4, task=4e-5, post=1e-5, check=4e-6, check_byte=2e-11)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """How automatic mode decides.
+
+    Args:
+        codecs: what may be used beside full precision and bf16, from the most exact to the least.
+        policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
+        replan: when the policy decides.
+        seconds: in which links are measured, at attach.
+        trial: passes of each setting in each of two turns, beyond two that are not timed.
+        close: settings are tried that are expected to take at most so many times the best's time.
+        watch: passes between two looks at the links.
+        changed: the share by which latency or bandwidth must have changed for a new plan.
+        share: of time and bandwidth that watching the links may take.
+
+    Raises:
+        ConfigError: a number out of range, or an unknown codec.
+    """
+
+    codecs: Sequence[str] = ("qsgd:bits=4",)
+    policy: Policy | str | None = "lgreco"
+    replan: Replan = field(default_factory=Replan)
+    seconds: float = 3.0
+    trial: int = 8
+    close: float = 1.3
+    watch: int = 50
+    changed: float = 0.5
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codecs", tuple(self.codecs))
+        for option in ("trial", "watch"):
+            value = getattr(self, option)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"Auto: {option}={value!r}: give a number of passes, 1 or more")
+        for option, least, most in (
+            ("seconds", 0, math.inf), ("close", 1, math.inf), ("changed", 0, math.inf),
+            ("share", 0, 1),
+        ):  # fmt: skip
+            value = getattr(self, option)
+            if not isinstance(value, int | float) or not least < value <= most:
+                raise ConfigError(f"Auto: {option}={value!r}: give a number above {least}")
+        _ = self.known_codecs
+
+    @property
+    def known_codecs(self) -> list[Codec]:
+        """The codecs themselves."""
+        found = []
+        for text in self.codecs:
+            codec, options = parse(text)
+            found.append(codec_table.get(codec, **options))
+        return found
+
+
+@dataclass(frozen=True)
+class WantedSetting:
+    """A setting as ranks tell each other.
+
+    Attributes:
+        method: as `attach` takes it; "none" for full precision.
+        exclude: parameters that are sent uncompressed.
+        rank: how exact: 0 for full precision, and so on.
+        seconds: expected.
+    """
+
+    method: str
+    algorithm: str = "sra"
+    segments: int | None = None
+    coordinated: bool = False
+    coalesce_bytes: int = 0
+    exclude: tuple[str, ...] = ()
+    rank: int = 0
+    seconds: float | None = None
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> WantedSetting:
+        """From JSON."""
+        return cls(**{**told, "exclude": tuple(told["exclude"])})
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def options(self, given: Options) -> Options:
+        """The user's options, in this algorithm."""
+        return replace(
+            given.through(self.algorithm), segments=self.segments, coordinated=self.coordinated
+        )
+
+    def __str__(self) -> str:
+        method = "full precision" if self.method == "none" else self.method
+        segments = "" if self.segments is None else f", {self.segments} segments"
+        return f"{method} by {self.algorithm}{segments}"
+
+
+HALF_PRECISION = WantedSetting("bf16", rank=1)
+
+
+def plan(
+    auto: Auto,
+    known: Curves,
+    named: Sequence[tuple[str, tuple[int, ...]]],
+    links: Links,
+    machines: Sequence[int],
+    backward: float,
+    coalesces: bool,
+) -> tuple[list[WantedSetting], str]:
+    """(the settings worth trying, the best first; the planner's verdict).
+
+    Args:
+        known: as of `costs`.
+        named: (name, shape) of every parameter.
+        machines: of each rank.
+        backward: seconds of a pass without communication.
+        coalesces: whether buckets may travel together.
+    """
+    codecs = auto.known_codecs
+    where = situation(links, known, machines, tuple(shape for _, shape in named), backward)
+    choice = choose(where, codecs)
+    exact = [FULL, HALF, *codecs]
+    hopeful = [
+        one
+        for one in choice.of_codec
+        if one.seconds <= auto.close * choice.best.seconds or one == choice.best
+    ]
+    hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
+    return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)
+
+
+def costs(auto: Auto) -> Curves:
+    """The costs of the codecs on this machine. Those that the user's cache does not have are
+    measured, some seconds for each, and kept there."""
+    threads = torch.get_num_threads()
+    every, mine = kernel_costs.file(threads), kernel_costs.file(threads, "kernels")
+    known = Curves(kernel_costs.processor(), threads, {}, _ENGINE, Software(memory=4e9))
+    found: dict[str, dict[str, Curve]] = {}
+    for file in (mine, every):  # the latter with the engine's costs, of `gradwire probe`
+        if file.exists():
+            known = curves.load(file)
+            found |= known.codecs
+    missing = [c for c in [FULL, HALF, *auto.known_codecs] if str(c) not in found]
+    if missing:
+        found |= {str(c): kernel_costs.kernel_curves(c, threads) for c in missing}
+        replace(known, codecs=found).save(mine)
+    return replace(known, codecs=found)
+
+
+def situation(
+    links: Links,
+    known: Curves,
+    machines: Sequence[int],
+    shapes: tuple[tuple[int, ...], ...],
+    backward: float,
+) -> Situation:
+    """The links as the simulator knows them: what software takes is in `links` already."""
+    ranks, count = len(machines), len(set(machines))
+    per_node = ranks // count if ranks % count == 0 else 1
+    software = replace(known.link, goodput=1.0, shared=0.98)
+    if per_node == ranks:
+        net = Net("this machine")
+        software = replace(software, memory=1 / max(links.typical_beta, 1e-12))
+        software = replace(software, overhead=links.typical_alpha, stack=0.0)
+        cores = float(len(os.sched_getaffinity(0)))
+    else:
+        latency = max(links.worst_alpha - software.overhead, 0.0)
+        net = Net("measured links", 8 / max(links.worst_beta, 1e-12), latency)
+        cores = math.inf
+    given = replace(known, link=software)
+    return Situation(shapes, ranks, net, given, per_node, cores, backward)
+
+
+def _wanted(
+    one: Ranked,
+    named: Sequence[tuple[str, tuple[int, ...]]],
+    exact: Sequence[Codec],
+    coalesces: bool,
+) -> WantedSetting:
+    setting: Setting = one.setting
+    small = tuple(n for n, s in named if len(s) > 1 and math.prod(s) < setting.least)
+    full = setting.codec == FULL
+    return WantedSetting(
+        "none" if full else name(setting.codec), setting.options.algorithm,
+        setting.options.segments, setting.options.coordinated,
+        setting.coalesce_bytes if coalesces else 0, () if full else small,
+        exact.index(setting.codec), one.seconds,
+    )  # fmt: skip
+
+
+def _line(choice: Choice, links: Links) -> str:
+    rate = 8e-6 / max(links.worst_beta, 1e-15)
+    return f"{choice.verdict} (links: {links.worst_alpha * 1e3:.3g} ms, {rate:.4g} Mbit/s at worst)"

@@ -1,0 +1,205 @@
+"""The weights of FSDP2 modules that a handle gathers through codecs: all groups of parameters.
+
+For every group, FSDP's all-gather is replaced by an object of integrations/weights.py, or of
+integrations/differences.py with keep="reference".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Attached
+from gradwire.collectives import Item, Operation, prepare, retire, start_round
+from gradwire.collectives.legal import uncompressed
+from gradwire.engine import Outcome
+from gradwire.groups import communicator
+from gradwire.integrations.changes import Changes
+from gradwire.integrations.differences import DifferenceGather
+from gradwire.integrations.fsdp import gather_group
+from gradwire.integrations.references import (
+    References,
+    Sharding,
+    State,
+    load_references,
+    references_of,
+    saved_references,
+)
+from gradwire.integrations.sharded_plan import Trained, options_for
+from gradwire.integrations.versions import Versions
+from gradwire.integrations.weights import Weight, WeightGather
+from gradwire.lang import Codec, rng
+from gradwire.partition import Spec
+from gradwire.planner import Plan
+
+_TOTALS = {"weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0}
+NO_STATS = {**_TOTALS, "weights_kept_bytes": 0}  # of a handle that gathers no weights
+
+
+class GatheredWeights:
+    """The gathers of one handle, installed.
+
+    Args:
+        what: the handle's, for messages.
+        trained: its parameters.
+        members: the parameters as their gradients are reduced, by name.
+        plan: has rules for weights.
+        sharding: of this rank.
+
+    Attributes:
+        shard, shards: this rank's, and how many there are.
+        keep: what is kept of gathered weights; see `attach`.
+        owner: issues the gathers.
+        versions: counts what changes the weights.
+        changes: tells all ranks so, with keep="reference".
+    """
+
+    def __init__(
+        self,
+        what: str,
+        trained: Trained,
+        members: Mapping[str, Attached],
+        plan: Plan,
+        seed: int,
+        sharding: Sharding,
+    ) -> None:
+        assert plan.weights is not None
+        self.shard, self.shards = sharding.shard, sharding.shards
+        self.keep = plan.weights.keep
+        self.owner = communicator(gather_group(trained.records[0])).owner(f"{what}, weights")
+        self.versions = Versions(self._shards)
+        self.changes = Changes(self._own, self._most, self._forget_references)
+        self._options = plan.options
+        self._sharding = sharding
+        self._lock = threading.Lock()
+        self._totals = dict(_TOTALS)
+        codecs = _codecs(plan)
+        self._gathers: list[WeightGather] = []
+        for record in trained.records:
+            weights = []
+            for parameter in record.fsdp_params:
+                name = trained.names.get(parameter, "")
+                key = rng.parameter_key(seed, f"weights of {name}", self.shard)
+                weights.append(Weight(members.get(name), codecs.get(name), key))
+            self._gathers.append(self._install(record, weights))
+
+    def _install(self, record: Any, weights: list[Weight]) -> WeightGather:
+        of = self, record, weights, record._all_gather_comm
+        gather = DifferenceGather(*of) if self.keep == "reference" else WeightGather(*of)
+        record._all_gather_comm = gather
+        return gather
+
+    def start(
+        self, spec: Spec, item: Item, operation: Operation, raw_bytes: int
+    ) -> Future[Outcome]:
+        """Start a collective that gathers weights, or prepares to; its future."""
+        options = options_for(operation, self._options)
+        collective = prepare(self.owner, [spec], options, operation, item.values.device)
+        collective.check([item])
+        ticket = self.owner.ticket()
+        try:
+            (ended,) = start_round(ticket, [(collective, [item])])
+        finally:
+            ticket.close()
+
+        def count(ended: Future[Outcome]) -> None:
+            if ended.exception() is None:
+                with self._lock:
+                    self._totals["weights_calls"] += 1
+                    self._totals["weights_raw_bytes"] += raw_bytes
+                    self._totals["weights_wire_bytes"] += ended.result().wire_bytes
+
+        ended.add_done_callback(count)
+        return ended
+
+    # ---- plans
+
+    def adopt(self, plan: Plan) -> None:
+        """Gather as a plan says, from the next forward on; called at the same pass on all ranks."""
+        codecs = _codecs(plan)
+        for gather in self._gathers:
+            gather.use([codecs.get(name) for name in gather.names])
+        retire(self.owner)
+
+    def rehearse(self, plan: Plan) -> None:
+        """Compile the kernels that the plan needs."""
+        codecs = _codecs(plan)
+        for gather in self._gathers:
+            gather.rehearse([codecs.get(name) for name in gather.names])
+
+    # ---- statistics
+
+    def stats(self) -> dict[str, int]:
+        """See `Sharded.stats`."""
+        with self._lock:
+            totals = dict(self._totals)
+        return {**totals, "weights_kept_bytes": sum(g.kept_bytes for g in self._gathers)}
+
+    def _shards(self) -> list[torch.nn.Parameter]:
+        """The parameters that an optimizer has."""
+        return [p.sharded_param for g in self._gathers for p in g.record.fsdp_params]
+
+    def remove(self) -> None:
+        """Restore FSDP2's own gathers and end counting versions: the handle is detached."""
+        self.versions.unwatch()
+        for gather in self._gathers:
+            gather.record._all_gather_comm = gather.before
+
+    # ---- differences
+
+    @property
+    def _differences(self) -> list[DifferenceGather]:
+        return [gather for gather in self._gathers if isinstance(gather, DifferenceGather)]
+
+    def _own(self) -> list[torch.Tensor]:
+        """This rank's shards, of all groups."""
+        return [getattr(shard, "_local_tensor", shard).detach() for shard in self._shards()]
+
+    def _most(self, told: int, device: torch.device) -> int:
+        """The largest of what ranks tell."""
+        most = Operation("all_reduce", "max")
+        values = torch.tensor([told], dtype=torch.int32, device=device)
+        spec = Spec("changes of weights", 1, torch.int32, uncompressed(most, torch.int32))
+        self.start(spec, Item(values, rng.Keys(0, 0), 0), most, 0).result()
+        return int(values.item())
+
+    def _forget_references(self) -> None:
+        for gather in self._differences:
+            gather.forget()
+
+    # ---- state
+
+    def state(self) -> dict[str, Any] | None:
+        """What a rank saves; None: nothing."""
+        if self.keep != "reference":
+            return None
+        return saved_references(self._differences, self.changes, self._sharding)
+
+    def references(self, states: list[State]) -> References:
+        """What this rank takes from the states of one or all ranks of a saved job.
+
+        Raises:
+            ConfigError: a state has something else in their place.
+        """
+        return references_of(states, self._sharding) if self._differences else References()
+
+    def load(self, references: References, counted: bool) -> None:
+        """Use them; what is kept is dropped.
+
+        Args:
+            counted: an optimizer counted the versions of the weights as the state was saved, and
+                will from now on, although it has not stepped yet.
+        """
+        if counted:
+            self.versions.steps = max(self.versions.steps, 1)
+        for gather in self._gathers:
+            gather.forget()
+        load_references(self._differences, self.changes, references)
+
+
+def _codecs(plan: Plan) -> dict[str, Codec | None]:
+    return {p.name: plan.levels.weight(p) for p in plan.parameters}

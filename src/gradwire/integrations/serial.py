@@ -1,0 +1,47 @@
+"""Background work of a handle, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from gradwire.engine.workers import Workers
+
+
+class Serial:
+    """Runs what it is given on a thread of the pool, in the order given.
+
+    Ranks that submit the same work at the same passes so exchange messages, and request updates of
+    their plans, in the same order.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._idle = threading.Condition()
+        self._busy = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, after all that was submitted before."""
+        with self._idle:
+            self._waiting.append(work)
+            if self._busy:
+                return
+            self._busy = True
+        self._workers.run(self._run)
+
+    def wait(self) -> None:
+        """Wait until all is done."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy)
+
+    def _run(self) -> None:
+        while True:
+            with self._idle:
+                if not self._waiting:
+                    self._busy = False
+                    self._idle.notify_all()
+                    return
+                work = self._waiting.popleft()
+            work()

@@ -1,0 +1,64 @@
+"""Top-k of a density by one of three collectives, as a handle's plan has it; and what it costs.
+
+all_gather    lwtopk: every rank's own positions
+art_ring      artopk, whose all-reduces run by the algorithm "ring"
+art_tree      artopk by "tree"
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from gradwire.aggregators import Aggregator, ARTopK, Dense, LWTopK, selection
+from gradwire.errors import ConfigError
+from gradwire.planner import Plan
+
+ALGORITHMS = {"all_gather": None, "art_ring": "ring", "art_tree": "tree"}
+_TIMED = 3
+
+
+def base_of(plan: Plan) -> ARTopK | LWTopK:
+    """The one method of a plan.
+
+    Raises:
+        ConfigError: there are several, or another one.
+    """
+    found = {p.inner for p in plan.parameters if not isinstance(p.inner, Dense)}
+    (base,) = found if len(found) == 1 else (None,)
+    if not isinstance(base, ARTopK | LWTopK):
+        named = ", ".join(sorted(map(str, found))) or "nothing that is compressed"
+        raise ConfigError(
+            f"Flexible: the handle has {named}: attach with one codec, artopk or lwtopk"
+        )
+    return base
+
+
+def method_of(base: ARTopK | LWTopK, density: float, collective: str) -> Aggregator:
+    """Top-k of a density by a collective, with the other options of `base`."""
+    if collective == "all_gather":
+        return LWTopK(density, base.values)
+    if isinstance(base, ARTopK):
+        return replace(base, density=density)
+    return ARTopK(density, values=base.values)
+
+
+def selection_seconds(numels: Iterable[int], density: float, device: torch.device) -> float:
+    """Seconds that selecting from vectors of these lengths takes in all: a median for each."""
+    generator = torch.Generator(device).manual_seed(0)
+    seconds = 0.0
+    for numel in numels:
+        values = torch.randn(numel, device=device, generator=generator)
+        times = []
+        for _ in range(_TIMED):
+            begun = time.perf_counter()
+            selection.pack(values, density)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begun)
+        seconds += statistics.median(times)
+    return seconds

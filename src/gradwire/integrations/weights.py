@@ -1,0 +1,264 @@
+"""The all-gather of FSDP2's weights through codecs (THESIS 5.6, Alg. C.1), for one group.
+
+    1. this rank encodes its shard of every parameter
+    2. the payloads of all ranks are gathered, as bytes
+    3. every rank decodes all of them, its own too: all compute with the same weights
+
+The optimizer's shards are read only. Random numbers derive from the parameter, the shard, and the
+number of reductions that the gradient had when an optimizer last stepped: so forward, backward,
+recomputation and micro-batches decode the same bits (THESIS Eq. 5.2), and so do all replicas. If no
+torch Optimizer steps, every reduction counts as a new version of the weights.
+
+Bytes sent per rank and gather: its payloads to each of N - 1 ranks; twice per step, or once with
+keep="payload", which keeps N ranks' payloads in memory: the compressed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGather
+
+from gradwire.aggregators import Attached
+from gradwire.codecs import Codec, Identity
+from gradwire.collectives import AllGather
+from gradwire.collectives.legal import FLOATS
+from gradwire.engine import Outcome
+from gradwire.integrations.backward import in_backward
+from gradwire.integrations.fsdp import gathered, gathers_again, gathers_shards
+from gradwire.integrations.payloads import Payloads, kernels_of
+from gradwire.integrations.sharded_plan import GATHER
+from gradwire.lang import rng
+
+if TYPE_CHECKING:
+    from gradwire.integrations.gathered import GatheredWeights
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter that is gathered.
+
+    Attributes:
+        member: the parameter as its gradient is reduced; None: it has none.
+        codec: None: uncompressed.
+        key: of the random numbers: equal on all replicas of a shard.
+        version: of the weights when it was last encoded; None: it was not.
+        step: the gradient's step from then.
+    """
+
+    member: Attached | None
+    codec: Codec | None
+    key: int
+    version: int | None = None
+    step: int = 0
+
+    def draw(self, version: int) -> int:
+        """The step of the random numbers; version 0 is that of weights that nobody counts."""
+        if version != self.version or not version:
+            self.version = version
+            self.step = 0 if self.member is None else self.member.step
+        return self.step
+
+
+class WeightGather(FSDPAllGather):
+    """What FSDP2 calls to gather one group's weights.
+
+    Args:
+        of: the weights of all groups: sends, counts, and has the rules.
+        record: FSDP's of the group.
+        weights: of each of its parameters, in order.
+        before: FSDP's own all-gather; what FSDP2 gathers anew from weights that were decoded
+            already, and groups of several dtypes, go through it.
+
+    Attributes:
+        kept: the payloads of the last gather of a forward, with keep="payload".
+    """
+
+    def __init__(
+        self,
+        of: GatheredWeights,
+        record: Any,
+        weights: Sequence[Weight],
+        before: FSDPAllGather,
+    ) -> None:
+        self.of = of
+        self.record = record
+        self.weights = list(weights)
+        self.before = before
+        self.kept: torch.Tensor | None = None
+        self._next: list[Codec | None] | None = None
+        self._payloads: Payloads | None = None
+        self._draws = 0  # gathers that drew anew from the same weights
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.before.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `input_tensor`, this rank's part, into `output_tensor`, which has all parts."""
+        if not gathers_shards(self.record) or input_tensor.dtype not in FLOATS:
+            return self.before(output_tensor, input_tensor, group, async_op)
+        if self._next is not None and not in_backward():
+            self._adopt(self._next)
+        return self.gather(output_tensor, input_tensor)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return ["" if weight.member is None else weight.member.name for weight in self.weights]
+
+    def use(self, codecs: Sequence[Codec | None]) -> None:
+        """Gather in these codecs, of each parameter, from the next forward on; equal on all
+        ranks."""
+        self._next = list(codecs)
+
+    def _adopt(self, codecs: Sequence[Codec | None]) -> None:
+        self._next = None
+        if codecs != [weight.codec for weight in self.weights]:
+            for weight, codec in zip(self.weights, codecs, strict=True):
+                weight.codec = codec
+            self._payloads = self.kept = None
+
+    def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
+        """Gather this rank's values, with padding, into those of all ranks."""
+        layout = self._layout(own)
+        again = in_backward()
+        if again and self.kept is not None:
+            layout.decode(self.kept, every)
+            return None
+        payloads, ended = self._send(layout, own, self._keys(again))
+        if not again:
+            keeps = self.of.keep == "payload" and gathers_again(self.record)
+            self.kept = payloads if keeps else None
+        return decoding(ended, lambda: layout.decode(payloads, every), payloads)
+
+    def _send(
+        self, layout: Payloads, own: torch.Tensor, keys: np.ndarray
+    ) -> tuple[torch.Tensor, Future[Outcome]]:
+        """Encode this rank's values and start to gather; (payloads of all ranks, when they are)."""
+        rank = self.of.shard
+        payloads = torch.empty(sum(layout.nbytes), dtype=torch.uint8, device=own.device)
+        layout.encode(own, payloads, rank, keys)
+        request = AllGather(layout.own(payloads, rank), lengths=layout.nbytes, into=payloads)
+        spec = request.spec("payloads of weights", 0, layout.ranks)
+        item = request.item(spec, rng.Keys(0, 0), 0, rank, layout.ranks)
+        raw_bytes = own.nbytes * (layout.ranks - 1)
+        return payloads, self.of.start(spec, item, GATHER, raw_bytes)
+
+    def rehearse(self, codecs: Sequence[Codec | None]) -> None:
+        """Compile the kernels of these codecs."""
+        known = self._payloads
+        if known is not None:
+            for codec in set(codecs):
+                kernels_of(codec or Identity(), known.dtype, known.device)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what is kept between gathers."""
+        return 0 if self.kept is None else self.kept.nbytes
+
+    def forget(self) -> None:
+        """Draw anew from the next gather on: a state was loaded."""
+        self.kept = None
+        for weight in self.weights:
+            weight.version = None
+
+    def _layout(self, own: torch.Tensor) -> Payloads:
+        known, ranks = self._payloads, self.of.shards
+        if known is None or (known.dtype, known.device) != (own.dtype, own.device):
+            pieces = gathered(self.record, own.numel(), ranks)
+            codecs = [w.codec or Identity() for w in self.weights]
+            known = Payloads(pieces, codecs, own.numel(), ranks, own.dtype, own.device)
+            self._payloads = known
+        return known
+
+    def _keys(self, again: bool) -> np.ndarray:
+        """The keys of a gather's random numbers, by parameter; `again`: in backward."""
+        redraws = again and self.of.keep == "redraw"
+        self._draws = self._draws + 1 if redraws else 0
+        steps = [w.draw(self.of.versions.steps) for w in self.weights]
+        keys = np.array([w.key for w in self.weights], dtype=np.uint64)
+        return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
+
+
+def decoding(
+    ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
+) -> dist.Work:
+    """The Work of a gather of `payloads`, which `decode` decodes as it has ended."""
+
+    def decode_anywhere() -> None:
+        # What a forward allocates in torch's inference mode may be changed in no other mode.
+        with torch.inference_mode():
+            decode()
+
+    if payloads.device.type == "cuda":
+        return InOrder(ended, decode_anywhere, payloads)
+    return Decoding(ended, decode_anywhere)
+
+
+class Decoding(dist.Work):
+    """The Work of a gather on the CPU: payloads are decoded as they have arrived, on the engine's
+    thread.
+
+    Args:
+        ended: the gather of the payloads.
+        decode: called then.
+    """
+
+    def __init__(self, ended: Future[Outcome], decode: Callable[[], None]) -> None:
+        super().__init__()
+        self._decoded: Future[None] = Future()
+        self._decode = decode
+        ended.add_done_callback(self._arrived)
+
+    def _arrived(self, ended: Future[Outcome]) -> None:
+        try:
+            ended.result()
+            self._decode()
+        except BaseException as error:
+            self._decoded.set_exception(error)
+        else:
+            self._decoded.set_result(None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._decoded.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._decoded.done()
+
+
+class InOrder(dist.Work):
+    """The Work of a gather on a GPU: payloads are decoded on the stream that waits.
+
+    Args:
+        ended: the gather, queued on another stream.
+        decode: queues the decoding on the current stream.
+        payloads: memory that the current stream then reads.
+    """
+
+    def __init__(
+        self, ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
+    ) -> None:
+        super().__init__()
+        self._ended, self._decode, self._payloads = ended, decode, payloads
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._ended.result()
+        self._payloads.record_stream(torch.cuda.current_stream(self._payloads.device))
+        self._decode()
+        return True

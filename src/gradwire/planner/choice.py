@@ -1,0 +1,261 @@
+"""Which setting averages a model's gradients soonest: found by simulating each on measured costs.
+
+A *setting* is a codec for matrices of `least` values or more (or 16 bits, or full precision), an
+algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
+`gradwire.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
+
+    1. every codec with every algorithm in which it is defined
+    2. of each codec, the best few algorithms: with other segments, then coalescing, then `least`
+
+The default algorithm, and then every other default, is left only for what saves `_WORTH`: less
+cannot be predicted.
+
+A codec loses values, and 16 bits lose some: so full precision is left only for a gain of more than
+`MARGIN`, and 16 bits are, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire import algorithms
+from gradwire.aggregators import Compressed, registry
+from gradwire.codecs import Cast, Identity
+from gradwire.collectives import Options
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.sim import Curves, Net, Scenario, predict
+from gradwire.sim.models import Shapes
+
+MARGIN = 0.05  # of the time: what a less exact codec must save
+FULL, HALF = Identity(), Cast("bf16")
+SEGMENTS = (1, 2, 4, 8, 16, 32)
+COALESCED = (0, 1 << 20, 1 << 22, 25 << 20, 1 << 40)  # the last: all buckets together
+LEAST = (1 << 12, 1 << 14, 1 << 16, 1 << 18)
+_KEPT = 2  # algorithms of each codec that are refined
+_WORTH = 0.1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a model is trained.
+
+    Attributes:
+        shapes: of the parameters, in the module's order.
+        ranks, per_node, cores, backward: see gradwire.sim.Scenario.
+        net: between nodes.
+        curves: of this machine.
+    """
+
+    shapes: Shapes
+    ranks: int
+    net: Net
+    curves: Curves
+    per_node: int = 1
+    cores: float = math.inf
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ConfigError(f"{self.ranks} ranks: one rank sends nothing; give 2 or more")
+        if self.per_node < 1 or self.ranks % self.per_node:
+            raise ConfigError(
+                f"per_node={self.per_node}: give a number that divides the {self.ranks} ranks"
+            )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How gradients are averaged.
+
+    Attributes:
+        codec: of matrices of `least` values or more; all else is sent uncompressed.
+        options: algorithm and segments.
+        coalesce_bytes: as of `gradwire.attach`.
+    """
+
+    codec: Codec
+    options: Options
+    coalesce_bytes: int = 0
+    least: int = 0
+
+    def __str__(self) -> str:
+        coordinated = ", coordinated" if self.options.coordinated else ""
+        parts = [f"{name(self.codec)} by {self.options.algorithm}{coordinated}"]
+        if self.options.segments is not None:
+            parts.append(f"{self.options.segments} segments")
+        if self.coalesce_bytes:
+            together = self.coalesce_bytes < COALESCED[-1]
+            parts.append(f"buckets of {self.coalesce_bytes} bytes" if together else "one bucket")
+        if self.least:
+            parts.append(f"matrices from {self.least} values")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A setting and what it is expected to take.
+
+    Attributes:
+        seconds: from the start of backward until the last average is there.
+        wire_bytes: sent by a rank.
+        limit_seconds: of the link alone; None where nothing limits it.
+    """
+
+    setting: Setting
+    seconds: float
+    wire_bytes: int
+    limit_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best.
+
+    Attributes:
+        best: the setting to use.
+        of_codec: the best setting of each codec, the fastest first.
+        every: all settings that were simulated, the fastest first.
+    """
+
+    best: Ranked
+    of_codec: tuple[Ranked, ...]
+    every: tuple[Ranked, ...]
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a codec pays beside 16 bits."""
+        return self.best.setting.codec not in (FULL, HALF)
+
+    def of(self, codec: Codec) -> Ranked:
+        """The best setting of a codec."""
+        return next(one for one in self.of_codec if one.setting.codec == codec)
+
+    @property
+    def uncompressed(self) -> Ranked:
+        """The best with full precision or 16 bits."""
+        return min(self.of(FULL), self.of(HALF), key=lambda one: one.seconds)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what to use, what it is expected to take, and what that saves."""
+        base, best = self.uncompressed, self.best
+        taken = f"{best.setting} is expected to take {_text(best.seconds)}"
+        if self.compresses:
+            saved = 1 - best.seconds / base.seconds
+            return f"{taken}, {saved:.0%} less than the {_text(base.seconds)} of {base.setting}"
+        coded = [one for one in self.of_codec if one.setting.codec not in (FULL, HALF)]
+        bits = "full precision is" if best.setting.codec == FULL else "16 bits are"
+        reason = ""
+        if coded:
+            reason = f"; the best codec, {coded[0].setting}, {_text(coded[0].seconds)}"
+        return f"{bits} best: {taken}{reason}"
+
+
+def choose(where: Situation, codecs: Sequence[Codec]) -> Choice:
+    """The best setting; full precision and bf16 are always considered.
+
+    Args:
+        codecs: from the most exact to the least: each must save `MARGIN` beside those before.
+
+    Raises:
+        ConfigError: one rank, or a codec without curves.
+    """
+    found: dict[Setting, Ranked] = {}
+    wanted = list(dict.fromkeys([FULL, HALF, *codecs]))
+    of_codec = []
+    for codec in wanted:
+        first = [_ranked(where, setting, found) for setting in _plain(codec, where)]
+        if not first:
+            raise ConfigError(f"{codec} is defined in no algorithm")
+        refined = []
+        for start in sorted(first, key=_weighed)[:_KEPT]:
+            best = start
+            for alternatives in (_segments, _coalesced, _selective):
+                others = [_ranked(where, s, found) for s in alternatives(best.setting, where)]
+                other = min(others, key=_seconds, default=best)
+                if other.seconds < (1 - _WORTH) * best.seconds:
+                    best = other
+            refined.append(best)
+        of_codec.append(min(refined, key=_weighed))
+    every = sorted(found.values(), key=_seconds)
+    best = of_codec[0]
+    for one in of_codec[1:]:
+        if one.seconds < (1 - MARGIN) * best.seconds:
+            best = one
+    return Choice(best, tuple(sorted(of_codec, key=_seconds)), tuple(every))
+
+
+def simulate(where: Situation, setting: Setting) -> Ranked:
+    """What one setting is expected to take."""
+    scenario = Scenario(
+        ranks=where.ranks, net=where.net, codec=setting.codec, model=where.shapes,
+        options=setting.options, per_node=where.per_node, cores=where.cores,
+        backward=where.backward, coalesce_bytes=setting.coalesce_bytes, least=setting.least,
+    )  # fmt: skip
+    row = predict(scenario, where.curves)
+    return Ranked(setting, row["seconds"], row["wire_bytes"], row["limit_seconds"])
+
+
+def _ranked(where: Situation, setting: Setting, found: dict[Setting, Ranked]) -> Ranked:
+    if setting not in found:
+        found[setting] = simulate(where, setting)
+    return found[setting]
+
+
+def _seconds(one: Ranked) -> float:
+    return one.seconds
+
+
+def _weighed(one: Ranked) -> float:
+    """Seconds, in favour of the default algorithm."""
+    default = one.setting.options.algorithm == Options().algorithm
+    return one.seconds * (1 - _WORTH if default else 1)
+
+
+def _plain(codec: Codec, where: Situation) -> Iterator[Setting]:
+    """The codec in every algorithm that has it."""
+    for name in algorithms.REGISTRY:
+        if name == "hierarchical" and where.per_node in (1, where.ranks):
+            continue  # there is one level
+        options = [Options(algorithm=name)]
+        if name in ("sra", "parameter_server"):
+            options.append(Options(algorithm=name, coordinated=True))
+        for each in options:
+            setting = Setting(codec, each)
+            try:
+                Scenario(where.ranks, where.net, codec, where.shapes, each)
+            except ConfigError:  # not defined in this algorithm
+                continue
+            yield setting
+
+
+def _segments(setting: Setting, where: Situation) -> Iterable[Setting]:
+    return [replace(setting, options=replace(setting.options, segments=n)) for n in SEGMENTS]
+
+
+def _coalesced(setting: Setting, where: Situation) -> Iterable[Setting]:
+    return [replace(setting, coalesce_bytes=nbytes) for nbytes in COALESCED]
+
+
+def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
+    if setting.codec == FULL:
+        return []
+    sizes = {math.prod(shape) for shape in where.shapes if len(shape) > 1}
+    # One of each that compresses other parameters.
+    least = {min(s for s in sizes if s >= n): n for n in LEAST if max(sizes, default=0) >= n}
+    return [replace(setting, least=n) for n in least.values() if n > min(sizes)]
+
+
+def name(codec: Codec) -> str:
+    """A codec as users write it, or as it prints itself where it has no name."""
+    try:
+        return registry.text(Compressed(codec))
+    except ConfigError:
+        return str(codec)
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,144 @@
+"""Plans in files: saved, pinned by `gw.attach(model, plan=FILE)`, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire import codecs
+from gradwire.aggregators import Aggregator, ErrorFeedback, registry
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec
+from gradwire.planner.plan import ParameterPlan, Plan
+from gradwire.planner.rules import exactly
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a file has of a plan.
+
+    Attributes:
+        gradients: how each parameter's gradient is averaged, as text.
+        feedback: parameters with error feedback.
+        weights: the codec in which each parameter is gathered, as text; of FSDP2.
+        numel: values of each parameter.
+    """
+
+    gradients: Mapping[str, str]
+    feedback: frozenset[str] = frozenset()
+    weights: Mapping[str, str] = field(default_factory=dict)
+    numel: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanFile:
+        """What a plan's file has; levels that were learned are left out.
+
+        Raises:
+            ConfigError: a codec or an aggregator has no text.
+        """
+
+        def weight(p: ParameterPlan) -> str:
+            return registry.text(registry.get(p.weight))
+
+        return cls(
+            {p.name: registry.text(p.inner) for p in plan.parameters},
+            frozenset(p.name for p in plan.parameters if isinstance(p.aggregator, ErrorFeedback)),
+            {p.name: weight(p) for p in plan.parameters if plan.weights is not None},
+            {p.name: p.numel for p in plan.parameters},
+        )
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> PlanFile:
+        """The plan in a file.
+
+        Raises:
+            ConfigError: there is none; the message says what is wrong, and where.
+        """
+        try:
+            found = json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: no plan: {error}") from error
+        rows = found.get("parameters") if isinstance(found, dict) else None
+        if not isinstance(rows, dict) or found.get("gradwire_plan") != _FORMAT:
+            raise ConfigError(
+                f"{path}: no plan of format {_FORMAT}: write one by handle.plan.save(FILE)"
+            )
+        for name, row in rows.items():
+            if not isinstance(row, dict) or not isinstance(row.get("gradient"), str):
+                raise ConfigError(f"{path}: parameter {name} has no 'gradient': {row!r:.60}")
+        made = cls(
+            {name: row["gradient"] for name, row in rows.items()},
+            frozenset(name for name, row in rows.items() if row.get("error_feedback")),
+            {name: row["weight"] for name, row in rows.items() if "weight" in row},
+            {name: row["numel"] for name, row in rows.items() if "numel" in row},
+        )
+        for name in rows:
+            try:
+                made.aggregator(name)
+                made.weight(name)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: parameter {name}: {error}") from error
+        return made
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; it is whole or not there."""
+        rows: dict[str, dict[str, Any]] = {}
+        for name, text in self.gradients.items():
+            rows[name] = {"gradient": text, "error_feedback": name in self.feedback}
+            rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
+            rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
+        text = json.dumps({"gradwire_plan": _FORMAT, "parameters": rows}, indent=1)
+        new = Path(f"{os.fspath(path)}.new")
+        new.write_text(text + "\n", "utf-8")
+        new.replace(path)
+
+    def aggregator(self, name: str) -> Aggregator:
+        """How a parameter's gradient is averaged."""
+        inner = registry.get(self.gradients[name])
+        return ErrorFeedback(inner) if name in self.feedback else inner
+
+    def weight(self, name: str) -> Codec | None:
+        """The codec in which a parameter is gathered; None: uncompressed."""
+        text = self.weights.get(name, "none")
+        return None if text == "none" else codecs.get(text)
+
+    def by_name(self) -> dict[str, Aggregator]:
+        """For `attach`: the pattern of each parameter -> how its gradient is averaged."""
+        return {exactly(name): self.aggregator(name) for name in self.gradients}
+
+    def weights_by_name(self) -> dict[str, Codec | None] | None:
+        """For `attach`; None: the plan leaves weights alone."""
+        return {exactly(name): self.weight(name) for name in self.weights} or None
+
+    def check(self, names: list[str]) -> None:
+        """Raise ConfigError unless the file has exactly these parameters."""
+        for name in names:
+            if name not in self.gradients:
+                raise ConfigError(f"plan: the file has no parameter {name}: it is another model's")
+        for name in self.gradients:
+            if name not in names:
+                raise ConfigError(f"plan: the module has no parameter {name}, which the file has")
+
+
+def differences(a: PlanFile, b: PlanFile) -> Iterator[dict[str, Any]]:
+    """A row for each parameter that two plans treat differently: parameter, numel, and `a` and `b`,
+    what each does with it (None: it has no such parameter)."""
+    for name in dict.fromkeys([*a.gradients, *b.gradients]):
+        found = [_told(plan, name) for plan in (a, b)]
+        if found[0] != found[1]:
+            numel = a.numel.get(name, b.numel.get(name))
+            yield {"parameter": name, "numel": numel, "a": found[0], "b": found[1]}
+
+
+def _told(plan: PlanFile, name: str) -> str | None:
+    if name not in plan.gradients:
+        return None
+    feedback = ", error feedback" if name in plan.feedback else ""
+    weight = plan.weights.get(name, "none")
+    return plan.gradients[name] + feedback + ("" if weight == "none" else f", weights {weight}")

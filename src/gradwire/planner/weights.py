@@ -1,0 +1,124 @@
+"""Rules for the weights of FSDP2 modules: the codec in which each parameter is gathered.
+
+The first match wins (THESIS 5.6: norms and biases are gathered in full precision):
+  1. a name pattern of a mapping -> a codec, or None for uncompressed;
+  2. parameters of fewer than two dimensions, and those of fewer than `SMALL` values, are gathered
+     uncompressed;
+  3. all others use the default, which a mapping has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from gradwire import codecs
+from gradwire.codecs.text import parse
+from gradwire.errors import ConfigError
+from gradwire.lang import Codec, layout
+from gradwire.planner.rules import matches
+
+SMALL = 4096
+BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
+KEEP = ("none", "payload", "redraw", "reference")
+
+M = TypeVar("M")
+Given = str | Codec | None
+Weights = Given | Mapping[str, Given]  # how a user says in which codecs weights are gathered
+
+
+@dataclass(frozen=True)
+class WeightRules:
+    """How weights are gathered, by parameter name.
+
+    Attributes:
+        default: of rule 3; None: uncompressed.
+        overrides: (pattern, codec) of rule 1.
+        keep: what a rank keeps of the weights that it gathered for forward: "none", nothing, and
+            backward gathers the same payloads again; "payload", the payloads of all ranks, so that
+            backward gathers nothing; "redraw", nothing, and backward encodes anew (THESIS Alg.
+            C.1); "reference", the decoded weights, so that later versions are sent as differences.
+    """
+
+    default: Codec | None = None
+    overrides: tuple[tuple[str, Codec | None], ...] = ()
+    keep: str = "none"
+
+    @classmethod
+    def of(cls, weights: object, keep: str) -> WeightRules:
+        """From the arguments of `attach`; raises ConfigError for one of a wrong type or value."""
+        if keep not in KEEP:
+            raise ConfigError(f"keep={keep!r}: use one of {', '.join(map(repr, KEEP))}")
+        if not isinstance(weights, Mapping):
+            return cls(weight_codec("weights", weights), (), keep)
+        for pattern in weights:
+            if not isinstance(pattern, str):
+                raise ConfigError(f"weights: {pattern!r} is no name pattern: give a string")
+        of = {p: weight_codec(f"weights[{p!r}]", given) for p, given in weights.items()}
+        return cls(None, tuple(of.items()), keep)
+
+    def changed(self, codecs: Mapping[str, Codec | None]) -> WeightRules:
+        """These rules, preceded by a codec for each of these patterns; a known one gets another."""
+        kept = [pair for pair in self.overrides if pair[0] not in codecs]
+        return replace(self, overrides=(*codecs.items(), *kept))
+
+    def check(self, names: Iterable[tuple[str, ...]]) -> None:
+        """Raise ConfigError unless every pattern matches a parameter; `names` has the names of
+        each."""
+        known = list(names)
+        for pattern, _ in self.overrides:
+            if not any(matches(of, pattern) for of in known):
+                raise ConfigError(
+                    f"weights: the pattern {pattern!r} matches no parameter; the first names are "
+                    + ", ".join(of[0] for of in known[:4])
+                )
+
+    def choose(self, names: tuple[str, ...], dimensions: int, numel: int) -> Codec | None:
+        """The codec of a parameter; None: uncompressed.
+
+        Args:
+            names: all names of the parameter; several if it is tied. One must match.
+        """
+        for pattern, codec in self.overrides:
+            if matches(names, pattern):
+                return codec
+        return None if dimensions < 2 or numel < SMALL else self.default
+
+
+def weight_codec(argument: str, given: object) -> Codec | None:
+    """The codec that a user names for weights; None: uncompressed.
+
+    Raises:
+        ConfigError: it is no codec, or none for weights: those must all arrive, and ranks decode
+            them without the encoder's random numbers.
+    """
+    if given is None or given == "none":
+        return None
+    if not isinstance(given, str | Codec):
+        raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
+    advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest" or "bf16"'
+    try:
+        codec = codecs.get(in_blocks(given))
+        what = layout(codec)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
+    if what.variable or any(f.shape is not None for f in what.fields):
+        raise ConfigError(
+            f"{argument}: {codec} sends a part of the values: weights must all arrive; {advice}"
+        )
+    if what.redraws:
+        raise ConfigError(
+            f"{argument}: {codec} decodes with the encoder's random numbers, which ranks do not "
+            f"have of weights; {advice}, or rounding=stochastic"
+        )
+    return codec
+
+
+def in_blocks(method: M, given: Iterable[str] = ()) -> M | str:
+    """A codec as a user names it, in blocks of `BLOCK` values if it has small ones by default and
+    neither its text nor the keywords `given` say how large."""
+    if not isinstance(method, str) or "block" in given:
+        return method
+    name, options = parse(method)
+    return f"{method}:block={BLOCK}" if name == "qsgd" and "block" not in options else method

@@ -1,0 +1,151 @@
+"""`gradwire probe`: what it finds of networks that are known, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire import lab
+from gradwire.bench import probe, simulate
+from gradwire.cli.program import run
+from gradwire.errors import ConfigError
+from products import EXHAUSTIVE
+
+
+def pairs(ranks: int, alpha: float, beta: float) -> list[dict[str, Any]]:
+    costs = {"alpha": alpha, "beta": beta, "bandwidth": 8 / beta}
+    return [
+        {"part": "pair", "from": i, "to": j, **costs}
+        for i in range(ranks)
+        for j in range(ranks)
+        if i != j
+    ] + [{"part": "send", "bytes": 1024, "seconds": alpha + 1024 * beta}]
+
+
+@pytest.mark.lab
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "net"),
+    [
+        (2, "100mbit,2ms"),
+        pytest.param(3, "20mbit,5ms", marks=EXHAUSTIVE),
+        pytest.param(2, "1gbit,20ms", marks=EXHAUSTIVE),
+        pytest.param(2, "64kbit,20ms", marks=EXHAUSTIVE),
+    ],
+)
+def test_an_emulated_network_is_found(
+    ranks: int, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(f"no lab: {reason}")
+    monkeypatch.setattr(probe, "cache_file", lambda hosts, net: tmp_path / "known.json")
+    monkeypatch.setattr(probe.curves, "measured", lambda *args, **options: NoCurves())
+    wanted = probe.plan(ranks, net, (), seconds=2.0, environment={})
+    rows = list(probe.run(wanted))
+    known = lab.Network.parse(net)
+    found = [row for row in rows if row["part"] == "pair"]
+    assert len(found) == ranks * (ranks - 1)
+    for row in found:
+        assert row["alpha"] == pytest.approx(known.latency_s, rel=0.15)
+        assert row["bandwidth"] == pytest.approx(known.rate_bits_per_s, rel=0.15)
+        assert (row["net"], row["ranks"], row["cached"]) == (str(known), ranks, False)
+    sends = [row for row in rows if row["part"] == "send"]
+    assert sends[0]["bytes"] == 1024
+    assert len(sends) > 1
+    assert all(row["seconds"] > 0.8 * known.latency_s for row in sends)
+    again = list(probe.run(wanted))
+    assert all(row["cached"] for row in again)
+    assert [row["alpha"] for row in again if row["part"] == "pair"] == [r["alpha"] for r in found]
+
+
+class NoCurves:
+    codecs: dict[str, Any] = {}  # noqa: RUF012
+    threads = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": 1}, "--ranks 1: one rank has no link"),
+        ({"seconds": 0}, "--seconds 0: give seconds above 0"),
+        ({"names": ["none such"]}, "none such"),
+        ({"net": "1gbit,1parsec"}, "parsec"),
+        ({"ranks": 3, "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "has started 2 ranks"),
+        ({"net": "1gbit", "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "leave it out"),
+        ({"environment": {"RANK": "0", "WORLD_SIZE": "x"}}, "WORLD_SIZE='x'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        probe.plan(**{"environment": {}, **given})
+
+
+def test_hosts_and_networks_are_kept_apart() -> None:
+    known = probe.cache_file(["a", "b"], "none")
+    assert known == probe.cache_file(["a", "b"], "none")
+    others = [(["a", "c"], "none"), (["a", "b", "b"], "none"), (["a", "b"], "1gbit")]
+    assert known not in [probe.cache_file(hosts, net) for hosts, net in others]
+
+
+def test_a_broken_cache_is_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "known.json"
+    assert probe.kept(file) is None
+    made = probe.keep(file, pairs(2, 1e-3, 1e-8))
+    assert probe.kept(file) == {**made, "cached": True}
+    file.write_text('{"rows": []')
+    assert probe.kept(file) is None
+
+
+def test_a_cached_result_says_so_and_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(probe, "cache_file", lambda hosts, net: tmp_path / "known.json")
+    probe.keep(tmp_path / "known.json", pairs(2, 1e-3, 1e-8))
+    known = NoCurves()
+    known.codecs = {
+        str(c): {"encode": (1e-5, 1e-9, 0.0)} for c in probe.plan(names=["qsgd"]).codecs
+    }
+    monkeypatch.setattr(probe.curves, "measured", lambda *args, **options: known)
+    rows, plot = tmp_path / "rows.jsonl", tmp_path / "probe.svg"
+    for environment in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(environment, raising=False)
+    arguments = ["probe", "--codec", "qsgd", "--json", str(rows), "--plot", str(plot)]
+    assert run(arguments) == 0
+    said = capsys.readouterr().out
+    assert "from the cache, as measured at" in said
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["part"] for row in found] == ["pair", "pair", "send", "curve"]
+    assert found[0]["bandwidth"] == pytest.approx(8e8)
+    assert found[-1]["value"] == 1e-9
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_a_plot_needs_a_known_ending(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
+        simulate.plotter(tmp_path / "plot.txt", "probe_plot")
+
+
+@EXHAUSTIVE
+@pytest.mark.lab
+@pytest.mark.multiprocess
+def test_it_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    reason = lab.available()
+    if reason is not None:
+        pytest.skip(f"no lab: {reason}")
+    probing = [sys.executable, "-m", "gradwire.cli", "probe", "--fresh", "--seconds", "2"]
+    command = [sys.executable, "-m", "gradwire.cli", "lab", "run", "--nodes", "2"]
+    command += ["--net", "50mbit,3ms", "--", *probing, "--codec", "qsgd", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    lines = [line.removeprefix("[node 0] ") for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in lines]
+    one = next(row for row in found if row["part"] == "pair")
+    assert one["net"] == "as it is"
+    assert one["alpha"] == pytest.approx(3e-3, rel=0.15)
+    assert one["bandwidth"] == pytest.approx(50e6, rel=0.15)

@@ -1,0 +1,260 @@
+"""Error tables: errors are those of the codecs themselves, bytes those of their payloads."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire import lang
+from gradwire.aggregators import Compressed, Dense, PowerSGD
+from gradwire.codecs import QSGD, Cast, OneBit, RandomShift, TopK
+from gradwire.controllers import (
+    Bits,
+    Budget,
+    CodecBits,
+    Density,
+    Family,
+    LGreco,
+    Mixture,
+    Rank,
+    segments,
+    table,
+    tables,
+)
+from gradwire.controllers import losses as losses_module
+from gradwire.controllers.error import global_l2, terms, total
+from gradwire.controllers.layer import plan_error, plan_global_error
+from gradwire.controllers.losses import losses, norms
+from gradwire.errors import ConfigError
+
+SHAPES = [(1, 1), (3, 43), (64, 129), (16, 3, 3, 3)]
+
+
+def gradient(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Rows of different size, some of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=draw) * torch.logspace(-1, -6, shape[0]).view(
+        -1, *[1] * (len(shape) - 1)
+    )
+    values[::7] *= 0
+    return values
+
+
+def measured(codec: lang.Codec, values: torch.Tensor, key: int = 0) -> float:
+    flat = values.reshape(-1)
+    sent = lang.decode(codec, lang.encode(codec, flat, key), len(flat), key=key)
+    return float((flat - sent).double().norm())
+
+
+def test_the_definition() -> None:
+    errors = np.array([3.0, 4.0])
+    assert total(terms(errors, "l2")) == 7
+    assert total(terms(errors, "squared")) == 25
+    assert global_l2(errors) == 5
+    layers = tables([("a", gradient(8, 8)), ("b", gradient(9, 8))], Rank(1))
+    choices = [one.reference for one in layers]
+    assert Budget.of(layers, 2).error == 2 * plan_error(layers, choices, "l2")
+    square = plan_error(layers, choices, "squared")
+    assert math.sqrt(square) == pytest.approx(plan_global_error(layers, choices))
+    with pytest.raises(ConfigError, match="metric='l1': use one of 'l2', 'squared'"):
+        Budget(1.0, "l1")
+    with pytest.raises(ConfigError, match="alpha=0"):
+        Budget.of(layers, 0)
+
+
+@pytest.mark.parametrize("metadata", ["bf16", "fp32"])
+@pytest.mark.parametrize("block", [16, 128, 1000])
+@pytest.mark.parametrize("bits", [1, 2, 5, 8])
+def test_errors_of_qsgd_are_the_mean_of_measured_ones(bits: int, block: int, metadata: str) -> None:
+    codec = QSGD(bits=bits, block=block, metadata=metadata)
+    for offset in (0.0, 3.3):  # far from zero, rounding of the grid's numbers matters
+        values = gradient(40, 129) + offset
+        (found,) = losses(values, [Compressed(codec)])
+        squares = [measured(codec, values, key) ** 2 for key in range(1, 13)]
+        assert found == pytest.approx(math.sqrt(np.mean(squares)), rel=0.02)
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_errors_of_randomshift_are_the_mean_of_measured_ones(bits: int, block: int) -> None:
+    codec = RandomShift(bits=bits, block=block)
+    values = gradient(40, 129) + 0.3
+    (found,) = losses(values, [Compressed(codec)])
+    squares = [measured(codec, values, key) ** 2 for key in range(1, 101)]
+    assert found == pytest.approx(math.sqrt(np.mean(squares)), rel=0.03)
+
+
+def test_choices_of_bits_of_a_codec() -> None:
+    found = CodecBits(RandomShift(bits=5, block=64)).methods((9, 9))
+    assert found == [Compressed(RandomShift(bits=b, block=64)) for b in range(2, 9)]
+    assert CodecBits(QSGD(bits=1)).methods((9, 9))[0] == Compressed(QSGD(bits=1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [TopK(density=0.01), TopK(density=0.5), TopK(density=0.2, values="fp32"), TopK(density=1.0),
+     Cast("fp16"), Cast("bf16"), OneBit(), QSGD(rounding="nearest"), QSGD(scale="max", bits=3)],
+    ids=str,
+)  # fmt: skip
+def test_errors_of_other_codecs_are_the_measured_ones(
+    codec: lang.Codec, shape: tuple[int, ...]
+) -> None:
+    values = gradient(*shape)
+    (found,) = losses(values, [Compressed(codec)])
+    assert found == pytest.approx(measured(codec, values), rel=1e-5, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(64, 129), (129, 64), (16, 3, 3, 3)], ids=str)
+def test_errors_of_ranks_are_what_singular_values_leave(shape: tuple[int, ...]) -> None:
+    values = gradient(*shape)
+    matrix = values.view(shape[0], -1).double()
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    for rank in (1, 3, 8):
+        kept = left[:, :rank] * sizes[:rank] @ right[:rank]
+        (found,) = losses(values, [PowerSGD(rank=rank)])
+        assert found == pytest.approx(float((matrix - kept).norm()), rel=1e-6)
+
+
+def test_errors_of_ranks_of_large_matrices_are_nearly_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = gradient(300, 257)
+    methods = [PowerSGD(rank=rank) for rank in (2, 4, 8)]
+    exact = losses(values, methods)
+    monkeypatch.setattr(losses_module, "_WHOLE", 16)
+    near = losses(values, methods)
+    assert (near >= exact * (1 - 1e-6)).all()
+    assert near == pytest.approx(exact, rel=0.02)
+
+
+def test_dense_and_unknown_methods() -> None:
+    values = gradient(8, 9)
+    found = losses(values, [Dense(), Dense(torch.bfloat16), PowerSGD(rank=8)])
+    assert found[0] == found[2] == 0  # a rank that does not shrink is sent dense
+    assert found[1] == pytest.approx(float((values - values.bfloat16().float()).norm()))
+    assert np.isnan(losses(values * math.inf, [Dense()])).all()
+    assert (losses(torch.zeros(4, 4), [Compressed(QSGD()), PowerSGD(rank=1)]) == 0).all()
+    assert losses(torch.zeros(0, 4), [Dense()]) == [0]
+    from gradwire.aggregators import THC
+
+    with pytest.raises(ConfigError, match="its error is unknown"):
+        losses(values, [THC()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_memory_format_and_dtype(dtype: torch.dtype) -> None:
+    values = gradient(16, 4, 3, 3).to(dtype)
+    last = values.to(memory_format=torch.channels_last)
+    assert not last.is_contiguous()
+    one, other = (table("w", given, Mixture()) for given in (values, last))
+    assert one.errors.tolist() == other.errors.tolist()
+    assert (one.norm, one.top_norm) == (other.norm, other.top_norm)
+    (scalar,) = tables([("scale", torch.tensor(3.0))], Bits())
+    assert scalar.nbytes.tolist() == [2]
+
+
+def test_norms() -> None:
+    values = torch.arange(200.0).view(10, 20)
+    assert norms(values) == (
+        pytest.approx(float(values.norm())),
+        pytest.approx(math.hypot(199, 198)),
+    )
+    assert norms(torch.zeros(0)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [Bits(), Bits(blocks=(64, 512)), Density(), Density(per_decade=3), Rank(), Mixture()],
+    ids=lambda f: f.name,
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_are_those_of_payloads(family: Family, shape: tuple[int, ...]) -> None:
+    values = gradient(*shape)
+    one = table("weight", values, family)
+    assert one.methods[one.reference] == family.reference(shape)
+    assert len(set(one.methods)) == len(one.methods)
+    for method, nbytes in zip(one.methods, one.nbytes, strict=True):
+        assert nbytes == method.payload_bytes(shape, torch.float32)
+        if isinstance(method, Compressed):
+            assert nbytes == lang.encode(method.codec, values.reshape(-1)).numel()
+
+
+def test_densities_in_equal_ratios() -> None:
+    def kept(family: Density, *shape: int) -> list[float]:
+        return [m.codec.density for m in family.methods(shape)]  # type: ignore[attr-defined]
+
+    assert kept(Density(0.01, per_decade=2, least=1e-3, most=1e-1), 512, 512) == pytest.approx(
+        [0.001, 0.00316, 0.01, 0.0316, 0.1]
+    )
+    wide = kept(Density(0.01, per_decade=10), 4096, 4096)
+    assert (len(wide), wide[0], wide[-1]) == (61, 1e-6, 1.0)
+    # A small layer: one density for each number of values, the reference's own kept.
+    assert kept(Density(0.01, per_decade=10), 10, 12)[:2] == [0.01, 0.02]
+
+
+def test_densities_in_equal_ratios_save_more() -> None:
+    """A large layer of small values then sends next to nothing, less than d/10."""
+    draw = torch.Generator().manual_seed(0)
+    scales = {(400, 500): 0.01, (40, 30): 1.0, (30, 20): 1.0}
+    named = [
+        (f"{shape}", scale * torch.randn(shape, generator=draw).pow(5))
+        for shape, scale in scales.items()
+    ]
+    narrow, wide = (tables(named, Density(0.01, per_decade=n)) for n in (None, 10))
+    budget = Budget.of(narrow)
+    assert budget == Budget.of(wide)
+    plans = [LGreco().propose(layers, budget) for layers in (narrow, wide)]
+    assert plans[1].error <= budget.error
+    assert plans[1].nbytes < 0.5 * plans[0].nbytes
+
+
+def test_ranges_of_choices() -> None:
+    shape = (512, 512)
+    bits = [m.codec.bits for m in Bits(bits=4).methods(shape)]  # type: ignore[attr-defined]
+    assert bits == [2, 3, 4, 5, 6, 7, 8]
+    kept = [m.codec.density for m in Density(0.01).methods(shape)]  # type: ignore[attr-defined]
+    assert kept == pytest.approx([i / 1000 for i in range(1, 101)])
+    assert max(m.codec.density for m in Density(0.3).methods(shape)) == 1  # type: ignore[attr-defined]
+    assert [m.rank for m in Rank(4).methods(shape)] == [2, 3, 4, 5, 6, 7, 8]  # type: ignore[attr-defined]
+    assert [m.rank for m in Rank(4, least=1, most=5).methods(shape)] == [1, 2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert Rank(4).methods((8, 8)) == [PowerSGD(rank=2), PowerSGD(rank=3), Dense()]
+    assert Rank(4).reference((8, 8)) == Dense()
+    assert Mixture().reference(shape) == Bits().reference(shape)
+    assert len(Mixture().methods(shape)) == 7 + 100 + 7
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Bits(bits=9), "Bits: choices"), (lambda: Bits(bits=4, least=5), "choices from 5"),
+        (lambda: Bits(most=9), "bits"), (lambda: Density(0), "density"),
+        (lambda: Density(0.1, most=0.05), "Density: choices"), (lambda: Density(step=0), "step=0"),
+        (lambda: Density(per_decade=0), "per_decade=0"),
+        (lambda: Density(per_decade=2, step=0.1), "exclude each other"),
+        (lambda: Rank(0), "rank"), (lambda: Rank(4, least=0), "Rank: choices from 0"),
+        (lambda: Mixture(()), "families"),
+    ],
+)  # fmt: skip
+def test_families_out_of_range(made: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made()  # type: ignore[operator]
+
+
+def test_vectors_go_as_bf16() -> None:
+    (one,) = tables([("bias", torch.randn(10))], Bits())
+    assert one.methods == (Dense(torch.bfloat16),)
+    assert one.nbytes.tolist() == [20]
+
+
+def test_large_matrices_are_split_into_rows() -> None:
+    assert segments((10, 3), 9) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert segments((2, 100), 9) == [(0, 1), (1, 2)]
+    with pytest.raises(ConfigError, match="give 1 or more"):
+        segments((2, 2), 0)
+    values = gradient(10, 64)
+    made = tables([("w", values), ("bias", torch.ones(900))], Bits(), most=320)
+    assert [one.label for one in made] == ["w[0:5]", "w[5:10]", "bias"]
+    for one, part in zip(made[:2], (values[:5], values[5:]), strict=True):
+        assert one.errors == pytest.approx(losses(part, one.methods))

@@ -1,0 +1,244 @@
+"""What holds of every policy, and what each decides on hand-made tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controllers.random_tables import KINDS, random_layers
+from gradwire.aggregators import Dense, PowerSGD
+from gradwire.controllers import (
+    Accordion,
+    AccordionLGreco,
+    Bayes,
+    Bits,
+    Budget,
+    Density,
+    KMeans,
+    Layer,
+    LGreco,
+    Linear,
+    Policy,
+    Rank,
+    Uniform,
+    critical,
+    registry,
+)
+from gradwire.controllers.error import METRICS
+from gradwire.controllers.kmeans import clustered
+from gradwire.controllers.layer import plan_cost, plan_error
+from gradwire.errors import ConfigError
+
+POLICIES = [Uniform(), Linear(), KMeans(), LGreco()]
+
+
+def layer(
+    name: str, nbytes: Sequence[int], errors: Sequence[float], reference: int = 0, **more: float
+) -> Layer:
+    methods = tuple(PowerSGD(rank=1 + i) for i in range(len(nbytes)))
+    given = {"norm": 1.0, "top_norm": 1.0, **more}
+    numel = int(given.pop("numel", 100))
+    return Layer(name, numel, methods, np.array(nbytes), np.array(errors), reference, **given)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_budget_uniform_and_determinism(policy: Policy, metric: str, kind: str) -> None:
+    for seed in range(12):
+        layers = random_layers(400 + seed, 1 + 3 * seed, 2 + seed, kind)
+        for alpha in (0.9, 1.0, 2.0):
+            budget = Budget.of(layers, alpha, metric)
+            found = policy.propose(layers, budget)
+            uniform = [one.reference for one in layers]
+            assert found.choices == policy.propose(layers, budget).choices
+            assert found.error == plan_error(layers, found.choices, metric)
+            assert "\n" not in found.line
+            if policy.bounded and not found.fallback:
+                assert found.error <= budget.error
+            if alpha >= 1:
+                assert plan_cost(layers, found.choices) <= plan_cost(layers, uniform)
+                assert found.error <= budget.error
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda a: replace(a, errors=np.array([math.nan, 1.0, 0.5])), "not finite"),
+        (lambda a: replace(a, errors=np.array([math.inf, 1.0, 0.5])), "not finite"),
+        (lambda a: replace(a, errors=np.array([-1.0, 1.0, 0.5])), "negative"),
+        (lambda a: replace(a, nbytes=np.array([-1, 1, 1])), "negative"),
+    ],
+)
+def test_bad_tables_give_the_uniform_plan(policy: Policy, broken: object, said: str) -> None:
+    layers = [layer("a", [1, 2, 3], [3, 2, 1], 1), layer("b", [1, 2, 3], [3, 2, 1], 1)]
+    layers[0] = broken(layers[0])  # type: ignore[operator]
+    found = policy.propose(layers, Budget(4.0))
+    assert found.choices == (1, 1)
+    assert said in found.fallback
+    assert said in found.line
+    assert "layer a" in found.line
+    assert "\n" not in found.line
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: p.name)
+@pytest.mark.parametrize("budget", [1.9, -1.0, math.nan, math.inf])
+def test_budgets_without_a_plan_give_the_uniform_one(policy: Policy, budget: float) -> None:
+    layers = [layer("a", [1, 2, 3], [3, 2, 1], 1), layer("b", [1, 2, 3], [3, 2, 1], 1)]
+    found = policy.propose(layers, Budget(budget))
+    assert found.choices == (1, 1)
+    assert found.fallback in found.line
+    assert "budget" in found.fallback or "the least error is 2" in found.fallback
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: p.name)
+def test_a_layer_without_gradient_keeps_its_reference(policy: Policy) -> None:
+    """All its choices look free; the next steps' gradient is not known."""
+    layers = [layer("a", [1, 2, 3], [0, 0, 0], 1), layer("b", [1, 2, 3], [3, 2, 1], 1)]
+    found = policy.propose(layers, Budget(3.0))
+    assert found.choices == (1, 0)
+    assert "1 without a gradient" in found.line
+
+
+def test_no_layers_and_layers_given_twice() -> None:
+    one = layer("a", [1, 2], [2, 1])
+    with pytest.raises(ConfigError, match="at least one layer"):
+        LGreco().propose([], Budget(1.0))
+    with pytest.raises(ConfigError, match="two layers are a"):
+        LGreco().propose([one, one], Budget(1.0))
+    rows = [replace(one, rows=(0, 2)), replace(one, rows=(2, 4))]
+    assert list(LGreco().propose(rows, Budget(4.0)).methods) == ["a[0:2]", "a[2:4]"]
+
+
+def test_weights_of_bytes_decide() -> None:
+    """Of two equal layers the one whose bytes cost more gets fewer."""
+    for first in (0.1, 10.0):
+        layers = [
+            layer("a", [100, 10], [0, 1], weight=first),
+            layer("b", [100, 10], [0, 1], weight=1.0),
+        ]
+        found = LGreco().propose(layers, Budget(1.0))
+        assert found.choices == ((1, 0) if first > 1 else (0, 1))
+
+
+def test_linear_gives_more_to_layers_of_more_norm_per_value() -> None:
+    layers = [
+        layer(str(i), [1, 2, 3, 4, 5], [5, 4, 3, 2, 1], 2, norm=norm, numel=100)
+        for i, norm in enumerate([3.0, 1.0, 5.0, 4.0, 2.0])
+    ]
+    found = Linear().propose(layers, Budget.of(layers))
+    order = np.argsort([one.norm for one in layers])
+    assert (np.diff(np.array(found.choices)[order]) >= 0).all()
+
+
+def test_kmeans_gives_large_insensitive_layers_less() -> None:
+    small = [layer(f"s{i}", [10, 20, 40], [4.0, 2.0, 1.0], 1, numel=10) for i in range(3)]
+    large = [
+        layer(f"l{i}", [1000, 2000, 4000], [0.4, 0.2, 0.1], 1, top_norm=0.1, numel=1000)
+        for i in range(3)
+    ]
+    layers = [*small, *large]
+    found = KMeans().propose(layers, Budget.of(layers))
+    assert max(found.choices[3:]) < min(found.choices[:3])
+
+
+def test_clusters_are_those_of_far_groups() -> None:
+    points = np.concatenate([np.zeros((5, 2)), np.ones((4, 2)), np.full((3, 2), 9.0)])
+    centroids, members = clustered(points, 3, 0)
+    assert sorted(np.bincount(members)) == [3, 4, 5]
+    assert sorted(centroids[:, 0]) == [0, 1, 9]
+    _, members = clustered(np.zeros((4, 2)), 3, 0)  # fewer distinct points than clusters
+    assert len(members) == 4
+
+
+def test_bayes_keeps_to_the_budget_and_repeats() -> None:
+    pytest.importorskip("optuna")
+    layers = random_layers(1, 6, 5, "monotone")
+    budget = Budget.of(layers)
+    found = Bayes(trials=40).propose(layers, budget)
+    assert found.error <= budget.error
+    assert found.nbytes <= found.reference_nbytes
+    assert Bayes(trials=40).propose(layers, budget).choices == found.choices
+
+
+def test_bayes_without_optuna_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"gradwire\[adapt\]"):
+        Bayes().propose(random_layers(1, 2, 2, "monotone"), Budget(1e9))
+
+
+def test_critical_regimes() -> None:
+    before = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.0, "f": 1.0}
+    now = {"a": 1.49, "b": 1.5, "c": 0.5, "d": 0.51, "e": 0.0, "f": math.nan, "new": 1.0}
+    assert critical(before, now, eta=0.5) == {"b", "c", "e", "f", "new"}
+    assert critical(before, now, eta=0.5, decayed=True) == set(now)
+    assert critical({}, now) == set(now)
+
+
+def test_accordion_alternates_and_its_lgreco_keeps_to_its_error() -> None:
+    low, high = PowerSGD(rank=4), PowerSGD(rank=2)
+    table = [4, 8, 12, 16, 20, 24], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    layers = [layer(str(i), *table, 3, norm=1.0 + i) for i in range(4)]
+    fixed = Layer("bias", 4, (Dense(),), np.array([8]), np.array([0.0]), 0, 1.0, 1.0)
+    layers.append(fixed)
+    first = Accordion(low, high)
+    unused = Budget(0.0)
+    assert first.propose(layers, unused).choices == (3, 3, 3, 3, 0)
+    second = first.after(layers)
+    later = [replace(one, norm=one.norm * (3.0 if i == 2 else 1.1)) for i, one in enumerate(layers)]
+    found = second.propose(later, unused)
+    assert found.choices == (1, 1, 3, 1, 0)
+    assert second.after(later, decayed=True).propose(later, unused).choices == (3, 3, 3, 3, 0)
+    both = AccordionLGreco(first).after(layers).propose(later, unused)
+    assert both.error <= found.error
+    assert both.nbytes <= found.nbytes
+    still = [replace(later[0], errors=np.zeros(6)), *later[1:]]
+    assert AccordionLGreco(second).propose(still, unused).choices[0] == 3
+
+
+def test_policies_by_name() -> None:
+    assert registry.get("lgreco:bins=500") == LGreco(bins=500)
+    assert registry.get("uniform") == Uniform()
+    assert registry.family("qsgd:bits=3:block=64") == Bits(bits=3, block=64)
+    assert registry.family("topk") == Density(0.01)
+    assert registry.family("topk:per_decade=10") == Density(0.01, per_decade=10)
+    assert registry.family("powersgd:rank=2") == Rank(2)
+    with pytest.raises(ConfigError, match="unknown policy 'x': use one of uniform, linear"):
+        registry.get("x")
+    with pytest.raises(ConfigError, match="policy 'kmeans' has no option 'k': use one of clusters"):
+        registry.get("kmeans:k=3")
+    with pytest.raises(ConfigError, match="it takes none"):
+        registry.get("linear:k=3")
+    for text in ("bayes:trials=0", "bayes:seed=-1", "kmeans:clusters=0", "kmeans:seed=x"):
+        with pytest.raises(ConfigError, match="give a whole number"):
+            registry.get(text)
+    with pytest.raises(ConfigError, match="eta=0"):
+        Accordion(Dense(), Dense(), eta=0)
+    assert registry.get("accordion:eta=0.2:share=0.25") == Accordion(eta=0.2, share=0.25)
+    assert registry.get("accordion-lgreco") == AccordionLGreco()
+    with pytest.raises(ConfigError, match="'accordion' has no option 'low': use one of eta, share"):
+        registry.get("accordion:low=3")
+    with pytest.raises(ConfigError, match="share=2"):
+        registry.get("accordion-lgreco:share=2")
+
+
+def test_accordion_has_levels_around_the_reference_and_a_memory_that_json_keeps() -> None:
+    sizes, errors = [4, 8, 12, 16, 20, 24], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    layers = [layer(str(i), sizes, errors, 3, norm=1.0 + i) for i in range(3)]
+    unused = Budget(0.0)
+    for first in (Accordion(), AccordionLGreco()):
+        assert first.propose(layers, unused).error <= 9.0
+        kept = json.loads(json.dumps(first.after(layers).memory()))
+        again = type(first)().remembering(kept)
+        assert again == first.after(layers)
+        assert again.propose(layers, unused).nbytes <= 3 * 8
+    assert Accordion().propose(layers, unused).choices == (3, 3, 3)
+    assert Accordion(share=0.25).after(layers).propose(layers, unused).choices == (0, 0, 0)

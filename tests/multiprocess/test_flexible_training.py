@@ -1,0 +1,243 @@
+"""Flexible: density and collective follow training and network; a checkpoint in memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire as gw
+from gradwire.errors import ConfigError
+from gradwire.integrations import flexible as flexible_module
+from gradwire.integrations.memory_checkpoint import MemoryCheckpoint
+from gradwire.planner.links import Links
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Batches:
+    """A position in the data, with random numbers of three kinds beside it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.seen: list[int] = []
+
+    def next(self) -> torch.Tensor:
+        self.seen.append(self.position)
+        generator = torch.Generator().manual_seed(100 * self.position + dist.get_rank())
+        self.position += 1
+        noise = torch.randn(16, 32) + random.random() + float(np.random.rand())
+        return torch.randn(16, 32, generator=generator) + 0.1 * noise
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def parts(codec: str = "artopk:density=0.1") -> Any:
+    torch.manual_seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32)
+    )
+    made = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    return gw.attach(made, codec), made, optimizer, Batches()
+
+
+def train_step(model: Any, optimizer: Any, batches: Batches) -> None:
+    optimizer.zero_grad()
+    model(batches.next()).square().mean().backward()
+    optimizer.step()
+
+
+def all_of(handle: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Weights, buffers, moments and residuals."""
+    found = [*model.parameters(), *model.buffers()]
+    found += [v for state in optimizer.state.values() for v in state.values()]
+    saved = handle.state_dict()["aggregators"]
+    found += [t for state in saved.values() for t in state.values()]
+    return [t.detach().clone() for t in found]
+
+
+def goes_back(rank: int, leave_out: bool) -> bool:
+    handle, model, optimizer, batches = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
+    ends = []
+    kept: Any = None
+    for trial in (False, True):
+        if trial:
+            kept.restore()
+            for _ in range(30):
+                train_step(model, optimizer, batches)
+                schedule.step()
+            kept.restore()
+        else:
+            for _ in range(5):
+                train_step(model, optimizer, batches)
+                schedule.step()
+            stateful = (schedule,) if leave_out else (batches, schedule)
+            kept = MemoryCheckpoint(handle, model, optimizer, stateful)
+        for _ in range(10):
+            train_step(model, optimizer, batches)
+            schedule.step()
+        ends.append(all_of(handle, model, optimizer))
+    dist.barrier()
+    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_training_goes_on_bit_for_bit_after_thirty_steps_that_are_thrown_away() -> None:
+    assert as_processes(2, goes_back, False) == [True, True]
+
+
+def test_without_the_position_in_the_data_it_does_not() -> None:
+    assert as_processes(2, goes_back, True) == [False, False]
+
+
+class KnownLinks:
+    """In place of a watch: links that a test sets."""
+
+    newest: Links | None = None
+
+    def __init__(self, comm: Any, links: Links, share: float) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def links(alpha: float, beta: float) -> Links:
+    return Links(((0, alpha), (alpha, 0)), ((0, beta), (beta, 0)))
+
+
+def follows(rank: int) -> Any:
+    flexible_module.LinkWatch = KnownLinks  # type: ignore[misc, assignment]
+    KnownLinks.newest = links(1e-3, 1e-8)
+    handle, model, optimizer, batches = parts()
+    triggers = gw.Triggers(check=4, rest=40, gain=1e-6)
+    made = gw.Flexible(
+        handle, model, optimizer, (batches,), (0.3, 0.1, 0.03), 3, triggers, seconds=0.2
+    )  # fmt: skip
+    counted = []
+    while made.steps < 12:
+        train_step(model, optimizer, batches)
+        counted.append(made.step())
+    assert handle.plan.parameters[0].inner.density == made.choice.density
+    # Batches that count are those of a training without trials.
+    used = [place for place, counts in zip(batches.seen, counted, strict=True) if counts]
+    assert used == list(range(12))
+    assert counted[0]
+    assert counted.count(False) >= 3 * (3 + 1) + 1
+    first, start = made.choice, len(made.history)
+    # Latency that makes fewer steps pay: another collective.
+    KnownLinks.newest = links(1.0, 1e-12)
+    while made.steps < 30 and len(made.history) == start:
+        train_step(model, optimizer, batches)
+        assert made.step()
+    second = made.choice
+    assert made.steps < 40
+    # Any gain is a change, once candidates have rested.
+    while made.steps < 80 and len(made.history) < start + 3:
+        train_step(model, optimizer, batches)
+        made.step()
+    lines = [note["line"] for note in made.history]
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    other = weights.clone()
+    dist.broadcast(other, 0)
+    made.close()
+    assert made._watch.closed
+    assert isinstance(caught(made.step), ConfigError)
+    handle.detach()
+    dist.barrier()
+    return lines, str(first), str(second), torch.equal(weights, other)
+
+
+def test_it_follows_the_network_and_the_gain() -> None:
+    found = as_processes(2, follows)
+    assert found[0] == found[1]
+    lines, first, second, alike = found[0]
+    assert alike
+    assert lines[0] == "the start: tries 3 densities, 3 steps each"
+    assert "gains by density 0.3: " in lines[1]
+    assert lines[1].endswith(f"chooses {first}")
+    assert lines[2].startswith(
+        "the links have changed from 1 ms and 800 Mbit/s to 1e+03 ms and 8e+06 Mbit/s: searches"
+    )
+    assert lines[2].endswith(second)
+    assert "by all_gather" in second
+    assert lines[3].startswith("the gain has changed from ")
+    assert len(lines) == 5
+
+
+def ends_in_a_trial(rank: int) -> bool:
+    handle, model, optimizer, batches = parts()
+    made = gw.Flexible(handle, model, optimizer, (batches,), (0.3, 0.1), 3, seconds=0.2)
+    train_step(model, optimizer, batches)
+    before = all_of(handle, model, optimizer)
+    assert made.step()
+    for _ in range(4):
+        train_step(model, optimizer, batches)
+        assert not made.step()
+    made.close()
+    made.close()
+    assert not made._watch.running
+    dist.barrier()
+    after = all_of(handle, model, optimizer)
+    return not made.trying and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_trial_that_is_closed_goes_back() -> None:
+    assert as_processes(2, ends_in_a_trial) == [True, True]
+
+
+def refuses(rank: int) -> list[str]:
+    said = []
+    handle, model, optimizer, _ = parts("qsgd:bits=4")
+    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer))))
+    handle.detach()
+    handle, model, optimizer, _ = parts()
+    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, (object(),)))))  # type: ignore[arg-type]
+    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, densities=(0.1,)))))
+    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, densities=(0.1, 2.0)))))
+    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, steps=0))))
+    said.append(str(caught(lambda: gw.Triggers(check=0))))
+    dist.barrier()
+    return said
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    (said, _) = as_processes(2, refuses)
+    wanted = [
+        "attach with one codec, artopk or lwtopk",
+        "has no state_dict",
+        "two candidate densities",
+        "density=2",
+        "steps=0",
+        "check=0",
+    ]
+    for one, part in zip(said, wanted, strict=True):
+        assert part in one
+
+
+def alone(rank: int) -> Any:
+    handle, model, optimizer, batches = parts()
+    made = gw.Flexible(handle, model, optimizer, (batches,))
+    train_step(model, optimizer, batches)
+    assert made.step()
+    made.close()
+    return made.history
+
+
+def test_one_rank_has_nothing_to_choose() -> None:
+    (history,) = as_processes(1, alone)
+    (note,) = history
+    assert note["line"] == "one rank sends nothing: there is nothing to choose"

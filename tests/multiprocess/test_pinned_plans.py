@@ -1,0 +1,47 @@
+"""A plan that was saved is attached again, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_model import backward, sharded
+from test_sharded_weights import own_mesh
+from torch import nn
+
+import gradwire as gw
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def pinned(rank: int, folder: str) -> None:
+    path = f"{folder}/ddp{rank}.json"
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+    first = gw.attach(ddp, "qsgd:bits=3", codecs={"1.weight": "powersgd:rank=2"})
+    first.plan.save(path)
+    first.detach()
+    handle = gw.attach(ddp, plan=path)
+    assert handle.plan.parameters == first.plan.parameters
+    ddp(torch.randn(4, 64)).sum().backward()
+    handle.detach()
+    wrong = caught(lambda: gw.attach(ddp, "qsgd:bits=2", plan=path))
+    assert "leave codec and its options" in str(wrong)
+    other = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 32)))
+    assert "1.weight" in str(caught(lambda: gw.attach(other, plan=path)))
+
+    path = f"{folder}/fsdp{rank}.json"
+    weights: Any = {"*.weight": "randomshift:bits=6"}
+    old = gw.attach(sharded(mesh=own_mesh()), "qsgd:bits=5", weights=weights, error_feedback=True)
+    old.plan.save(path)
+    model = sharded(mesh=own_mesh())
+    new = gw.attach(model, plan=path, keep="payload")
+    assert new.plan.parameters == old.plan.parameters
+    backward(model, 0)
+    assert new.stats()["weights_wire_bytes"] > 0
+
+
+def test_a_saved_plan_is_attached_again(tmp_path: Path) -> None:
+    as_processes(2, pinned, str(tmp_path))

@@ -1,0 +1,327 @@
+"""Features of FSDP2 while weights are gathered through codecs: each with each way to keep them.
+
+In each, all ranks gather the same bits, the optimizer's shards stay as they are, and with codec
+identity losses are those of plain FSDP2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_model import Model, batch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed._composable.fsdp import CPUOffloadPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import gradwire as gw
+from products import one_in
+from ranks import as_processes
+
+pytestmark = pytest.mark.multiprocess
+
+# The tests' weights are small: a pattern asks for all.
+EIGHT = {"*": "randomshift:bits=8"}
+KEEPS = ("none", "payload", "reference")
+STEPS = 4
+
+
+def evenly(parameter: nn.Parameter) -> Shard | None:
+    """Columns, where they can be divided: FSDP2 pads rows alone."""
+    wide = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
+    return Shard(1) if wide else None
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A way to shard a model and to train it.
+
+    Attributes:
+        ranks: how many it needs.
+        options: of `fully_shard`.
+        replicas: sets of shards.
+        prepare: called with the model before it is sharded.
+        adapt: called with the sharded model.
+        call: runs the model.
+        before: called with the model and an index, before each micro-batch.
+        micro: micro-batches per step.
+        late: attach after the first step.
+        compiled: whether torch compiles a part of the model.
+        optimizer: options of AdamW.
+    """
+
+    ranks: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+    prepare: Callable[[Model], Any] = lambda model: None
+    adapt: Callable[[Any], Any] = lambda model: None
+    call: Callable[..., torch.Tensor] = lambda model, x, spare: model(x, spare)
+    before: Callable[[Any, int], Any] = lambda model, micro: None
+    micro: int = 1
+    late: bool = False
+    compiled: bool = False
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A back end of torch.compile that counts its graphs: torch compiles some modules silently not
+    at all."""
+    counting.graphs += 1
+    return aot_eager(graph, inputs)
+
+
+counting.graphs = 0
+
+
+def compile_layers(model: Model) -> None:
+    for name in ("first", "second"):
+        setattr(model, name, torch.compile(getattr(model, name), backend=counting))
+
+
+def checkpointed(model: Model) -> None:
+    for name in ("first", "second"):
+        setattr(model, name, checkpoint_wrapper(getattr(model, name)))
+
+
+def several_dtypes(model: Model) -> None:
+    """In the root's group: FSDP2 then gathers bytes, which are left to it."""
+    bf16 = torch.ones(30, 30, dtype=torch.bfloat16)
+    model.second.register_parameter("offset", nn.Parameter(bf16, requires_grad=False))
+
+
+def evaluate(model: Any, micro: int) -> None:
+    if micro:  # FSDP2 allocates in the first forward what it uses in others
+        with torch.inference_mode():
+            model(batch(99))
+
+
+def prefetched(model: Any) -> None:
+    inner = model.inner
+    model.set_modules_to_forward_prefetch([inner, inner.first])
+    inner.first.set_modules_to_forward_prefetch([inner.frozen])
+    inner.frozen.set_modules_to_backward_prefetch([inner.first])
+
+
+def called_early(model: Any, x: torch.Tensor, spare: bool) -> torch.Tensor:
+    handle = model.inner.first.unshard(async_op=True)
+    found = model(x, spare)
+    handle.wait()
+    return found
+
+
+def last_reduces(model: Any, micro: int) -> None:
+    model.set_requires_gradient_sync(micro % 2 == 1)
+
+
+def stays(model: Any, micro: int) -> None:
+    last_reduces(model, micro)
+    model.set_reshard_after_backward(micro % 2 == 1)
+
+
+FEATURES = {
+    "plain": Feature(),
+    "compiled model": Feature(adapt=lambda model: model.compile(backend=counting), compiled=True),
+    "compiled layers": Feature(prepare=compile_layers, compiled=True),
+    "offload": Feature(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "fused": Feature(optimizer={"fused": True}),
+    "columns": Feature(options={"shard_placement_fn": evenly}),
+    "hsdp": Feature(4, replicas=2),
+    "few rows": Feature(4),
+    "checkpointed": Feature(prepare=checkpointed),
+    "reentrant": Feature(
+        call=lambda model, x, spare: checkpoint(
+            model, x.requires_grad_(), spare, use_reentrant=True
+        )
+    ),
+    "accumulated": Feature(micro=2, before=last_reduces),
+    "kept between micro-batches": Feature(micro=2, before=stays),
+    "not resharded": Feature(options={"reshard_after_forward": False}),
+    "resharded": Feature(options={"reshard_after_forward": True}),
+    "resharded to two": Feature(4, {"reshard_after_forward": 2}),
+    "bf16": Feature(options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    "several dtypes": Feature(prepare=several_dtypes),
+    "late": Feature(late=True),
+    "evaluated": Feature(before=evaluate),
+    "prefetched": Feature(adapt=prefetched),
+    "unsharded early": Feature(call=called_early),
+}
+
+
+class Nested(nn.Module):
+    """The model in a sharded module, whose own parameter is a group of one row."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 5))
+        self.inner = model
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        return self.inner(x, spare) * self.scale
+
+
+def built(feature: Feature) -> Any:
+    model = Model()
+    feature.prepare(model)
+    shape = (feature.replicas, feature.ranks // feature.replicas)
+    names = ("replicas", "shards")
+    mesh = (
+        init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if feature.replicas > 1
+        else init_device_mesh("cpu", (feature.ranks,))
+    )
+    outer = Nested(model)
+    for module in (model.first, model.frozen, model.spare, model, outer):
+        fully_shard(module, mesh=mesh, **feature.options)
+    feature.adapt(outer)
+    return outer
+
+
+Gathers = list[tuple[int, int, bytes]]
+
+
+@contextmanager
+def watched(gathers: Gathers, step: Callable[[], int]) -> Iterator[None]:
+    """Note (step, group, digest) of all that FSDP2 gathers: of values, without padding."""
+    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+
+    def noted(result: Any, parameters: Any, group: Any) -> None:
+        copy_out(result, parameters, group)
+        whole = hashlib.sha1()
+        for p in parameters:
+            (values,) = p.all_gather_outputs
+            copied = values[: p._orig_size.numel()].clone()
+            whole.update(copied.view(torch.uint8).numpy().tobytes())
+        gathers.append((step(), id(parameters), whole.digest()))
+
+    _fsdp_param_group.foreach_all_gather_copy_out = noted
+    try:
+        yield
+    finally:
+        _fsdp_param_group.foreach_all_gather_copy_out = copy_out
+
+
+@dataclass
+class Run:
+    """What training gave: losses, and the digests of what was gathered."""
+
+    losses: list[float]
+    gathers: Gathers
+    stats: dict[str, Any]
+
+
+def train(feature: Feature, **attached: Any) -> Run:
+    """Train a new model; `attached` are the arguments of `attach`, if any."""
+    torch._dynamo.reset()
+    counting.graphs = 0
+    model = built(feature)
+    handle = gw.attach(model, **attached) if attached and not feature.late else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **feature.optimizer)
+    run = Run([], [], {})
+    with watched(run.gathers, lambda: len(run.losses)):
+        for step in range(STEPS):
+            shards = exact(model)
+            for part in range(feature.micro):
+                feature.before(model, micro := feature.micro * step + part)
+                x = batch(micro)
+                loss = feature.call(model, x, step % 2 == 1).square().mean()
+                loss.backward()
+            for before, after in zip(shards, exact(model), strict=True):
+                assert torch.equal(before, after)
+                assert after.dtype == before.dtype
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+            if attached and handle is None:
+                handle = gw.attach(model, **attached)
+    assert bool(counting.graphs) == feature.compiled
+    run.stats = {} if handle is None else handle.stats()
+    return run
+
+
+def exact(model: Any) -> list[torch.Tensor]:
+    """Copies of the optimizer's shards."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    parameters = [p for group in groups for p in group.fsdp_params]
+    return [p.sharded_param.to_local().detach().clone() for p in parameters]
+
+
+def holds(rank: int, chosen: Feature, keep: str) -> None:
+    plain = train(chosen)
+    same = train(chosen, codec="identity", weights={"*": "identity"}, keep=keep)
+    assert same.stats["weights_calls"] > 0
+    if chosen.ranks == 2:
+        assert same.losses == plain.losses
+    else:  # sums of several ranks differ in their last bits
+        assert same.losses == pytest.approx(plain.losses, rel=1e-4)
+    coded = train(chosen, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
+    assert coded.losses == pytest.approx(plain.losses, rel=0.1)
+    assert coded.losses != plain.losses
+    found: list[Any] = [None] * chosen.ranks
+    dist.all_gather_object(found, [(step, digest) for step, _, digest in coded.gathers])
+    assert all(one == found[0] for one in found)
+    for step in range(STEPS):
+        versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
+        assert len(versions) == len({group for group, _ in versions}), step
+
+
+def all_hold(rank: int, turn: int) -> None:
+    for at, name in enumerate(FEATURES):
+        if FEATURES[name].ranks == dist.get_world_size():
+            keep = KEEPS[(at + turn) % len(KEEPS)]
+            try:
+                holds(rank, FEATURES[name], keep)
+            except BaseException as error:
+                raise AssertionError(f"{name}, keep={keep!r}") from error
+
+
+# In every turn, each feature has another way to keep weights.
+@pytest.mark.parametrize("turn", one_in(len(KEEPS), range(len(KEEPS))))
+@pytest.mark.parametrize("ranks", sorted({feature.ranks for feature in FEATURES.values()}))
+def test_weights_are_alike_and_losses_those_of_fsdp(ranks: int, turn: int) -> None:
+    as_processes(ranks, all_hold, turn, deadline=240)
+
+
+def counts_versions(rank: int, how: str) -> None:
+    """Micro-batches that are each reduced see the weights of the optimizer's last step."""
+    with torch.device("meta" if how == "on meta" else "cpu"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    x = torch.randn(8, 64)
+    if how == "while unsharded":
+        model(x)
+    gw.attach(model, None, weights={"*": "randomshift:bits=4"})
+    if how == "on meta":
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            nn.init.normal_(p)
+    losses = []
+    optimizer: Any = None
+    for _ in range(3):
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        # With the sharded parameters, which the module has once backward has ended.
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] == losses[3] != losses[4] == losses[5]
+
+
+@pytest.mark.parametrize("how", ["while unsharded", "on meta"])
+def test_versions_are_counted_however_a_handle_was_attached(how: str) -> None:
+    as_processes(2, counts_versions, how)

@@ -1,0 +1,124 @@
+"""What cannot have weights in codecs is refused in one line that says what to do instead: by
+gradwire, or by FSDP2 itself, whose errors are passed on as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_model import Model, batch, sharded
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
+
+import gradwire as gw
+from ranks import as_processes, caught
+
+pytestmark = pytest.mark.multiprocess
+
+WEIGHTS = {"*": "randomshift:bits=8"}
+
+
+class BareFSDP1(FSDP1):
+    """Its own constructor needs a GPU."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def whole() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def two_meshes() -> nn.Module:
+    model = Model()
+    fully_shard(model.first, mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    fully_shard(model, mesh=whole())
+    return model
+
+
+def custom_all_gather() -> nn.Module:
+    model = sharded()
+    before = model._get_fsdp_state()._fsdp_param_group._all_gather_comm
+
+    class Own:
+        allocate = before.allocate
+        __call__ = before.__call__
+
+    model.set_custom_all_gather(Own())
+    return model
+
+
+def tied_across_groups() -> nn.Module:
+    model = Model()
+    model.spare.weight = model.first.weight
+    fully_shard(model.first, mesh=whole())
+    return fully_shard(model, mesh=whole())
+
+
+def several_dtypes() -> nn.Module:
+    model = Model()
+    model.second.bfloat16()
+    return fully_shard(model, mesh=whole())
+
+
+OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
+    ("not Model: wrap it first", Model, {}),
+    ("or shard it, attach(fully_shard(model))", Model, {}),
+    ("(FSDP1): shard the model with fully_shard", BareFSDP1, {}),
+    ("from replicate: wrap the bare model, attach(Dist", lambda: replicate(Model()), {}),
+    (
+        "(the root) is replicated, not sharded: wrap it with DDP",
+        lambda: replicate_with_fsdp(Model(), mesh=whole()),
+        {},
+    ),
+    ("(the root) and first are sharded over different process groups: shard", two_meshes, {}),
+    (
+        'powersgd is an aggregator: it needs gw.attach or gw.register; use "randomshift:bits=8"',
+        sharded,
+        {"weights": "powersgd"},
+    ),
+    ("second.weight has a custom all-gather, Own (set_custom", custom_all_gather, {}),
+]
+# Named by what FSDP2 says: as the module is sharded, or at its first forward.
+FSDP2S: list[tuple[str, Callable[[], nn.Module]]] = [
+    ("it should be a factor of 2, not 3", lambda: sharded(reshard_after_forward=3)),
+    ("shared with a parameter already managed by another FSDP group", tied_across_groups),
+    ("uniform original parameter dtype", several_dtypes),
+]
+
+
+def is_refused(rank: int) -> None:
+    for said, make, options in OURS:
+        model = make()
+        error = caught(lambda m=model, o=options: gw.attach(m, **{"weights": WEIGHTS, **o}))
+        assert isinstance(error, gw.ConfigError), (said, error)
+        assert said in str(error), error
+        assert "\n" not in str(error)
+    for said, make in FSDP2S:
+
+        def trained(make: Callable[[], Any] = make) -> None:
+            model = make()
+            gw.attach(model, weights=WEIGHTS)
+            model(batch(0)).sum().backward()
+
+        error = caught(trained)
+        assert isinstance(error, (ValueError, AssertionError)), (said, error)
+        assert not isinstance(error, gw.ConfigError)
+        assert said in str(error), error
+    # Nothing is left behind.
+    model = sharded()
+    handle = gw.attach(model, weights=WEIGHTS)
+    model(batch(0)).sum().backward()
+    assert torch.isfinite(model.first.weight.grad.to_local()).all()
+    handle.detach()
+
+
+def test_what_is_refused_is_named() -> None:
+    as_processes(2, is_refused, timeout=30)

@@ -1,0 +1,112 @@
+"""Plans in files: what is saved is what is attached, and differences are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import ConfigError, codecs
+from gradwire.aggregators import registry
+from gradwire.cli import program
+from gradwire.planner import Rules, make_plan
+from gradwire.planner.files import PlanFile, differences
+
+NAMED = [
+    ("conv.weight", torch.empty(8, 4, 3, 3)),
+    ("list.[0].weight", torch.empty(64, 32)),
+    ("norm.bias", torch.empty(32)),
+]
+
+
+def plan_of(codec: Any = "qsgd", **arguments: Any) -> Any:
+    return make_plan(NAMED, Rules().changed(codec=codec, **arguments), 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("none", "qsgd", "qsgd:bits=3", "qsgd:bits=4:block=64:rounding=nearest", "bf16"),
+        *("topk:density=0.05", "qsgd:algorithm=ring", "powersgd:rank=2", "artopk:density=0.01"),
+        *("randomshift:bits=5", "topkc:scope=model", "thc:bits=5", "dgc:clip=1.0"),
+    ],
+)
+def test_an_aggregator_has_the_text_that_makes_it(text: str) -> None:
+    made = registry.get(text)
+    again = registry.text(made)
+    assert registry.get(again) == made
+    assert len(again) <= len(text)
+
+
+def test_every_registered_name_has_a_text() -> None:
+    for name in (*codecs.REGISTRY, *registry.REGISTRY):
+        assert registry.text(registry.get(name)) == name
+
+
+def test_what_has_no_text_is_named() -> None:
+    codec = codecs.LearnedLevels(bits=2, levels=(0.0, 0.3, 0.7, 1.0))
+    with pytest.raises(ConfigError, match=r"levels=.*registered codecs alone"):
+        registry.text(registry.get(codec))
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    overrides = {"conv.*": "powersgd:rank=1", "norm.*": "qsgd:bits=8"}
+    plan = plan_of("topk:density=0.1", codecs=overrides, error_feedback=True)
+    plan.save(path)
+    file = PlanFile.read(path)
+    again = make_plan(NAMED, Rules().changed(codec=None, codecs=file.by_name()), 2)
+    assert again.parameters == plan.parameters
+    assert list(differences(file, PlanFile.of(again))) == []
+
+
+def test_differences_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    plan_of("qsgd:bits=4").save(paths[0])
+    plan_of("qsgd:bits=4", codecs={"conv.*": "qsgd:bits=2"}, error_feedback=True).save(paths[1])
+    assert program.run(["plan", "diff", *paths, "--json", "-"]) == program.OK
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["parameter"] for row in rows] == ["conv.weight", "list.[0].weight"]
+    assert rows[0]["a"] == "qsgd"
+    assert rows[0]["b"] == "qsgd:bits=2, error feedback"
+    assert program.run(["plan", "diff", paths[0], paths[0]]) == program.OK
+    assert "the plans are equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "no plan: "),
+        ("{", "no plan: "),
+        ("[]", "no plan of format 1"),
+        ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
+        ('{"gradwire_plan": 1, "parameters": {"a": 3}}', "parameter a has no 'gradient'"),
+        (
+            '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgx"}}}',
+            "parameter a: unknown codec or aggregator 'qsgx'",
+        ),
+        (
+            '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "weight": "x"}}}',
+            "parameter a: unknown codec 'x'",
+        ),
+    ],
+)
+def test_bad_files_are_refused(text: str | None, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as found:
+        PlanFile.read(path)
+    assert complaint in str(found.value)
+    assert str(path) in str(found.value)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    file = PlanFile.of(plan_of())
+    with pytest.raises(ConfigError, match="no parameter other"):
+        file.check([*file.gradients, "other"])
+    with pytest.raises(ConfigError, match="the module has no parameter"):
+        file.check(["conv.weight"])

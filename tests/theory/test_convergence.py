@@ -1,0 +1,107 @@
+"""Theorem 2 and Corollary 3 of THESIS 5.5.2, with their own constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from descent import POWERS, fine_step, iterations, step_down
+from lattice import flipped, mean, shifted
+from problems import CENTRE, PROBLEMS, Problem, sum_of
+from torch import Generator, Tensor
+
+CHAINS = 500
+COARSE = 1.0
+START = CENTRE + torch.tensor([6.0, -4.0, 8.0], dtype=torch.float64)
+
+
+def run(
+    problem: Problem,
+    start: Tensor,
+    fine: float,
+    eta: float,
+    sigma: float,
+    steps: int,
+    compress: Callable[[Tensor, Generator], Tensor] = lambda g, _: g,
+) -> Tensor:
+    """x_T of CHAINS independent runs. No more precise copy of x is kept from step to step."""
+    generator = Generator().manual_seed(6)
+    x = start.expand(CHAINS, -1)
+    for _ in range(steps):
+        x = step_down(problem, x, fine, eta, sigma, generator, lambda g: compress(g, generator))
+    return x
+
+
+@pytest.mark.parametrize("lattice", POWERS)
+@pytest.mark.parametrize(
+    ("noise", "m", "share"), [(0.0, 1, 0.1), (1.0, 1, 0.1), (1.0, 4, 0.1), (1.0, 1, 4), (1.0, 4, 4)]
+)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_theorem_2(name: str, noise: float, m: int, share: float, lattice: str) -> None:
+    """E f(x_T) <= B + epsilon, B = E f(x*_r), x*_r the best point of coarse Z^n + r 1.
+
+    Conditions: f is beta-smooth and alpha-PL; E g(x) = grad f(x), E |g(x) - grad f(x)|^2 <=
+    sigma^2; eta = min(3 epsilon alpha / 10 sigma^2, 1); x_{t+1} = Q_fine(x_t - eta/beta g(x_t)),
+    fine = eta coarse / ceil(16 (beta/alpha)^2); T = 10/eta beta/alpha ln((f(x_0) - B) / epsilon).
+    Lemma 4 as stated wants coarse/fine to be an integer, so sigma is chosen for eta = 1/m. The
+    coarser lattice has the root of fine/coarse. A small epsilon tests the lattice, one above B the
+    noise.
+    """
+    problem = PROBLEMS[name]
+    best = problem.best(COARSE)
+    epsilon = share * best
+    sigma = noise * (0.3 * epsilon * problem.alpha * m) ** 0.5
+    eta = 1 / m
+    fine = fine_step(problem, eta, COARSE, POWERS[lattice])
+    steps = iterations(problem, eta, float(problem.value(START)) - best, epsilon)
+    x = run(problem, START, fine, eta, sigma, steps)
+    apart = (x - x[:, :1]) / fine
+    assert torch.allclose(apart, apart.round(), atol=1e-6)  # on fine Z^n + r 1
+    assert mean(problem.value(x)).at_most(best + epsilon)
+
+
+@pytest.mark.parametrize("lattice", POWERS)
+@pytest.mark.parametrize(("quantiser", "variance"), [(flipped, 1 / 4), (shifted, 1 / 12)])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_corollary_3(
+    name: str,
+    quantiser: Callable[[Tensor, float, Generator], Tensor],
+    variance: float,
+    lattice: str,
+) -> None:
+    """E f(x_T) <= B + epsilon, with gradients quantised as well.
+
+    Conditions: as in Theorem 2, with x_{t+1} = Q_fine(x_t - eta/beta Qg(g(x_t))), where E Qg(g) = g
+    and E |Qg(g) - g|^2 <= sigma_g^2 for every g met; eta = min(3 epsilon alpha / 10 (sigma^2 +
+    sigma_g^2), 1). A step d gives coins at most n d^2 / 4, and Definition 1 n d^2 / 12.
+    """
+    problem, m = PROBLEMS[name], 16
+    best = problem.best(COARSE)
+    epsilon, eta = 4 * best, 1 / m
+    sigma = (0.15 * epsilon * problem.alpha * m) ** 0.5  # half of the variance; Qg has the other
+    step = sigma / (variance * len(CENTRE)) ** 0.5
+    fine = fine_step(problem, eta, COARSE, POWERS[lattice])
+    steps = iterations(problem, eta, float(problem.value(START)) - best, epsilon)
+    x = run(
+        problem, START, fine, eta, sigma, steps, lambda g, generator: quantiser(g, step, generator)
+    )
+    assert mean(problem.value(x)).at_most(best + epsilon)
+
+
+def test_theorem_2_fails_where_minima_form_a_plane_across_the_axes() -> None:
+    """As Lemma 9 does (test_descent.py): f = (x_1 + ... + x_n)^2 / 2n, alpha = beta = 1, no noise.
+
+    From x_0 = 2 1 each step leads to 0 and then to r 1: E f(x_T) = n fine^2 / 24, with fine =
+    coarse/16, against B = coarse^2 / 24n. Above n = 16 the difference does not depend on T.
+    """
+    n = 32
+    problem = sum_of(n)
+    start = torch.full((n,), 2.0, dtype=torch.float64)
+    best = COARSE**2 / (24 * n)
+    epsilon = best
+    fine = fine_step(problem, 1.0, COARSE, 1.0)
+    steps = iterations(problem, 1.0, float(problem.value(start)) - best, epsilon)
+    found = mean(problem.value(run(problem, start, fine, 1.0, 0.0, steps)))
+    assert found.within(n * fine**2 / 24)
+    assert found.above(best + epsilon)
