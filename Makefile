@@ -17,7 +17,9 @@ demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
 # Of each product of cases a sample (tests/products.py), with kernels that compile fast.
+# `.venv/.passed` then has the commit, if all of it was committed.
 test: debian lint types unit
+	@[ -n "$$(git status --porcelain 2>&1)" ] || git rev-parse HEAD > $(VENV)/.passed
 
 # Every case, with kernels as users get them.
 test-all: debian lint types unit-all
@@ -29,13 +31,14 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+IN_PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
+# A test that fails runs once more, alone (scripts/suite.py).
 unit: $(VENV)/.test
-	$(PYTEST)
+	$(BIN)/python scripts/suite.py $(IN_PARALLEL)
 
 unit-all: $(VENV)/.test
-	$(PYTEST) --exhaustive
+	$(BIN)/python scripts/suite.py $(IN_PARALLEL) --exhaustive
 
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.
@@ -48,7 +51,7 @@ TORCH_TOOLS = pytest pytest-xdist pytest-timeout hypothesis expecttest
 
 test-torch: $(if $(VERSION),$(TORCH_VENV)/.test,no-version)
 	$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(TORCH_VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TORCH_TESTS)
+	$(TORCH_VENV)/bin/pytest $(IN_PARALLEL) $(TORCH_TESTS)
 
 # Each torch asks for its own Triton.
 $(TORCH_VENV)/.test: pyproject.toml constraints.txt
@@ -68,7 +71,7 @@ docs: $(VENV)/.test
 
 # Links, commands, figures and code blocks of README and docs (tests/docs/rules.py); part of `unit`.
 docs-check: $(VENV)/.test
-	$(PYTEST) tests/docs
+	$(BIN)/pytest $(IN_PARALLEL) tests/docs
 
 # A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
