@@ -10,15 +10,16 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all lint types unit unit-all test-torch docs docs-check wheel gpu-check \
-	debian clean
+.PHONY: demo test test-all soak mutants lint types unit unit-all test-torch docs docs-check wheel \
+	gpu-check debian clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo --output report.html
 
-# Of each product of cases a sample (tests/products.py), with kernels that compile fast.
-# `.venv/.passed` then has the commit, if all of it was committed.
-test: debian lint types unit
+# Of each product of cases a sample (tests/products.py), with kernels that compile fast. Types are
+# checked while tests wait. `.venv/.passed` then has the commit, if all of it was committed.
+test: debian lint
+	@$(MAKE) --no-print-directory -j2 types unit
 	@[ -n "$$(git status --porcelain 2>&1)" ] || git rev-parse HEAD > $(VENV)/.passed
 
 # Every case, with kernels as users get them.
@@ -39,6 +40,14 @@ unit: $(VENV)/.test
 
 unit-all: $(VENV)/.test
 	$(BIN)/python scripts/suite.py $(IN_PARALLEL) --exhaustive
+
+# The tests whose subject is time, one by one, on cores that do nothing else.
+soak: $(VENV)/.test
+	$(BIN)/pytest --timing
+
+# Small wrong changes, each of which some test must notice.
+mutants: $(VENV)/.test
+	$(BIN)/python scripts/mutants.py
 
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.

@@ -141,6 +141,23 @@ def call(
     return result
 
 
+def drawn(codec: Codec, values: torch.Tensor, draws: int, key: int = 0) -> torch.Tensor:
+    """float32[draws, n]: what n values decode to on target c with the keys from `key` on."""
+    made, n = kernels(codec, torch.float32, "c"), len(values)
+    size = made.layout.nbytes(n)
+    payloads = torch.zeros(draws, size, dtype=torch.uint8)
+    decoded = torch.zeros(draws, n)
+    rows = np.zeros(draws, ROW)
+    rows["payload"] = payloads.data_ptr() + np.arange(draws) * size
+    rows["numel"], rows["key"], rows["shared"] = n, np.arange(draws), np.arange(draws) + 2**40
+    rows["key"] += np.uint64(key)
+    rows["values"] = values.data_ptr()
+    made.run("encode", rows)
+    rows["values"] = decoded.data_ptr() + np.arange(draws) * n * 4
+    made.run("decode", rows)
+    return decoded
+
+
 def key_of(origin: int, shared: int = 11) -> int:
     """The key with which the payload of an origin is encoded, if its codec redraws."""
     return int(rng.origin_keys(np.uint64(shared), origin)[0])

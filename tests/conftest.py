@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from loopback import own_loopback
 
 TESTS = Path(__file__).parent
-LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive",
         action="store_true",
         help="Run every case, with kernels compiled as users get them: what `make test-all` does.",
+    )
+    parser.addoption(
+        "--timing",
+        action="store_true",
+        help="Run the tests whose subject is time, and no others: what `make soak` does.",
     )
 
 
@@ -47,26 +51,43 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("GRADWIRE_KERNEL_FLAGS", "-Og")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: tensors are small, and more threads only contend for the cores."""
+    import torch  # not before OMP_WAIT_POLICY is set
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive cases, group tests that must share an xdist worker, and order them.
+    """Deselect what was not asked for, group tests that must share an xdist worker, and order them.
 
-    The lab and the benchmarks need the cores for themselves, and some check for leftovers of
-    others, so they form one group. Tests that start processes form a group per file, since they
-    share expensive fixtures. The longest tests start first.
+    The lab needs the cores for itself, and some of its tests check for leftovers of others, so they
+    form one group. Tests that start processes form a group per file, since they share expensive
+    fixtures. The longest tests start first.
     """
-    if not config.getoption("exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-        config.stash[LEFT_OUT] = len(left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    wanted = [item for item in items if _is_wanted(item, config)]
+    config.hook.pytest_deselected(items=[i for i in items if not _is_wanted(i, config)])
+    items[:] = wanted
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
-        if item.get_closest_marker("lab") or folder in ("lab", "bench"):
+        if item.get_closest_marker("lab") or folder == "lab":
             item.add_marker(pytest.mark.xdist_group("lab"))
         elif item.get_closest_marker("multiprocess"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=_turn)
+
+
+def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if config.getoption("timing"):
+        return item.get_closest_marker("timing") is not None
+    if item.get_closest_marker("timing"):
+        return False
+    return config.getoption("exhaustive") or not item.get_closest_marker("exhaustive")
 
 
 def _turn(item: pytest.Item) -> int:
@@ -84,21 +105,3 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                     f"this pytest-xdist does not keep groups of tests together ({item.nodeid}); "
                     "install the versions of constraints.txt"
                 )
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Report the number of deselected cases from an xdist worker to the controller."""
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    left_out = config.stash.get(LEFT_OUT, 0)
-    if left_out:
-        terminalreporter.write_line(f"{left_out} cases were left out: `make test-all` adds them")

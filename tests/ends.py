@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ranks import forkserver
+GRACE = 10.0  # seconds for the other processes, once one has failed that should not
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,10 @@ class End:
         value: what its body returned.
         error: the type of the error that it raised; "died": its process ended before that; "hangs":
             it had not ended at the deadline.
-        text: the error's text; for a rank that hangs, its main thread's stack.
+        text: the error's text.
         peer: the rank that a TransportError blames.
         at: time.monotonic() when it returned or raised, the same clock on all ranks.
+        stack: of the error; of a rank that hangs, of all its threads.
     """
 
     value: Any = None
@@ -37,22 +42,46 @@ class End:
     text: str = ""
     peer: int | None = None
     at: float = 0.0
+    stack: str = ""
 
     def __str__(self) -> str:
         return f"{self.error}: {self.text}" if self.error else f"returned {self.value!r}"
 
 
-def finished(found: Sequence[End]) -> None:
-    """Assert that every rank returned."""
-    assert all(end.error is None for end in found), "\n".join(
-        f"rank {rank}: {end}" for rank, end in enumerate(found)
-    )
-
-
 def raised(error: BaseException) -> End:
     """The end of a rank that raises."""
     peer = getattr(error, "peer", None)
-    return End(None, type(error).__name__, str(error), peer, time.monotonic())
+    stack = "".join(traceback.format_exception(error))
+    return End(None, type(error).__name__, str(error), peer, time.monotonic(), stack)
+
+
+def report(begun: float, found: Sequence[End]) -> str:
+    """How and when every rank ended, in chronological order; last the ranks that still run."""
+    lines = ["Every rank, in the order of time:"]
+    turns = sorted(range(len(found)), key=lambda r: (found[r].error == "hangs", found[r].at))
+    for rank, end in ((rank, found[rank]) for rank in turns):
+        how = {None: "returned", "hangs": "still runs"}.get(end.error, "failed")
+        lines.append(f"{end.at - begun:+.3f} s: rank {rank} {how}")
+        lines += [text for text in [(end.stack or end.text).rstrip()] if text]
+    return "\n".join(lines)
+
+
+def finished(found: Sequence[End]) -> None:
+    """Assert that every rank returned."""
+    assert all(end.error is None for end in found), report(min(e.at for e in found), found)
+
+
+def forkserver(*more: str) -> Any:
+    """A context that forks processes from a server, which has imported slow modules and `more`.
+
+    torch imports its compiler when the first DDP module is made.
+    """
+    context = mp.get_context("forkserver")
+    ours = ("attach", "backend", "backend_register", "sharded")
+    integrations = (f"gradwire.integrations.{name}" for name in ours)
+    slow = ("torch", "torch._dynamo", "torch.distributed.fsdp", *integrations)
+    context.set_forkserver_preload([*slow, *more])
+    return context
 
 
 def ends(
@@ -61,8 +90,10 @@ def ends(
     *args: Any,
     timeout: float = 15.0,
     deadline: float = 60.0,
-    backend: str = "gloo",
+    backend: str | None = "gloo",
     environment: Mapping[str, str] | None = None,
+    unawaited: Collection[int] = (),
+    grace: float | None = None,
 ) -> list[End]:
     """Run `body(rank, *args)` in `world_size` processes; returns how they ended, in rank order.
 
@@ -71,63 +102,87 @@ def ends(
     Args:
         timeout: seconds, of the process group.
         deadline: seconds after which a rank hangs.
+        backend: of the process group; None: no group, and no store.
         environment: added to that of the processes.
+        unawaited: ranks that may never end.
+        grace: seconds after which a rank hangs once an awaited one has failed; None: as `deadline`.
     """
-    context = forkserver()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        **(environment or {}),
-    }
+    context, given = forkserver(), {**os.environ, **(environment or {})}
+    if backend is not None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     found: dict[int, End] = {}
-    with tempfile.TemporaryDirectory() as stacks:
+    with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            where = (rank, world_size, timeout, deadline, backend, given, stacks)
-            process = context.Process(target=_process, args=(sender, where, body, args))
+            ours, theirs = context.Pipe()
+            where = (rank, world_size, timeout, backend, given, f"{folder}/{rank}")
+            process = context.Process(target=_process, args=(theirs, where, body, args))
             process.start()
-            sender.close()
-            started.append((process, receiver))
-        end = time.monotonic() + deadline
-        waiting: dict[Connection, int] = {r: rank for rank, (_, r) in enumerate(started)}
-        while waiting and (left := end - time.monotonic()) > 0:
-            for receiver in wait(list(waiting), left):
-                rank = waiting.pop(receiver)
-                try:
-                    found[rank] = receiver.recv()
-                except EOFError:
-                    found[rank] = End(None, "died", "its process ended", None, time.monotonic())
+            theirs.close()
+            started.append((process, ours))
+        last = time.monotonic() + deadline
+        waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
+        while waiting.keys() - {started[rank][1] for rank in unawaited}:
+            ready = wait(list(waiting), max(last - time.monotonic(), 0))
+            for ours in ready:
+                assert isinstance(ours, Connection)
+                rank = waiting.pop(ours)
+                found[rank] = _end_of(started[rank][0], ours)
+                if grace is not None and found[rank].error and rank not in unawaited:
+                    last = min(last, time.monotonic() + grace)
+            if not ready:
+                break
         for rank in waiting.values():
-            stack = ""
-            with contextlib.suppress(FileNotFoundError), open(f"{stacks}/{rank}") as file:
-                stack = "\n" + file.read().split("Thread ")[-1]  # the main one
-            found[rank] = End(None, "hangs", stack, None, end)
+            stack = _stacks(started[rank][0].pid, Path(folder, str(rank)))
+            found[rank] = End(None, "hangs", stack, None, time.monotonic(), stack)
         for process, _ in started:
             process.kill()
             process.join()
     return [found[rank] for rank in range(world_size)]
 
 
+def _end_of(process: Any, ours: Connection) -> End:
+    try:
+        end: End = ours.recv()
+    except EOFError:
+        process.join()
+        said = f"its process ended with exit code {process.exitcode}, without a report"
+        end = End(None, "died", said, None, time.monotonic())
+    return end
+
+
+def _stacks(pid: int, file: Path) -> str:
+    """The stacks of a process's threads, the main one last; nothing if it is stopped."""
+    os.kill(pid, signal.SIGUSR1)
+    until = time.monotonic() + 1
+    while not (text := file.read_text() if file.exists() else "") and time.monotonic() < until:
+        time.sleep(0.02)
+    return text
+
+
 def _process(  # type: ignore[no-untyped-def]
-    sender, where, body, args
+    theirs, where, body, args
 ):
-    rank, world_size, timeout, deadline, backend, environment, stacks = where
+    rank, world_size, timeout, backend, environment, stacks = where
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
-    with open(f"{stacks}/{rank}", "w") as file:
-        faulthandler.dump_traceback_later(max(deadline - 2, 1), file=file)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
         try:
-            dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-            )
+            if backend is not None:
+                dist.init_process_group(
+                    backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+                )
             end = End(body(rank, *args), at=time.monotonic())
         except BaseException as error:
             end = raised(error)
-        sender.send(end)
-        time.sleep(deadline)  # the others may still need this one
+        try:
+            theirs.send(end)
+        except Exception as error:  # the value cannot be pickled
+            theirs.send(raised(error))
+        with contextlib.suppress(EOFError):
+            theirs.recv()  # the others may still need this process; none is told to it
         os._exit(0)  # a broken gloo group does not always let its process end

@@ -33,7 +33,7 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

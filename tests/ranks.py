@@ -1,29 +1,29 @@
-"""Ranks as threads over the loopback transport, and as processes over gloo.
+"""Ranks as threads over the loopback transport, and as processes over gloo; and checks on them.
 
 If one fails, the test's report tells how every rank ended, in chronological order.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
+import inspect
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from ends import GRACE, End, ends, raised, report
 from fifo import FifoHub
 from gradwire.engine import Communicator
-from gradwire.lab.ports import free_port
 from gradwire.transport import Hub
-from rank_ends import End, collect, in_time, report, stack
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 8]
+
+_checks = count()  # of this process: the same numbers on all ranks
 
 
 def as_threads(
@@ -39,18 +39,16 @@ def as_threads(
     `fifo` if it is given; else with tags, over `hub`.
     """
     hub = hub or Hub(world_size)
-    ends: dict[int, End] = {}
+    found: dict[int, End] = {}
     errors: dict[int, BaseException] = {}
     links: list[Any] = [lambda device, r=r: fifo and fifo.link(r) for r in range(world_size)]
     comms = [Communicator(hub.transport(r), links=links[r]) for r in range(world_size)]
 
     def run(rank: int) -> None:
         try:
-            result = body(comms[rank])
-            ends[rank] = End(rank, time.monotonic(), result)
+            found[rank] = End(body(comms[rank]), at=time.monotonic())
         except BaseException as error:
-            errors[rank] = error
-            ends[rank] = End(rank, time.monotonic(), None, traceback.format_exc())
+            errors[rank], found[rank] = error, raised(error)
 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
     begun = time.monotonic()
@@ -58,17 +56,23 @@ def as_threads(
         thread.start()
     for thread in threads:
         thread.join(timeout)
-    hung = {rank: stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
-    said = report(begun, ends.values(), hung) if errors or hung else ""
+    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    for rank in hung:
+        found[rank] = End(None, "hangs", "", None, time.monotonic(), _stack(threads[rank]))
+    every = [found[rank] for rank in range(world_size)]
+    said = report(begun, every) if errors or hung else ""
     for comm in comms:
         comm.close()
-    assert not hung, f"ranks {list(hung)} hang; {said}"
-    for end in in_time(ends.values()):
-        if end.rank in errors:
-            error = errors[end.rank]
-            error.__notes__ = [*getattr(error, "__notes__", ()), said]  # add_note: Python 3.11
-            raise error
-    return [ends[rank].result for rank in range(world_size)]
+    assert not hung, f"ranks {hung} hang; {said}"
+    for rank in sorted(errors, key=lambda rank: found[rank].at):
+        errors[rank].__notes__ = [*getattr(errors[rank], "__notes__", ()), said]  # Python 3.10
+        raise errors[rank]
+    return [end.value for end in every]
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def caught(body: Callable[[], Any]) -> BaseException | None:
@@ -80,25 +84,6 @@ def caught(body: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def forkserver(*more: str) -> Any:
-    """A context that forks processes from a server, which has imported slow modules and `more`.
-
-    torch imports its compiler when the first DDP module is made.
-    """
-    context = mp.get_context("forkserver")
-    ours = ("attach", "backend", "backend_register", "sharded")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "torch._dynamo",
-            "torch.distributed.fsdp",
-            *(f"gradwire.integrations.{name}" for name in ours),
-            *more,
-        ]
-    )
-    return context
-
-
 def as_processes(
     world_size: int,
     body: Callable[..., Any],
@@ -108,62 +93,53 @@ def as_processes(
     expect_death: tuple[int, ...] = (),
     backend: str | None = "gloo",
 ) -> list[Any]:
-    """Run `body(rank, *args)` in `world_size` processes; returns their results, in rank order.
+    """Run `body(rank, *args)` in `world_size` processes; returns its results, in rank order.
 
-    `timeout` and `backend` are the process group's (None: no group); `deadline` is the longest wait
-    for the next rank. Ranks in `expect_death` may die: their result is None. Raises
+    See `ends` for the arguments. Ranks in `expect_death` may die: their result is None. Raises
     `AssertionError` with a report of every rank.
     """
-    context = forkserver()
-    reports, over = context.Queue(), context.Event()
-    port = free_port()
-    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        context.Process(
-            target=_process,
-            args=(reports, over, (rank, world_size, timeout, backend), given, body, args),
-        )
-        for rank in range(world_size)
-    ]
     begun = time.monotonic()
-    for process in processes:
-        process.start()
-    ends: dict[int, End] = {}
-    try:
-        awaited = {r: p for r, p in enumerate(processes) if r not in expect_death}
-        ends = collect(awaited, reports, deadline)
-        running = dict.fromkeys(sorted(awaited.keys() - ends.keys()), "")
-        failed = [end.rank for end in in_time(ends.values()) if end.said]
-        if failed or running:
-            named = failed or list(running)
-            raise AssertionError(f"ranks {named} failed; {report(begun, ends.values(), running)}")
-    finally:
-        over.set()
-        for rank, process in enumerate(processes):
-            process.join(10 if rank in ends else 0.1)
-            process.kill()
-            process.join()
-    return [ends[rank].result if rank in ends else None for rank in range(world_size)]
+    found = ends(
+        world_size, body, *args, timeout=timeout, deadline=deadline, backend=backend,
+        unawaited=expect_death, grace=GRACE,
+    )  # fmt: skip
+    failed = [r for r, e in enumerate(found) if e.error and r not in expect_death]
+    if failed:
+        failed.sort(key=lambda rank: found[rank].at)
+        raise AssertionError(f"ranks {failed} failed; {report(begun, found)}")
+    return [end.value for end in found]
 
 
-def _process(  # type: ignore[no-untyped-def]
-    reports, over, where, environment, body, args
-):
-    rank, world_size, timeout, backend = where
-    torch.set_num_threads(1)
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
-        if backend is not None:
-            dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-            )
-        result = body(rank, *args)
-        reports.put(End(rank, time.monotonic(), result))
-        over.wait()  # the others may still need this process: rank 0 hosts the store
-    except BaseException:
-        reports.put(End(rank, time.monotonic(), None, traceback.format_exc()))
-    finally:
-        reports.close()
-        reports.join_thread()
-        os._exit(0)  # a broken gloo group does not always let its process end
+def check_each(rank: int, checks: Sequence[Callable[..., None]], *args: Any) -> dict[str, str]:
+    """Run every check, even after one has failed; returns the stacks of those that failed.
+
+    Arguments are (rank, *args), or as many of them as a check has parameters. All ranks wait for
+    each other behind every check, through the store, since a failed one may have broken the group.
+    """
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    failed = {}
+    for check in checks:
+        try:
+            check(*(rank, *args)[: len(inspect.signature(check).parameters)])
+        except BaseException:
+            failed[check.__name__] = traceback.format_exc()
+        number = next(_checks)
+        store.set(f"check {number} of {rank}", b"")
+        store.wait([f"check {number} of {r}" for r in range(size)])
+    return failed
+
+
+def all_pass(
+    world_size: int, checks: Sequence[Callable[..., None]], *args: Any, **how: Any
+) -> None:
+    """Run checks on processes that share one start; the error has every one that failed by name.
+
+    See `check_each`, and `as_processes` for `how`.
+    """
+    found = as_processes(world_size, check_each, checks, *args, **how)
+    faults = [
+        f"{name}, rank {rank} of {world_size}:\n{stack}"
+        for rank, failed in enumerate(found)
+        for name, stack in failed.items()
+    ]
+    assert not faults, "\n".join(faults)

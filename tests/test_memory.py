@@ -24,33 +24,22 @@ def arenas(codec: Codec, dtype: torch.dtype, hub: Hub) -> list[float]:
     return [n / (NUMEL * dtype.itemsize) for n in as_threads(hub.world_size, body, hub)]
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype", "shares"),
-    [
-        (QSGD(), torch.float32, {2: 0.20, 4: 0.23, 8: 0.25}),
-        (QSGD(), torch.bfloat16, {2: 0.40, 4: 0.47, 8: 0.50}),
-        (Identity(), torch.float32, {2: 1.5, 4: 1.75, 8: 1.875}),
-    ],
-)
-def test_an_arena_is_this_share_of_its_bucket(
-    codec: Codec, dtype: torch.dtype, shares: dict[int, float]
-) -> None:
-    for world_size, share in shares.items():
-        for found in arenas(codec, dtype, Hub(world_size)):
-            assert found == pytest.approx(share, abs=0.011)
+KINDS = [(QSGD(), torch.float32), (QSGD(), torch.bfloat16), (Identity(), torch.float32)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("codec", "dtype", "share"),
-    [
-        (QSGD(), torch.float32, 0.13),
-        (QSGD(), torch.bfloat16, 0.27),
-        (Identity(), torch.float32, 1.0),
-    ],
-)
-def test_an_arena_holds_one_payload_where_messages_are_borrowed(
-    codec: Codec, dtype: torch.dtype, share: float, world_size: int
-) -> None:
-    for found in arenas(codec, dtype, Hub(world_size, lends=True)):
-        assert found == pytest.approx(share, abs=0.011)
+def test_an_arena_is_this_share_of_its_bucket() -> None:
+    expected = [
+        {2: 0.20, 4: 0.23, 8: 0.25},
+        {2: 0.40, 4: 0.47, 8: 0.50},
+        {2: 1.5, 4: 1.75, 8: 1.875},
+    ]
+    for (codec, dtype), shares in zip(KINDS, expected, strict=True):
+        for n, share in shares.items():
+            assert arenas(codec, dtype, Hub(n)) == pytest.approx([share] * n, abs=0.011), codec
+
+
+def test_an_arena_holds_one_payload_where_messages_are_borrowed() -> None:
+    for (codec, dtype), share in zip(KINDS, (0.13, 0.27, 1.0), strict=True):
+        for n in (2, 4, 8):
+            found = arenas(codec, dtype, Hub(n, lends=True))
+            assert found == pytest.approx([share] * n, abs=0.011), (codec, n)

@@ -22,7 +22,6 @@ from gradwire.aggregators import (
 from gradwire.codecs import HardThreshold, MSTopK, RandomK
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.lang import layout
-from products import every_pair
 from ranks import as_threads
 
 SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (700,), (0,), ()]
@@ -42,17 +41,20 @@ def sparse(values: torch.Tensor, density: float) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("ranks", "density", "dtype", "made"),
-    every_pair(
-        [2, 3, 5, 8],
-        [0.1, 0.01, 0.001, 1],
-        [torch.float32, torch.float16, torch.bfloat16],
-        [LWTopK, GlobalTopK],
-    ),
+    [
+        (2, 0.1, torch.float32, LWTopK),
+        (3, 0.01, torch.float16, LWTopK),
+        (5, 1, torch.bfloat16, LWTopK),
+        (2, 0.001, torch.bfloat16, GlobalTopK),
+        (3, 1, torch.float32, GlobalTopK),
+        (5, 0.1, torch.float16, GlobalTopK),
+        (8, 0.01, torch.float32, GlobalTopK),
+    ],
 )
 def test_it_is_exact_top_k_with_error_feedback(
     ranks: int, density: float, dtype: torch.dtype, made: type[Aggregator]
 ) -> None:
-    steps, narrow = 5, dtype == torch.float16
+    steps, narrow = 4, dtype == torch.float16
     data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
     options: dict[str, Any] = {"density": density, "values": "fp32" if narrow else "fp16"}
 
@@ -97,10 +99,10 @@ ALSO: dict[str, Aggregator] = {
 }
 
 
-@pytest.mark.parametrize(("case", "ranks"), every_pair(ALSO, [2, 3, 5, 8]))
+@pytest.mark.parametrize(("case", "ranks"), list(zip(ALSO, (2, 3, 5, 8, 3), strict=True)))
 def test_law_2_and_the_order_of_parameters_has_no_effect(case: str, ranks: int) -> None:
     """Gradients of any values, which fp16 rounds: what it rounds off is kept. The first are whole
-    numbers, so the order decides among equal ones."""
+    numbers, so the order decides among equal ones. Law 4: states stay finite."""
 
     def body(comm: Communicator) -> list[Any]:
         found = []
@@ -115,6 +117,12 @@ def test_law_2_and_the_order_of_parameters_has_no_effect(case: str, ranks: int) 
         for row, other in zip(*found, strict=True):
             for part, same in zip(row[1:], other[1:], strict=True):
                 assert all(map(torch.equal, part, same))
+        for bad in (torch.inf, torch.nan, 0.0):
+            gradients = drawn(SHAPES, comm.rank, 3)
+            if comm.rank == 1:
+                gradients[0][3, 4] = bad
+            assert bool(mine.average(gradients)[0].isfinite().all()) is (bad == 0)
+            assert all(state.isfinite().all() for state in mine.states())
         return found[0]
 
     found = as_threads(ranks, body)
@@ -130,7 +138,7 @@ def test_law_2_and_the_order_of_parameters_has_no_effect(case: str, ranks: int) 
             )
 
 
-@pytest.mark.parametrize(("made", "ranks"), every_pair([LWTopK, GlobalTopK], [2, 3, 5]))
+@pytest.mark.parametrize(("made", "ranks"), [(LWTopK, 3), (GlobalTopK, 5)])
 def test_bytes_are_those_of_the_formula(made: type[LWTopK], ranks: int) -> None:
     shapes: list[Shape] = [(60, 80), (33,), (9, 9)]
     chosen = made(0.02)
@@ -149,26 +157,11 @@ def test_bytes_are_those_of_the_formula(made: type[LWTopK], ranks: int) -> None:
     assert told == [layout(chosen.codec).nbytes(n) for n in numels]
 
 
-@pytest.mark.parametrize(("case", "bad"), every_pair(ALSO, [torch.inf, torch.nan]))
-def test_what_is_not_finite_travels_and_state_stays_finite(case: str, bad: float) -> None:
-    def body(comm: Communicator) -> None:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(ALSO[case]))
-        for step in range(3):
-            gradients = drawn(SHAPES, comm.rank, step)
-            if (comm.rank, step) == (1, 1):
-                gradients[0][3, 4] = bad
-            averages = mine.average(gradients)
-            assert bool(averages[0].isfinite().all()) is (step != 1)
-        assert all(state.isfinite().all() for state in mine.states())
-
-    as_threads(3, body)
-
-
 def test_random_k_is_unbiased_through_all_gather_by_name() -> None:
     """The mean over many steps is the gradient's, within five standard errors; no index is sent."""
     made = registry.get("randomk:density=0.1:unbiased=true:algorithm=all_gather")
     assert made == Compressed(RandomK(0.1, unbiased=True), "all_gather")
-    steps, (gradient,) = 400, drawn([(20, 30)], 0, 0)
+    steps, (gradient,) = 200, drawn([(20, 30)], 0, 0)
 
     def body(comm: Communicator) -> torch.Tensor:
         mine = Parameters(comm, [(20, 30)], made)
@@ -194,10 +187,12 @@ def test_names_take_algorithm_and_scope_beside_the_options_of_a_codec() -> None:
         registry.get("topk:algorithm=no")
 
 
-@pytest.mark.parametrize("made", [LWTopK, GlobalTopK])
-def test_options_are_checked(made: type[LWTopK]) -> None:
-    for density, near in ((0, "use 1e-06 or more"), (2, "use 1$"), ("a", "give a number")):
-        with pytest.raises(gw.ConfigError, match=f"{made.__name__}: density={density!r}.*{near}"):
-            made(density)  # type: ignore[arg-type]
-    with pytest.raises(gw.ConfigError, match="values='fp8'"):
-        made(0.1, "fp8")
+def test_options_are_checked() -> None:
+    for made in (LWTopK, GlobalTopK):
+        for density, near in ((0, "use 1e-06 or more"), (2, "use 1$"), ("a", "give a number")):
+            with pytest.raises(
+                gw.ConfigError, match=f"{made.__name__}: density={density!r}.*{near}"
+            ):
+                made(density)  # type: ignore[arg-type]
+        with pytest.raises(gw.ConfigError, match="values='fp8'"):
+            made(0.1, "fp8")

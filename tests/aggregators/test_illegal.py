@@ -3,9 +3,9 @@ parameter and the round; the group stays usable."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from gradwire import ConfigError, TransportError
 from gradwire.aggregators import Aggregator, Averages, Context, Dense, ErrorFeedback, Steps
 from gradwire.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from gradwire.engine import Communicator
-from products import one_in
+from products import EXHAUSTIVE
 from ranks import as_threads, caught
 
 SHAPES: list[Shape] = [(5, 10), (8,)]
@@ -104,45 +104,51 @@ class Raises(Aggregator):
         raise ZeroDivisionError("a defect of its own")
 
 
-def ends(ranks: int, aggregator: Aggregator, fed: bool) -> list[BaseException | None]:
-    """The first scope's error on each rank. Another handle's scope then succeeds."""
-
-    def body(comm: Communicator) -> BaseException | None:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator) if fed else aggregator)
-        error = caught(lambda: mine.average(drawn(SHAPES, comm.rank, 0)))
-        for average in Parameters(comm, SHAPES, Dense()).average([torch.ones(s) for s in SHAPES]):
-            assert torch.equal(average, torch.ones_like(average))
-        return error
-
-    return as_threads(ranks, body)
+def error_of(comm: Communicator, aggregator: Aggregator, fed: bool) -> BaseException | None:
+    """The error of a scope on this rank. Another handle's scope then succeeds."""
+    mine = Parameters(comm, SHAPES, ErrorFeedback(aggregator) if fed else aggregator)
+    error = caught(lambda: mine.average(drawn(SHAPES, comm.rank, 0)))
+    for average in Parameters(comm, SHAPES, Dense()).average([torch.ones(s) for s in SHAPES]):
+        assert torch.equal(average, torch.ones_like(average))
+    return error
 
 
 BAD = [*({"yields": how} for how in YIELDS), *({"returns": how} for how in RETURNS)]
 
 
 @pytest.mark.parametrize(
-    ("bad", "ranks", "at", "fed"), one_in(7, product(BAD, [2, 3], [0, 1], [0, 1]))
+    ("ranks", "odd"), [(2, 0), (3, 1), *(pytest.param(n, 5 - n, marks=EXHAUSTIVE) for n in (4, 5))]
 )
-def test_the_error_names_aggregator_and_round(
-    bad: dict[str, str], ranks: int, at: int, fed: int
-) -> None:
-    (kind, how), = bad.items()  # fmt: skip
-    text = (YIELDS if kind == "yields" else RETURNS)[how][1]
-    for error in ends(ranks, Bad(**bad, at=at), bool(fed)):
-        with pytest.raises(ConfigError, match=text):
-            raise error or AssertionError("no error")
-        assert "Bad(" in str(error)
-        assert f"round {at}" in str(error)
-        assert "parameter " in str(error)
+def test_the_error_names_aggregator_and_round(ranks: int, odd: int) -> None:
+    """One after the other in the same group, in the first or the second round, and with error
+    feedback or without."""
+
+    def body(comm: Communicator) -> list[str]:
+        faults = []
+        for i, bad in enumerate(BAD):
+            at, fed = (i + odd) % 2, (i // 2 + odd) % 2
+            ((kind, how),) = bad.items()
+            text = (YIELDS if kind == "yields" else RETURNS)[how][1]
+            error = error_of(comm, Bad(**bad, at=at), bool(fed))
+            said = all(word in str(error) for word in ("Bad(", f"round {at}", "parameter "))
+            if not isinstance(error, ConfigError) or not re.search(text, str(error)) or not said:
+                faults.append(f"{bad}: {error!r}")
+        return faults
+
+    assert as_threads(ranks, body, timeout=120) == [[]] * ranks
 
 
-@pytest.mark.parametrize("fed", [False, True])
-def test_its_own_errors_are_raised(fed: bool) -> None:
-    errors = ends(2, Raises(), fed)
-    assert any(isinstance(error, ZeroDivisionError) for error in errors)
-    for error in errors:  # a peer's error may arrive first
-        assert isinstance(error, (ZeroDivisionError, TransportError))
-        assert "a defect of its own" in str(error)
-    for error in ends(2, NoGenerator(), fed):
+def test_its_own_errors_are_raised() -> None:
+    def body(comm: Communicator) -> list[BaseException | None]:
+        aggregators = [(Raises(), False), (Raises(), True), (NoGenerator(), False)]
+        return [error_of(comm, aggregator, fed) for aggregator, fed in aggregators]
+
+    found = as_threads(2, body)
+    for errors in list(zip(*found, strict=True))[:2]:
+        assert any(isinstance(error, ZeroDivisionError) for error in errors)
+        for error in errors:  # a peer's error may arrive first
+            assert isinstance(error, (ZeroDivisionError, TransportError))
+            assert "a defect of its own" in str(error)
+    for *_, error in found:
         assert isinstance(error, ConfigError)
         assert "must be a generator, with a yield" in str(error)

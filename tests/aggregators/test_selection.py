@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
+
 import torch
 
 from gradwire.aggregators import selection
-from products import every_pair
 
 SIZES = [0, 1, 7, 127, 128, 129, 511, 512, 513, 3000, 70_001]
 
 
-@pytest.mark.parametrize(
-    ("numel", "density", "made"),
-    every_pair(SIZES, [1, 0.5, 0.1, 0.01, 0.001], ["drawn", "ties", "zeros"]),
-)
-def test_positions_are_those_of_the_largest(numel: int, density: float, made: str) -> None:
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    if made != "drawn":
-        values = (values * (made == "ties")).round()
-    k = selection.count(density, numel)
-    assert k == min(max(1, int(density * numel)), numel)
-    expected = values.abs().sort(descending=True, stable=True).indices[:k].sort().values
-    packed = selection.pack(values, density)
-    assert packed.shape == (selection.packed_nbytes(density, numel),)
-    assert torch.equal(selection.unpack(packed, density, numel), expected)
+def test_positions_are_those_of_the_largest() -> None:
+    for numel, density, made in product(
+        SIZES, [1, 0.5, 0.1, 0.01, 0.001], ["drawn", "ties", "zeros"]
+    ):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        if made != "drawn":
+            values = (values * (made == "ties")).round()
+        k, where = selection.count(density, numel), (numel, density, made)
+        assert k == min(max(1, int(density * numel)), numel), where
+        expected = values.abs().sort(descending=True, stable=True).indices[:k].sort().values
+        packed = selection.pack(values, density)
+        assert packed.shape == (selection.packed_nbytes(density, numel),), where
+        assert torch.equal(selection.unpack(packed, density, numel), expected), where
 
 
 def test_what_is_not_finite_is_largest() -> None:

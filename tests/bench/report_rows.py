@@ -6,15 +6,10 @@ from typing import Any
 
 METHODS = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")
 RUN = {
-    "command": "gradwire bench train --seeds 0",
-    "gradwire": "0.1.0",
-    "commit": None,
-    "machine": "a machine",
-    "torch": "2.13.0",
-    "python": "3.11.7",
-    "load": 0.5,
+    "command": "gradwire bench train --seeds 0", "gradwire": "0.1.0", "commit": None,
+    "machine": "a machine", "torch": "2.13.0", "python": "3.11.7", "load": 0.5,
     "date": "2026-01-01T00:00:00+00:00",
-}
+}  # fmt: skip
 
 
 def train_rows(
@@ -34,53 +29,31 @@ def train_rows(
     last = {name: baseline or (3.0,) * len(losses) for name in METHODS} | {METHODS[2]: losses}
     rows: list[dict[str, Any]] = [
         {
-            **common,
-            "composed": composed,
-            "row": "evaluation",
-            "method": method,
-            "seed": seed,
-            "step": at,
-            "seconds": at * seconds[method],
-            "metric": 1.0,
-            "loss": 5.0 + (last[method][seed] - 5.0) * at / 20,
-            "wire_bytes": at,
-            "link_bytes": None,
-            "peak_extra_bytes": None,
+            **common, "composed": composed, "row": "evaluation", "method": method, "seed": seed,
+            "step": at, "seconds": at * seconds[method], "metric": 1.0,
+            "loss": 5.0 + (last[method][seed] - 5.0) * at / 20, "wire_bytes": at,
+            "link_bytes": None, "peak_extra_bytes": None,
         }
         for method in METHODS
         for seed in seeds
         for at in (0, 10, 20)
-    ]
+    ]  # fmt: skip
     for method in METHODS:
         whole = seconds[method]
         times = [20 * whole if loss <= 3.03 else None for loss in last[method]]
-        mean = sum(last[method]) / len(losses)
-        rows.append(
-            {
-                **common,
-                "composed": composed,
-                "row": "summary",
-                "method": method,
-                "seeds": list(seeds),
-                "steps": 20,
-                "target": 3.03,
-                "target_from": "torch-fp32",
-                "time_to_target": None if None in times else 20 * whole,
-                "time_to_target_by_seed": times,
-                "final_metric": 1.0,
-                "final_loss": mean,
-                "final_loss_by_seed": list(last[method]),
-                "seconds": 20 * whole,
-                "step_seconds": whole,
-                "step_seconds_quartiles": spread and [whole - spread, whole + spread],
-                "ideal_step_seconds": 0.1,
-                "kernel_seconds": 0.03 if method == METHODS[2] else None,
-                "exposed_seconds": 0.08 if method == METHODS[2] else None,
-                "wire_bytes": 2_350_000_000,
-                "link_bytes": None,
-                "peak_extra_bytes": None,
-            }
-        )
+        summary = {
+            **common, "composed": composed, "row": "summary", "method": method,
+            "seeds": list(seeds), "steps": 20, "target": 3.03, "target_from": "torch-fp32",
+            "time_to_target": None if None in times else 20 * whole,
+            "time_to_target_by_seed": times, "final_metric": 1.0,
+            "final_loss": sum(last[method]) / len(losses), "final_loss_by_seed": list(last[method]),
+            "seconds": 20 * whole, "step_seconds": whole,
+            "step_seconds_quartiles": spread and [whole - spread, whole + spread],
+            "ideal_step_seconds": 0.1, "kernel_seconds": 0.03 if method == METHODS[2] else None,
+            "exposed_seconds": 0.08 if method == METHODS[2] else None,
+            "wire_bytes": 2_350_000_000, "link_bytes": None, "peak_extra_bytes": None,
+        }  # fmt: skip
+        rows.append(summary)
     return rows
 
 
@@ -121,34 +94,15 @@ def _mixed(row: dict[str, Any], step: float) -> dict[str, Any]:
 
 
 DECISION: dict[str, Any] = {
-    "row": "decision",
-    "task": "gpt",
-    "task_options": {},
-    "net": "300mbit,1ms",
-    "ranks": 4,
-    "parameters": 10,
-    "method": "auto",
-    "seed": 0,
-    "step": 9,
-    "line": "bf16 by sra <measured>",
-}
+    "row": "decision", "task": "gpt", "task_options": {}, "net": "300mbit,1ms", "ranks": 4,
+    "parameters": 10, "method": "auto", "seed": 0, "step": 9, "line": "bf16 by sra <measured>",
+}  # fmt: skip
 COMPARED: dict[str, Any] = {
-    "row": "validation",
-    "task": "gpt",
-    "task_options": {},
-    "net": "300mbit,1ms",
-    "ranks": 4,
-    "parameters": 10,
-    "method": "gradwire-qsgd4",
-    "steps": 60,
-    "composed_seconds": 9.8,
-    "whole_seconds": 10.0,
-    "error": -0.02,
-    "composed_time_to_target": 8.0,
-    "whole_time_to_target": 8.1,
-    "composed_final_loss": 3.01,
-    "whole_final_loss": 3.01,
-}
+    "row": "validation", "task": "gpt", "task_options": {}, "net": "300mbit,1ms", "ranks": 4,
+    "parameters": 10, "method": "gradwire-qsgd4", "steps": 60, "composed_seconds": 9.8,
+    "whole_seconds": 10.0, "error": -0.02, "composed_time_to_target": 8.0,
+    "whole_time_to_target": 8.1, "composed_final_loss": 3.01, "whole_final_loss": 3.01,
+}  # fmt: skip
 
 
 def error_row(
@@ -191,144 +145,61 @@ ERRORS = [
 LAYERS = [error_row(layer="wte.weight"), error_row(layer="head.weight", nmse=0.5)]
 AGGREGATORS = [aggregator_row("torch-powersgd:rank=4", 0.05), aggregator_row()]
 COLLECTIVE: dict[str, Any] = {
-    "method": "gradwire-qsgd4",
-    "algorithm": "sra",
-    "transport": "torch_p2p",
-    "ranks": 4,
-    "per_node": 1,
-    "net": "1gbit,1ms",
-    "numel": 25_000_000,
-    "seconds": 0.2,
-    "seconds_quartiles": [0.19, 0.22],
-    "wire_bytes": 19_000_000,
-    "limit_seconds": 0.15,
-    "of_limit": 0.75,
-    "nmse": 0.01,
-}
+    "method": "gradwire-qsgd4", "algorithm": "sra", "transport": "torch_p2p", "ranks": 4,
+    "per_node": 1, "net": "1gbit,1ms", "numel": 25_000_000, "seconds": 0.2,
+    "seconds_quartiles": [0.19, 0.22], "wire_bytes": 19_000_000, "limit_seconds": 0.15,
+    "of_limit": 0.75, "nmse": 0.01,
+}  # fmt: skip
 KERNEL: dict[str, Any] = {
-    "codec": "qsgd",
-    "options": {"bits": 4},
-    "target": "c",
-    "device": "cpu",
-    "threads": 1,
-    "numel": 1 << 24,
-    "op": "encode",
-    "seconds": 0.0057,
-    "gbps": 11.8,
-    "limit_seconds": 0.003,
-    "of_limit": 0.5,
-    "copy_gbps": 20.0,
-}
+    "codec": "qsgd", "options": {"bits": 4}, "target": "c", "device": "cpu", "threads": 1,
+    "numel": 1 << 24, "op": "encode", "seconds": 0.0057, "gbps": 11.8, "limit_seconds": 0.003,
+    "of_limit": 0.5, "copy_gbps": 20.0,
+}  # fmt: skip
 SIMULATED: dict[str, Any] = {
-    "method": "gradwire:qsgd",
-    "codec": "qsgd",
-    "algorithm": "sra",
-    "ranks": 4,
-    "per_node": 1,
-    "net": "1gbit,1ms",
-    "model": "resnet50",
-    "numel": 25_000_000,
-    "seconds": 0.3,
-    "wire_bytes": 19_000_000,
-    "limit_seconds": 0.2,
-    "backward_seconds": 0.0,
-    "buckets": 5,
-    "messages": 60,
-    "machine": "a processor",
-}
+    "method": "gradwire:qsgd", "codec": "qsgd", "algorithm": "sra", "ranks": 4, "per_node": 1,
+    "net": "1gbit,1ms", "model": "resnet50", "numel": 25_000_000, "seconds": 0.3,
+    "wire_bytes": 19_000_000, "limit_seconds": 0.2, "backward_seconds": 0.0, "buckets": 5,
+    "messages": 60, "machine": "a processor",
+}  # fmt: skip
 SWEPT = [
     {**SIMULATED, "ranks": n, "sweep": "ranks", "value": n, "seconds": n / 10} for n in (2, 8, 32)
 ]
 SIMULATED_SHARDED: dict[str, Any] = {
-    "sharded": True,
-    "method": "qsdp:w=8:g=8",
-    "model": "gpt2",
-    "numel": 124_000_000,
-    "algorithm": "sra",
-    "ranks": 4,
-    "per_node": 1,
-    "net": "1gbit,1ms",
-    "groups": 14,
-    "seconds": 2.3,
-    "forward_seconds": 0.1,
-    "backward_seconds": 0.2,
-    "blocking": False,
-    "compute_seconds": 0.15,
-    "wire_bytes": 250_000_000,
-    "weights_wire_bytes": 160_000_000,
-    "gradients_wire_bytes": 90_000_000,
-    "ratio": 4.0,
-    "limit_seconds": 2.0,
-    "of_limit": 0.87,
-    "messages": 500,
-    "exact": True,
-    "machine": "a processor",
-}
+    "sharded": True, "method": "qsdp:w=8:g=8", "model": "gpt2", "numel": 124_000_000,
+    "algorithm": "sra", "ranks": 4, "per_node": 1, "net": "1gbit,1ms", "groups": 14,
+    "seconds": 2.3, "forward_seconds": 0.1, "backward_seconds": 0.2, "blocking": False,
+    "compute_seconds": 0.15, "wire_bytes": 250_000_000, "weights_wire_bytes": 160_000_000,
+    "gradients_wire_bytes": 90_000_000, "ratio": 4.0, "limit_seconds": 2.0, "of_limit": 0.87,
+    "messages": 500, "exact": True, "machine": "a processor",
+}  # fmt: skip
 VALIDATED: dict[str, Any] = {
-    "ranks": 2,
-    "net": "1gbit,1ms",
-    "method": "gradwire:qsgd",
-    "algorithm": "sra",
-    "numel": 2_500_000,
-    "measured_seconds": 0.1,
-    "simulated_seconds": 0.11,
-    "error": 0.1,
-    "of_limit": 0.5,
-    "runs": 2,
-    "spread": 0.2,
-}
+    "ranks": 2, "net": "1gbit,1ms", "method": "gradwire:qsgd", "algorithm": "sra",
+    "numel": 2_500_000, "measured_seconds": 0.1, "simulated_seconds": 0.11, "error": 0.1,
+    "of_limit": 0.5, "runs": 2, "spread": 0.2,
+}  # fmt: skip
 TRANSPORT = [
     {"transport": name, "bytes": size, "latency_us": us * size / 64, "gbps": 1.5}
     for name, us in (("shm", 2.0), ("gloo", 30.0))
     for size in (64, 4096)
 ]
 PROFILE = [
-    {
-        "method": "gradwire-qsgd4",
-        "part": part,
-        "seconds": 0.001,
-        "steps": 10,
-        "ranks": 2,
-        "net": "none",
-        "numel": 6_553_600,
-    }
+    {"method": "gradwire-qsgd4", "part": part, "seconds": 0.001, "steps": 10, "ranks": 2,
+     "net": "none", "numel": 6_553_600}
     for part in ("hook", "kernels")
-]
+]  # fmt: skip
 DOCTOR: list[dict[str, Any]] = [
     {"part": "gradwire", "available": True, "detail": "0.1.0"},
     *(
-        {
-            "part": f"step {method}",
-            "available": True,
-            "detail": "a step",
-            "method": method,
-            "ranks": 2,
-            "net": "100mbit,1ms",
-            "numel": 5_000_000,
-            "step_seconds": step,
-            "compute_seconds": 0.1,
-            "communication_seconds": step,
-            "exposed_seconds": step - 0.1,
-            "turn_seconds": [step, 1.1 * step, 0.9 * step],
-        }
+        {"part": f"step {method}", "available": True, "detail": "a step", "method": method,
+         "ranks": 2, "net": "100mbit,1ms", "numel": 5_000_000, "step_seconds": step,
+         "compute_seconds": 0.1, "communication_seconds": step, "exposed_seconds": step - 0.1,
+         "turn_seconds": [step, 1.1 * step, 0.9 * step]}
         for method, step in zip(METHODS, (1.7, 0.9, 0.3), strict=True)
     ),
     {"part": "verdict", "available": True, "detail": "Compression pays here: <so>."},
-]
+]  # fmt: skip
 UNKNOWN = [{"x": 1, "y": None}, {"a": [1, 2], "b": True}]
 EVERYTHING: list[dict[str, Any]] = [
-    *train_rows(),
-    DECISION,
-    COMPARED,
-    *ERRORS,
-    *LAYERS,
-    *AGGREGATORS,
-    COLLECTIVE,
-    KERNEL,
-    *SWEPT,
-    VALIDATED,
-    *TRANSPORT,
-    *PROFILE,
-    *DOCTOR,
-    *UNKNOWN,
-]
+    *train_rows(), DECISION, COMPARED, *ERRORS, *LAYERS, *AGGREGATORS, COLLECTIVE, KERNEL,
+    *SWEPT, VALIDATED, *TRANSPORT, *PROFILE, *DOCTOR, *UNKNOWN,
+]  # fmt: skip

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_runs import refused
 
-from gradwire import ConfigError
 from gradwire.aggregators import PowerSGD, registry
 from gradwire.bench import aggregators, methods
 from gradwire.bench.aggregators_worker import _Measured
@@ -27,9 +27,11 @@ def test_a_row_per_method(rows: dict[str, dict[str, float]]) -> None:
     for row in rows.values():
         assert (row["task"], row["ranks"]) == ("image", 2)
         assert row["ms_per_million"] == pytest.approx(1e9 * row["seconds"] / row["numel"])
-        assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
-        assert 0 < row["of_limit"] < 1
-        assert row["wall_seconds"] > 0
+        # Seconds are without those of an empty hook, so they may be below 0 by chance.
+        known = row["seconds"] > 0
+        expected = pytest.approx(row["limit_seconds"] / row["seconds"]) if known else None
+        assert row["of_limit"] == expected
+        assert row["limit_seconds"] > 0
         assert row["state_bytes_per_value"] == row["state_bytes"] / row["numel"]
 
 
@@ -37,8 +39,7 @@ def test_a_row_per_method(rows: dict[str, dict[str, float]]) -> None:
 def test_what_methods_send_and_keep(rows: dict[str, dict[str, float]]) -> None:
     theirs, ours, quantised, cast = (rows[name] for name in METHODS)
     assert (theirs["rounds"], ours["rounds"], quantised["rounds"], cast["rounds"]) == (3, 2, 1, 1)
-    assert 0 < ours["orthogonal_share"] < 1
-    assert 0 < theirs["orthogonal_share"] < 1
+    assert all(row["orthogonal_share"] or row["seconds"] <= 0 for row in (ours, theirs))
     assert quantised["orthogonal_share"] is None
     assert cast["wire_bytes"] == 2 * cast["numel"]  # 2 (N-1)/N of 16 bits
     assert ours["wire_bytes"] == pytest.approx(theirs["wire_bytes"], rel=0.1)
@@ -63,25 +64,24 @@ def test_a_time_within_that_of_an_empty_hook_has_no_shares() -> None:
 
 def test_every_aggregator_is_measured_by_default() -> None:
     chosen = aggregators.default_methods([4, 32])
-    assert chosen[:3] == [
-        "torch-powersgd:rank=4",
-        "powersgd:rank=4",
-        "powersgd:rank=4:orthogonal=qr",
-    ]
+    theirs, *ours = chosen[:3]
+    assert theirs == "torch-powersgd:rank=4"
+    assert ours == ["powersgd:rank=4", "powersgd:rank=4:orthogonal=qr"]
     assert set(registry.REGISTRY) <= {name.partition(":")[0] for name in chosen}
     assert PowerSGD(4).orthogonal != "qr"
     for name in chosen:
         methods.parse(name).check()
 
 
-@pytest.mark.parametrize("name", ["torch-powersgd:rank=0", "torch-powersgd:rank=x",
-                                  "torch-powersgd:warm=1", "magic"])  # fmt: skip
-def test_mistakes_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        list(aggregators.run([name]))
-    with pytest.raises(ConfigError, match="one rank sends nothing"):
-        list(aggregators.run(ranks=1))
-    with pytest.raises(ConfigError, match="chess"):
-        list(aggregators.run(task="chess"))
-    with pytest.raises(ConfigError, match="'thc:bits=2:code=2:saturate=false' on 2 ranks"):
-        list(aggregators.run(["thc:bits=2:code=2:saturate=false"], quick=True))
+def test_mistakes_are_named() -> None:
+    names = ("torch-powersgd:rank=0", "torch-powersgd:rank=x", "torch-powersgd:warm=1", "magic")
+    thc = "thc:bits=2:code=2:saturate=false"
+    refused(
+        lambda given: list(aggregators.run(**given)),
+        [
+            *(({"methods": [name]}, name) for name in names),
+            ({"ranks": 1}, "one rank sends nothing"),
+            ({"task": "chess"}, "chess"),
+            ({"methods": [thc], "quick": True}, f"'{thc}' on 2 ranks"),
+        ],
+    )

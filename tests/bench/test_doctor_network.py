@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
+import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench_runs import refused
 
-from gradwire import lab
 from gradwire.bench import network
 from gradwire.bench.network_verdict import FULL, HALF, OURS, verdict
-from gradwire.errors import ConfigError
 from products import EXHAUSTIVE
 
 KEYS = {
@@ -34,75 +34,61 @@ def rows(full: float, half: float, ours: float, compute: float, alone: float = 0
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("measured", "pays", "said"),
-    [
+def test_the_verdict_compares_with_the_faster_of_torch() -> None:
+    hidden = rows(0.30, 0.31, 0.33, 0.29)
+    for measured, pays, said in (
         (rows(1.0, 0.6, 0.3, 0.1), True, "The network is the problem. Compression pays here"),
-        (rows(0.30, 0.31, 0.33, 0.29), False, "The network is not the problem. Compression will"),
-        (rows(0.30, 0.31, 0.33, 0.29), False, "computing hides the communication of torch-fp32"),
+        (hidden, False, "The network is not the problem. Compression will"),
+        (hidden, False, "computing hides the communication of torch-fp32"),
         (rows(0.3, 0.31, 0.4, 0.1, 0.3), False, "encoding and decoding cost more than fewer bytes"),
         (rows(1.0, 0.5, 0.49, 0.1), False, "in 4 of 4 turns it is less than 5 % faster"),
         # faster than fp32, and slower than 16 bit
         (rows(1.0, 0.5, 0.6, 0.1), False, "Compression will not pay here"),
-    ],
-)
-def test_the_verdict_compares_with_the_faster_of_torch(
-    measured: list[Any], pays: bool, said: str
-) -> None:
-    found, text = verdict(measured)
-    assert found is pays
-    assert said in text
+    ):
+        found, text = verdict(measured)
+        assert found is pays
+        assert said in text
 
 
-@pytest.mark.parametrize(
-    ("turns", "said"),
-    [
+def test_turns_that_disagree_are_not_clear() -> None:
+    for turns, said in (
         ([0.3, 0.42, 0.7, 0.7], "0.93 of torch-fp16-hook's time in the median turn, and was"),
         ([0.3, 0.42, 0.7, 0.7], "faster in 2 of 4 turns; repeat on an idle machine."),
-        ([0.3, 0.3, 0.7, 0.8], "0.83 of torch-fp16-hook's time in the median turn, and was faster"),
-        ([0.3, 0.5, 0.7, 0.8], "1.00 of torch-fp16-hook's time in the median turn, and was faster"),
-    ],
-)
-def test_turns_that_disagree_are_not_clear(turns: list[float], said: str) -> None:
-    measured = rows(1.0, 0.6, 0.3, 0.1)
-    measured[2]["turn_seconds"] = turns
-    pays, text = verdict(measured)
-    assert pays is False
-    assert "Not clear: gradwire-qsgd4 took " in text
-    assert said in text
-    assert "Compression" not in text
-
-
-def test_a_median_gain_is_not_denied_by_what_was_measured_apart() -> None:
-    """Computing seems to hide all, or averaging alone is no faster, and yet the steps are."""
+        ([0.3, 0.3, 0.7, 0.8], "0.83 of torch-fp16-hook's time in the median turn"),
+        ([0.3, 0.5, 0.7, 0.8], "1.00 of torch-fp16-hook's time in the median turn"),
+    ):
+        measured = rows(1.0, 0.6, 0.3, 0.1)
+        measured[2]["turn_seconds"] = turns
+        pays, text = verdict(measured)
+        assert pays is False
+        assert "Not clear: gradwire-qsgd4 took " in text
+        assert said in text
+        assert "Compression" not in text
+    # Computing seems to hide all, or averaging alone is no faster, and yet the steps are.
     for measured in (rows(0.30, 0.31, 0.25, 0.29), rows(0.3, 0.31, 0.25, 0.1, 0.3)):
         measured[2]["turn_seconds"] = [0.2, 0.24, 0.31, 0.33]
         assert "Not clear: " in verdict(measured)[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"ranks": 1}, "--ranks 1: one rank sends nothing"),
-        ({"numel": 5}, "--numel belongs to the measured step: give --ranks too"),
-        ({"net": "1gbit"}, "--net belongs to"),
-        ({"ranks": 2, "numel": 0}, "--numel 0"),
-        ({"ranks": 2, "numel": 5, "model": "resnet50"}, "give one of them"),
-        ({"ranks": 2, "model": "resnet51"}, "resnet51"),
-        ({"ranks": 2, "compute": 0.0}, "--compute 0"),
-        ({"ranks": 2, "numel": 10**14}, "and this machine has"),
-        ({"ranks": 2, "net": "1gbyte"}, "1gbyte"),
-        ({"ranks": 3, "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "started 2 ranks"),
-        ({"environment": {"RANK": "0", "WORLD_SIZE": "two"}}, "WORLD_SIZE='two'"),
-        ({"net": "1gbit", "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "under torchrun"),
-    ],
-)
-def test_what_cannot_be_measured_is_named(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        network.plan(**{"environment": {}, **options})
-
-
 def test_what_is_measured_follows_from_options_and_environment() -> None:
+    refused(
+        lambda options: network.plan(**{"environment": {}, **options}),
+        [
+            ({"ranks": 1}, "--ranks 1: one rank sends nothing"),
+            ({"numel": 5}, "--numel belongs to the measured step: give --ranks too"),
+            ({"net": "1gbit"}, "--net belongs to"),
+            ({"ranks": 2, "numel": 0}, "--numel 0"),
+            ({"ranks": 2, "numel": 5, "model": "resnet50"}, "give one of them"),
+            ({"ranks": 2, "model": "resnet51"}, "resnet51"),
+            ({"ranks": 2, "compute": 0.0}, "--compute 0"),
+            ({"ranks": 2, "numel": 10**14}, "and this machine has"),
+            ({"ranks": 2, "net": "1gbyte"}, "1gbyte"),
+            ({"ranks": 3, "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "started 2 ranks"),
+            ({"environment": {"RANK": "0", "WORLD_SIZE": "two"}}, "WORLD_SIZE='two'"),
+            ({"net": "1gbit", "environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "under torchrun"),
+        ],
+    )
+    # What is measured follows from options and environment.
     assert network.plan(environment={}) is None
     assert network.plan(environment={"RANK": "0", "WORLD_SIZE": "1"}) is None
     joined = network.plan(environment={"RANK": "1", "WORLD_SIZE": "4"})
@@ -115,40 +101,38 @@ def test_what_is_measured_follows_from_options_and_environment() -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_small_step_on_loopback_does_not_pay() -> None:
+def test_rows_of_measured_steps_and_their_verdict() -> None:
     wanted = network.plan(ranks=2, numel=20_000, quick=True, environment={})
     assert wanted is not None
-    *steps, last = network.run(wanted)
+    found = list(network.run(replace(wanted, config=replace(wanted.config, turns=3))))
+    *steps, last = found
     assert [row["method"] for row in steps] == [FULL, HALF, OURS]
     for row in steps:
         assert row.keys() == KEYS
         assert (row["ranks"], row["net"], row["numel"]) == (2, "none", 20_000)
         assert min(row["step_seconds"], row["compute_seconds"], row["communication_seconds"]) > 0
-        assert len(row["turn_seconds"]) >= 3
+        assert row["step_seconds"] == statistics.median(row["turn_seconds"])
+        assert row["exposed_seconds"] == max(0.0, row["step_seconds"] - row["compute_seconds"])
+        assert len(row["turn_seconds"]) == 3
     assert last.keys() == {"part", "available", "detail", "run"}
-    assert last["available"] is False
-    # on a busy machine turns differ too much
-    assert re.search("Compression will not pay here: |Not clear: ", last["detail"])
+    assert (last["part"], (last["available"], last["detail"])) == ("verdict", verdict(steps))
 
 
-@EXHAUSTIVE
 @pytest.mark.multiprocess
+@pytest.mark.timing
 def test_long_computing_hides_the_network() -> None:
     wanted = network.plan(ranks=2, numel=200_000, compute=0.5, quick=True, environment={})
     assert wanted is not None
     *steps, last = network.run(wanted)
-    for row in steps:
-        assert row["compute_seconds"] >= 0.5
+    assert min(row["compute_seconds"] for row in steps) >= 0.5
     assert last["available"] is False
     assert "The network is not the problem" in last["detail"]
 
 
 @pytest.mark.lab
 @pytest.mark.multiprocess
+@pytest.mark.timing
 def test_on_a_slow_network_it_pays() -> None:
-    reason = lab.available()
-    if reason is not None:
-        pytest.skip(f"no lab: {reason}")
     options: dict[str, Any] = {"net": "20mbit,1ms", "numel": 200_000, "quick": True}
     wanted = network.plan(ranks=2, environment={}, **options)
     assert wanted is not None
@@ -164,9 +148,6 @@ def test_on_a_slow_network_it_pays() -> None:
 @pytest.mark.lab
 @pytest.mark.multiprocess
 def test_it_joins_the_ranks_that_torchrun_has_started() -> None:
-    reason = lab.available()
-    if reason is not None:
-        pytest.skip(f"no lab: {reason}")
     doctor = [sys.executable, "-m", "gradwire.cli", "doctor", "--numel", "200000", "--quick"]
     command = [sys.executable, "-m", "gradwire.cli", "lab", "run", "--nodes", "2"]
     command += ["--net", "20mbit,1ms", "--", *doctor, "--json", "-"]
@@ -175,4 +156,3 @@ def test_it_joins_the_ranks_that_torchrun_has_started() -> None:
     found = [json.loads(line) for line in lines]
     assert [row["net"] for row in found if "method" in row] == ["as it is"] * 3
     assert found[-1]["part"] == "verdict"
-    assert found[-1]["available"] is True

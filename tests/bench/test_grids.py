@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench_runs import OPTIONS, Found, refused_by_command, trained
 from rich.console import Console
-from test_train_sharded import TINY, numel, sizes
+from test_train_sharded import SHARDED, STEPS, numel, sizes
 
-from gradwire.bench import grid_view, grids, sharded_methods, train
+from gradwire.bench import grid_view, grids, sharded_methods
 from gradwire.bench.report.quantities import seconds
 from gradwire.bench.sharded_truncated import TruncatedGather, TruncatedScatter, kept
 from gradwire.bench.simulate_sharded import sent_by
@@ -32,30 +33,30 @@ def text_of(grid: grids.Grid, rows: list[dict[str, Any]]) -> str:
     return captured.get()
 
 
-@pytest.mark.parametrize("name", grids.GRIDS)
-def test_every_cell_is_a_method_of_its_labels(name: str) -> None:
-    grid = grids.GRIDS[name]
-    for (weights, gradients), method in grid.cells.items():
-        found = sharded_methods.parse(method)
-        found.check()
-        if name == "fake":
-            assert found.ratios == (float(weights), float(gradients))
-        elif name == "blocks":
-            assert found.weights == f"randomshift:bits=8:block={weights}"
-            assert found.gradients == f"qsgd:bits=8:block={gradients}"
-        elif name == "learned":
-            assert found.learned
-            uniform = "randomshift" if weights == "8" else "learnedlevels"
-            assert found.weights == f"{uniform}:bits={weights}"
-            stochastic = f"learnedlevels:rounding=stochastic:bits={gradients}"
-            assert found.gradients == (None if gradients == "32" else stochastic)
-        else:
-            assert found.weights == f"randomshift:bits={weights}"
-            assert found.gradients == (None if gradients == "32" else f"qsgd:bits={gradients}")
-    assert len(set(grid.methods)) == len(grid.methods)
+def labels(grid: str, weights: str, gradients: str) -> tuple[str, str | None]:
+    """The codecs that a cell's labels mean."""
+    if grid == "blocks":
+        return f"randomshift:bits=8:block={weights}", f"qsgd:bits=8:block={gradients}"
+    uniform, stochastic = "randomshift", "qsgd"
+    if grid == "learned":
+        uniform = "randomshift" if weights == "8" else "learnedlevels"
+        stochastic = "learnedlevels:rounding=stochastic"
+    codec = None if gradients == "32" else f"{stochastic}:bits={gradients}"
+    return f"{uniform}:bits={weights}", codec
 
 
 def test_grids_are_the_thesis() -> None:
+    for name, grid in grids.GRIDS.items():
+        for (weights, gradients), method in grid.cells.items():
+            found = sharded_methods.parse(method)
+            found.check()
+            if name == "fake":
+                assert found.ratios == (float(weights), float(gradients))
+                continue
+            assert (found.weights, found.gradients) == labels(name, weights, gradients), method
+            assert found.learned is (name == "learned")
+        assert len(set(grid.methods)) == len(grid.methods)
+    # Grids are the thesis.
     assert grids.GRIDS["bits"].rows == grids.GRIDS["bits"].columns == ["6", "5", "4"]
     assert len(grids.GRIDS["bits"].cells) == 9
     assert set(grids.GRIDS["low"].cells) == {("3", "32"), ("2", "32"), ("8", "3"), ("8", "2")}
@@ -73,58 +74,49 @@ def test_grids_are_the_thesis() -> None:
 
 
 @pytest.fixture(scope="module")
-def fake() -> list[dict[str, Any]]:
-    """Rows of a fake grid of four cells, with a baseline beside them."""
+def fake() -> Found:
+    """Of a fake grid of four cells, with a baseline beside them."""
     methods = ("fsdp-fp32", *FAKE.quick().methods, "truncate:w=3:g=2.5")
-    return list(train.run(replace(TINY, methods=methods), announce=lambda text: None))
+    return trained(replace(SHARDED, methods=methods))
 
 
 @pytest.mark.multiprocess
-def test_only_a_part_of_each_buffer_is_sent(fake: list[dict[str, Any]]) -> None:
+def test_only_a_part_of_each_buffer_is_sent(fake: Found) -> None:
     block, root = (sum(numel(shape) for _, shape in of) // 2 for of in sizes())  # of a rank
-    found = {row["method"]: row for row in fake if row["row"] == "summary"}
+    found = fake.summaries
     for method, row in found.items():
         if method == "fsdp-fp32":
             continue
         ratios = sharded_methods.parse(method).ratios
         assert ratios is not None
         weights, gradients = ([kept(part, ratio) for part in (block, root)] for ratio in ratios)
-        assert row["weights_wire_bytes"] == TINY.steps * 4 * (2 * weights[0] + weights[1])
-        assert row["gradients_wire_bytes"] == TINY.steps * 4 * sum(gradients)
+        assert row["weights_wire_bytes"] == STEPS * 4 * (2 * weights[0] + weights[1])
+        assert row["gradients_wire_bytes"] == STEPS * 4 * sum(gradients)
         assert row["timing_only"] is True
         assert row["time_to_target"] is None
     whole, full = found["truncate:w=1:g=1"], found["fsdp-fp32"]
     assert whole["final_loss"] == full["final_loss"]
     assert whole["wire_bytes"] == full["wire_bytes"]
     assert found["truncate:w=8:g=8"]["final_loss"] != full["final_loss"]
-    of_eval = {row["method"]: row["timing_only"] for row in fake if row["row"] == "evaluation"}
+    of_eval = {row["method"]: row["timing_only"] for row in fake.evaluations}
     assert of_eval == {method: method != "fsdp-fp32" for method in found}
-    json.dumps(fake, allow_nan=False)
-
-
-@pytest.mark.multiprocess
-def test_the_simulator_sends_as_many_bytes(fake: list[dict[str, Any]]) -> None:
+    # The simulator sends as many bytes.
     groups = tuple(tuple(shape for _, shape in of) for of in sizes())
     curves = Curves("a test", 1, {"Identity()": dict.fromkeys(FORMS, (0.0, 0.0, 0.0))})
-    (real,) = (
-        row for row in fake if row["row"] == "summary" and row["method"] == "truncate:w=3:g=2.5"
-    )
+    real = fake.summaries["truncate:w=3:g=2.5"]
     how = sent_by(sharded_methods.parse(real["method"]))
     row = predict_sharded(ShardedScenario(2, Net("none"), *how, groups), curves)
     for key in ("weights_wire_bytes", "gradients_wire_bytes"):
-        assert TINY.steps * row[key] == real[key]
+        assert STEPS * row[key] == real[key]
 
 
 @pytest.mark.multiprocess
-def test_the_table_has_times_and_bytes(fake: list[dict[str, Any]]) -> None:
-    text = text_of(FAKE.quick(), fake)
-    assert "step by ratio of fake compression" in text
-    assert "gradients 1" in text
-    assert "gradients 8" in text
-    summaries = {row["method"]: row for row in fake if row["row"] == "summary"}
-    for method in FAKE.quick().methods:
-        assert seconds(summaries[method]["step_seconds"]) in text, (method, text)
-    assert "a step without communication" in text
+def test_the_table_has_times_and_bytes(fake: Found) -> None:
+    text = text_of(FAKE.quick(), fake.rows)
+    times = [seconds(fake.summaries[method]["step_seconds"]) for method in FAKE.quick().methods]
+    titles = ("step by ratio of fake compression", "gradients 1", "gradients 8")
+    for expected in (*titles, *times, "a step without communication"):
+        assert expected in text
 
 
 def summary(method: str, loss: float | None) -> dict[str, Any]:
@@ -160,8 +152,8 @@ def test_the_command_writes_rows_and_prints_the_grid(
     file = tmp_path / "rows.jsonl"
     small = replace(FAKE, cells={place: FAKE.cells[place] for place in (("1", "1"), ("8", "4"))})
     monkeypatch.setitem(grids.GRIDS, "fake", small)
-    arguments = ["bench", "grid", "--grid", "fake", "--net", "none", "--nodes", "2", "--steps", "4"]
-    options = [f"--task-option={name}={value}" for name, value in TINY.task_options.items()]
+    arguments = ["bench", "grid", "--grid", "fake", "--net", "none", "--nodes", "2", "--steps", "2"]
+    options = [f"--task-option={name}={value}" for name, value in OPTIONS.items()]
     assert program.run([*arguments, *options, "--json", str(file)]) == program.OK
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     summaries = [row for row in rows if row["row"] == "summary"]
@@ -172,22 +164,19 @@ def test_the_command_writes_rows_and_prints_the_grid(
     assert "holds the rows of a run that ended" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--grid", "bytes"], "--grid bytes: use one of bits, low, learned, blocks, fake"),
-        (["--nodes", "1"], "one node sends nothing"),
-        (["--steps", "0"], "train 1 step or more"),
-        (["--seeds", ""], "--seeds is empty"),
-        (["--task-option", "layers"], "write NAME=VALUE"),
-        (["--resume"], "give its --json FILE"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.run(["bench", "grid", "--net", "none", *arguments]) == program.BAD_INPUT
-    assert complaint in " ".join(capsys.readouterr().err.split())
+def test_wrong_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    refused_by_command(
+        capsys,
+        ["bench", "grid", "--net", "none"],
+        [
+            (["--grid", "bytes"], "--grid bytes: use one of bits, low, learned, blocks, fake"),
+            (["--nodes", "1"], "one node sends nothing"),
+            (["--steps", "0"], "train 1 step or more"),
+            (["--seeds", ""], "--seeds is empty"),
+            (["--task-option", "layers"], "write NAME=VALUE"),
+            (["--resume"], "give its --json FILE"),
+        ],
+    )
 
 
 class TwoRanks:
@@ -219,8 +208,6 @@ def test_what_is_not_sent_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine.tolist() == [0, 5.5, 0, 0, 0]
     assert scatter.wire_bytes == 8
     assert whole.tolist() == list(range(10))
-
-
-def test_at_least_one_value_is_kept() -> None:
+    # At least one value is kept.
     assert [kept(10, ratio) for ratio in (1, 2, 3, 8, 100)] == [10, 5, 4, 2, 1]
     assert kept(0, 8) == 0

@@ -15,6 +15,7 @@ from gradwire.planner.choice import FULL, HALF, choose
 from gradwire.sim import Curves, kernel_costs
 from gradwire.sim.curves import Curve, Software
 from gradwire.sim.rank import Overheads
+from products import EXHAUSTIVE
 
 CODEC = QSGD(bits=4)
 
@@ -78,7 +79,7 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_of_the_ablation_in_the_simulator() -> None:
-    model = ",".join(["512x512", "512"] * 12)
+    model = ",".join(["512x512", "512"] * 6)
     rows = list(ablation.run(ranks=4, model=model, lab=False))
     assert [row["part"] for row in rows] == [
         "none", "kernels", "pipelining", "batching", "bulk", "selective",
@@ -100,6 +101,7 @@ def test_impossible_grids_are_refused() -> None:
         list(ablation.run(compute=0.0, lab=False))
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_a_cell_that_is_measured() -> None:
     (row,) = planner_grid.run(ranks=2, nets=["none"], sizes=[1 << 16])

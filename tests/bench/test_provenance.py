@@ -21,7 +21,7 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
     yield from ({"place": place} for place in range(count))
 
 
-def test_every_row_has_the_same_stamp() -> None:
+def test_every_row_has_the_same_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(rows(3))
     assert [row["place"] for row in found] == [0, 1, 2]
     stamps = [row["run"] for row in found]
@@ -29,21 +29,14 @@ def test_every_row_has_the_same_stamp() -> None:
     assert stamps[0] == stamps[1] == stamps[2]
     assert stamps[0]["torch"] == torch.__version__
     assert " cores, " in stamps[0]["machine"]
-
-
-@pytest.mark.parametrize(
-    ("program", "command"),
-    [
-        ("/usr/bin/gradwire", "gradwire sim --codec 'qsgd, topk'"),
-        ("/some/where/gradwire/cli.py", "gradwire sim --codec 'qsgd, topk'"),
-        ("/home/me/mine.py", "mine.py sim --codec 'qsgd, topk'"),
-    ],
-)
-def test_the_command_is_as_it_was_typed(
-    monkeypatch: pytest.MonkeyPatch, program: str, command: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [program, "sim", "--codec", "qsgd, topk"])
-    assert provenance.here()["command"] == command
+    # The command is as it was typed.
+    for path, name in (
+        ("/usr/bin/gradwire", "gradwire"),
+        ("/some/where/gradwire/cli.py", "gradwire"),
+        ("/home/me/mine.py", "mine.py"),
+    ):
+        monkeypatch.setattr(sys, "argv", [path, "sim", "--codec", "qsgd, topk"])
+        assert provenance.here()["command"] == f"{name} sim --codec 'qsgd, topk'"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import refused
 
 from gradwire.bench import record, tasks
 from gradwire.bench.recording import MANIFEST, Recording
@@ -16,7 +17,7 @@ from gradwire.errors import ConfigError
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1, "width": 16, "heads": 2, "context": 16},
-    "image": {"data": "digits", "channels": 4, "hidden": 16, "images": 4},
+    "image": {"data": "digits", "network": "cnn", "channels": 4, "hidden": 16, "images": 4},
 }
 
 
@@ -79,105 +80,70 @@ def test_rows_and_manifest_say_what_was_recorded(tmp_path: Path) -> None:
     assert rows[1]["gradient_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
 
 
-def _no_manifest(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
+def test_a_spoilt_folder_is_refused(tmp_path: Path) -> None:
+    """Every file of a whole folder is spoilt in turn, and mended."""
+    recorded(tmp_path / "made")
+    manifest, file = tmp_path / "made" / MANIFEST, tmp_path / "made" / "at-00003-step-1.npy"
+    fields, whole = json.loads(manifest.read_text()), file.read_bytes()
+    lacking = {key: value for key, value in fields.items() if key != "ranks"}
+    for content, said in (
+        (None, "gradwire bench record"),
+        ("{", "is not JSON"),
+        (json.dumps({**fields, "version": 2}), "version is not 1"),
+        (json.dumps(lacking), "ranks"),
+    ):
+        manifest.unlink() if content is None else manifest.write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            Recording.read(manifest.parent)
+    manifest.write_text(json.dumps(fields))
+    for values, said in (
+        (None, "at-00003-step-1.npy cannot be read"),
+        (whole[:-100], "at-00003-step-1.npy is truncated"),
+        (b"", "at-00003-step-1.npy is truncated"),
+        (np.zeros((2, 7), np.float32), r"float32 values of shape \(2, 7\)"),
+        (np.load(file).astype(np.float64), "float64 values"),
+    ):
+        file.unlink(missing_ok=True)
+        if isinstance(values, np.ndarray):
+            np.save(file, values)
+        elif values is not None:
+            file.write_bytes(values)
+        with pytest.raises(ConfigError, match=said):
+            Recording.read(manifest.parent)
+    file.write_bytes(whole)
+    Recording.read(manifest.parent)
 
 
-def _no_json(folder: Path) -> None:
-    (folder / MANIFEST).write_text("{")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"task": "poem"}, "unknown task 'poem'"),
+    ({"at": ()}, "--at"),
+    ({"at": (-1,)}, "--at -1"),
+    ({"at": (0, 1)}, "the point after 0 is 2 or later, not 1"),
+    ({"at": (3, 0)}, "not 0"),
+    ({"steps": 0}, "--steps 0"),
+    ({"ranks": 0}, "--ranks 0"),
+    ({"ranks": 1 << 40}, "--ranks"),
+    ({"steps": 1 << 40, "at": (0,)}, "do not fit"),
+    ({"seed": -1}, "--seed -1"),
+    ({"seed": 2**63}, r"seeds are below 2\^63"),
+]
 
 
-def _other_version(folder: Path) -> None:
-    fields = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**fields, "version": 2}))
+def test_bad_arguments_leave_no_folder(tmp_path: Path) -> None:
+    def make(arguments: dict[str, Any]) -> None:
+        given = {"task": "gpt", "at": (0, 3), "steps": 2, "ranks": 2, **arguments}
+        list(record.run(tmp_path / "made", task_options=SMALL.get(given["task"]), **given))
 
-
-def _lacks_a_field(folder: Path) -> None:
-    fields = json.loads((folder / MANIFEST).read_text())
-    del fields["ranks"]
-    (folder / MANIFEST).write_text(json.dumps(fields))
-
-
-def _truncated(folder: Path) -> None:
-    file = folder / "at-00003-step-1.npy"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _no_header(folder: Path) -> None:
-    (folder / "at-00003-step-1.npy").write_bytes(b"")
-
-
-def _missing(folder: Path) -> None:
-    (folder / "at-00003-step-1.npy").unlink()
-
-
-def _unlike_shape(folder: Path) -> None:
-    np.save(folder / "at-00003-step-1.npy", np.zeros((2, 7), np.float32))
-
-
-def _unlike_dtype(folder: Path) -> None:
-    file = folder / "at-00003-step-1.npy"
-    np.save(file, np.load(file).astype(np.float64))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (_no_manifest, "gradwire bench record"),
-        (_no_json, "is not JSON"),
-        (_other_version, "version is not 1"),
-        (_lacks_a_field, "ranks"),
-        (_truncated, "at-00003-step-1.npy is truncated"),
-        (_no_header, "at-00003-step-1.npy is truncated"),
-        (_missing, "at-00003-step-1.npy cannot be read"),
-        (_unlike_shape, r"float32 values of shape \(2, 7\)"),
-        (_unlike_dtype, "float64 values"),
-    ],
-)
-def test_a_spoilt_folder_is_refused(spoil: Any, said: str, tmp_path: Path) -> None:
-    folder = tmp_path / "made"
-    recorded(folder)
-    Recording.read(folder)
-    spoil(folder)
-    with pytest.raises(ConfigError, match=said):
-        Recording.read(folder)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"task": "poem"}, "unknown task 'poem'"),
-        ({"at": ()}, "--at"),
-        ({"at": (-1,)}, "--at -1"),
-        ({"at": (0, 1)}, "the point after 0 is 2 or later, not 1"),
-        ({"at": (3, 0)}, "not 0"),
-        ({"steps": 0}, "--steps 0"),
-        ({"ranks": 0}, "--ranks 0"),
-        ({"ranks": 1 << 40}, "--ranks"),
-        ({"steps": 1 << 40, "at": (0,)}, "do not fit"),
-        ({"seed": -1}, "--seed -1"),
-        ({"seed": 2**63}, r"seeds are below 2\^63"),
-    ],
-)
-def test_bad_arguments_leave_no_folder(
-    arguments: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    given = {"task": "gpt", "at": (0, 3), "steps": 2, "ranks": 2, **arguments}
-    options = SMALL.get(given["task"])
-    with pytest.raises(ConfigError, match=said):
-        list(record.run(tmp_path / "made", task_options=options, **given))
+    refused(make, WRONG)
     assert not (tmp_path / "made").exists()
 
 
-def test_a_folder_is_recorded_once(tmp_path: Path) -> None:
-    recorded(tmp_path / "made")
-    with pytest.raises(ConfigError, match=f"has a {MANIFEST}"):
-        recorded(tmp_path / "made")
-
-
-def test_an_unfinished_recording_has_no_manifest(tmp_path: Path) -> None:
+def test_a_folder_is_recorded_once_and_has_a_manifest_at_the_end(tmp_path: Path) -> None:
     rows = record.run(tmp_path / "made", "gpt", (0, 3), 2, 2, task_options=SMALL["gpt"])
     next(rows)
     rows.close()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="cannot be read"):
         Recording.read(tmp_path / "made")
+    recorded(tmp_path / "whole")
+    with pytest.raises(ConfigError, match=f"has a {MANIFEST}"):
+        recorded(tmp_path / "whole")

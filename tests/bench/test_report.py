@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import refused
 from report_rows import (
     AGGREGATORS,
     COLLECTIVE,
@@ -81,6 +84,16 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     assert parsed.tags.count("svg") == 7
 
 
+def test_the_page_tells_what_was_run() -> None:
+    two = [*train_rows(), {**KERNEL, "run": {**RUN, "command": "gradwire bench kernels"}}]
+    text = Page(page.render([*two, COLLECTIVE])).text
+    for expected in ("gradwire bench train --seeds 0", "gradwire bench kernels", "a machine"):
+        assert expected in text
+    assert "not in a git checkout" in text
+    assert "300 Mbit/s, 1 ms latency" in text
+    assert "1 row of 14 is without command, commit and machine" in text
+
+
 def test_every_row_lands_in_one_section() -> None:
     made = page.sections([*EVERYTHING, *train_rows("none")])
     assert [section.title for section in made] == [
@@ -102,49 +115,20 @@ def test_every_row_lands_in_one_section() -> None:
         "Rows of an unknown kind",
     ]
     tables = [q.table for section in made[1:] for q in section.questions if q.table is not None]
-    assert [len(table.rows) for table in tables] == [3] * 13 + [
-        1,
-        1,
-        4,
-        2,
-        2,
-        1,
-        1,
-        3,
-        1,
-        4,
-        2,
-        3,
-        1,
-        1,
-        1,
-    ]
+    assert [len(table.rows) for table in tables] == [
+        *[3] * 13, 1, 1, 4, 2, 2, 1, 1, 3, 1, 4, 2, 3, 1, 1, 1
+    ]  # fmt: skip
     for table in tables:
         assert all(len(row) == len(table.headings) for row in table.rows)
     for section in made[1:-1]:
         words = section.title.startswith(("Composed", "Decisions"))
         assert (section.questions[0].figure is None) == words
-
-
-def test_the_page_tells_what_was_run() -> None:
-    two = [*train_rows(), {**KERNEL, "run": {**RUN, "command": "gradwire bench kernels"}}]
-    text = Page(page.render([*two, COLLECTIVE])).text
-    for expected in ("gradwire bench train --seeds 0", "gradwire bench kernels", "a machine"):
-        assert expected in text
-    assert "not in a git checkout" in text
-    assert "300 Mbit/s, 1 ms latency" in text
-    assert "1 row of 14 is without command, commit and machine" in text
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        *([COMPARED], ERRORS, LAYERS, AGGREGATORS),
-        *(SWEPT, [VALIDATED], TRANSPORT, PROFILE, DOCTOR, UNKNOWN, [KERNEL]),
-    ],
-)
-def test_every_kind_of_rows_makes_a_page_alone(rows: list[dict[str, Any]]) -> None:
-    Page(page.render(rows))
+    # Every kind of rows makes a page alone.
+    for rows in (
+        [COMPARED], ERRORS, LAYERS, AGGREGATORS, SWEPT, [VALIDATED], TRANSPORT, PROFILE, DOCTOR,
+        UNKNOWN, [KERNEL],
+    ):  # fmt: skip
+        Page(page.render(rows))
 
 
 KEPT = ("evaluation", "summary", "validation", "total", "layer", "300mbit,1ms")
@@ -190,55 +174,33 @@ def test_rows_without_values_are_drawn_all_the_same() -> None:
     Page(page.render([{**SWEPT[0], "value": "fp16"}, {**SWEPT[1], "value": "fp32"}]))
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
+def test_a_row_that_is_not_as_its_kind_is_named() -> None:
+    first = train_rows()[0]
+    wrong = [
         (
             {**COLLECTIVE, "seconds": "fast"},
             "'seconds' is \"fast\", where a number of 0 or more is needed",
         ),
         ({**KERNEL, "numel": None}, "'numel' is null, where an integer"),
         ({k: v for k, v in KERNEL.items() if k != "target"}, "bench kernels`: no 'target'"),
-        ({**train_rows()[0], "loss": [1]}, r"'loss' is \[1\], where a number or null"),
-        ({**train_rows()[0], "method": 3}, "'method' is 3, where a text is needed"),
+        ({**first, "loss": [1]}, r"'loss' is \[1\], where a number or null"),
+        ({**first, "method": 3}, "'method' is 3, where a text is needed"),
         ({**COLLECTIVE, "seconds": float("nan")}, "'seconds' is NaN"),
-    ],
-)
-def test_a_row_that_is_not_as_its_kind_is_named(row: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        page.render([*EVERYTHING, row])
+    ]
+    refused(page.render, [([*EVERYTHING, row], told) for row, told in wrong])
+    refused(page.render, [([], "no rows to report on")])
 
 
-def test_no_rows_are_no_report() -> None:
-    with pytest.raises(ConfigError, match="no rows to report on"):
-        page.render([])
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "cannot read rows from"),
-        ("", "holds no rows"),
-        ('{"a": 1}\n{"a"', "line 2 is not JSON"),
-        ("[1]", "line 1 is not a JSON object but list"),
-        (b"\xff\xfe", "line 1 is not UTF-8 text"),
-    ],
-)
-def test_unusable_files_are_named(tmp_path: Path, content: Any, complaint: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    if content is not None:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=complaint) as error:
-        report.write([file], tmp_path / "report.html")
-    assert "rows.jsonl" in str(error.value)
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(KERNEL))
     with pytest.raises(ConfigError, match=r"cannot write .*no-folder"):
         report.write([file], tmp_path / "no-folder" / "report.html")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'gradwire\[report\]'"):
+        report.check_packages()
 
 
 def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
@@ -261,51 +223,24 @@ def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
             report.picture([file], drawn)
 
 
-def test_missing_packages_are_told_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'gradwire\[report\]'"):
-        report.check_packages()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "–"), (0, "0 s"), (12.345, "12.3 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs")],
-)
-def test_seconds(value: float | None, text: str) -> None:
-    assert quantities.seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "–"), (0, "0 B"), (999, "999 B"), (2_350_000_000, "2.35 GB")]
-)
-def test_sizes(value: float | None, text: str) -> None:
-    assert quantities.size(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1234.5, "1234"), (0.00123, "0.00123"), (1e-9, "1.00e-09"), (float("inf"), "inf")],
-)
-def test_digits(value: float, text: str) -> None:
-    assert quantities.digits(value) == text
-
-
-@pytest.mark.parametrize(
-    ("net", "text"),
-    [
-        ("300mbit,1ms", "300 Mbit/s, 1 ms latency"),
-        ("1.5gbit,200us", "1.5 Gbit/s, 200 µs latency"),
-        ("none", "loopback, no network emulated"),
-        ("<odd>", "<odd>"),
+QUANTITIES: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
+    quantities.seconds: [
+        (None, "–"), (0, "0 s"), (12.345, "12.3 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs")
     ],
-)
-def test_networks(net: str, text: str) -> None:
-    assert quantities.network(net) == text
+    quantities.size: [(None, "–"), (0, "0 B"), (999, "999 B"), (2_350_000_000, "2.35 GB")],
+    quantities.digits: [
+        (0, "0"), (1234.5, "1234"), (0.00123, "0.00123"), (1e-9, "1.00e-09"), (math.inf, "inf")
+    ],
+    quantities.network: [
+        ("300mbit,1ms", "300 Mbit/s, 1 ms latency"), ("none", "loopback, no network emulated"),
+        ("1.5gbit,200us", "1.5 Gbit/s, 200 µs latency"), ("<odd>", "<odd>"),
+    ],
+    quantities.short: [
+        (0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.001, "0.001"), (1e-4, "1e-4"), (2.5e-5, "2.5e-5"), (2500.0, "2.5k")],
-)
-def test_ticks_are_short(value: float, text: str) -> None:
-    assert quantities.short(value) == text
+def test_quantities_are_short() -> None:
+    for spelled, cases in QUANTITIES.items():
+        assert [(value, spelled(value)) for value, _ in cases] == cases

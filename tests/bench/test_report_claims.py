@@ -21,34 +21,29 @@ def told(rows: list[dict[str, Any]]) -> str:
     return " | ".join([answer for q in questions for answer in q.answers] + cells)
 
 
-def test_by_spreads() -> None:
+def test_a_difference_counts_beyond_spreads_and_with_every_seed() -> None:
     assert by_spreads((1, 2), (3, 4)) is Verdict.LESS
     assert by_spreads((3, 4), (1, 2)) is Verdict.MORE
     assert by_spreads((1, 3), (2, 4)) is Verdict.NOISE
     assert by_spreads((1, 3), None) is Verdict.UNKNOWN
-
-
-def test_by_seeds() -> None:
-    assert by_seeds([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]) is Verdict.LESS
-    assert by_seeds([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]) is Verdict.MORE
+    less, more = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
+    assert by_seeds(less, more) is Verdict.LESS
+    assert by_seeds(more, less) is Verdict.MORE
     assert by_seeds([1.0, 2.1, 1.2], [1.1, 2.0, 1.3]) is Verdict.NOISE
     assert by_seeds([1.1, 1.2, 2.0], [1.0, 1.0, 1.0]) is Verdict.FEW
-    assert by_seeds([1.0, 1.1, 1.2], [2.0, 2.1, 2.3], resolution=1.5) is Verdict.NOISE
+    assert by_seeds(less, more, resolution=1.5) is Verdict.NOISE
     assert by_seeds([1.0], [2.0]) is Verdict.UNKNOWN
     assert by_seeds([1.0], [2.0], resolution=1.5) is Verdict.NOISE
     assert by_seeds([1.0, None], [2.0, 2.0]) is Verdict.UNKNOWN
 
 
-def test_gains_are_told() -> None:
+def test_gains_are_told_beyond_noise() -> None:
     text = told(train_rows(losses=(3.0, 3.0, 3.0)))
     assert "gradwire-qsgd4 takes 0.40 times as long as torch-fp16-hook to reach it: less" in text
     step = "A step of gradwire-qsgd4 takes 0.40 times as long as one of torch-fp16-hook: faster"
     assert step in text
     assert "0.40×, faster" in text
-
-
-def test_no_win_is_claimed_within_noise() -> None:
-    """Step, time to the loss, loss and an all-reduce, each a little better than the baseline."""
+    # Step, time to the loss, loss and an all-reduce, each a little better than the baseline.
     rows = train_rows(step=0.47, losses=(2.99, 3.02, 2.995), baseline=(3.0, 3.01, 3.0))
     close = {**COLLECTIVE, "method": "torch-fp16-hook", "seconds": 0.21}
     text = told([*rows, close, COLLECTIVE])
@@ -56,9 +51,7 @@ def test_no_win_is_claimed_within_noise() -> None:
     assert ", lower" not in text
     assert "less time" not in text
     assert text.count("within noise") >= 4 * 2  # a sentence and a cell each
-
-
-def test_one_seed_is_not_judged_over_seeds() -> None:
+    # What has no spread is not judged.
     text = told(train_rows(losses=(2.5,)))
     assert "gradwire-qsgd4 ends with a loss 16.67 % below that of torch-fp32." in text
     assert "spread unknown" not in text
@@ -66,9 +59,6 @@ def test_one_seed_is_not_judged_over_seeds() -> None:
     assert ", lower" not in text
     about = page.sections(train_rows())[1].about
     assert any("With one seed, the spread over seeds is unknown" in sentence for sentence in about)
-
-
-def test_without_a_spread_a_step_is_not_judged() -> None:
     text = told(train_rows(spread=None))
     assert "faster" not in text
     assert "the spread of the steps is not recorded, so this is not judged" in text
@@ -84,46 +74,17 @@ def test_losses_are_told_as_plainly() -> None:
     slow = {**COLLECTIVE, "method": "torch-fp16-hook", "seconds_quartiles": [0.1, 0.11]}
     slow["seconds"] = 0.1
     assert "takes 2.00 times as long as torch-fp16-hook: slower" in told([slow, COLLECTIVE])
-
-
-def test_a_higher_loss_with_every_seed_is_not_called_noise() -> None:
     text = told(train_rows(losses=(3.1, 3.5, 3.8), baseline=(3.0, 3.0, 3.0)))
     assert "ends with a loss 15.56 % above that of torch-fp32, and so with every seed" in text
     assert "+15.56 %, too few seeds to judge" in text
-
-
-def test_a_seed_that_misses_the_target_is_told() -> None:
     text = told(train_rows(losses=(3.0, 3.5)))
     assert "gradwire-qsgd4 did not reach the target in 20 steps with 1 of 2 seeds" in text
-
-
-@pytest.mark.parametrize("composed", [False, True])
-def test_the_caption_says_whether_start_up_is_in_the_times(composed: bool) -> None:
-    evaluations = [r for r in train_rows(composed=composed) if r["row"] == "evaluation"]
-    figure = learning.time_to_loss(evaluations, []).figure
-    assert figure is not None
-    assert ("start-up and compilation of kernels included" in figure.caption) != composed
-    assert ("start-up and compilation of kernels are not included" in figure.caption) == composed
-
-
-def test_a_loss_that_is_not_finite_is_told() -> None:
     rows = train_rows()
+    assert "hide" not in told(rows).replace("does not hide", "")  # that was not measured
     for row in rows:
         if row["method"] == "gradwire-qsgd4" and row["row"] == "summary":
             row["final_loss"] = row["time_to_target"] = None
     assert "gradwire-qsgd4 ended with a loss that is not finite" in told(rows)
-
-
-def test_the_header_claims_nothing_that_was_not_measured() -> None:
-    assert "hide" not in told(train_rows()).replace("does not hide", "")
-
-
-def points(drawn: str, colour: str) -> list[tuple[float, float]]:
-    """Of the longest line of a colour."""
-    paths = re.findall(rf'<path d="M([^"HZ]+)" fill="none" stroke="{re.escape(colour)}"', drawn)
-    longest = max(paths, key=len)
-    pairs = [point.split() for point in longest.split("L")]
-    return [(float(x), float(y)) for x, y in pairs]
 
 
 def test_curves_reach_their_own_ends() -> None:
@@ -139,9 +100,7 @@ def test_curves_reach_their_own_ends() -> None:
         ends[method] = line[-1][0] - line[0][0]
     assert ends["torch-fp16-hook"] == pytest.approx(ends["torch-fp32"] / 2, abs=0.2)
     assert ends["gradwire-qsgd4"] == pytest.approx(ends["torch-fp32"] / 5, abs=0.2)
-
-
-def test_a_curve_has_the_mean_and_the_extremes_of_its_seeds() -> None:
+    # A curve has the mean and the extremes of its seeds.
     rows = train_rows(losses=(3.0, 3.6), baseline=(3.0, 3.0))
     evaluations = [row for row in rows if row["row"] == "evaluation"]
     curve = learning.curves(evaluations)["gradwire-qsgd4"]
@@ -151,30 +110,37 @@ def test_a_curve_has_the_mean_and_the_extremes_of_its_seeds() -> None:
     assert "fill-opacity" in learning.against_seconds(evaluations, None)
     evaluations[-1]["loss"] = None  # of one seed: no mean there
     assert learning.curves(evaluations)["gradwire-qsgd4"].loss[-1] is None
+    # The caption says whether start up is in the times.
+    for composed in (False, True):
+        evaluations = [r for r in train_rows(composed=composed) if r["row"] == "evaluation"]
+        figure = learning.time_to_loss(evaluations, []).figure
+        assert figure is not None
+        kernels = "start-up and compilation of kernels"
+        assert (f"{kernels} included" in figure.caption) != composed
+        assert (f"{kernels} are not included" in figure.caption) == composed
 
 
-def test_spread_and_limit_are_drawn() -> None:
+def points(drawn: str, colour: str) -> list[tuple[float, float]]:
+    """Of the longest line of a colour."""
+    paths = re.findall(rf'<path d="M([^"HZ]+)" fill="none" stroke="{re.escape(colour)}"', drawn)
+    longest = max(paths, key=len)
+    pairs = [point.split() for point in longest.split("L")]
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def test_spread_limit_and_ticks_are_drawn() -> None:
     bar = bars.Bar("a <b>", "red", [1.0, 2.0], "3 ms", spread=(2.5, 3.5), limit=4.0)
     drawn = bars.bars([bar], "ms", "a title", ("computing", "exposed"))
     assert "a <b>" in html.unescape(drawn)
     assert "<b>" not in drawn
     assert drawn.count('class="tick"') == 2  # in the legend, too
     assert drawn.count('class="spread"') == 2
-
-
-@pytest.mark.parametrize("log", [False, True])
-def test_ticks_are_round_and_within(log: bool) -> None:
+    # Ticks are round and within.
     for low, high in ((0.001, 1000.0), (1.0, 3.0), (0.37, 0.41), (5e-7, 2e-6), (90.0, 130.0)):
-        scale = svg.Scale(low, high, 0.0, 100.0, log)
-        ticks = scale.ticks()
-        assert 2 <= len(ticks) <= 9
-        assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
-
-
-@pytest.mark.parametrize(
-    ("values", "bounds"), [([3.0], (3.0, 3.0)), ([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0))]
-)
-def test_quartiles_are_the_bounds_of_the_middle_half(
-    values: list[float], bounds: tuple[float, float]
-) -> None:
-    assert quartiles(values) == bounds
+        for log in (False, True):
+            ticks = svg.Scale(low, high, 0.0, 100.0, log).ticks()
+            assert 2 <= len(ticks) <= 9
+            assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+    # Quartiles are the bounds of the middle half.
+    assert quartiles([3.0]) == (3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)

@@ -53,23 +53,16 @@ def test_errors_are_told_with_and_without_error_feedback() -> None:
     assert cells(step)[0][:8] == [
         "qsgd:bits=4", "sra", "no", "0.0140", "–", "0.0140", "0.0150", "0.990"
     ]  # fmt: skip
-
-
-def test_error_feedback_that_does_not_help_is_told() -> None:
     rows = [error_row(of_sum=0.1), error_row(feedback=True, of_sum=0.2)]
     assert "with error feedback 0.200: not less." in questions(rows)[1].answers[0]
-
-
-def test_errors_are_means_over_points_and_lines_over_options() -> None:
+    # Errors are means over points and lines over options.
     rows = [error_row(f"qsgd:bits={bits}", at=at, bits=bits, nmse=at / 1000)
             for bits in (3, 4, 5) for at in (100, 300)]  # fmt: skip
     step = questions(rows)[0]
     assert [row[3:5] for row in cells(step)] == [["0.200", "0.100 to 0.300"]] * 3
     assert step.figure is not None
     assert step.figure.svg.count("qsgd, sra") == 1
-
-
-def test_many_methods_are_spread_over_figures() -> None:
+    # Many methods are spread over figures.
     rows = [error_row(f"codec{at}", bits=1 + at) for at in range(12)]
     first, second, *_ = questions(rows)
     assert first.figure is not None
@@ -77,9 +70,6 @@ def test_many_methods_are_spread_over_figures() -> None:
     assert ("codec8, sra" in first.figure.svg, "codec9, sra" in second.figure.svg) == (True, True)
     assert len(cells(first)) == 12
     assert second.table is None
-
-
-def test_layers_have_a_row_each() -> None:
     assert [row[2] for row in cells(questions(LAYERS)[0])] == ["wte.weight", "head.weight"]
 
 
@@ -90,27 +80,28 @@ def test_aggregators_stand_beside_torchs_hook() -> None:
         "These rows have no spread, so differences are given, and not judged.",
     ]
     assert cells(question)[1][:5] == ["powersgd:rank=4", "4.00 ms", "20.0 ms", "20 %", "25 %"]
-
-
-def test_a_cost_below_the_empty_hooks_is_drawn() -> None:
     (question,) = questions([aggregator_row(seconds=-0.001)])
     assert cells(question)[0][1] == "-0.200 ms"
 
 
-def test_composed_times_are_compared_and_large_errors_named() -> None:
-    off = {**COMPARED, "method": "torch-fp32", "error": 0.25, "composed_seconds": 12.5}
-    (question,) = questions([COMPARED, off])
-    assert question.answers == [
-        "Composed training times differ from those of whole runs by -2.00 % to +25.00 %.",
-        "torch-fp32 on 300 Mbit/s, 1 ms latency is off by +25.00 %, more than 10 %.",
-    ]
-    assert cells(question)[0][:6] == [
-        "gradwire-qsgd4", "300 Mbit/s, 1 ms latency", "60", "9.80 s", "10.0 s", "-2.00 %"
-    ]  # fmt: skip
-
-
 def test_runs_that_ended_at_different_steps_are_told() -> None:
-    """With patience: bytes are those of a step of each run, not of the first seed's length."""
+    rows = [
+        {**row, "timing_only": True} if row["method"] == METHODS[2] else row
+        for row in train_rows(losses=(9.0, 9.0))
+    ]
+    section = page.sections(rows)[1]
+    assert any(f"{METHODS[2]} is for timing only" in sentence for sentence in section.about)
+    answers = [answer for one in section.questions[:3] for answer in one.answers]
+    assert not any(METHODS[2] in answer for answer in answers)
+    # A target within the run is named.
+    rows = train_rows()
+    for row in rows:
+        if row["row"] == "summary":
+            row["target_from"] = "torch-fp32 at 0.6 of its run"
+    answers = page.sections(rows)[1].questions[0].answers
+    told = "The target is a validation loss of 3.030: that of torch-fp32 at 0.6 of its run."
+    assert told in answers
+    # With patience: bytes are those of a step of each run, not of the first seed's length.
     rows = train_rows(losses=(3.0, 3.5))
     for row in rows:
         if row["row"] == "summary":
@@ -125,9 +116,18 @@ def test_runs_that_ended_at_different_steps_are_told() -> None:
     assert not any("Runs ended" in line for line in page.sections(train_rows())[1].about)
 
 
-def test_runs_are_compared_by_themselves() -> None:
-    """Composed times of two runs, and errors on two recordings of the same shape, or at two
-    commits, do not mix; errors that two commands measured on one recording stand together."""
+def test_composed_times_are_compared_by_run() -> None:
+    off = {**COMPARED, "method": "torch-fp32", "error": 0.25, "composed_seconds": 12.5}
+    (question,) = questions([COMPARED, off])
+    assert question.answers == [
+        "Composed training times differ from those of whole runs by -2.00 % to +25.00 %.",
+        "torch-fp32 on 300 Mbit/s, 1 ms latency is off by +25.00 %, more than 10 %.",
+    ]
+    assert cells(question)[0][:6] == [
+        "gradwire-qsgd4", "300 Mbit/s, 1 ms latency", "60", "9.80 s", "10.0 s", "-2.00 %"
+    ]  # fmt: skip
+    # Composed times of two runs, and errors on two recordings of the same shape, or at two
+    # commits, do not mix; errors that two commands measured on one recording stand together.
     later = {**RUN, "date": "2026-01-02T00:00:00+00:00"}
     assert len(page.sections([{**COMPARED, "run": RUN}, {**COMPARED, "run": later}])) == 3
     assert len(page.sections([*ERRORS, {**ERRORS[0], "run": later}])) == 2
@@ -148,24 +148,3 @@ def test_a_steps_parts_are_told_as_far_as_they_are_known() -> None:
     assert found.answers[0] == (
         "gradwire-qsgd4 spends 30.0 ms of a step in its kernels, 15 % of the step's time."
     )
-
-
-def test_timing_only_methods_are_judged_by_no_loss() -> None:
-    rows = [
-        {**row, "timing_only": True} if row["method"] == METHODS[2] else row
-        for row in train_rows(losses=(9.0, 9.0))
-    ]
-    section = page.sections(rows)[1]
-    assert any(f"{METHODS[2]} is for timing only" in sentence for sentence in section.about)
-    answers = [answer for one in section.questions[:3] for answer in one.answers]
-    assert not any(METHODS[2] in answer for answer in answers)
-
-
-def test_a_target_within_the_run_is_named() -> None:
-    rows = train_rows()
-    for row in rows:
-        if row["row"] == "summary":
-            row["target_from"] = "torch-fp32 at 0.6 of its run"
-    answers = page.sections(rows)[1].questions[0].answers
-    told = "The target is a validation loss of 3.030: that of torch-fp32 at 0.6 of its run."
-    assert told in answers

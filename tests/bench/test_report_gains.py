@@ -22,28 +22,19 @@ def test_gain_is_against_the_better_16_bit_baseline() -> None:
     assert found["a"] == Gain(Standing.GAIN, 3.0)
     assert found[FP16].standing is Standing.LOSS
     assert found[FP16].ratio == pytest.approx(9 / 11)
-
-
-@pytest.mark.parametrize(
-    ("mine", "standing"),
-    [
+    # Standings.
+    for mine, standing in (
         ([20.0, 21.0, 22.0], Standing.LOSS),
         ([9.9, 10.2, 9.9], Standing.NOISE),
         ([9.0, 7.0, 2.0], Standing.UNJUDGED),
         ([5.0, None, 5.0], Standing.NEVER),
-    ],
-)
-def test_standings(mine: list[float | None], standing: Standing) -> None:
-    assert judged({FP16: [10.0, 10.0, 10.0], "a": mine}, {})["a"].standing is standing
-
-
-def test_a_gain_shorter_than_the_time_between_evaluations_is_noise() -> None:
+    ):
+        assert judged({FP16: [10.0, 10.0, 10.0], "a": mine}, {})["a"].standing is standing
     times = {FP16: [10.0, 10.0, 10.0], "a": [9.0, 9.0, 9.0]}
     assert judged(times, {})["a"].standing is Standing.GAIN
+    # Evaluations are further apart than that.
     assert judged(times, {FP16: Resolution(1.5)})["a"].standing is Standing.NOISE
-
-
-def test_without_a_16_bit_baseline_nothing_is_known() -> None:
+    # Without a 16-bit baseline nothing is known.
     assert judged({"a": [1.0]}, {})["a"].standing is Standing.UNKNOWN
     assert judged({FP16: [None], "a": [1.0]}, {})["a"].standing is Standing.ONLY
     assert judged({FP16: [1.0], "a": [None]}, {}, ["a"])["a"].standing is Standing.TIMING
@@ -81,9 +72,7 @@ def test_utility_at_several_targets() -> None:
     assert texts["torch-fp32"][-1] == "0.500×, loss"
     told = "is within noise at 4 of 5 targets (utility 1.33 to 2.00); does not reach 1 of 5 targets"
     assert found.answers == [f"a: {told}."]
-
-
-def test_targets_are_those_of_each_seed() -> None:
+    # Targets are those of each seed.
     rows = evaluations({"torch-fp32": [9.0, 4.0], FP16: [9.0, 4.0]}, {"torch-fp32": 2.0, FP16: 1.0})
     for row in rows:
         row["loss"] += row["seed"]
@@ -92,9 +81,7 @@ def test_targets_are_those_of_each_seed() -> None:
     assert found.table is not None
     assert found.table.headings[1] == "loss 5.000, step 10"
     assert [row[1].text for row in found.table.rows][1] == "1.00×, the best 16-bit baseline"
-
-
-def test_utility_needs_a_16_bit_baseline_and_a_target() -> None:
+    # There is no utility without a 16-bit baseline, or a target.
     assert utility.question([]) is None
     assert utility.question(evaluations({"a": [2.0, 1.0]}, {"a": 1.0})) is None
     assert utility.question(evaluations({FP16: [2.0]}, {FP16: 1.0})) is None
@@ -147,25 +134,25 @@ def of_run(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
     return [{**row, "run": {**RUN, **fields}} for row in rows]
 
 
-@pytest.mark.parametrize("field", ["command", "commit", "date"])
-def test_each_run_has_its_own_section_and_map(field: str) -> None:
+def test_each_run_has_its_own_section_and_map() -> None:
     """Two runs on the same networks: a method is compared within its run."""
-    other = of_run(networks(), **{field: "another"})
-    for row in other:
-        for key in ("seconds", "time_to_target"):
-            if row.get(key) is not None:
-                row[key] *= 2
-        if "time_to_target_by_seed" in row:
-            row["time_to_target_by_seed"] = [2 * t for t in row["time_to_target_by_seed"]]
-    made = page.sections([*networks(), *other])
-    answers = [a for section in made for question in section.questions for a in question.answers]
-    assert not any(f"times as long as {FP16}" in a for a in answers if a.startswith(f"{FP16} "))
-    assert [one.title.partition(":")[0] for one in made[1:]] == ["Training gpt, 4 ranks"] * 6
-    assert [len(one.questions[1].table.headings) for one in made[1:3]] == [3, 3]  # type: ignore[union-attr]
-    assert sum("another" in line for one in made[1:] for line in one.about) == 3
-
-
-def test_runs_on_different_networks_share_a_map() -> None:
+    for field in ("command", "commit", "date"):
+        other = of_run(networks(), **{field: "another"})
+        for row in other:
+            for key in ("seconds", "time_to_target"):
+                if row.get(key) is not None:
+                    row[key] *= 2
+            if "time_to_target_by_seed" in row:
+                row["time_to_target_by_seed"] = [2 * t for t in row["time_to_target_by_seed"]]
+        made = page.sections([*networks(), *other])
+        answers = [a for section in made for q in section.questions for a in q.answers]
+        of_half = [a for a in answers if a.startswith(f"{FP16} ")]
+        assert not any(f"times as long as {FP16}" in answer for answer in of_half)
+        assert [one.title.partition(":")[0] for one in made[1:]] == ["Training gpt, 4 ranks"] * 6
+        tables = [one.questions[1].table for one in made[1:3]]
+        assert [table and len(table.headings) for table in tables] == [3, 3]
+        assert sum("another" in line for one in made[1:] for line in one.about) == 3
+    # On different networks, they share a map.
     rows = [*train_rows("1gbit,1ms"), *of_run(train_rows("2gbit,1ms"), command="another")]
     table = section_of(rows).questions[1].table
     assert table is not None
@@ -195,6 +182,11 @@ def section_of(rows: list[dict[str, Any]]) -> Section:
     return next(one for one in page.sections(rows) if "gain over 16 bit" in one.title)
 
 
+def svg_of(question: Question) -> str:
+    assert question.figure is not None
+    return question.figure.svg
+
+
 def test_gains_and_losses_stand_beside_each_other() -> None:
     drawn, table = section_of(networks()).questions
     assert drawn.answers == [
@@ -209,27 +201,14 @@ def test_gains_and_losses_stand_beside_each_other() -> None:
     ]
     assert "▲ 5.00×" in svg_of(drawn)
     assert "▼ 0.250×" in svg_of(drawn)
-
-
-def svg_of(question: Question) -> str:
-    assert question.figure is not None
-    return question.figure.svg
-
-
-def test_composed_and_whole_runs_of_a_network_have_a_column_each() -> None:
+    # Networks are columns.
     rows = [*networks(), *networks(composed=True)]
     table = section_of(rows).questions[1].table
     assert table is not None
-    assert [heading.rpartition(", ")[2] for heading in table.headings[1:]] == [
-        "whole", "composed", "whole", "composed",
-    ]  # fmt: skip
-
-
-def test_one_network_makes_no_map() -> None:
+    headings = [heading.rpartition(", ")[2] for heading in table.headings[1:]]
+    assert headings == ["whole", "composed", "whole", "composed"]
     assert not [one for one in page.sections(train_rows()) if "gain over" in one.title]
-
-
-def test_more_networks_than_columns_make_several_figures() -> None:
+    # More networks than columns make several figures.
     rows = [row for rate in range(1, 8) for row in train_rows(f"{rate}gbit,1ms")]
     drawn = section_of(rows).questions
     assert [question.figure is not None for question in drawn] == [True, True, False]
@@ -248,17 +227,15 @@ def test_only_what_was_judged_has_a_colour() -> None:
         assert "--loss" not in drawn(Gain(standing, 0.5))
     assert "--loss" in drawn(Gain(Standing.NEVER))
     assert "– " not in drawn(None)
-
-
-@pytest.mark.parametrize("ratio", [1.1, 2.0, 4.0, 100.0])
-def test_a_loss_is_as_strong_as_a_gain_of_the_same_factor(ratio: float) -> None:
-    assert strength(ratio) == pytest.approx(strength(1 / ratio))
-    made = [
-        heat.tiles([["n"]], [heat.TileRow("a", [Gain(standing, value)])], "")
-        for standing, value in ((Standing.GAIN, ratio), (Standing.LOSS, 1 / ratio))
-    ]
-    opacities = [re.findall(r'fill-opacity="([\d.]+)"', one)[-1] for one in made]
-    assert opacities[0] == opacities[1]
+    # A loss is as strong as a gain of the same factor.
+    for ratio in (1.1, 2.0, 4.0, 100.0):
+        assert strength(ratio) == pytest.approx(strength(1 / ratio))
+        made = [
+            heat.tiles([["n"]], [heat.TileRow("a", [Gain(standing, value)])], "")
+            for standing, value in ((Standing.GAIN, ratio), (Standing.LOSS, 1 / ratio))
+        ]
+        opacities = [re.findall(r'fill-opacity="([\d.]+)"', one)[-1] for one in made]
+        assert opacities[0] == opacities[1]
 
 
 def variables(scheme: str) -> dict[str, tuple[float, ...]]:
@@ -286,11 +263,11 @@ def strongest(colours: dict[str, tuple[float, ...]], side: str) -> tuple[float, 
     return tuple(heat.STRONGEST * top + (1 - heat.STRONGEST) * below for top, below in pairs)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain(scheme: str) -> None:
-    colours = variables(scheme)
-    gain, loss = (strongest(colours, side) for side in ("gain", "loss"))
-    for tile in (gain, loss):
-        assert contrast(tile, colours["ink"]) >= 4.5  # WCAG 2, level AA
-    visible = [contrast(tile, colours["card"]) for tile in (gain, loss)]
-    assert max(visible) / min(visible) < 1.25
+def test_text_reads_on_tiles_and_a_loss_is_as_visible_as_a_gain() -> None:
+    for scheme in ("light", "dark"):
+        colours = variables(scheme)
+        gain, loss = (strongest(colours, side) for side in ("gain", "loss"))
+        for tile in (gain, loss):
+            assert contrast(tile, colours["ink"]) >= 4.5  # WCAG 2, level AA
+        visible = [contrast(tile, colours["card"]) for tile in (gain, loss)]
+        assert max(visible) / min(visible) < 1.25

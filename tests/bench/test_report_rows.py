@@ -32,6 +32,7 @@ from report_rows import (
 from gradwire.bench import report
 from gradwire.bench.report import kinds, page, rows
 from gradwire.errors import ConfigError
+from products import one_in
 
 BAD = (None, "text", [], [None], {}, True, -1, 0, 1e308, 5e-324, math.inf, -math.inf, math.nan)
 LATENCY = {**SIMULATED, "sweep": "latency", "value": "1ms"}
@@ -59,11 +60,11 @@ FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which 
 }
 
 
-def changes(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row with each key removed, and with each value replaced by each of `BAD`."""
-    for key in row:
+def changes(row: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row with each key removed, and with each value replaced by two of `BAD` in rotation."""
+    for at, key in enumerate(row):
         yield f"without {key}", {k: v for k, v in row.items() if k != key}
-        for value in BAD:
+        for value in (BAD[(turn + at) % len(BAD)], BAD[(turn + at + 7) % len(BAD)]):
             yield f"{key}={value!r}", {**row, key: value}
 
 
@@ -82,22 +83,59 @@ def test_every_kind_is_fuzzed() -> None:
     assert set(map(id, found)) == set(map(id, written))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_changed_key_makes_a_page_or_one_error_that_names_it(name: str) -> None:
-    whole, places = FILES[name]
-    for place in places:
-        for what, changed in changes({**whole[place], "run": RUN}):
-            mixed = [*whole[:place], changed, *whole[place + 1 :]]
-            told = complaint(changed)
-            if told:
-                assert told.startswith("file, line 1")
-                assert repr(what.split("=")[0].removeprefix("without ")) in told
-                continue
-            made = page.sections(mixed)  # raises nothing, ConfigError included
-            drawn = [q.figure.svg for section in made for q in section.questions if q.figure]
-            for one in drawn:
-                assert '"nan' not in one, what
-                assert '"inf' not in one, what
+@pytest.mark.parametrize("turn", one_in(len(BAD), range(len(BAD))))
+def test_a_changed_key_makes_a_page_or_one_error_that_names_it(turn: int) -> None:
+    """Each key is removed, or has another bad value than its neighbour; over all turns, every."""
+    for name, (whole, places) in FILES.items():
+        for place in places:
+            for what, changed in changes({**whole[place], "run": RUN}, turn):
+                told = complaint(changed)
+                if told:
+                    assert told.startswith("file, line 1")
+                    key = what.split("=")[0].removeprefix("without ")
+                    assert repr(key) in told, (name, what)
+                    continue
+                # Raises nothing, ConfigError included.
+                made = page.sections([*whole[:place], changed, *whole[place + 1 :]])
+                drawn = [q.figure.svg for section in made for q in section.questions if q.figure]
+                for one in drawn:
+                    assert '"nan' not in one, (name, what)
+                    assert '"inf' not in one, (name, what)
+
+
+WRONG = [
+    ("[" * 100_000, "line 1 is nested deeper than 50 levels"),
+    ('{"a":' * 100_000, "line 1 is nested deeper than 50"),
+    ('{"a": ' + "[" * 200 + "]" * 200 + "}", "line 1 is nested deeper than 50 levels"),
+    ("{}", "line 1: the row has no keys"),
+    ('{"a": 1}\n{"a": Infinity}', "line 2 is not JSON: Infinity is no number of JSON"),
+    ('{"a": NaN}', "line 1 is not JSON: NaN is no number of JSON"),
+    ('{"a": 1e999}', "line 1 is not JSON: 1e999 is too large"),
+    (f'{{"a": {"9" * 5000}}}', "line 1 is not JSON"),
+    ('{"a": 1}\n{"a" 2}', "line 2 is not JSON: Expecting ':' delimiter at column 6$"),
+    (r'{"a": "\ud800"}', "line 1 is not JSON"),
+    ('{"a": 1, "run": [1]}', r"line 1: 'run' is \[1\]"),
+    (b'{"a": 1}\n\xff', "line 2 is not UTF-8 text"),
+    ("", "holds no rows"),
+    ("[1]", "line 1 is not a JSON object but list"),
+]
+
+
+def test_files_that_hold_no_rows_are_named(tmp_path: Path) -> None:
+    file, made = tmp_path / "rows.jsonl", tmp_path / "report.html"
+    for content, told in WRONG:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ConfigError, match=told) as error:
+            report.write([file], made)
+        assert str(file) in str(error.value)
+    for path, told in (
+        (Path("/dev/zero"), "/dev/zero, line 1 is longer than 16 MiB: not a row"),
+        (tmp_path, f"^cannot read rows from {tmp_path}: is a directory$"),
+        (tmp_path / "none.jsonl", "cannot read rows from .*none.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            report.write([path], made)
+    assert not made.exists()
 
 
 def test_an_error_names_file_line_and_key(tmp_path: Path) -> None:
@@ -110,45 +148,7 @@ def test_an_error_names_file_line_and_key(tmp_path: Path) -> None:
         f"{file}, line 3, a row of `gradwire bench collectives`: 'wire_bytes' is -1, "
         "where a number of 0 or more is needed"
     )
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        pytest.param("[" * 100_000, "line 1 is nested deeper than 50 levels", id="arrays"),
-        pytest.param('{"a":' * 100_000, "line 1 is nested deeper than 50", id="objects"),
-        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "line 1 is nested deeper than 50 levels"),
-        ("{}", "line 1: the row has no keys"),
-        ('{"a": 1}\n{"a": Infinity}', "line 2 is not JSON: Infinity is no number of JSON"),
-        ('{"a": NaN}', "line 1 is not JSON: NaN is no number of JSON"),
-        ('{"a": 1e999}', "line 1 is not JSON: 1e999 is too large"),
-        pytest.param(f'{{"a": {"9" * 5000}}}', "line 1 is not JSON", id="digits"),
-        ('{"a": 1}\n{"a" 2}', "line 2 is not JSON: Expecting ':' delimiter at column 6$"),
-        (r'{"a": "\ud800"}', "line 1 is not JSON"),
-        ('{"a": 1, "run": [1]}', r"line 1: 'run' is \[1\]"),
-        (b'{"a": 1}\n\xff', "line 2 is not UTF-8 text"),
-    ],
-)
-def test_lines_that_are_no_rows_are_named(tmp_path: Path, content: Any, complaint: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=complaint) as error:
-        report.write([file], tmp_path / "report.html")
-    assert str(error.value).startswith(str(file))
-
-
-def test_an_endless_line_ends(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="/dev/zero, line 1 is longer than 16 MiB: not a row"):
-        report.write([Path("/dev/zero")], tmp_path / "report.html")
-
-
-def test_a_folder_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        report.write([tmp_path], tmp_path / "report.html")
-    assert str(error.value) == f"cannot read rows from {tmp_path}: is a directory"
-
-
-def test_a_line_may_hold_every_character_of_json(tmp_path: Path) -> None:
+    # A line may hold every character of json.
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": "one\u2028line, \\ud83d\\ude00"}\n', encoding="utf-8")
     assert rows.read(file) == [{"a": "one\u2028line, \U0001f600"}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from report_rows import COLLECTIVE, DOCTOR, KERNEL, RUN, SWEPT, TRANSPORT, VALIDATED, train_rows
 
 from gradwire.bench.report import page
@@ -34,9 +33,7 @@ def test_doctors_rows_have_a_verdict_and_bars() -> None:
     ]  # fmt: skip
     assert parts.table is not None
     assert [cell.text for cell in parts.table.rows[0]] == ["gradwire", "yes", "0.1.0"]
-
-
-def test_every_examination_has_its_section() -> None:
+    # Every examination has its section.
     joined = [{**row, "net": "as it is"} if "net" in row else row for row in DOCTOR]
     made = page.sections([*DOCTOR, *joined, DOCTOR[0], DOCTOR[0], DOCTOR[-1]])
     assert [len(section.questions) for section in made[1:]] == [2, 2, 1, 2]
@@ -45,24 +42,24 @@ def test_every_examination_has_its_section() -> None:
     assert "the network between torchrun's ranks" in figure.caption
 
 
-@pytest.mark.parametrize(
-    ("load", "busy"), [(1.5, False), (2.0, False), (14.39, True), (None, False)]
-)
-def test_a_busy_machine_is_said_in_a_sentence(load: float | None, busy: bool) -> None:
-    run = {**RUN, "machine": "a processor, 2 cores, 24 GiB", "load": load}
-    about = " ".join(page.sections([{**KERNEL, "run": run}])[0].about)
-    assert ("a load of 14.39 on 2" in about) is busy
-    assert ("1 of 1 run" in about) is busy
+def test_a_busy_machine_is_said_in_a_sentence() -> None:
+    for load, busy in ((1.5, False), (2.0, False), (14.39, True), (None, False)):
+        run = {**RUN, "machine": "a processor, 2 cores, 24 GiB", "load": load}
+        about = " ".join(page.sections([{**KERNEL, "run": run}])[0].about)
+        assert ("a load of 14.39 on 2" in about) is busy
+        assert ("1 of 1 run" in about) is busy
 
 
-def test_numbers_of_rows_agree_with_their_verbs() -> None:
+def test_sentences_are_grammatical_and_axes_say_what_they_are() -> None:
     assert "1 row of 1 is without command" in all_text([KERNEL])
     assert "2 rows of 2 are without command" in all_text([KERNEL, KERNEL])
     assert "from 1 row." in page.render([KERNEL])
     assert "from 2 rows." in page.render([KERNEL, KERNEL])
-
-
-def test_logarithmic_axes_say_so() -> None:
+    assert all_text(train_rows()).count("the spread over seeds is unknown") == 1
+    powersgd = {**COLLECTIVE, "method": "torch-powersgd", "nmse": 1.2}
+    assert "random and have no low rank" in all_text([powersgd])
+    assert "random and have no low rank" not in all_text([COLLECTIVE])
+    # Logarithmic axes say so.
     text = all_text(TRANSPORT)
     assert "latency, µs (logarithmic)" in text
     assert "bytes of a message (logarithmic)" in text
@@ -74,13 +71,3 @@ def test_logarithmic_axes_say_so() -> None:
     text = all_text(train_rows())
     assert "utility (logarithmic)" in text
     assert text.count("logarithmic") == 1
-
-
-def test_a_spread_that_is_unknown_is_said_once() -> None:
-    assert all_text(train_rows()).count("the spread over seeds is unknown") == 1
-
-
-def test_random_gradients_suit_no_low_rank_method() -> None:
-    powersgd = {**COLLECTIVE, "method": "torch-powersgd", "nmse": 1.2}
-    assert "random and have no low rank" in all_text([powersgd])
-    assert "random and have no low rank" not in all_text([COLLECTIVE])

@@ -31,7 +31,10 @@ def cells(found: Question) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize(("mixed", "best"), [(0.4, "fsdp-mixed"), (0.6, "fsdp-bf16")])
+BEST = ((0.4, "fsdp-mixed"), (0.6, "fsdp-bf16"))
+
+
+@pytest.mark.parametrize(("mixed", "best"), BEST)
 def test_the_best_of_both_is_the_16_bit_baseline(mixed: float, best: str) -> None:
     step = {"fsdp-mixed": mixed, "fsdp-bf16": 0.5}
     section = training(sharded_rows(mixed, step=0.2))
@@ -60,9 +63,7 @@ def test_bytes_are_by_kind() -> None:
     assert found["qsdp:w=8:g=8"]["of fsdp-mixed"] == "0.30×"
     (_, *headings) = found["fsdp-bf16"]
     assert headings[2:4] == ["weights, per step", "gradients, per step"]
-
-
-def test_rows_of_ddp_are_as_before_and_apart() -> None:
+    # Rows of ddp are as before and apart.
     made = sections([*train_rows(), *sharded_rows()])
     titles = [one.title for one in made]
     assert {"Training gpt, 4 ranks", "Training gpt, 4 ranks, sharded"} <= set(titles)
@@ -74,7 +75,7 @@ def test_rows_of_ddp_are_as_before_and_apart() -> None:
     assert any("policy param fp32" in line for line in training(sharded_rows()).about)
 
 
-def test_maps_of_networks_have_the_same_bar() -> None:
+def test_maps_and_the_terminals_table_have_the_same_bar() -> None:
     rows = [*sharded_rows(), *sharded_rows(net="1gbit,1ms")]
     (found,) = (one for one in sections(rows) if one.title.endswith("gain over 16 bit by network"))
     assert "sharded" in found.title
@@ -82,24 +83,18 @@ def test_maps_of_networks_have_the_same_bar() -> None:
     assert "fsdp-fp32" not in re.sub("against .*?:", "", " ".join(found.questions[0].answers))
     summaries = [row for row in sharded_rows() if row["row"] == "summary"]
     assert gain.of_summaries(summaries, [])["fsdp-mixed"].standing is gain.Standing.BAR
-
-
-def test_rows_are_checked_by_their_keys() -> None:
+    # Rows are checked by their keys.
     for row in sharded_rows():
         check(row, "here")
         with pytest.raises(Exception, match="'weights_wire_bytes' is \"many\""):
             check({**row, "weights_wire_bytes": "many"}, "here")
-
-
-@pytest.mark.parametrize(
-    ("mixed", "bf16", "of_mixed"), [(0.25, "2.00×", "1.00×"), (1.0, "1.00×", "2.00×")]
-)
-def test_the_terminals_table_has_the_same_baseline(mixed: float, bf16: str, of_mixed: str) -> None:
-    made = table([row for row in sharded_rows(mixed) if row["row"] == "summary"])
-    names, ratios = ([str(cell) for cell in made.columns[place].cells] for place in (0, 3))
-    assert made.columns[3].header == "of 16 bit"
-    found = dict(zip(names, ratios, strict=True))
-    assert (found["fsdp-bf16"], found["fsdp-mixed"]) == (bf16, of_mixed)
+    # The terminals table has the same baseline.
+    for mixed, bf16, of_mixed in ((0.25, "2.00×", "1.00×"), (1.0, "1.00×", "2.00×")):
+        made = table([row for row in sharded_rows(mixed) if row["row"] == "summary"])
+        names, ratios = ([str(cell) for cell in made.columns[place].cells] for place in (0, 3))
+        assert made.columns[3].header == "of 16 bit"
+        found = dict(zip(names, ratios, strict=True))
+        assert (found["fsdp-bf16"], found["fsdp-mixed"]) == (bf16, of_mixed)
 
 
 def test_predicted_steps_stand_by_network_and_method() -> None:

@@ -73,14 +73,9 @@ def test_gains_have_a_line_per_method_and_a_column_per_network(made: Any) -> Non
     assert ours.startswith("| `gradwire-qsgd4` | **5.00×** | 0.250×, loses | 3.000 | 0.00 %")
     never = made(train_rows(losses=(3.5, 3.5, 3.6)), "--gains")[1]
     assert "| `gradwire-qsgd4` | loses | 3.533 | +17.78 %, higher |" in never
-
-
-def test_a_target_that_is_not_reached_loses(made: Any) -> None:
     out = made(train_rows(losses=(3.5, 3.5, 3.6)))[1]
     assert "| `gradwire-qsgd4` | 200 ms | not reached | loses | 3.533 | +17.78 %, higher |" in out
-
-
-def test_nothing_within_noise_and_nothing_of_one_seed_is_bold(made: Any) -> None:
+    # Nothing within noise and nothing of one seed is bold.
     assert "**" not in made(train_rows(step=0.47, losses=(3.0, 3.0, 3.0)))[1]
     assert "**" not in made(train_rows(step=0.1, losses=(3.0,)))[1]
 
@@ -106,9 +101,6 @@ def test_each_command_has_its_own_table_and_baselines(made: Any) -> None:
     first, second = (made(told(train_rows(step=step), name))[1] for step, name in
                      ((0.1, "first"), (2.0, "second")))  # fmt: skip
     assert made(rows)[1] == f"{first}\n{second}"
-
-
-def test_each_run_of_one_command_has_its_own_table(made: Any) -> None:
     later = {**RUN, "date": "2026-01-02T00:00:00+00:00"}
     rows = [*train_rows(step=0.1), *({**row, "run": later} for row in train_rows(step=2.0))]
     assert made(rows)[1].count("Task `gpt`") == 2

@@ -5,98 +5,83 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bench_runs import refused
 
 from gradwire import lab
 from gradwire.bench import methods, train
 from gradwire.bench.demo import RATES, fastest
 from gradwire.bench.train_config import TrainConfig
-from gradwire.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", methods.NAMED)
-def test_named_methods_parse_to_themselves_and_check(name: str) -> None:
-    method = methods.parse(name)
-    assert method.name == name
-    method.check()
-
-
-def test_options_are_parsed_with_their_types() -> None:
+def test_methods_are_parsed() -> None:
+    for name in methods.NAMED:
+        method = methods.parse(name)
+        assert method.name == name
+        method.check()
+    # Options are parsed with their types.
     method = methods.parse("gradwire:qsgd:bits=2:error_feedback=true:scale=max:x=0.5")
     assert method.options == {
-        "codec": "qsgd",
-        "bits": 2,
-        "error_feedback": True,
-        "scale": "max",
-        "x": 0.5,
-    }
+        "codec": "qsgd", "bits": 2, "error_feedback": True, "scale": "max", "x": 0.5,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("nccl", "unknown method 'nccl'; known: torch-fp32"),
-        ("gradwire", "unknown method"),
-        ("gradwire:", "unknown method"),
-        ("gradwire:qsgd:bits", "expected OPTION=VALUE, found 'bits'"),
-        ("gradwire:qsgd:=4", "expected OPTION=VALUE"),
-        ("gradwire:qsgd:bits=4:bits=2", "'bits' is given twice"),
-        ("gradwire:qsdg", "unknown codec or aggregator 'qsdg'"),
-        ("gradwire:qsgd:bitz=4", "no option 'bitz'"),
-        ("gradwire:qsgd:bits=99", "bits"),
-    ],
+WRONG_METHODS = (
+    ("nccl", "unknown method 'nccl'; known: torch-fp32"),
+    ("gradwire", "unknown method"),
+    ("gradwire:", "unknown method"),
+    ("gradwire:qsgd:bits", "expected OPTION=VALUE, found 'bits'"),
+    ("gradwire:qsgd:=4", "expected OPTION=VALUE"),
+    ("gradwire:qsgd:bits=4:bits=2", "'bits' is given twice"),
+    ("gradwire:qsdg", "unknown codec or aggregator 'qsdg'"),
+    ("gradwire:qsgd:bitz=4", "no option 'bitz'"),
+    ("gradwire:qsgd:bits=99", "bits"),
+    ("truncate:ratio=0.5", "write truncate:ratio=N, with a number of 1 or more"),
+    ("truncate:ratio=nan", "write truncate:ratio=N"),
+    ("truncate:ratio=many", "write truncate:ratio=N"),
+    ("truncate", "write truncate:ratio=N"),
+    ("truncate:bits=4", "write truncate:ratio=N"),
+    ("torch-powersgd:rank=1.5", "write torch-powersgd:rank=N, with a whole number"),
+    ("torch-powersgd:rank=0", "with a whole number of 1 or more"),
+    ("torch-powersgd:rank", "expected OPTION=VALUE"),
 )
-def test_wrong_methods_are_refused_before_anything_starts(text: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        TrainConfig(methods=(text,)).check()
-
-
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"task": "speech"}, "unknown task"),
-        ({"task_options": {"depth": 1}}, "no option 'depth'"),
-        ({"methods": ()}, "no methods"),
-        ({"methods": ("torch-fp32", "torch-fp32")}, "methods contain duplicates: torch-fp32"),
-        ({"seeds": ()}, "no seeds"),
-        ({"seeds": (1, 1)}, "seeds contain duplicates"),
-        ({"nets": ("1gbit,1ms", "1000mbit,1ms")}, "nets contain duplicates: 1gbit,1ms, 1gbit,1ms"),
-        ({"target_at": 0.04}, r"target_at is 0.04: with 200 steps .*; give 0.05 or more"),
-        ({"target_at": 0.01, "steps": 900}, "give 0.0112 or more"),
-        ({"target_at": 0.5, "steps": 5}, "give 1 or more"),
-        ({"target_at": 0.1, "patience": 2}, "with 20 steps .*; give 0.5 or more"),
-        ({"target_at": 0.4, "budget_seconds": 9.0}, "with 20 steps .*; give 0.5 or more"),
-        ({"seeds": (1, 2**63)}, f"seed {2**63}: seeds are below 2\\^63"),
-        ({"methods": ("thc:bits=2:code=2:saturate=false",)}, "saturate=false' on 4 ranks: "),
-        ({"methods": ("qsgd:seed=-1",)}, "seed"),
-        ({"methods": ("qsgd:coalesce_bytes=-1",)}, "coalesce_bytes=-1"),
-        ({"methods": ("qsgd:include=weight",)}, "give a list of patterns"),
-        ({"methods": ("powersgd:rank=5000",)}, "rank"),
-        ({"nodes": 0}, "nodes is 0, must be at least 1"),
-        ({"steps": -1}, "steps is -1"),
-        ({"evaluate_every": 0}, "evaluate_every is 0"),
-        ({"budget_seconds": 9.0, "evaluate_every": 50}, "must not exceed the task's warm-up"),
-    ],
+WRONG_FIELDS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"task": "speech"}, "unknown task"),
+    ({"task_options": {"depth": 1}}, "no option 'depth'"),
+    ({"methods": ()}, "no methods"),
+    ({"methods": ("torch-fp32", "torch-fp32")}, "methods contain duplicates: torch-fp32"),
+    ({"seeds": ()}, "no seeds"),
+    ({"seeds": (1, 1)}, "seeds contain duplicates"),
+    ({"nets": ("1gbit,1ms", "1000mbit,1ms")}, "nets contain duplicates: 1gbit,1ms, 1gbit,1ms"),
+    ({"target_at": 0.04}, r"target_at is 0.04: with 200 steps .*; give 0.05 or more"),
+    ({"target_at": 0.01, "steps": 900}, "give 0.0112 or more"),
+    ({"target_at": 0.5, "steps": 5}, "give 1 or more"),
+    ({"target_at": 0.1, "patience": 2}, "with 20 steps .*; give 0.5 or more"),
+    ({"target_at": 0.4, "budget_seconds": 9.0}, "with 20 steps .*; give 0.5 or more"),
+    ({"seeds": (1, 2**63)}, f"seed {2**63}: seeds are below 2\\^63"),
+    ({"methods": ("thc:bits=2:code=2:saturate=false",)}, "saturate=false' on 4 ranks: "),
+    ({"methods": ("qsgd:seed=-1",)}, "seed"),
+    ({"methods": ("qsgd:coalesce_bytes=-1",)}, "coalesce_bytes=-1"),
+    ({"methods": ("qsgd:include=weight",)}, "give a list of patterns"),
+    ({"methods": ("powersgd:rank=5000",)}, "rank"),
+    ({"nodes": 0}, "nodes is 0, must be at least 1"),
+    ({"steps": -1}, "steps is -1"),
+    ({"evaluate_every": 0}, "evaluate_every is 0"),
+    ({"budget_seconds": 9.0, "evaluate_every": 50}, "must not exceed the task's warm-up"),
+    ({"target_at": 1.5}, "target_at is 1.5"),
+    ({"target_at": 0.6, "target": 2.0}, "exclude each other"),
+    ({"patience": 0}, "patience is 0, must be at least 1"),
+    ({"validate": True}, "give nets to compose"),
+    ({"nets": ("1gbit,1hour",)}, "1hour"),
 )
-def test_wrong_fields_are_named(fields: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        TrainConfig(**fields).check()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"target_at": 0.05}, {"target_at": 1.0, "steps": 5}, {"target_at": 0.0112, "steps": 900}],
-)
-def test_the_least_share_is_accepted(fields: dict[str, Any]) -> None:
-    TrainConfig(methods=("torch-fp32",), **fields).check()
-
-
-def test_networks_are_kept_in_one_spelling() -> None:
-    assert train.plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
-
-
-def test_the_configuration_survives_json() -> None:
-    config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
-    assert TrainConfig.from_json(config.to_json()) == config
+def test_wrong_fields_are_refused_before_anything_starts() -> None:
+    methods = [({"methods": (text,)}, told) for text, told in WRONG_METHODS]
+    refused(lambda fields: TrainConfig(**fields).check(), [*methods, *WRONG_FIELDS])
+    for fields in (
+        {"target_at": 0.05}, {"target_at": 1.0, "steps": 5}, {"target_at": 0.0112, "steps": 900},
+    ):  # fmt: skip
+        TrainConfig(methods=("torch-fp32",), **fields).check()  # the least share
 
 
 def test_the_default_network_without_a_lab_is_announced(
@@ -113,7 +98,12 @@ def test_the_default_network_without_a_lab_is_announced(
     assert not said
 
 
-def test_arguments_override_quick() -> None:
+def test_a_plan_holds_what_is_given() -> None:
+    assert train.plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
+    # The configuration survives json.
+    config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
+    assert TrainConfig.from_json(config.to_json()) == config
+    # Arguments override quick.
     config = train.plan(
         quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}
     )
@@ -122,23 +112,19 @@ def test_arguments_override_quick() -> None:
     assert config.budget_seconds is None
 
 
-@pytest.mark.parametrize("ideal", [0.001, 0.01, 0.05, 0.2, 1.0])
-def test_the_demo_takes_the_fastest_network_that_shows_communication(ideal: float) -> None:
+def test_the_demo_takes_the_fastest_network_that_shows_communication() -> None:
     parameters, nodes = 5_000_000, 4
-    choice = fastest(ideal, parameters, nodes)
-    rate, _, latency = choice.net.partition(",")
-    assert latency == "1ms"
-    assert rate in choice.reason
     sent = methods.ring_bytes(parameters, 2, nodes)
-    long_enough = [
-        r for r in RATES if sent * 8 / lab.Network.parse(r + ",1ms").rate_bits_per_s >= 5 * ideal
-    ]
-    assert rate == (long_enough[0] if long_enough else RATES[-1])
-    assert "hide" not in choice.reason  # what was not measured is not claimed
-    assert "on a faster network the gain is smaller" in choice.reason
-
-
-def test_ring_bytes() -> None:
+    for ideal in (0.001, 0.01, 0.05, 0.2, 1.0):
+        choice = fastest(ideal, parameters, nodes)
+        rate, _, latency = choice.net.partition(",")
+        bits = {r: lab.Network.parse(r + ",1ms").rate_bits_per_s for r in RATES}
+        long_enough = [r for r in RATES if sent * 8 / bits[r] >= 5 * ideal]
+        assert (rate, latency) == ((long_enough or RATES[-1:])[0], "1ms")
+        assert rate in choice.reason
+        assert "hide" not in choice.reason  # what was not measured is not claimed
+        assert "on a faster network the gain is smaller" in choice.reason
+    # Ring bytes.
     assert methods.ring_bytes(1000, 4, 1) == 0
     assert methods.ring_bytes(1000, 4, 2) == 4000
     assert methods.ring_bytes(1000, 2, 4) == 3000

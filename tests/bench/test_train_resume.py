@@ -3,94 +3,94 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import TINY, trained, without_times
 
-from gradwire.bench import train, train_state
+from gradwire.bench import train_rows, train_state, workers
 from gradwire.bench.train_config import TrainConfig
 from gradwire.errors import ConfigError
 from products import EXHAUSTIVE
 
-pytestmark = pytest.mark.multiprocess
+DDP = replace(
+    TINY,
+    nodes=3,  # torch's sums of three ranks depend on DDP's buckets
+    methods=("torch-fp32", "torch-powersgd", "qsgd:bits=2:error_feedback=true"),
+    steps=9, evaluate_every=3, patience=15, save_seconds=0.0,
+)  # fmt: skip
+SHARDED = replace(
+    TINY, sharded=True, methods=("fsdp-bf16", "qsdp:w=6:g=4:error_feedback=true"), steps=6,
+    evaluate_every=2, save_seconds=0.0,
+)  # fmt: skip
 
-CONFIG = TrainConfig(
-    task="gpt",
-    task_options={"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16},
-    nodes=3,  # three ranks: torch's sums depend on DDP's buckets
-    net="none",
-    methods=("torch-fp32", "torch-powersgd", "gradwire-qsgd4", "qsgd:bits=2:error_feedback=true"),
-    steps=60,
-    evaluate_every=3,
-    ideal_steps=2,
-    patience=15,
-    save_seconds=0.0,
-    timeout_seconds=300,
-)
-TIMES = {"run", "peak_extra_bytes", "time_to_target", "time_to_target_by_seed", "utility"}
-TIMES |= {"utility_against"}
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("config", "kills"),
+    [
+        # The second turn is written and not whole; later, one is written by two ranks of three.
+        pytest.param(DDP, ["0 commit 2", "1 write 2"], id="DDP"),
+        pytest.param(SHARDED, ["1 _train 4"], id="sharded"),
+        *(
+            pytest.param(
+                replace(config, interleaved=False), ["0 _train 5", "0 commit 1", "1 write 1"],
+                id=name, marks=EXHAUSTIVE,
+            )
+            for name, config in (("DDP in turn", DDP), ("sharded in turn", SHARDED))
+        ),
+    ],
+)  # fmt: skip
+def test_a_killed_run_ends_with_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig, kills: list[str]
+) -> None:
+    expected, folder = trained(config), tmp_path / "state"
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 60.0)  # all end at once: their peer is gone
+    for turn, kill in enumerate(kills):
+        with monkeypatch.context() as patched:
+            patched.setenv("KILLED", kill)
+            patched.setattr(train_rows, "WORKER", "killed_worker")
+            with pytest.raises(workers.WorkerError, match=f"rank {kill[0]} -9"):
+                trained(config, state=folder, resume=turn > 0)
+        assert train_state.latest(folder / "train") is not None
+    found = trained(config, state=folder, resume=True)
+    assert without_times(found.rows) == without_times(expected.rows)
+    assert any("Continuing the run in" in line for line in found.said)
+    assert not folder.exists()
+
 
 RUN = """
-import json, sys
+import json, os, signal, sys
 from pathlib import Path
 from gradwire.bench import train
 from gradwire.bench.train_config import TrainConfig
-config = TrainConfig.from_json(sys.argv[1])
-folder, resume = Path(sys.argv[2]), sys.argv[3] == "resume"
-rows = train.run(config, announce=lambda text: None, state=folder, resume=resume)
-Path(sys.argv[4]).write_text("\\n".join(json.dumps(row) for row in rows))
+folder, kill_at, rows = Path(sys.argv[2]), int(sys.argv[3]), []
+run = train.run(TrainConfig.from_json(sys.argv[1]), announce=print, state=folder, resume=True)
+for row in run:
+    rows.append(row)
+    if len(rows) == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+folder.with_suffix(".rows").write_text(json.dumps(rows))
 """
 
 
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if key not in TIMES and "seconds" not in key}
-        for row in rows
-    ]
-
-
-def start(config: TrainConfig, folder: Path, resume: bool) -> subprocess.Popen[bytes]:
-    rows = str(folder.with_suffix(".rows"))
-    arguments = [config.to_json(), str(folder), "resume" if resume else "anew", rows]
-    return subprocess.Popen([sys.executable, "-c", RUN, *arguments])
-
-
-def turn_of(folder: Path) -> int:
-    found = train_state.latest(folder / "train")
-    return found["turn"] if found else 0
-
-
+@EXHAUSTIVE
+@pytest.mark.multiprocess
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("interleaved", [True, pytest.param(False, marks=EXHAUSTIVE)])
-def test_a_killed_run_ends_with_the_same_rows(tmp_path: Path, interleaved: bool) -> None:
-    config = replace(CONFIG, interleaved=interleaved)
-    expected = list(train.run(config, announce=lambda text: None))
-    folder, draw = tmp_path / "state", random.Random(0)
-    kills = 0
-    for turn in (1, 9):
-        process = start(config, folder, resume=kills > 0)
-        deadline = time.monotonic() + 240
-        while turn_of(folder) < turn and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.05))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait()
-    assert kills >= 1
-    assert start(config, folder, resume=True).wait(120) == 0
-    rows = [json.loads(line) for line in folder.with_suffix(".rows").read_text().splitlines()]
-    assert without_times(rows) == without_times(json.loads(json.dumps(expected)))
-    assert not folder.exists()
+def test_a_killed_command_ends_with_the_same_rows(tmp_path: Path) -> None:
+    """The command itself is killed, while its ranks train on."""
+    folder = tmp_path / "state"
+    for kill_at, code in ((4, -signal.SIGKILL), (8, -signal.SIGKILL), (0, 0)):
+        command = [sys.executable, "-c", RUN, DDP.to_json(), str(folder), str(kill_at)]
+        assert subprocess.run(command, timeout=300, check=False).returncode == code
+    rows = json.loads(folder.with_suffix(".rows").read_text())
+    assert without_times(rows) == without_times(trained(DDP).rows)
 
 
 def test_another_configuration_is_not_continued(tmp_path: Path) -> None:
@@ -113,43 +113,25 @@ def saved(folder: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "",
-        "{",
-        "3",
-        "[1]",
-        "{}",
-        b"\xff",
-        b"PK\x03\x04",
-        pytest.param("[" * 100_000, id="nested"),
-    ],
-)
-@pytest.mark.parametrize(
-    "name", ["config.json", "train/latest.json", "train/1/events.json", "train/1/rank1.pt"]
-)
-def test_a_damaged_state_is_told_in_one_line(
-    tmp_path: Path, name: str, content: str | bytes | None
-) -> None:
-    config = saved(tmp_path)
-    file = tmp_path / name
-    if content is None:
-        if file.suffix == ".json" and file.parent.name != "1":
-            return  # without it there is no run, or no turn
-        file.unlink()
-    else:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    told = "leave --resume out to start again|give its own options, or leave --resume out"
-    with pytest.raises(ConfigError, match=told) as error:
-        train_state.prepare(tmp_path, config, True)
-    assert "\n" not in str(error.value)
-    assert not train_state.prepare(tmp_path, config, False)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json"]
+CONTENTS = [None, b"", b"{", b"3", b"[1]", b"{}", b"\xff", b"PK\x03\x04", b"[" * 100_000]
+TOLD = r"leave --resume out to start again|give its own options, or leave --resume out"
 
 
-def test_a_truncated_rank_is_told(tmp_path: Path) -> None:
+def test_a_damaged_state_is_told_in_one_line(tmp_path: Path) -> None:
+    names = ("config.json", "train/latest.json", "train/1/events.json", "train/1/rank1.pt")
+    for name in names:
+        for content in CONTENTS:
+            if content is None and name in names[:2]:
+                continue  # without it there is no run, or no turn
+            config = saved(tmp_path)
+            file = tmp_path / name
+            file.unlink() if content is None else file.write_bytes(content)
+            with pytest.raises(ConfigError, match=TOLD) as error:
+                train_state.prepare(tmp_path, config, True)
+            assert "\n" not in str(error.value)
+            assert not train_state.prepare(tmp_path, config, False)
+            assert [one.name for one in tmp_path.iterdir()] == ["config.json"], (name, content)
+    # A truncated rank is told.
     config = saved(tmp_path)
     file = tmp_path / "train" / "1" / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-20])
@@ -157,24 +139,20 @@ def test_a_truncated_rank_is_told(tmp_path: Path) -> None:
         train_state.prepare(tmp_path, config, True)
 
 
-def test_a_state_that_is_a_plain_file_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl.state"
+def test_what_is_no_state_is_not_deleted(tmp_path: Path) -> None:
+    file, folder = tmp_path / "rows.jsonl.state", tmp_path / "thesis"
     file.write_text("mine")
     with pytest.raises(ConfigError, match=r"file exists.*: move it away"), train_state.lease(file):
         pass
-    assert file.read_text() == "mine"
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_what_is_no_state_is_not_deleted(tmp_path: Path, resume: bool) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter").write_text("mine")
-    with (
-        train_state.lease(tmp_path),
-        pytest.raises(ConfigError, match=r"is not a state of bench train .*: move it away"),
-    ):
-        train_state.prepare(tmp_path, {"steps": 3}, resume)
-    assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
+    folder.mkdir()
+    (folder / "chapter").write_text("mine")
+    for resume in (False, True):
+        with (
+            train_state.lease(folder),
+            pytest.raises(ConfigError, match=r"is not a state of bench train .*: move it away"),
+        ):
+            train_state.prepare(folder, {"steps": 3}, resume)
+    assert file.read_text() == (folder / "chapter").read_text() == "mine"
 
 
 def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,22 +172,16 @@ def test_a_killed_deletion_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert not tmp_path.exists()
 
 
-def test_two_runs_do_not_share_a_state(tmp_path: Path) -> None:
-    with (
-        train_state.lease(tmp_path),
-        pytest.raises(ConfigError, match="another run uses this state"),
-        train_state.lease(tmp_path),
+def test_two_runs_do_not_share_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a run share it with the dying ranks of another."""
+    monkeypatch.setattr(train_state, "_DYING_SECONDS", 0.1)
+    for other, told in (
+        (train_state.lease(tmp_path), "another run uses this state"),
+        (train_state.used_by_rank(tmp_path / "train"), "ranks of an earlier run"),
     ):
-        pass
-
-
-def test_a_dying_rank_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_state, "_DYING_SECONDS", 0.3)
-    with (
-        train_state.used_by_rank(tmp_path / "train"),
-        pytest.raises(ConfigError, match="ranks of an earlier run"),
-        train_state.lease(tmp_path),
-    ):
+        with other, pytest.raises(ConfigError, match=told), train_state.lease(tmp_path):
+            pass
+    with train_state.lease(tmp_path):
         pass
 
 

@@ -17,38 +17,18 @@ def summary(losses: dict[tuple[str, int], list[float | None]], **fields: Any) ->
     made = Summary(TrainConfig(methods=names, seeds=seeds, **fields))
     for (method, seed), values in losses.items():
         for turn, loss in enumerate(values):
-            made.evaluations.append(
-                {
-                    "method": method,
-                    "seed": seed,
-                    "step": 10 * turn,
-                    "seconds": 10.0 * turn + seed,
-                    "metric": loss,
-                    "loss": loss,
-                    "rolling_metric": loss,
-                    "rolling_loss": loss,
-                    "wire_bytes": 100 * turn,
-                    "link_bytes": None,
-                    "peak_extra_bytes": None,
-                }
-            )
-        made.finished.append(
-            {
-                "method": method,
-                "seed": seed,
-                "step_seconds": 1.0 + seed,
-                "step_seconds_quartiles": [0.9 + seed, 1.1 + seed],
-                "step_seconds_mean": 1.25 + seed,
-                "timed_steps": 10,
-                "timed_bytes": 10.0,
-                "ideal_step_seconds": 0.5,
-                "kernel_seconds": 0.25 + seed,
-                "exposed_seconds": None,
-                "mean_ratio": 4.0 + seed,
-                "plan_changes": 2 * seed,
-                "peak_extra_bytes": None,
-            }
-        )
+            known = dict.fromkeys(("metric", "loss", "rolling_metric", "rolling_loss"), loss)
+            made.evaluations.append({
+                "method": method, "seed": seed, "step": 10 * turn, "seconds": 10.0 * turn + seed,
+                **known, "wire_bytes": 100 * turn, "link_bytes": None, "peak_extra_bytes": None,
+            })  # fmt: skip
+        made.finished.append({
+            "method": method, "seed": seed, "step_seconds": 1.0 + seed,
+            "step_seconds_quartiles": [0.9 + seed, 1.1 + seed], "step_seconds_mean": 1.25 + seed,
+            "timed_steps": 10, "timed_bytes": 10.0, "ideal_step_seconds": 0.5,
+            "kernel_seconds": 0.25 + seed, "exposed_seconds": None, "mean_ratio": 4.0 + seed,
+            "plan_changes": 2 * seed, "peak_extra_bytes": None,
+        })  # fmt: skip
     return list(made.rows())
 
 
@@ -58,12 +38,12 @@ def test_the_target_is_the_baselines_last_loss_with_the_tolerance() -> None:
     assert {row["target_from"] for row in rows} == {"torch-fp32"}
     assert [row["time_to_target"] for row in rows] == [10.0, 20.0]
     assert [row["final_loss"] for row in rows] == [1.0, 2.0]
-
-
-def test_without_the_baseline_the_first_method_is_named_instead() -> None:
+    # Without the baseline, the first method is named instead; a given target counts.
     rows = summary({("gradwire-fp16", 0): [5.0, 3.0], ("gradwire-qsgd4", 0): [5.0, 3.1]})
     assert {row["target_from"] for row in rows} == {"gradwire-fp16"}
     assert [row["time_to_target"] for row in rows] == [10.0, None]
+    (row,) = summary({("torch-fp32", 0): [5.0, 3.0, 2.0]}, target=4.0)
+    assert (row["target"], row["target_from"], row["time_to_target"]) == (4.0, "given", 10.0)
 
 
 def test_the_longest_time_between_evaluations_is_that_of_all_seeds() -> None:
@@ -81,19 +61,6 @@ def test_the_longest_time_between_evaluations_is_that_of_all_seeds() -> None:
             for turn, seconds in enumerate(times)
         ]  # fmt: skip
     assert [row["evaluation_gap_seconds"] for row in made.rows()] == [6.5]
-
-
-def test_seeds_may_end_at_different_steps() -> None:
-    row = summary({("torch-fp32", 0): [5.0, 4.0], ("torch-fp32", 1): [5.0, 4.0, 3.0, 3.0]})[0]
-    assert (row["steps"], row["steps_by_seed"]) == (10, [10, 30])
-    assert row["wire_bytes"] == 200
-    assert (row["wire_bytes_per_step"], row["link_bytes_per_step"]) == (10.0, None)
-
-
-def test_a_given_target_counts() -> None:
-    rows = summary({("torch-fp32", 0): [5.0, 3.0, 2.0]}, target=4.0)
-    assert (rows[0]["target"], rows[0]["target_from"]) == (4.0, "given")
-    assert rows[0]["time_to_target"] == 10.0
 
 
 def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
@@ -116,13 +83,16 @@ def test_a_method_that_fails_with_one_seed_has_no_time_to_target() -> None:
     assert rows[1]["final_loss"] == 3.0
 
 
-def test_each_seed_has_its_own_target_so_the_baseline_meets_it() -> None:
+def test_seeds_end_by_themselves() -> None:
+    row = summary({("torch-fp32", 0): [5.0, 4.0], ("torch-fp32", 1): [5.0, 4.0, 3.0, 3.0]})[0]
+    assert (row["steps"], row["steps_by_seed"]) == (10, [10, 30])
+    assert row["wire_bytes"] == 200
+    assert (row["wire_bytes_per_step"], row["link_bytes_per_step"]) == (10.0, None)
+    # Each seed has its own target so the baseline meets it.
     rows = summary({("torch-fp32", 0): [5.0, 2.0], ("torch-fp32", 1): [5.0, 3.0]})
     assert rows[0]["target"] == pytest.approx(1.01 * 2.5)
     assert rows[0]["time_to_target"] == 10.5
-
-
-def test_a_loss_that_is_not_finite_is_not_averaged_away() -> None:
+    # A loss that is not finite is not averaged away.
     rows = summary({("torch-fp32", 0): [5.0, None], ("gradwire-qsgd4", 0): [5.0, 1.0]})
     assert rows[0]["final_loss"] is None
     assert rows[0]["target"] is None

@@ -14,34 +14,17 @@ from gradwire.bench.train_config import TrainConfig
 
 
 def rows() -> list[dict[str, Any]]:
-    common = {"task": "gpt", "net": "none", "ranks": 2}
-    evaluation = {
-        **common,
-        "row": "evaluation",
-        "method": "torch-fp32",
-        "seed": 0,
-        "step": 10,
-        "seconds": 1.5,
-        "loss": 3.14159,
-    }
+    common = {"task": "gpt", "net": "none", "ranks": 2, "method": "torch-fp32"}
+    at = {"seed": 0, "step": 10, "seconds": 1.5, "loss": 3.14159}
     summary = {
-        **common,
-        "row": "summary",
-        "method": "torch-fp32",
-        "steps": 10,
-        "target": 3.17,
-        "target_from": "torch-fp32",
-        "time_to_target": None,
-        "final_loss": 3.14159,
-        "step_seconds": 0.15,
-        "ideal_step_seconds": 0.1,
-        "wire_bytes": 1000,
-    }
-    return [evaluation, summary]
+        **common, "row": "summary", "steps": 10, "target": 3.17, "target_from": "torch-fp32",
+        "time_to_target": None, "final_loss": 3.14159, "step_seconds": 0.15,
+        "ideal_step_seconds": 0.1, "wire_bytes": 1000,
+    }  # fmt: skip
+    return [{**common, "row": "evaluation", **at}, summary]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
         config: TrainConfig, progress: Any, announce: Any, state: Any, resume: bool
     ) -> Iterator[dict[str, Any]]:
@@ -50,13 +33,14 @@ def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch, terminal:
         yield from rows()
 
     monkeypatch.setattr(train, "run", run)
-    screen = io.StringIO()
-    console = Console(file=screen, width=120, force_terminal=terminal)
     config = TrainConfig(methods=("torch-fp32",), steps=10)
-    assert list(train_view.watch(config, console)) == rows()
-    assert "two nodes" in screen.getvalue()
-    assert "3.142" in screen.getvalue()
-    assert ("step   10" in screen.getvalue()) == (not terminal)
+    for terminal in (False, True):
+        screen = io.StringIO()
+        console = Console(file=screen, width=120, force_terminal=terminal)
+        assert list(train_view.watch(config, console)) == rows()
+        assert "two nodes" in screen.getvalue()
+        assert "3.142" in screen.getvalue()
+        assert ("step   10" in screen.getvalue()) == (not terminal)
 
 
 def test_the_table_has_what_matters() -> None:

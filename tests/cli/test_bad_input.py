@@ -17,10 +17,11 @@ import torch
 import typer
 from typer.models import ArgumentInfo
 
+from command_line import refusal, run
 from gradwire.bench import interleaved
 from gradwire.bench.recording import Recording, save
 from gradwire.cli import app
-from gradwire.cli.program import BAD_INPUT, FAILED, run
+from gradwire.cli.program import BAD_INPUT, FAILED
 from gradwire.lab import Lab
 from gradwire.lang import jit
 from gradwire.sim import kernel_costs
@@ -106,19 +107,26 @@ def kind(hint: Any, metavar: str | None) -> str:
     return "file" if metavar == "FILE" else "text"
 
 
-def wrong() -> Iterator[Any]:
-    for verb in verbs():
-        for option in verb.options:
-            if option.kind == "flag":
-                continue
-            for value in BAD[option.kind]:
-                if (verb.words, option.name, value) not in RIGHT:
-                    name = f"{verb.words} {option.name} {value!r}"
-                    yield pytest.param(verb.line(option.name, value), id=name)
-            alone = [*verb.words.split(), option.name]
-            yield pytest.param(alone, id=f"{verb.words} {option.name}")
-        name = f"{verb.words} --no-such-option"
-        yield pytest.param(verb.line("--no-such-option"), id=name)
+def wrong(verb: Verb, folder: Path) -> Iterator[list[str]]:
+    """Lines of a command that are to be refused; paths that this machine cannot make are left out.
+
+    Root may write in a folder without permission, so for root none is locked.
+    """
+    paths = {name: folder / name for name in ("file", "rows", "recorded", "plan")}
+    paths |= {"folder": folder, "locked": folder / "locked" / "file"}
+    lacking = [] if Path("/proc/self").exists() else ["/proc/"]
+    if os.access(folder / "locked", os.W_OK):
+        lacking.append("{locked}")
+    for option in verb.options:
+        if option.kind == "flag":
+            continue
+        for value in BAD[option.kind]:
+            if (verb.words, option.name, value) not in RIGHT:
+                line = verb.line(option.name, value)
+                if not any(place in word for place in lacking for word in line):
+                    yield [word.format(**paths) for word in line]
+        yield [*verb.words.split(), option.name]
+    yield [word.format(**paths) for word in verb.line("--no-such-option")]
 
 
 @pytest.fixture
@@ -137,65 +145,44 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def placed(words: list[str], folder: Path) -> list[str]:
-    """The words with the paths that they name made; skips what this machine cannot make."""
-    (folder / "file").write_text("text")
-    (folder / "rows").write_text('{"a": 1}\n')
-    (folder / "plan").write_text('{"gradwire_plan": 1, "parameters": {}}')
-    (folder / "locked").mkdir()
-    if "{recorded}" in words:
-        _recording(folder / "recorded")
-    text = "\n".join(words)
-    if "{locked}" in text:
-        (folder / "locked").chmod(0o500)
-        if os.access(folder / "locked", os.W_OK):
-            pytest.skip("this user may write anywhere (root): no folder lacks permission")
-    if "/proc/" in text and not Path("/proc/self").exists():
-        pytest.skip("no /proc here, on which files cannot be made")
-    paths = {name: folder / name for name in ("file", "rows", "recorded", "plan")} | {
-        "folder": folder
-    }
-    return text.format(**paths, locked=folder / "locked" / "file").split("\n")
-
-
-def _recording(folder: Path) -> None:
-    """Recorded gradients of one small parameter."""
-    folder.mkdir()
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the files that commands name."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "rows").write_text('{"a": 1}\n')
+    (tmp_path / "plan").write_text('{"gradwire_plan": 1, "parameters": {}}')
+    (tmp_path / "locked").mkdir(0o500)
+    (tmp_path / "recorded").mkdir()
     made = Recording("gpt", {}, 0, 2, (0,), 1, (("weight", (4, 4)),), {})
-    save(made.file(folder, 0, 0), [torch.ones(16), torch.ones(16)])
-    made.write(folder)
-
-
-@pytest.mark.parametrize("words", list(wrong()))
-@pytest.mark.usefixtures("no_work")
-def test_bad_input_is_one_line(
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = placed(words, tmp_path)
+    save(made.file(tmp_path / "recorded", 0, 0), [torch.ones(16), torch.ones(16)])
+    made.write(tmp_path / "recorded")
     monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert run(given) == BAD_INPUT
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    (said,) = printed.err.splitlines()
-    assert said.startswith("gradwire: ")
-    assert "No such option" not in said or "--no-such-option" in words
-    assert sorted(tmp_path.iterdir()) == before, "a refused command leaves no file"
+    return tmp_path
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no json\n", b"[1]\n", b"\xff\xfe"])
-def test_a_report_of_no_rows_is_one_line(
-    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows"
-    if content is not None:
-        rows.write_bytes(content)
-    assert run(["report", str(rows), "--output", str(tmp_path / "page.html")]) == BAD_INPUT
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert not (tmp_path / "page.html").exists()
+@pytest.mark.parametrize("verb", list(verbs()), ids=lambda verb: verb.words)
+@pytest.mark.usefixtures("no_work")
+def test_bad_input_is_one_line_and_leaves_no_file(verb: Verb, folder: Path) -> None:
+    before, faults = sorted(folder.rglob("*")), []
+    for line in wrong(verb, folder):
+        complaint, fault = refusal(*line)
+        if "No such option" in complaint and "--no-such-option" not in line:
+            fault = f"{line}: the option is spelt otherwise"
+        faults += [fault] if fault else []
+        if sorted(folder.rglob("*")) != before:
+            before = sorted(folder.rglob("*"))
+            faults.append(f"{line}: leaves a file")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_report_of_no_rows_is_one_line(tmp_path: Path) -> None:
+    rows, page, faults = tmp_path / "rows", tmp_path / "page.html", []
+    for content in (None, b"", b"no json\n", b"[1]\n", b"\xff\xfe"):
+        if content is not None:
+            rows.write_bytes(content)
+        faults.append(refusal("report", str(rows), "--output", str(page))[1])
+    assert not any(faults), faults
+    assert not page.exists()
 
 
 @pytest.mark.usefixtures("no_work")
@@ -203,28 +190,22 @@ def test_a_refused_command_keeps_older_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.write_text("older")
     words = ["bench", "collectives", "--numel", "0", "--net", "none", "--json", str(rows)]
-    assert run(words) == BAD_INPUT
+    assert run(*words).code == BAD_INPUT
     assert rows.read_text() == "older"
 
 
-@pytest.mark.parametrize(
-    "words", [["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]]
-)
-def test_unknown_commands_and_missing_arguments_are_one_line(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(words) == BAD_INPUT
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("gradwire: ")
-    assert said.endswith("--help")
+def test_unknown_commands_and_missing_arguments_are_one_line() -> None:
+    for words in (["nonsense"], ["bench", "nonsense"], ["codec", "show"], ["report"]):
+        complaint, fault = refusal(*words)
+        assert not fault
+        assert complaint.endswith("--help")
 
 
-def test_a_group_that_cannot_be_joined_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert run(["doctor"]) == FAILED
-    assert "MASTER_" in capsys.readouterr().err.splitlines()[-1]
+    ran = run("doctor")
+    assert ran.code == FAILED
+    assert "MASTER_" in ran.err.splitlines()[-1]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from gradwire import lab
 from leftovers import marked, network_namespaces, until
-from products import one_in
+from products import EXHAUSTIVE
 
 # A shell has Ctrl-C ignored by what it starts in the background, such as these tests.
 START = """
@@ -25,26 +24,36 @@ from gradwire.cli import main
 main()
 """
 RANKS = " nodes on "  # what is printed once the lab stands
-COMMANDS = [
-    (["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of "),
-    (["demo", "--net", "none", "--json", "-"], RANKS),  # all but rows on standard error
-    (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
-    (["bench", "kernels", "--codec", "topk", "--target", "eager"], "kernels of topk"),
-    (["codec", "build", "--output", "made"], "x86-64"),
-    (["doctor", "--ranks", "2", "--numel", "20000000"], RANKS),
-    (["sim", "--fresh"], "kernels of "),
-    (["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "60"], RANKS),
+SLEEP = ["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "600"]
+SHAPED = ["bench", "collectives", "--ranks", "2", "--net", "10mbit,1ms"]
+ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+# (signal, command, what it prints before the signal, processes that it then has)
+CASES = [
+    (signal.SIGINT, SLEEP, RANKS, 4),
+    (signal.SIGTERM, SLEEP, RANKS, 4),
+    pytest.param(signal.SIGINT, SHAPED, "turns of ", 3, marks=pytest.mark.lab),
 ]
-SHAPED = [
-    (["bench", "collectives", "--ranks", "2", "--net", "10mbit,1ms"], "turns of "),
-    (["lab", "run", "--nodes", "2", "--net", "1gbit,1ms", "--", "sleep", "60"], RANKS),
-]
+MORE = [
+    (signal.SIGINT, ["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of ", 3),
+    (signal.SIGINT, ["demo", "--net", "none", "--json", "-"], RANKS, 3),
+    (signal.SIGINT, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
+    (signal.SIGINT, ["bench", "kernels", "--codec", "topk", "--target", "eager"], "kernels of", 1),
+    (signal.SIGINT, ["codec", "build", "--output", "made"], "x86-64", 1),
+    (signal.SIGINT, ["doctor", "--ranks", "2", "--numel", "20000000"], RANKS, 3),
+    (signal.SIGINT, ["sim", "--fresh"], "kernels of ", 1),
+    (signal.SIGTERM, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
+    (signal.SIGTERM, ["bench", "error", "--quick"], "gpt, ", 1),
+    pytest.param(
+        signal.SIGINT, ["lab", "run", "--nodes", "2", "--net", "1gbit,1ms", "--", "sleep", "600"],
+        RANKS, 4, marks=pytest.mark.lab,
+    ),
+]  # fmt: skip
 
 
-def interrupted(
-    command: list[str], once: str, folder: Path, number: signal.Signals = signal.SIGINT
-) -> tuple[int, str]:
-    """Exit code and standard error of a command that gets a signal after it printed `once`."""
+def check(
+    number: signal.Signals, command: list[str], once: str, processes: int, folder: Path
+) -> None:
+    """A command, its exit code and standard error, and what it leaves."""
     mark = f"GRADWIRE_TEST_{uuid.uuid4().hex}"
     environment = {**os.environ, mark: "1", "TMPDIR": str(folder)}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -57,8 +66,11 @@ def interrupted(
     reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
     reader.start()
     try:
-        assert until(lambda: once in "".join(said) or process.poll() is not None, 120), said
-        time.sleep(0.5)
+        begun = until(lambda: once in "".join(said) or process.poll() is not None, 120)
+        assert begun, said
+        running = until(lambda: len(marked(mark)) >= processes or process.poll() is not None)
+        assert running, marked(mark)
+        made = network_namespaces(marked(mark)) - {os.readlink("/proc/self/ns/net")}
         process.send_signal(number)
         code = process.wait(60)
     finally:
@@ -66,45 +78,30 @@ def interrupted(
         reader.join(10)
     assert until(lambda: not marked(mark)), "processes are left"
     assert not list(folder.glob("gradwire-*")), "temporary files are left"
-    return code, "".join(said)
-
-
-def check(command: list[str], once: str, folder: Path) -> None:
-    code, said = interrupted(command, once, folder)
-    assert code == 130, said
-    assert "Traceback" not in said
-    assert said.splitlines()[-1] == "gradwire: interrupted"
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("command", "once"), one_in(7, COMMANDS))
-def test_one_line_and_nothing_is_left(command: list[str], once: str, tmp_path: Path) -> None:
-    check(command, once, tmp_path)
-
-
-TERMINATED = [
-    (["bench", "train", "--net", "none", "--nodes", "2"], RANKS),
-    (["bench", "error", "--quick"], "gpt, "),
-    (["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "60"], RANKS),
-]
+    assert until(lambda: not made & network_namespaces()), "namespaces are left"
+    assert bool(made) == any("bit," in word for word in command)
+    expected, ending = ENDINGS[number]
+    assert code == expected, "".join(said)
+    assert "Traceback" not in "".join(said)
+    assert said[-1] == f"gradwire: {ending}\n"
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("command", "once"), TERMINATED)
-def test_sigterm_leaves_nothing(command: list[str], once: str, tmp_path: Path) -> None:
-    code, said = interrupted(command, once, tmp_path, signal.SIGTERM)
-    assert code == 143, said
-    assert "Traceback" not in said
-    assert said.splitlines()[-1] == "gradwire: terminated"
+@pytest.mark.parametrize(("number", "command", "once", "processes"), CASES)
+def test_one_line_and_nothing_is_left(
+    number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
+) -> None:
+    if command is SHAPED and lab.available() is not None:
+        pytest.skip(f"no lab: {lab.available()}")
+    check(number, command, once, processes, tmp_path)
 
 
-@pytest.mark.lab
+@EXHAUSTIVE
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("command", "once"), one_in(2, SHAPED))
-def test_no_namespace_is_left(command: list[str], once: str, tmp_path: Path) -> None:
-    reason = lab.available()
-    if reason is not None:
-        pytest.skip(f"no lab: {reason}")
-    before = network_namespaces()
-    check(command, once, tmp_path)
-    assert until(lambda: not network_namespaces() - before)
+@pytest.mark.parametrize(("number", "command", "once", "processes"), MORE)
+def test_others_leave_nothing(
+    number: signal.Signals, command: list[str], once: str, processes: int, tmp_path: Path
+) -> None:
+    if any("1gbit" in word for word in command) and lab.available() is not None:
+        pytest.skip(f"no lab: {lab.available()}")
+    check(number, command, once, processes, tmp_path)

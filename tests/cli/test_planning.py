@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from gradwire.cli.program import run
+from command_line import rows_of, run, wrongly_refused
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.sim import Curves
 from gradwire.sim.curves import Software
@@ -28,15 +27,10 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "curves.json"
 
 
-def rows(net: str, file: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict]:
-    given = ["plan", "--model", MODEL, "--net", net, "--curves", str(file), "--json", "-", *more]
-    assert run(given) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def test_a_slow_network_and_a_fast_one(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_network_and_a_fast_one(file: Path) -> None:
     for net, pays in (("100mbit,1ms", True), ("10000gbit,1us", False)):
-        found = rows(net, file, capsys, "--ranks", "3")
+        given = ["--model", MODEL, "--net", net, "--curves", str(file), "--ranks", "3"]
+        found = rows_of("plan", *given)
         layers, settings, (verdict,) = (
             [row for row in found if row["part"] == part]
             for part in ("layer", "setting", "verdict")
@@ -52,26 +46,25 @@ def test_a_slow_network_and_a_fast_one(file: Path, capsys: pytest.CaptureFixture
         assert all(row["ranks"] == 3 and row["net"] == net for row in found)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--model", "resnet50"], "give --model and --net"),
-        (["--net", "1gbit"], "give --model and --net"),
-        (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
-        (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
-        (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
-        (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
-        (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
-        (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
-    ],
-)
-def test_bad_input_is_named(
-    given: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", *given, "--curves", str(file)]) != 0
-    assert message in capsys.readouterr().err
+MISTAKES = [
+    (["--model", "resnet50"], "give --model and --net"),
+    (["--net", "1gbit"], "give --model and --net"),
+    (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
+    (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
+    (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
+    (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
+    (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
+    (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
+]
 
 
-def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan"]) == 0
-    assert "diff" in capsys.readouterr().out
+def test_bad_input_is_named(file: Path) -> None:
+    given = [(["plan", *words, "--curves", str(file)], said) for words, said in MISTAKES]
+    faults = wrongly_refused(given)
+    assert not faults, "\n".join(faults)
+
+
+def test_without_arguments_it_helps() -> None:
+    ran = run("plan")
+    assert ran.code == 0
+    assert "diff" in ran.out

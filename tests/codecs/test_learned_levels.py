@@ -28,14 +28,14 @@ def sample(kind: str, size: int = SIZE) -> torch.Tensor:
 
 
 def error(codec: LearnedLevels, values: torch.Tensor) -> float:
-    payload = call(codec, "encode", values).payload
-    decoded = call(codec, "decode", values, payload=payload).values
+    payload = call(codec, "encode", values, target="eager").payload
+    decoded = call(codec, "decode", values, payload=payload, target="eager").values
     return float((decoded.double() - values.double()).square().sum())
 
 
 @pytest.mark.parametrize(
     ("kind", "bits", "rounding"),
-    one_in(5, product(["gaussian", "laplacian"], [2, 3, 4, 5], ["nearest", "stochastic"])),
+    one_in(11, product(["gaussian", "laplacian"], [2, 3, 4, 5], ["nearest", "stochastic"])),
 )
 def test_error_is_clearly_below_even_levels(kind: str, bits: int, rounding: str) -> None:
     values = sample(kind)
@@ -44,17 +44,23 @@ def test_error_is_clearly_below_even_levels(kind: str, bits: int, rounding: str)
     assert ratio < (0.9 if rounding == "nearest" else 0.95)
 
 
-@pytest.mark.parametrize("values", [sample("uniform", 5000), gradient(5000), torch.zeros(5000)])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_error_is_never_above(values: torch.Tensor, bits: int) -> None:
-    learned = LearnedLevels.learn(values, bits, block=500, steps=200)
-    assert error(learned, values) <= error(LearnedLevels(bits, 500), values) * (1 + 1e-6)
+def test_error_is_never_above() -> None:
+    faults = []
+    for name, values in {
+        "uniform": sample("uniform", 5000), "gradient": gradient(5000), "zeros": torch.zeros(5000),
+    }.items():  # fmt: skip
+        for bits in (2, 4):
+            learned = LearnedLevels.learn(values, bits, block=500, steps=200)
+            even = error(LearnedLevels(bits, 500), values)
+            if error(learned, values) > even * (1 + 1e-6):
+                faults.append((name, bits))
+    assert not faults
 
 
 def test_a_gaussian_block_gets_the_lloyd_max_levels() -> None:
     """The best four levels of a unit Gaussian are +-0.453 and +-1.510."""
     values = torch.randn(65_536, generator=torch.Generator().manual_seed(9))
-    learned = LearnedLevels.learn(values, 2, block=65_536, steps=3000)
+    learned = LearnedLevels.learn(values, 2, block=65_536, steps=1500)
     low, high = float(values.min()), float(values.max())
     at = [low + (high - low) * level for level in learned.grid]
     assert at == pytest.approx([-1.510, -0.453, 0.453, 1.510], abs=0.04)
@@ -98,20 +104,15 @@ def test_levels_are_arguments_of_kernels() -> None:
         assert kernels(codec).layout == kernels(LearnedLevels(2, 100)).layout
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"levels": (0.0, 0.5, 1.0)}, "4 ascending numbers"),
-        ({"levels": (0.0, 0.5, 0.4, 1.0)}, "4 ascending numbers"),
-        ({"levels": (-0.1, 0.5, 0.6, 1.0)}, "4 ascending numbers"),
-        ({"levels": (0.0, 0.5, 0.6, math.nan)}, "4 ascending numbers"),
-        ({"levels": (0.0, 0.5, 0.6, "1")}, "4 ascending numbers"),
-        ({"levels": (0.0, 0.5, 0.6, 0.9), "rounding": "stochastic"}, "end with 1"),
-    ],
-)
-def test_levels_are_checked(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LearnedLevels(bits=2, **options)
+def test_levels_are_checked() -> None:
+    for levels in (
+        (0.0, 0.5, 1.0), (0.0, 0.5, 0.4, 1.0), (-0.1, 0.5, 0.6, 1.0), (0.0, 0.5, 0.6, math.nan),
+        (0.0, 0.5, 0.6, "1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="4 ascending numbers"):
+            LearnedLevels(bits=2, levels=levels)
+    with pytest.raises(ConfigError, match="end with 1"):
+        LearnedLevels(bits=2, levels=(0.0, 0.5, 0.6, 0.9), rounding="stochastic")
 
 
 def test_levels_may_be_a_list() -> None:

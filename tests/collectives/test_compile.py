@@ -21,7 +21,9 @@ from gradwire.engine.topology import Topology
 from gradwire.lang import layout
 from gradwire.partition import Spec
 
-quickly = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+quickly = settings(
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 OPERATIONS = {
     "all_reduce": Operation("all_reduce", "avg"),
     "reduce_scatter": Operation("reduce_scatter", "sum"),
@@ -91,133 +93,123 @@ def programs(
     n=st.integers(1, 6),
     segments=st.sampled_from([None, 1, 3]),
     lends=st.booleans(),
+    batched=st.booleans(),
 )
-def test_both_ends_of_a_message_agree(
+@example(
+    specs=[Spec("w", 60_000, torch.float32, QSGD())], n=6, segments=1, lends=True, batched=True
+)
+def test_laws_of_programs(
     kind: str,
     options: dict[str, Any],
     specs: list[Spec],
     n: int,
     segments: int | None,
     lends: bool,
+    batched: bool,
 ) -> None:
     able = Capabilities(lenders=frozenset(range(n)) if lends else frozenset())
+    given = {**options, "segments": segments, "batched": batched}
+    made = programs(kind, specs, n, able, **given)
+    check_both_ends(made)
+    for rank, program in enumerate(made):
+        check_memory(program, lends)
+        check_calls(program, rank, specs, batched, options.get("inside") == "full")
+    if lends:
+        for program in programs(kind, specs, n, able, **{**given, "target": "triton"}):
+            check_spacing(program)
+
+
+def check_both_ends(made: list[Program]) -> None:
+    """Both ends of a message have its bytes."""
     ends: dict[Kind, dict[tuple[int, int, int], int]] = {Kind.SEND: {}, Kind.RECV: {}}
-    for rank, program in enumerate(programs(kind, specs, n, able, segments=segments, **options)):
+    for rank, program in enumerate(made):
         g = program.graph
         for task, peer in enumerate(g.peer):
             if peer >= 0:
                 way = (rank, peer) if g.kind[task] is Kind.SEND else (peer, rank)
                 name = (*way, g.slot[task])
                 ends[g.kind[task]][name] = sum(program.nbytes[b] for b in g.message(task))
-        sent = sum(program.nbytes[b] for b in g.sent())
-        assert sent == program.wire_bytes
+        assert sum(program.nbytes[b] for b in g.sent()) == program.wire_bytes
     assert ends[Kind.SEND] == ends[Kind.RECV]
 
 
-@every
-@quickly
-@given(specs=specs_of, n=st.integers(1, 6), segments=st.sampled_from([1, 3]), lends=st.booleans())
-def test_messages_have_memory_of_their_own(
-    kind: str, options: dict[str, Any], specs: list[Spec], n: int, segments: int, lends: bool
-) -> None:
-    able = Capabilities(lenders=frozenset(range(n)) if lends else frozenset())
-    for program in programs(kind, specs, n, able, segments=segments, **options):
-        g = program.graph
-        reuses = {g.message(t): b for t, b in enumerate(g.reuses) if b >= 0}
-        later = {b for message in reuses for b in message}
-        own = [b for b in range(len(program.nbytes)) if not program.borrowed[b]]
-        placed = sorted((program.offset[b], program.nbytes[b]) for b in own if b not in later)
-        for (offset, nbytes), (following, _) in pairwise([*placed, (program.arena_bytes, 0)]):
-            assert offset % ALIGNMENT == 0
-            assert offset + nbytes <= following
-        for message, first in reuses.items():
-            if not program.borrowed[message[0]]:
-                (earlier,) = {reads for reads in g.reads if reads[:1] == (first,)}
-                assert program.offset[message[0]] == program.offset[first]
-                assert bytes_of(program, message) <= bytes_of(program, earlier)
-        for task, peer in enumerate(g.peer):
-            if peer >= 0:
-                for before, behind in pairwise(g.message(task)):
-                    at = program.offset[before] + program.nbytes[before]
-                    assert program.offset[behind] == at
-        assert any(program.borrowed) <= lends
-        for buffer, borrowed in enumerate(program.borrowed):
-            readers = [t for t, reads in enumerate(g.reads) if buffer in reads]
-            assert program.readers[buffer] == len(readers)
-            assert not borrowed or all(g.peer[t] < 0 for t in readers)
+def check_memory(program: Program, lends: bool) -> None:
+    """Messages have memory of their own."""
+    g = program.graph
+    reuses = {g.message(t): b for t, b in enumerate(g.reuses) if b >= 0}
+    later = {b for message in reuses for b in message}
+    own = [b for b in range(len(program.nbytes)) if not program.borrowed[b]]
+    placed = sorted((program.offset[b], program.nbytes[b]) for b in own if b not in later)
+    for (offset, nbytes), (following, _) in pairwise([*placed, (program.arena_bytes, 0)]):
+        assert offset % ALIGNMENT == 0
+        assert offset + nbytes <= following
+    for message, first in reuses.items():
+        if not program.borrowed[message[0]]:
+            (earlier,) = {reads for reads in g.reads if reads[:1] == (first,)}
+            assert program.offset[message[0]] == program.offset[first]
+            assert bytes_of(program, message) <= bytes_of(program, earlier)
+    for task, peer in enumerate(g.peer):
+        if peer >= 0:
+            for before, behind in pairwise(g.message(task)):
+                assert program.offset[behind] == program.offset[before] + program.nbytes[before]
+    assert any(program.borrowed) <= lends
+    for buffer, borrowed in enumerate(program.borrowed):
+        readers = [t for t, reads in enumerate(g.reads) if buffer in reads]
+        assert program.readers[buffer] == len(readers)
+        assert not borrowed or all(g.peer[t] < 0 for t in readers)
 
 
-@every
-@quickly
-@given(specs=specs_of, n=st.integers(1, 6), segments=st.sampled_from([1, 3]))
-@example(specs=[Spec("w", 60_000, torch.float32, QSGD())], n=6, segments=1)
-def test_payloads_of_a_sum_are_equally_spaced_for_triton(
-    kind: str, options: dict[str, Any], specs: list[Spec], n: int, segments: int
-) -> None:
-    able = Capabilities(lenders=frozenset(range(n)))
-    given = {**options, "segments": segments, "target": "triton"}
-    for program in programs(kind, specs, n, able, **given):
-        g = program.graph
-        for task, reads in enumerate(g.reads):
-            if g.kind[task] is Kind.MERGE:
-                of_peers = [program.offset[b] for b in reads[:: max(g.width(task), 1)]]
-                assert len({b - a for a, b in pairwise(of_peers)}) <= 1, g.describe(task)
+def check_spacing(program: Program) -> None:
+    """Payloads of a sum are equally spaced, for triton."""
+    g = program.graph
+    for task, reads in enumerate(g.reads):
+        if g.kind[task] is Kind.MERGE:
+            of_peers = [program.offset[b] for b in reads[:: max(g.width(task), 1)]]
+            assert len({b - a for a, b in pairwise(of_peers)}) <= 1, g.describe(task)
 
 
 def bytes_of(program: Program, buffers: tuple[int, ...]) -> int:
     return sum(program.nbytes[b] for b in buffers)
 
 
-@every
-@pytest.mark.parametrize("batched", [True, False])
-@quickly
-@given(specs=specs_of, n=st.integers(1, 5), segments=st.sampled_from([1, 2]))
-def test_calls_cover_the_rows_of_each_kernel(
-    kind: str,
-    options: dict[str, Any],
-    batched: bool,
-    specs: list[Spec],
-    n: int,
-    segments: int,
-) -> None:
-    given = {**options, "segments": segments, "batched": batched}
-    for rank, program in enumerate(programs(kind, specs, n, **given)):
-        g, calls = program.graph, program.calls
-        chunks = len(program.sizes[0]) // (2 if options.get("inside") == "full" else 1)
-        assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
-        assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # consecutive
-        assert batched or calls.last == [first + 1 for first in calls.first]
-        for task, of in enumerate(calls.of):
-            covered = covered_messages(g, task) if g.peer[task] < 0 else ()
-            run = [(calls.kernel[call], calls.form[call]) for call in of]
-            assert not batched or len(set(run)) == len(run)
-            ends: dict[int, int] = {}
-            home: dict[int, bool] = {}
-            item, at_home = divided(calls, len(specs))
-            for call in of:
-                codec, dtype = program.kinds[calls.kernel[call]]
-                for row in range(calls.first[call], calls.last[call]):
-                    spec = specs[item[row]]
-                    assert spec.dtype == dtype
-                    assert calls.form[call].endswith("_ef") == (
-                        spec.feedback and "encode" in calls.form[call]
-                    )
-                    at = int(calls.rows["payload"][row])
-                    home[at] = bool(at_home[row])
-                    ends[at] = at + layout(codec, dtype).nbytes(int(calls.rows["numel"][row]))
-            # Every payload byte of every message, except padding, belongs to one row.
-            filled = sorted(ends.items())
-            for b in covered:
-                first, last = (
-                    program.offset[b] + HEADER_BYTES,
-                    program.offset[b] + program.nbytes[b],
+def check_calls(program: Program, rank: int, specs: list[Spec], batched: bool, full: bool) -> None:
+    """Calls cover the rows of each kernel."""
+    g, calls = program.graph, program.calls
+    chunks = len(program.sizes[0]) // (2 if full else 1)
+    assert [i for of in calls.of for i in of] == list(range(len(calls.kernel)))
+    assert [*calls.first, len(calls.rows)] == [0, *calls.last]  # consecutive
+    assert batched or calls.last == [first + 1 for first in calls.first]
+    for task, of in enumerate(calls.of):
+        covered = covered_messages(g, task) if g.peer[task] < 0 else ()
+        run = [(calls.kernel[call], calls.form[call]) for call in of]
+        assert not batched or len(set(run)) == len(run)
+        ends: dict[int, int] = {}
+        home: dict[int, bool] = {}
+        item, at_home = divided(calls, len(specs))
+        for call in of:
+            codec, dtype = program.kinds[calls.kernel[call]]
+            for row in range(calls.first[call], calls.last[call]):
+                spec = specs[item[row]]
+                assert spec.dtype == dtype
+                assert calls.form[call].endswith("_ef") == (
+                    spec.feedback and "encode" in calls.form[call]
                 )
-                mine = [(at, end) for at, end in filled if first <= at < last]
-                assert mine[0][0] == first
-                assert {home[at] for at, _ in mine} == {g.buffer_chunk[b] % chunks == rank}
-                tiled = zip([*(at for at, _ in mine[1:]), last], mine, strict=True)
-                assert all(0 <= following - end < ALIGNMENT for following, (_, end) in tiled)
-            assert len(filled) == sum(len(range(calls.first[c], calls.last[c])) for c in of)
+                at = int(calls.rows["payload"][row])
+                home[at] = bool(at_home[row])
+                ends[at] = at + layout(codec, dtype).nbytes(int(calls.rows["numel"][row]))
+        # Every payload byte of every message, except padding, belongs to one row.
+        filled = sorted(ends.items())
+        for b in covered:
+            first, last = (
+                program.offset[b] + HEADER_BYTES,
+                program.offset[b] + program.nbytes[b],
+            )
+            mine = [(at, end) for at, end in filled if first <= at < last]
+            assert mine[0][0] == first
+            assert {home[at] for at, _ in mine} == {g.buffer_chunk[b] % chunks == rank}
+            tiled = zip([*(at for at, _ in mine[1:]), last], mine, strict=True)
+            assert all(0 <= following - end < ALIGNMENT for following, (_, end) in tiled)
+        assert len(filled) == sum(len(range(calls.first[c], calls.last[c])) for c in of)
 
 
 def divided(calls: Calls, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,8 +23,7 @@ MIX: list[Codec] = [
 NUMEL = 3000
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("n", "in_order"), [(2, False), (3, True)])
 def test_a_task_is_one_call(n: int, in_order: bool) -> None:
     def averaged(comm: Communicator, options: Options) -> tuple[list[torch.Tensor], int, int, int]:
         """The results; the calls that the second step made; its tasks; its kernel calls."""

@@ -44,7 +44,7 @@ def channels(count: int, shared: bool = False) -> Iterator[list[Channel]]:
 def group(
     world_size: int,
     store: Any = None,
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     shared: bool = False,
     ears: list[Ears] | None = None,
 ) -> Iterator[list[Member]]:
@@ -58,7 +58,7 @@ def group(
         ]
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until `holds`; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():

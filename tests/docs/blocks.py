@@ -1,4 +1,4 @@
-"""Run the Python blocks of a page, as its reader would.
+"""Run the Python blocks of pages, as their readers would.
 
 The blocks of a page are one program, in their order, run by two ranks at once in one folder. A
 block's info string may say otherwise:
@@ -20,43 +20,76 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from pages import Block, Page
 
-from gradwire.lab.ports import free_port
 from ranks import as_processes
 
 RANKS = 2
 
 
-def run(page: Page, inspect: Callable[[int, dict[str, Any]], Any] | None = None) -> list[Any]:
-    """Run a page's blocks; what `inspect(rank, names)` says at the end of each program, by rank."""
-    blocks = [block for block in page.blocks if block.kind == "python"]
-    ports = [free_port() for _ in range(1 + len(blocks))]
+def run(
+    pages: Sequence[Page], inspect: Callable[[int, dict[str, Any]], Any] | None = None
+) -> list[list[list[Any]]]:
+    """Run the blocks of pages, one page after the other in the same two processes.
+
+    Returns:
+        What `inspect(rank, names)` says at the end of each program, by page and rank.
+
+    Raises:
+        AssertionError: a block fails; the error names its page and line.
+    """
+    given = [[block for block in page.blocks if block.kind == "python"] for page in pages]
+    # This process hosts the store of each program, as the launcher does under torchrun.
+    hosts = [
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(sum(1 + len(blocks) for blocks in given))
+    ]
+    ports = [host.port for host in hosts]
     with tempfile.TemporaryDirectory() as folder:
-        given = (page.path.name, folder, blocks, ports, inspect)
+        named = [
+            (page.path.name, f"{folder}/{at}", blocks)
+            for at, (page, blocks) in enumerate(zip(pages, given, strict=True))
+        ]
         # No group: a rank that destroys one as soon as it is made closes connections that another
         # rank still waits for ("connectFullMesh failed: Connection closed by peer").
-        return as_processes(RANKS, _rank, *given, deadline=240.0, backend=None)
+        found = as_processes(RANKS, _rank, named, ports, inspect, deadline=280.0, backend=None)
+    return [list(of_page) for of_page in zip(*found, strict=True)]
 
 
 def _rank(
     rank: int,
-    page: str,
-    folder: str,
-    blocks: list[Block],
+    pages: list[tuple[str, str, list[Block]]],
     ports: list[int],
     inspect: Callable[[int, dict[str, Any]], Any] | None,
-) -> list[Any]:
+) -> list[list[Any]]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    fresh = iter(ports)
-    said: list[Any] = []
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     sys.dont_write_bytecode = True
+    fresh = iter(ports)
+    return [
+        _page(rank, name, Path(folder), blocks, fresh, inspect) for name, folder, blocks in pages
+    ]
+
+
+def _page(
+    rank: int,
+    page: str,
+    folder: Path,
+    blocks: list[Block],
+    fresh: Any,
+    inspect: Callable[[int, dict[str, Any]], Any] | None,
+) -> list[Any]:
+    said: list[Any] = []
+    folder.mkdir(exist_ok=True)  # of both ranks
     os.chdir(folder)
+    torch.manual_seed(0)
+    before = set(sys.modules)
     with tempfile.TemporaryDirectory() as own:  # of its modules
         sys.path.insert(0, own)
         names: dict[str, Any] = _begin(fresh)
@@ -67,6 +100,10 @@ def _rank(
             if rank == 0 or "ranks=1" not in block.words:
                 _execute(block, names, Path(own), f"{page}:{block.line}", fresh)
         said += [inspect(rank, names)] if inspect else []
+        sys.path.remove(own)
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(own):
+                del sys.modules[name]
     return said
 
 

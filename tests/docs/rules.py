@@ -10,7 +10,7 @@
    fixes it. A section ends where the next heading begins. Internals and the changelog are free.
 4. A page of docs says at its start what the reader can do after it.
 
-That every Python block runs is for test_blocks.py.
+That every Python block runs is for blocks.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def command_error(command: str) -> str | None:
 
 def _gradwire(words: list[str]) -> str | None:
     """Through the command line's own parser, which runs nothing; COMMAND stands for any."""
-    group: Any = typer.main.get_command(app)
+    group: Any = _program()
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         if words[0].isupper():
             return None
@@ -100,6 +100,11 @@ def _gradwire(words: list[str]) -> str | None:
         return str(error) or type(error).__name__
     more = [] if context.allow_extra_args else [word for word in rest if word != "..."]
     return f"{' '.join(more)}: it takes no such argument" if more else None
+
+
+@cache
+def _program() -> Any:
+    return typer.main.get_command(app)
 
 
 def _make(words: list[str]) -> str | None:

@@ -11,10 +11,13 @@ import pytest
 import rules
 from pages import Page
 
+from products import EXHAUSTIVE
+
 ROOT = rules.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INTERNALS = ROOT / "docs" / "internals"
-FOR_USERS = [path for path in PAGES if INTERNALS not in path.parents]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+FOR_USERS = [CONTRIBUTING, *(path for path in PAGES if INTERNALS not in path.parents)]
 SOURCES = [
     path
     for folder in ("src", "tests", "examples", "scripts")
@@ -29,7 +32,7 @@ def broken(rule: Callable[[Page], Iterator[str]], pages: list[Path]) -> list[str
 
 
 def test_links_resolve() -> None:
-    assert broken(rules.links, PAGES) == []
+    assert broken(rules.links, [CONTRIBUTING, *PAGES]) == []
 
 
 def test_paths_of_pages_in_sources_resolve() -> None:
@@ -38,7 +41,7 @@ def test_paths_of_pages_in_sources_resolve() -> None:
 
 
 def test_commands_exist() -> None:
-    assert broken(rules.commands, PAGES) == []
+    assert broken(rules.commands, [CONTRIBUTING, *PAGES]) == []
 
 
 def test_figures_name_their_command() -> None:
@@ -65,6 +68,12 @@ PROGRAMS = [path for path in PAGES[1:] if any(b.kind == "python" for b in Page.r
 
 
 @pytest.mark.multiprocess
+def test_blocks_run() -> None:
+    blocks.run([Page.read(path) for path in PROGRAMS])
+
+
+@EXHAUSTIVE
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_blocks_run(path: Path) -> None:
-    blocks.run(Page.read(path))
+def test_blocks_run_without_other_pages(path: Path) -> None:
+    blocks.run([Page.read(path)])

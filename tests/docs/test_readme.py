@@ -22,16 +22,17 @@ CODE = {
 PROGRAMS = ["ddp", "fsdp2"]
 
 
-@pytest.mark.parametrize(
-    ("title", "calls"),
-    [
-        ("Attach to a DDP model", ["import gradwire as gw", "DistributedDataParallel(", "attach("]),
-        ("Attach to an FSDP2 model", ["import gradwire as gw", "fully_shard(", "attach("]),
-        ("Save and load a checkpoint", ["full_state_dict(", "torch.save(", "load_state_dict("]),
-    ],
-)
-def test_the_readme_shows_how_to(title: str, calls: list[str]) -> None:
-    assert [call for call in calls if call not in CODE[title]] == []
+CALLS = {
+    "Attach to a DDP model": ["import gradwire as gw", "DistributedDataParallel(", "attach("],
+    "Attach to an FSDP2 model": ["import gradwire as gw", "fully_shard(", "attach("],
+    "Save and load a checkpoint": ["full_state_dict(", "torch.save(", "load_state_dict("],
+}
+
+
+def test_the_readme_shows_how_to() -> None:
+    missing = [(title, call) for title, calls in CALLS.items() for call in calls
+               if call not in CODE[title]]  # fmt: skip
+    assert missing == []
 
 
 def what_was_done(rank: int, names: dict[str, Any]) -> dict[str, Any]:
@@ -56,33 +57,16 @@ def what_was_done(rank: int, names: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def done() -> list[dict[str, dict[str, Any]]]:
-    """By rank: what each program did."""
-    ranks = blocks.run(README, what_was_done)
-    return [dict(zip(PROGRAMS, programs, strict=True)) for programs in ranks]
-
-
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_it_trains_with_compressed_gradients(done: list[Any], program: str) -> None:
-    for programs in done:
-        found = programs[program]
-        assert found["sharded"] == (program == "fsdp2")
-        assert found["steps"] == 10
-        assert found["ratio"] > 4
-        assert torch.tensor(found["loss"]).isfinite()
-
-
-@pytest.mark.multiprocess
-def test_replicas_agree_after_the_checkpoint_is_loaded(done: list[Any]) -> None:
-    first, second = (programs["ddp"] for programs in done)
-    assert first["weights"] == second["weights"]
-    assert first["saved"] == second["saved"] == ["gradwire", "model", "optimizer"]
-
-
-@pytest.mark.multiprocess
-def test_every_shard_of_the_checkpoint_is_loaded(done: list[Any]) -> None:
-    for programs in done:
-        assert programs["fsdp2"]["saved"] == ["gradwire", "model", "optimizer"]
-        assert programs["fsdp2"]["wrong"] == []
+def test_its_programs_train_and_load_their_checkpoints() -> None:
+    (ranks,) = blocks.run([README], what_was_done)
+    for programs in ranks:
+        for name, found in zip(PROGRAMS, programs, strict=True):
+            assert found["sharded"] == (name == "fsdp2")
+            assert found["steps"] == 10
+            assert found["ratio"] > 4
+            assert torch.tensor(found["loss"]).isfinite()
+            assert found["saved"] == ["gradwire", "model", "optimizer"]
+            assert not found["wrong"], "of these the rank has not its own shards of what was saved"
+    first, second = (programs[0]["weights"] for programs in ranks)
+    assert first == second, "replicas differ after the checkpoint is loaded"

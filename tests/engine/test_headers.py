@@ -19,46 +19,42 @@ def parts(message: torch.Tensor) -> list[torch.Tensor]:
     return list(message.split(NBYTES))
 
 
-@pytest.fixture(params=[True, False], ids=["checksum", "none"])
-def envelopes(request: pytest.FixtureRequest) -> list[Envelope]:
-    call = replace(CALL, checksum=request.param)
+def envelopes(checksum: bool) -> list[Envelope]:
+    call = replace(CALL, checksum=checksum)
     return [replace(call, segment=i % 2, chunk=300 * i) for i in range(len(NBYTES))]
 
 
-@pytest.fixture
 def message() -> torch.Tensor:
     made = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (sum(NBYTES),), generator=made, dtype=torch.uint8)
 
 
-def test_they_are_those_of_each(message: torch.Tensor, envelopes: list[Envelope]) -> None:
-    expected = message.clone()
-    for part, envelope in zip(parts(expected), envelopes, strict=True):
+@pytest.mark.parametrize("checksum", [True, False])
+def test_they_are_those_of_each(checksum: bool) -> None:
+    every, found, expected = envelopes(checksum), message(), message()
+    for part, envelope in zip(parts(expected), every, strict=True):
         seal(part, envelope, 3)
-    Headers(NBYTES, envelopes).seal(message.numpy(), envelopes[0], 3)
-    assert torch.equal(message, expected)
-    for part, envelope in zip(parts(message), envelopes, strict=True):
+    headers = Headers(NBYTES, every)
+    headers.seal(found.numpy(), every[0], 3)
+    assert torch.equal(found, expected)
+    for part, envelope in zip(parts(found), every, strict=True):
         check(part, envelope, 0)
-
-
-def test_the_least_version_of_all_is_found(
-    message: torch.Tensor, envelopes: list[Envelope]
-) -> None:
-    headers = Headers(NBYTES, envelopes)
-    for version, part, envelope in zip([9, 4, 6, 5], parts(message), envelopes, strict=True):
+    # The least version of all is found.
+    for version, part, envelope in zip([9, 4, 6, 5], parts(found), every, strict=True):
         seal(part, envelope, version)
-    assert headers.least_version(message.numpy(), envelopes[0]) == 4
-    assert headers.least_version(message.numpy(), replace(envelopes[0], call=12)) is None
-    assert headers.least_version(message.numpy(), replace(envelopes[0], sequence=8)) is None
+    assert headers.least_version(found.numpy(), every[0]) == 4
+    assert headers.least_version(found.numpy(), replace(every[0], call=12)) is None
+    assert headers.least_version(found.numpy(), replace(every[0], sequence=8)) is None
 
 
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("place", [0, 4, 6, 8, 16, 20, 24, 40, 42, HEADER_BYTES, HEADER_BYTES + 15])
-def test_what_is_changed_on_the_way_is_found(
-    part: int, place: int, message: torch.Tensor, envelopes: list[Envelope]
-) -> None:
-    headers = Headers(NBYTES, envelopes)
-    headers.seal(message.numpy(), envelopes[0], 3)
-    parts(message)[part][place] ^= 1
-    found = headers.least_version(message.numpy(), envelopes[0])
-    assert (found is None) == (place < HEADER_BYTES or envelopes[0].checksum)
+@pytest.mark.parametrize("checksum", [True, False])
+def test_what_is_changed_on_the_way_is_found(checksum: bool) -> None:
+    every, sealed = envelopes(checksum), message()
+    headers = Headers(NBYTES, every)
+    headers.seal(sealed.numpy(), every[0], 3)
+    for part in range(len(NBYTES)):
+        for place in (0, 4, 6, 8, 16, 20, 24, 40, 42, HEADER_BYTES, HEADER_BYTES + 15):
+            changed = sealed.clone()
+            parts(changed)[part][place] ^= 1
+            found = headers.least_version(changed.numpy(), every[0])
+            assert (found is None) == (place < HEADER_BYTES or checksum), (part, place)

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gradwire.engine.message import HEADER_BYTES, Envelope, check, seal
 from gradwire.errors import CodecError
@@ -21,29 +19,27 @@ def message(payload: int, envelope: Envelope = ENVELOPE) -> torch.Tensor:
     return data
 
 
-@pytest.mark.parametrize("payload", [0, 16, 32, 4096])
-@pytest.mark.parametrize("checksum", [True, False])
-def test_a_sealed_message_passes(payload: int, checksum: bool) -> None:
-    envelope = replace(ENVELOPE, checksum=checksum)
-    check(message(payload, envelope), envelope, sender=1)
+def test_a_sealed_message_passes() -> None:
+    for payload in (0, 16, 32, 4096):
+        for checksum in (True, False):
+            envelope = replace(ENVELOPE, checksum=checksum)
+            check(message(payload, envelope), envelope, sender=1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("plan", 1), ("sequence", 8), ("call", 1), ("segment", 0), ("chunk", 0)]
-)
-def test_a_foreign_message_is_refused_by_the_name_of_the_field(field: str, value: int) -> None:
-    with pytest.raises(CodecError, match=f"rank 5.*{field}"):
-        check(message(64), replace(ENVELOPE, **{field: value}), sender=5)
+def test_a_foreign_message_is_refused_by_the_name_of_the_field() -> None:
+    foreign = {"plan": 1, "sequence": 8, "call": 1, "segment": 0, "chunk": 0}
+    for field, value in foreign.items():
+        with pytest.raises(CodecError, match=f"rank 5.*{field}"):
+            check(message(64), replace(ENVELOPE, **{field: value}), sender=5)
 
 
-def test_a_truncated_message_is_refused() -> None:
-    with pytest.raises(CodecError, match="length"):
-        check(message(64)[:-16], ENVELOPE, sender=1)
-
-
-@given(st.integers(0, (HEADER_BYTES + 160) * 8 - 1))
-def test_every_flipped_bit_is_noticed(bit: int) -> None:
+def test_every_flipped_bit_and_a_truncation_are_noticed() -> None:
     data = message(160)
-    data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(CodecError):
-        check(data, ENVELOPE, sender=1)
+    for bit in range(data.numel() * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CodecError):
+            check(data, ENVELOPE, sender=1)
+        data[bit // 8] ^= 1 << bit % 8
+    check(data, ENVELOPE, sender=1)
+    with pytest.raises(CodecError, match="length"):
+        check(data[:-16], ENVELOPE, sender=1)

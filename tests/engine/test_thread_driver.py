@@ -8,6 +8,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from gradwire import ConfigError, Identity, Options, TransportError, all_reduce
 from gradwire.collectives import Collective, Item, prepare
 from gradwire.collectives.job import Job
-from gradwire.engine import Communicator, Engine, Outcome
+from gradwire.engine import Communicator, Engine, Outcome, workers
 from gradwire.lang import rng
 from gradwire.partition import Spec
 from gradwire.transport import Hub
@@ -32,19 +33,23 @@ def test_a_closed_executor_refuses_at_once() -> None:
 
 
 def test_closing_ends_jobs_under_way() -> None:
-    hub = Hub(2, timeout=60)
+    hub = Hub(2, timeout=600)
 
     def body(comm: Communicator) -> BaseException | None:
         collective = prepare(comm.calls, [Spec("w", 10, torch.float32, Identity())])
         if comm.rank == 1:
             return None  # never joins in
+        receives, irecv = threading.Event(), comm.transport.irecv
+
+        def spied(*args: Any) -> Any:
+            receives.set()
+            return irecv(*args)
+
+        comm.transport.irecv = spied  # type: ignore[method-assign]
         future = collective.start([Item(torch.ones(10), KEYS, 0)])
-        time.sleep(0.1)
-        begun = time.monotonic()
+        assert receives.wait(60)
         comm.close()
-        error = future.exception(timeout=5)
-        assert time.monotonic() - begun < 5
-        return error
+        return future.exception(timeout=60)
 
     assert isinstance(as_threads(2, body, hub)[0], TransportError)
 
@@ -99,7 +104,7 @@ def test_a_finished_job_keeps_nothing_alive() -> None:
         all_reduce(tensor, group=comm)
         gone = weakref.ref(tensor)
         del tensor
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while gone() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
@@ -109,10 +114,12 @@ def test_a_finished_job_keeps_nothing_alive() -> None:
 
 
 def test_waiting_in_a_callback_is_refused() -> None:
+    added = threading.Event()
+
     def body(comm: Communicator) -> BaseException | None:
         all_reduce(torch.ones(300), group=comm)
         if comm.rank == 1:
-            time.sleep(0.5)  # so that rank 0 adds its callback before the result
+            assert added.wait(60)  # rank 0 adds its callback before the result
         future = all_reduce(torch.ones(300), group=comm, async_op=True)
         assert future is not None
         if comm.rank == 1:
@@ -123,7 +130,9 @@ def test_waiting_in_a_callback_is_refused() -> None:
         def nested(_: object) -> None:
             errors.append(caught(lambda: all_reduce(torch.ones(3), group=comm)))
 
-        future.then(nested).wait()
+        then = future.then(nested)
+        added.set()
+        then.wait()
         return errors[0]
 
     error = as_threads(2, body)[0]
@@ -134,7 +143,7 @@ def test_waiting_in_a_callback_is_refused() -> None:
 def test_tickets_are_returned_in_their_order() -> None:
     """Ticket 0 takes long, since rank 1 joins it late; ticket 1 is only rank 0's and ends at once.
     Ticket 2 still waits for ticket 0: two are admitted at a time, on every rank alike."""
-    hub = Hub(2, timeout=20)
+    hub = Hub(2, timeout=60)
     joined = threading.Event()
 
     def body(comm: Communicator) -> list[str]:
@@ -157,15 +166,15 @@ def test_tickets_are_returned_in_their_order() -> None:
         assert running.prepared
         assert empty.prepared
         if comm.rank == 1:
-            joined.wait(10)
+            joined.wait(60)
         futures = [begin(*one) for one in ((running, "0"), (empty, "1"), (empty, "2"))]
         if comm.rank == 0:
-            futures[1].result(timeout=10)
-            time.sleep(0.2)
+            futures[1].result(timeout=60)
+            time.sleep(0.2)  # an early start of ticket 2 would come by now
             early = list(started)
             joined.set()
         for future in futures:
-            future.result(timeout=10)
+            future.result(timeout=60)
         return early if comm.rank == 0 else started
 
     early, all_of_them = as_threads(2, body, hub)
@@ -196,7 +205,7 @@ def test_what_may_differ_between_ranks_may_change_on_one() -> None:
             all_reduce(tensor, "identity", group=comm, options=chosen)
         return float(tensor[0])
 
-    assert as_threads(2, body, Hub(2, timeout=5)) == [2.0, 2.0]
+    assert as_threads(2, body) == [2.0, 2.0]
 
 
 def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +218,7 @@ def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         if len(told) == 1:
             late = threading.Thread(target=comm.fail, args=(TransportError("second"),))
             late.start()
-            late.join(5)
+            late.join(60)
         tell(rank)
 
     comm.transport.fail = meanwhile  # type: ignore[method-assign]
@@ -223,23 +232,24 @@ def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_threads_are_held_only_by_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight idle groups hold no threads, and idle threads end."""
     monkeypatch.setattr(Engine, "_current", None)
+    monkeypatch.setattr(workers, "_IDLE_S", 0.2)
 
     def body(comm: Communicator) -> None:
         all_reduce(torch.ones(100), group=comm)
 
     for _ in range(8):
         as_threads(2, body)
-    workers = Engine.current().workers
-    deadline = time.monotonic() + 20
-    while len(workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(workers) == 0
+    held = Engine.current().workers
+    deadline = time.monotonic() + 60
+    while len(held) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(held) == 0
     Engine.current().channel.close()
 
 
 def test_two_groups_in_opposite_order() -> None:
     """Each rank waits for a call that the other makes second."""
-    hubs = [Hub(2, timeout=10), Hub(2, timeout=10)]
+    hubs = [Hub(2), Hub(2)]
     found: list[list[float]] = [[], []]
 
     def body(rank: int) -> None:
@@ -260,5 +270,5 @@ def test_two_groups_in_opposite_order() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert found == [[3.0, 3.0], [3.0, 3.0]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gradwire.engine import Communicator
+import pytest
+
+from gradwire.engine import Communicator, watchdog
 from gradwire.engine.owner import Issue
 from gradwire.engine.watchdog import Watchdog
 from gradwire.errors import TransportError
@@ -69,12 +70,15 @@ def test_blame_that_comes_back_ends() -> None:
     assert explained(watch, 1).peer == 2
 
 
-def test_rounds_that_are_only_slow_are_reported_less_and_less() -> None:
+def test_rounds_that_are_only_slow_are_reported_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     comm = Comm()
     comm.member.first = lambda key, value: value
     watch = Watchdog(comm)  # type: ignore[arg-type]
     owner = SimpleNamespace(key="owner 0", single=False)
-    now = time.monotonic()
 
     def looks_at(number: int, waited: float) -> int:
         """How many rounds were reported by then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "skeleton_codec.py"
 SignMean = runpy.run_path(str(EXAMPLE))["SignMean"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_targets_agree_at_every_size(dtype: torch.dtype) -> None:
-    codec = SignMean(block=100)
-    for n in ragged_sizes(100):
+def test_targets_agree_at_every_size_and_dtype() -> None:
+    codec, dtypes = SignMean(block=100), (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, n in product(dtypes, ragged_sizes(100)):
         values = gradient(n, dtype)
         compiled = call(codec, "encode_ef", values, target="c")
         defined = call(codec, "encode_ef", values, target="eager")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from golden import runs
 from golden.runs import CASES, Case
-from products import EXHAUSTIVE, one_in
+from products import EXHAUSTIVE
 from ranks import WORLD_SIZES
-
-
-@pytest.fixture
-def cases(pytestconfig: pytest.Config, ranks: int) -> list[Case]:
-    """The cases of this run: all with --exhaustive, else a sample."""
-    chosen = CASES if pytestconfig.getoption("--exhaustive") else runs.sampled(CASES)
-    return [case for case in chosen if case.ranks == ranks]
 
 
 def compare(found: dict[str, str]) -> None:
@@ -32,22 +27,33 @@ def _updated(pytestconfig: pytest.Config) -> None:
         runs.record()
 
 
-@pytest.mark.parametrize("ranks", one_in(2, WORLD_SIZES))
-def test_collectives(cases: list[Case]) -> None:
-    compare(runs.lines(cases))
+SAMPLE = runs.sampled(CASES)
+EACH = [pytest.param(n, marks=[EXHAUSTIVE] if n == 4 else []) for n in WORLD_SIZES]
 
 
-@pytest.mark.parametrize("ranks", one_in(3, WORLD_SIZES))
-def test_collectives_in_order(cases: list[Case]) -> None:
+def of(ranks: int, cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case.ranks == ranks]
+
+
+@pytest.mark.parametrize("ranks", EACH)
+def test_collectives(ranks: int, pytestconfig: pytest.Config) -> None:
+    compare(runs.lines(of(ranks, CASES if pytestconfig.getoption("--exhaustive") else SAMPLE)))
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 4))])
+def test_collectives_in_order(ranks: int, pytestconfig: pytest.Config) -> None:
     """Over links that only preserve the order of messages: the same lines."""
+    cases = of(ranks, CASES if pytestconfig.getoption("--exhaustive") else SAMPLE)
     compare(runs.lines(cases, in_order=True))
 
 
-@pytest.mark.parametrize("options", [{"target": "eager"}, {"threads": 3}, {"batched": False}],
-                         ids=lambda options: next(iter(options)))  # fmt: skip
-def test_results_do_not_depend_on_execution_options(options: dict[str, object]) -> None:
-    some = [case for case in CASES if case.ranks == 2 and case.segments == 1]
-    compare(runs.lines([case for case in some if case.way in ("sra", "ring")], **options))
+def test_results_do_not_depend_on_execution_options(pytestconfig: pytest.Config) -> None:
+    """Each codec with one of them in turn."""
+    some = [c for c in of(2, CASES) if c.segments == 1 and c.way in ("sra", "ring")]
+    every: list[dict[str, object]] = [{"target": "eager"}, {"threads": 3}, {"batched": False}]
+    exhaustive = pytestconfig.getoption("--exhaustive")
+    for turn, options in enumerate(every):
+        compare(runs.lines(some if exhaustive else some[turn::3], **options))
 
 
 @EXHAUSTIVE
@@ -62,5 +68,5 @@ def test_the_file_has_every_case() -> None:
     training = {name for name in runs.stored() if name.startswith(("attach ", "backend "))}
     assert set(runs.stored()) - training == {case.name for case in CASES}
     assert len(training) == 8
-    kept = {(case.way, case.ranks) for case in runs.sampled(CASES)}
-    assert kept == {(case.way, case.ranks) for case in CASES}
+    assert {(c.way, c.ranks) for c in SAMPLE} == {(c.way, c.ranks) for c in CASES}
+    assert {(c.codec, c.segments) for c in SAMPLE} == {(c.codec, c.segments) for c in CASES}

@@ -20,7 +20,6 @@ import triton_checks  # noqa: E402
 
 from codec_calls import CODECS, DTYPES, WIDTHS  # noqa: E402
 from gradwire.codecs import QSGD, AdaComp, Codec, TopK  # noqa: E402
-from gradwire.lab.ports import free_port  # noqa: E402
 from gradwire.lang import gpu, kernels, layout  # noqa: E402
 from loopback import without_lookups  # noqa: E402
 
@@ -128,11 +127,11 @@ def missing_for_nccl(ranks: int) -> str | None:
 def ranks_share(world_size: int, device: str = DEVICE, backend: str = "gloo") -> str:
     """Ranks reduce CUDA tensors to the bits of the CPU, and train: over gloo they share the GPU,
     over NCCL each has its own."""
-    port = str(free_port())
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = str(Path(__file__).with_name("share.py"))
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(world_size), port, device, backend],
+            [sys.executable, script, str(rank), str(world_size), str(store.port), device, backend],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world_size)

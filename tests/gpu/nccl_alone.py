@@ -22,7 +22,6 @@ from fifo import FifoHub
 from gradwire.engine import Communicator, Graph, Issue, Kind
 from gradwire.engine.schedule import lower
 from gradwire.groups import communicator
-from gradwire.lab.ports import free_port
 from gradwire.transport import Hub
 
 SEGMENTS, NBYTES, JOBS = 6, 1 << 20, 5
@@ -77,8 +76,9 @@ def main(device: torch.device) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        address = f"tcp://127.0.0.1:{free_port()}"
-        dist.init_process_group("nccl", address, timedelta(seconds=60), 1, 0)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        seconds = timedelta(seconds=60)
+        dist.init_process_group("nccl", timeout=seconds, world_size=1, rank=0, store=store)
         dist.all_reduce(torch.ones(1, device=device))  # makes the communicator
         comm = communicator()
         if comm.stream(device) is None:

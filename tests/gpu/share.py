@@ -3,8 +3,9 @@ of CUDA tensors.
 
     python share.py RANK WORLD_SIZE PORT DEVICE BACKEND
 
-Prints what is wrong, or nothing. What it reduces on the device must be, bit by bit, what the same
-collective makes on the CPU. DEVICE is cuda; cpu, with gloo, tries the script itself.
+PORT is that of a TCPStore which the caller hosts. Prints what is wrong, or nothing. What it reduces
+on the device must be, bit by bit, what the same collective makes on the CPU. DEVICE is cuda; cpu,
+with gloo, tries the script itself.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
-    )
+    seconds = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, timeout=seconds)
+    dist.init_process_group(backend, timeout=seconds, world_size=world_size, rank=rank, store=store)
     for codec in ("identity", "qsgd", "topk"):
         for algorithm in ("sra", "ring", "tree"):
             for numel in SIZES:

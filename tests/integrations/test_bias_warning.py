@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.integrations import bias
-from ranks import as_processes, caught
+from ranks import all_pass, caught
 
 
 def mlp() -> nn.Sequential:
@@ -96,14 +96,7 @@ def alone(rank: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("ranks", "body", "backend"),
-    [
-        (2, attaching, "gloo"),
-        (2, registering, "gradwire"),
-        (2, dropped_in, "gradwire"),
-        (1, alone, "gloo"),
-    ],
-)
-def test_a_biased_codec_alone_warns(ranks: int, body: Any, backend: str) -> None:
-    as_processes(ranks, body, timeout=30, backend=backend)
+def test_a_biased_codec_alone_warns() -> None:
+    all_pass(2, [attaching], timeout=30)
+    all_pass(2, [registering, dropped_in], timeout=30, backend="gradwire")
+    all_pass(1, [alone])

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.integrations.wrapped import original, plain_name, plain_names
-from ranks import as_processes, caught
+from ranks import all_pass, as_processes, caught
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -117,6 +117,7 @@ def _first(handle: Any) -> list[int]:
 
 
 def compiling_changes_no_gradient(rank: int) -> None:
+    torch._dynamo.reset()
     found = []
     for make in (lambda: DDP(mlp()), lambda: compiled(DDP(mlp())), lambda: DDP(compiled(mlp()))):
         model = make()
@@ -129,6 +130,7 @@ def compiling_changes_no_gradient(rank: int) -> None:
 
 
 def a_state_moves_into_a_compiled_model(rank: int) -> None:
+    torch._dynamo.reset()
     bare = DDP(mlp())
     handle = gw.attach(bare, bits=2, error_feedback=True)
     train(bare)
@@ -149,6 +151,8 @@ class TrainerLike:
 
 
 def what_has_none_is_told_what_to_pass(rank: int) -> None:
+    torch._dynamo.reset()
+
     class Raises(nn.Module):
         @property
         def module(self) -> nn.Module:
@@ -186,20 +190,14 @@ SCENARIOS = [
 ]
 
 
-def run_all(rank: int) -> None:
-    for scenario in SCENARIOS:
-        torch._dynamo.reset()
-        scenario(rank)
-
-
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
 def test_wrapped_modules() -> None:
-    as_processes(2, run_all, timeout=30, deadline=150)
+    all_pass(2, SCENARIOS, timeout=30, deadline=150)
 
 
 def registered(rank: int) -> None:
-    turns = cycle([*product((False, True), (True, False))][1:])
+    turns = cycle([*product((False, True), (True, False))][1:])  # each pair meets several wraps
     for wrap in (
         DDP,
         lambda module: compiled(DDP(module)),
@@ -209,20 +207,20 @@ def registered(rank: int) -> None:
         lambda module: compiled(sharded(module)),
         lambda module: Holder(module=DDP(module)),
     ):
-        for compile_first, before in (next(turns), next(turns)):
-            bare = compiled(mlp()) if compile_first else mlp()
-            model = None if before else wrap(bare)
-            registration = gw.register(bare if before else model, exclude=["0.*"], bits=8)
-            model = wrap(bare) if before else model
-            train(model)
-            handle = registration.handle
-            assert handle is not None
-            planned = {p.name: p.codec for p in handle.plan.parameters}
-            assert list(planned) == NAMES
-            assert [name for name, codec in planned.items() if codec] == ["2.weight"]
-            assert handle.stats()["wire_bytes"] > 0
-            registration.withdraw()
-            torch._dynamo.reset()
+        compile_first, before = next(turns)
+        bare = compiled(mlp()) if compile_first else mlp()
+        model = None if before else wrap(bare)
+        registration = gw.register(bare if before else model, exclude=["0.*"], bits=8)
+        model = wrap(bare) if before else model
+        train(model)
+        handle = registration.handle
+        assert handle is not None
+        planned = {p.name: p.codec for p in handle.plan.parameters}
+        assert list(planned) == NAMES
+        assert [name for name, codec in planned.items() if codec] == ["2.weight"]
+        assert handle.stats()["wire_bytes"] > 0
+        registration.withdraw()
+        torch._dynamo.reset()
     for wrong in (
         {"error_feedback": "yes"}, {"algorithm": "zz"}, {"coalesce_bytes": -3}, {"seed": -3},
         {"codec": "qsgd:bits=99"}, {"exclude": ["zz"]},

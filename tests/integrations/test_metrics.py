@@ -19,7 +19,7 @@ import gradwire as gw
 from gradwire.aggregators import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
-from ranks import as_processes
+from ranks import all_pass, as_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,12 +61,12 @@ def weights(rank: int, measured: bool) -> list[list[bytes]]:
     for sharded, method in cases:
         model, handle = attached(sharded, **method)
         optimizer = None
-        for _ in range(4):
+        for _ in range(3):
             if measured:
                 handle.metrics(layers=True, every=1)
             optimizer = trains(model, 1, optimizer)
         if measured:
-            assert handle.metrics()["sampled_step"] >= 3
+            assert handle.metrics()["sampled_step"] >= 2
         found.append(
             [
                 (p.to_local() if sharded else p).detach().numpy().tobytes()  # type: ignore[attr-defined]
@@ -78,6 +78,7 @@ def weights(rank: int, measured: bool) -> list[list[bytes]]:
 
 
 def test_training_is_bit_identical_with_metrics() -> None:
+    """In processes of their own: each handle of a process draws other numbers."""
     with_metrics, without = (as_processes(2, weights, measured) for measured in (True, False))
     assert with_metrics == without
 
@@ -112,9 +113,9 @@ def ddp_values(rank: int, method: dict[str, Any]) -> tuple[Any, ...]:
     return first, found, layers, reference, handle.stats(), seen
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_values_are_those_of_a_reference(method: dict[str, Any]) -> None:
-    for first, found, layers, reference, stats, _ in as_processes(2, ddp_values, method):
+def values_are_those_of_a_reference(rank: int) -> None:
+    for method in METHODS:
+        first, found, layers, reference, stats, _ = ddp_values(rank, method)
         assert first == {}
         assert found.keys() == SAMPLED | COUNTED
         assert all(isinstance(value, (int, float)) for value in found.values())
@@ -157,9 +158,9 @@ def sharded_values(rank: int, method: dict[str, Any]) -> tuple[dict[str, float],
     return handle.metrics(), norm, handle.stats()
 
 
-@pytest.mark.parametrize("method", METHODS[:3], ids=str)
-def test_values_under_fsdp2(method: dict[str, Any]) -> None:
-    for found, norm, stats in as_processes(2, sharded_values, method):
+def values_under_fsdp2(rank: int) -> None:
+    for method in METHODS[:3]:
+        found, norm, stats = sharded_values(rank, method)
         assert found.keys() == SAMPLED | COUNTED
         assert found["sampled_step"] == 3
         assert found["ratio"] == pytest.approx(stats["ratio"])
@@ -186,7 +187,7 @@ class Telling(Aggregator):
         return math.prod(shape) * dtype.itemsize
 
 
-def what_aggregators_tell(rank: int) -> tuple[Any, ...]:
+def what_aggregators_tell_is_weighted_by_values(rank: int) -> None:
     model, handle = attached(codec=Telling())
     trains(model, 1)
     told = handle.metrics(layers=True)
@@ -194,19 +195,14 @@ def what_aggregators_tell(rank: int) -> tuple[Any, ...]:
     update.wait()
     while not update.in_force:
         trains(model, 1)
-    return told, handle.metrics()
+    mean = (300 * 12000 + 50 * 15000) / (12000 + 15000)
+    assert told["saturated"] == pytest.approx(mean)
+    assert told["0.weight/saturated"] == 300
+    assert "nmse" not in told
+    assert "saturated" not in handle.metrics()
 
 
-def test_what_aggregators_tell_is_weighted_by_values() -> None:
-    for told, after in as_processes(2, what_aggregators_tell):
-        mean = (300 * 12000 + 50 * 15000) / (12000 + 15000)
-        assert told["saturated"] == pytest.approx(mean)
-        assert told["0.weight/saturated"] == 300
-        assert "nmse" not in told
-        assert "saturated" not in after
-
-
-def samples(rank: int) -> tuple[list[int], list[dict[str, float]], str]:
+def one_pass_in_some_is_sampled(rank: int) -> None:
     model, handle = attached(codec="qsgd", error_feedback=True)
     optimizer = trains(model, 2)
     unasked = handle.metrics(every=3)
@@ -215,29 +211,30 @@ def samples(rank: int) -> tuple[list[int], list[dict[str, float]], str]:
     for _ in range(8):
         trains(model, 1, optimizer)
         seen.append(int(handle.metrics(every=3)["sampled_step"]))
-    twice = [handle.metrics(every=3), handle.metrics(every=3)]
-    try:
+    assert seen == [3, 3, 3, 6, 6, 6, 9, 9]
+    assert handle.metrics(every=3) == handle.metrics(every=3)
+    with pytest.raises(ConfigError, match="every=0"):
         handle.metrics(every=0)
-    except ConfigError as error:
-        return seen, twice, str(error)
-    return seen, twice, "no error"
 
 
-def test_one_pass_in_some_is_sampled() -> None:
-    for seen, twice, said in as_processes(2, samples):
-        assert seen == [3, 3, 3, 6, 6, 6, 9, 9]
-        assert twice[0] == twice[1]
-        assert "every=0" in said
+def test_metrics() -> None:
+    all_pass(
+        2,
+        [
+            values_are_those_of_a_reference,
+            values_under_fsdp2,
+            what_aggregators_tell_is_weighted_by_values,
+            one_pass_in_some_is_sampled,
+        ],
+    )
 
 
-def alone(rank: int) -> dict[str, float]:
+def a_single_rank_sends_nothing(rank: int) -> None:
     model, handle = attached(codec="qsgd", error_feedback=True)
     handle.metrics(every=1)
     trains(model, 2)
-    found: dict[str, float] = handle.metrics()
-    return found
+    assert handle.metrics().keys() == {"exposed_seconds"}
 
 
-def test_a_single_rank_sends_nothing() -> None:
-    (found,) = as_processes(1, alone)
-    assert found.keys() == {"exposed_seconds"}
+def test_a_single_rank() -> None:
+    all_pass(1, [a_single_rank_sends_nothing])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradwire as gw
-from ranks import as_processes
+from ranks import all_pass, as_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,7 +44,7 @@ def steps(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> str:
     return ""
 
 
-def made_after_attach(rank: int) -> dict[str, str]:
+def one_with_momentum_is_refused_before_it_changes_anything(rank: int) -> None:
     kinds: dict[str, Made] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -63,24 +63,19 @@ def made_after_attach(rank: int) -> dict[str, str]:
         found[kind] = steps(model, made(list(model.parameters())), rank)
         handle.detach()
     assert not _global_optimizer_pre_hooks
-    return found
+    assert found["sgd"] == found["adamw without"] == found["biases alone"] == ""
+    assert found["momentum"].startswith(
+        "SGD has momentum=0.9 for parameter 0.weight, whose average, by "
+        "dgc(density=0.1, momentum=0.9, values=fp16), includes momentum already: make the "
+        "optimizer with momentum=0, or attach with momentum=0"
+    )
+    assert "AdamW has betas=(0.9, 0.999)" in found["adamw"]
+    assert "make the optimizer with betas=(0.0, 0.999)" in found["adamw"]
+    assert "RMSprop has momentum=0.5" in found["rmsprop"]
+    assert "momentum=0.8 for parameter 1.weight" in found["second group"]
 
 
-def test_an_optimiser_with_momentum_is_refused_before_it_changes_anything() -> None:
-    for found in as_processes(2, made_after_attach):
-        assert found["sgd"] == found["adamw without"] == found["biases alone"] == ""
-        assert found["momentum"].startswith(
-            "SGD has momentum=0.9 for parameter 0.weight, whose average, by "
-            "dgc(density=0.1, momentum=0.9, values=fp16), includes momentum already: make the "
-            "optimizer with momentum=0, or attach with momentum=0"
-        )
-        assert "AdamW has betas=(0.9, 0.999)" in found["adamw"]
-        assert "make the optimizer with betas=(0.0, 0.999)" in found["adamw"]
-        assert "RMSprop has momentum=0.5" in found["rmsprop"]
-        assert "momentum=0.8 for parameter 1.weight" in found["second group"]
-
-
-def before_and_after(rank: int) -> list[str]:
+def those_made_before_are_seen_updates_followed_and_detach_ends_it(rank: int) -> None:
     model, other = model_of(), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     apart = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -106,12 +101,17 @@ def before_and_after(rank: int) -> list[str]:
     found.append(steps(model, optimizer, rank))
     handle.detach()
     found.append(steps(model, optimizer, rank))
-    return found
+    assert [bool(error) for error in found] == [True, False, True, False, True, False]
 
 
-def test_it_sees_optimisers_made_before_follows_updates_and_ends_with_detach() -> None:
-    for found in as_processes(2, before_and_after):
-        assert [bool(error) for error in found] == [True, False, True, False, True, False]
+def test_optimisers_with_momentum() -> None:
+    all_pass(
+        2,
+        [
+            one_with_momentum_is_refused_before_it_changes_anything,
+            those_made_before_are_seen_updates_followed_and_detach_ends_it,
+        ],
+    )
 
 
 def cost(rank: int) -> float:
@@ -126,5 +126,6 @@ def cost(rank: int) -> float:
     return (time.perf_counter() - begun) / 1000
 
 
+@pytest.mark.timing
 def test_it_costs_microseconds_per_step() -> None:
     assert max(as_processes(1, cost)) < 200e-6

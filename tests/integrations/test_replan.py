@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 import gradwire as gw
 from gradwire.integrations.replan import CHECKS
 
@@ -17,18 +15,19 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("replan", SCHEDULES, ids=str)
-def test_each_window_has_its_passes_and_no_other(replan: gw.Replan) -> None:
-    passes = range(1, replan.begins + 3 * replan.every + 1)
-    decisions = [n for n in passes if replan.decides(n)]
-    assert decisions == [replan.begins + i * replan.every for i in range(4)]
-    checks = [n for n in passes if replan.checks(n)]
-    assert not set(checks) & set(decisions)
-    assert all(n > replan.begins for n in checks)
-    windows = [range(n - replan.average + 1, n + 1) for n in decisions]
-    windows += [range(n - replan.check_passes + 1, n + 1) for n in checks]
-    expected = sorted(n for window in windows for n in window)
-    assert expected == [n for n in passes if replan.sums(n)]  # so no two overlap
+def test_each_window_has_its_passes_and_no_other() -> None:
+    for replan in SCHEDULES:
+        passes = range(1, replan.begins + 3 * replan.every + 1)
+        decisions = [n for n in passes if replan.decides(n)]
+        assert decisions == [replan.begins + i * replan.every for i in range(4)], replan
+        checks = [n for n in passes if replan.checks(n)]
+        assert not set(checks) & set(decisions), replan
+        assert all(n > replan.begins for n in checks), replan
+        windows = [range(n - replan.average + 1, n + 1) for n in decisions]
+        windows += [range(n - replan.check_passes + 1, n + 1) for n in checks]
+        expected = sorted(n for window in windows for n in window)
+        # so no two overlap
+        assert expected == [n for n in passes if replan.sums(n)], replan
 
 
 def test_a_period_has_checks_that_sum_as_much_as_a_decision() -> None:

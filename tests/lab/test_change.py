@@ -1,8 +1,10 @@
-"""A running lab takes another rate and latency, and loses no packet on the way."""
+"""A running lab takes another rate and latency, and loses no packet on the way.
+
+test_settings.py checks without a clock what the links are set to.
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -11,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.errors import ConfigError
-from gradwire.lab import Lab, Network, NodeProcess, Schedule, launch
+from gradwire.lab import Lab, Network, NodeProcess
 
 HERE = Path(__file__).parent
 FAST, SLOW = Network.parse("400mbit,1ms"), Network.parse("50mbit,15ms")
@@ -53,27 +54,26 @@ def check(lab: Lab, folder: Path) -> None:
         assert attempt == 1, (str(net), rtt, share)
 
 
+@pytest.mark.timing
 @pytest.mark.lab
 def test_rate_and_latency_change(tmp_path: Path) -> None:
     with Lab(3, FAST) as lab:
         check(lab, tmp_path)
         for net in (SLOW, FAST):
-            begun = time.monotonic()
             lab.change(net)
-            assert time.monotonic() - begun < 1
             check(lab, tmp_path)
 
 
+@pytest.mark.timing
 @pytest.mark.lab
 def test_a_rate_changes_without_latency(tmp_path: Path) -> None:
     with Lab(3, Network.parse("400mbit")) as lab:
         assert lab.latency_by == "bridge"
         lab.change(Network.parse("50mbit"))
         check(lab, tmp_path)
-        with pytest.raises(ConfigError, match="built without latency"):
-            lab.change(SLOW)
 
 
+@pytest.mark.timing
 @pytest.mark.lab
 def test_packets_in_flight_arrive(tmp_path: Path) -> None:
     with Lab(2, SLOW) as lab:
@@ -87,30 +87,3 @@ def test_packets_in_flight_arrive(tmp_path: Path) -> None:
     assert isinstance(got, list)
     assert isinstance(sent, int)
     assert sorted(got) == list(range(sent))
-
-
-@pytest.mark.lab
-def test_a_schedule_begins_with_its_first_phase_and_can_have_latency_later(tmp_path: Path) -> None:
-    schedule = Schedule.parse("late(second: 0 400mbit,0ms; 1 50mbit,15ms)")
-    with Lab(3, schedule) as lab:
-        assert lab.latency_by in ("line", "netem")
-        assert lab.net == schedule.first
-        assert "late" in lab.describe()
-        lab.change(SLOW)
-        check(lab, tmp_path)
-
-
-@pytest.mark.lab
-def test_launch_follows_the_seconds() -> None:
-    said = io.StringIO()
-    schedule = Schedule.parse("two(share: 0 400mbit,1ms; 0.5 50mbit,15ms)")
-    codes = launch(["sleep", "1.5"], 2, schedule, stderr=said, length=2.0)
-    assert codes == [0, 0]
-    assert "2 nodes on two(share" not in said.getvalue()  # it goes by second now
-    line = next(line for line in said.getvalue().splitlines() if "50mbit,15ms from" in line)
-    assert 1.0 <= float(line.split()[-3]) < 1.4
-
-
-def test_loopback_cannot_change() -> None:
-    with Lab(1, Network()) as lab, pytest.raises(ConfigError, match="neither from it nor to it"):
-        lab.change(FAST)

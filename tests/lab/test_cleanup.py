@@ -93,11 +93,13 @@ def test_killing_the_launcher_leaves_nothing(
     ours = os.readlink("/proc/self/ns/net")
     devices = set(os.listdir("/sys/class/net"))
     launcher = start(sources, net, mark)
-    assert len(marked(mark)) >= 5  # launcher, supervisor, a shell and more on each node
+    assert until(
+        lambda: len(marked(mark)) >= 5, 60
+    )  # launcher, supervisor, a shell and more on each node
     made = network_namespaces(marked(mark)) - {ours}
     assert len(made) == (0 if net == "none" else 3)  # two nodes and the switch
     launcher.send_signal(killer)
-    launcher.wait(10)
+    launcher.wait(60)
     assert until(lambda: not marked(mark))
     assert until(lambda: not made & network_namespaces())
     assert set(os.listdir("/sys/class/net")) == devices
@@ -110,7 +112,7 @@ def test_ctrl_c_interrupts_the_nodes_and_ends(sources: str, net: str, mark: str)
     launcher.send_signal(signal.SIGINT)
     assert launcher.stdout is not None
     assert sorted(launcher.stdout.readlines()) == ["[node 0] bye\n", "[node 1] bye\n"]
-    assert launcher.wait(10) == 130
+    assert launcher.wait(60) == 130
     assert until(lambda: not marked(mark))
 
 
@@ -120,11 +122,11 @@ def test_killing_the_supervisor_ends_the_lab(
 ) -> None:
     monkeypatch.setenv("MARK", mark)
     with Lab(2, Network.parse(net)) as lab:
-        process = lab.spawn(1, ["sleep", "60"])
+        process = lab.spawn(1, ["sleep", "600"])
         outer = lab._supervisor.pid
         children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
         os.kill(int(children[0]) if net != "none" else outer, signal.SIGKILL)
-        assert process.wait(5) == -9
+        assert process.wait(60) == -9
         with pytest.raises(TransportError, match="the lab has ended"):
             lab.spawn(0, ["true"])
     assert until(lambda: not (marked(mark) - {os.getpid()}))
@@ -132,12 +134,12 @@ def test_killing_the_supervisor_ends_the_lab(
 
 @pytest.mark.lab
 def test_killing_the_delay_line_ends_the_lab(sources: str, mark: str) -> None:
-    launcher = start(sources, "1gbit,1ms", mark, "echo up; exec sleep 60")
+    launcher = start(sources, "1gbit,1ms", mark, "echo up; exec sleep 600")
     lines = [p for p in marked(mark) if "delay_line-" in Path(f"/proc/{p}/cmdline").read_text()]
     if not lines:
         pytest.skip("this kernel has netem, so there is no delay line")
     os.kill(lines[0], signal.SIGKILL)
-    assert launcher.wait(10) != 0
+    assert launcher.wait(60) != 0
     assert until(lambda: not marked(mark))
 
 

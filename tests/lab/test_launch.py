@@ -15,6 +15,7 @@ import pytest
 
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, Network, launch, program, run_command
+from leftovers import until
 
 NETS = [
     pytest.param("none", id="none"),
@@ -30,11 +31,9 @@ def run(argv: list[str], nodes: int, net: str, **options: object) -> tuple[list[
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_nodes_see_what_torchrun_sets(
-    net: str, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_see_what_torchrun_sets(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    nodes = 3
     argv = [sys.executable, "-c", SHOW]
     codes, out, err = run(argv, nodes, net, env={"EXTRA": "1", "PATH": os.environ["PATH"]})
     assert codes == [0] * nodes
@@ -74,59 +73,42 @@ def test_nodes_do_not_inherit_the_hosts_tcp() -> None:
 TALK = 'echo "out $RANK"; echo "err $RANK" >&2; printf tail'
 
 
-def test_output_prefix() -> None:
-    _, out, err = run(["sh", "-c", TALK], 2, "none")
+def test_output_goes_where_it_is_asked_for(tmp_path: Path) -> None:
+    command = ["sh", "-c", TALK]
+    _, out, err = run(command, 2, "none")
     said = [f"[node {rank}] {text}" for rank in (0, 1) for text in (f"out {rank}", "tail")]
     assert sorted(out.splitlines()) == sorted(said)
     assert {"[node 0] err 0", "[node 1] err 1"} <= set(err.splitlines())
-
-
-def test_output_rank0() -> None:
-    _, out, err = run(["sh", "-c", TALK], 2, "none", output="rank0")
+    _, out, err = run(command, 2, "none", output="rank0")
     assert out == "out 0\ntail"
     assert {"[node 0] err 0", "[node 1] err 1"} <= set(err.splitlines())
-
-
-def test_output_files(tmp_path: Path) -> None:
-    _, out, _ = run(["sh", "-c", TALK], 2, "none", output="files", log_dir=tmp_path / "logs")
+    _, out, _ = run(command, 2, "none", output="files", log_dir=tmp_path / "logs")
     assert out == ""
     assert (tmp_path / "logs/node1.out").read_text() == "out 1\ntail"
     assert (tmp_path / "logs/node0.err").read_text() == "err 0\n"
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_exit_codes(net: str) -> None:
-    codes, _, _ = run(
-        ["sh", "-c", "test $RANK = 1 && exit 7; test $RANK = 2 && kill -9 $$"], 3, net
-    )
-    assert codes == [1, 7, -9]
-
-
-@pytest.mark.parametrize("net", NETS)
-def test_command_that_does_not_exist(net: str) -> None:
+def test_exit_codes_of_all_and_what_becomes_of_survivors(net: str) -> None:
+    script = "test $RANK = 1 && exit 7; test $RANK = 2 && kill -9 $$; exit 1"
+    assert run(["sh", "-c", script], 3, net)[0] == [1, 7, -9]
     codes, _, err = run(["no-such-command"], 1, net)
     assert codes == [127]
     assert "no-such-command: No such file or directory" in err
-
-
-@pytest.mark.parametrize("net", NETS)
-def test_survivors_of_a_failure_are_terminated_after_the_grace(net: str) -> None:
-    start = time.monotonic()
-    codes, _, _ = run(["sh", "-c", "test $RANK = 0 && exit 3; exec sleep 60"], 3, net, grace=0.5)
-    assert codes == [3, -15, -15]
-    assert 0.5 <= time.monotonic() - start < 5
-
-
-@pytest.mark.parametrize("net", NETS)
-def test_survivors_may_use_the_grace(net: str) -> None:
-    codes, _, _ = run(["sh", "-c", "test $RANK = 0 && exit 3; sleep 0.5"], 2, net, grace=20)
+    # They may use the grace; after it they are terminated.
+    codes, _, _ = run(["sh", "-c", "test $RANK = 0 && exit 3; sleep 0.3"], 2, net, grace=100)
     assert codes == [3, 0]
+    begun = time.monotonic()
+    codes, _, _ = run(["sh", "-c", "test $RANK = 0 && exit 3; exec sleep 600"], 3, net, grace=0.5)
+    assert codes == [3, -15, -15]
+    assert time.monotonic() - begun >= 0.5
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_timeout_names_the_nodes(net: str) -> None:
-    with pytest.raises(TimeoutError, match=r"nodes 1, 2 were still running after 0\.5 s"):
-        run(["sh", "-c", "test $RANK = 0 || exec sleep 60"], 3, net, timeout=0.5)
+    # On a busy machine node 0 may not have ended either.
+    with pytest.raises(TimeoutError, match=r"nodes (0, )?1, 2 were still running after 0\.5 s"):
+        run(["sh", "-c", "test $RANK = 0 || exec sleep 600"], 3, net, timeout=0.5)
 
 
 def test_run_command_gives_one_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +116,7 @@ def test_run_command_gives_one_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["sh", "-c", "exit $RANK"], 2, "none") == 1
     assert "node 1 ended with code 1" in capsys.readouterr().err
     assert run_command(["sh", "-c", "kill -9 $$"], 1, "none") == 137
-    assert run_command(["sleep", "60"], 1, "none", timeout=0.3) == 124
+    assert run_command(["sleep", "600"], 1, "none", timeout=0.3) == 124
     with pytest.raises(ConfigError, match="nothing to run"):
         run_command([], 1, "none")
 
@@ -159,36 +141,39 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("net", NETS)
 def test_a_node_process_behaves_like_popen(net: str) -> None:
     with Lab(2, Network.parse(net)) as lab:
-        process = lab.spawn(1, ["sleep", "60"])
+        process = lab.spawn(1, ["sleep", "600"])
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
         process.send_signal(signal.SIGKILL)
-        assert process.wait(5) == process.poll() == -9
+        assert process.wait(60) == process.poll() == -9
         process.send_signal(signal.SIGKILL)  # no error: it has ended
         again = lab.spawn(1, ["sh", "-c", "exit 5"])
-        assert again.wait(5) == 5
+        assert again.wait(60) == 5
 
 
 @pytest.mark.lab
 def test_a_link_drops_and_comes_back() -> None:
     reach = (
         "import socket, sys\n"
-        "try: socket.create_connection(('node0', 5000), timeout=0.5)\n"
+        "try: socket.create_connection(('node0', 5000), timeout=float(sys.argv[1]))\n"
         "except OSError: sys.exit(1)"
     )
-    serve = "import socket, time; server = socket.create_server(('', 5000)); time.sleep(60)"
+    serve = "import socket, time; server = socket.create_server(('', 5000)); time.sleep(600)"
     for net in ("1gbit,1ms", "1gbit"):
         with Lab(2, Network.parse(net)) as lab:
             server = lab.spawn(0, [sys.executable, "-c", serve])
-            client = [sys.executable, "-c", reach]
+
+            def reached(seconds: float, lab: Lab = lab) -> bool:
+                return lab.spawn(1, [sys.executable, "-c", reach, str(seconds)]).wait(100) == 0
+
             # Refused at once until the server listens.
-            assert any(lab.spawn(1, client).wait(5) == 0 for _ in range(50))
+            assert until(lambda: reached(60))
             for rank in (0, 1):
                 lab.set_link(rank, up=False)
-                assert lab.spawn(1, client).wait(5) == 1
+                assert not reached(0.3)
                 lab.set_link(rank, up=True)
-                assert any(lab.spawn(1, client).wait(5) == 0 for _ in range(6))
+                assert reached(60)
             assert server.poll() is None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 
-import pytest
-
 from gradwire.lab import links
 
 
@@ -46,18 +44,16 @@ def test_bridge_is_open_once_all_ports_forward() -> None:
     assert not links.bridge_open(shown("forwarding", "disabled"))
 
 
-@pytest.mark.parametrize(
-    ("rate", "latency_ms", "buffer"),
-    [
-        (10**6, 1, 2**17),  # a few packets at least
-        (10**8, 5, 500_000),  # 40 ms, which is four round trips
-        (10**8, 20, 2_000_000),  # four round trips
-        (3 * 10**8, 1, 1_500_000),
-        (10**10, 50, 2**22),  # Linux's limit
-    ],
-)
-def test_a_queue_of_some_senders_passes_before_tcp_sends_again(
-    rate: int, latency_ms: int, buffer: int
-) -> None:
-    settings = links.settings(rate, latency_ms * 10**6)
-    assert settings["ipv4/tcp_wmem"] == f"4096 16384 {buffer}"
+BUFFERS = [  # (bits per second, ms, bytes)
+    (10**6, 1, 2**17),  # a few packets at least
+    (10**8, 5, 500_000),  # 40 ms, which is four round trips
+    (10**8, 20, 2_000_000),  # four round trips
+    (3 * 10**8, 1, 1_500_000),
+    (10**10, 50, 2**22),  # Linux's limit
+]
+
+
+def test_a_queue_of_some_senders_passes_before_tcp_sends_again() -> None:
+    for rate, latency_ms, buffer in BUFFERS:
+        settings = links.settings(rate, latency_ms * 10**6)
+        assert settings["ipv4/tcp_wmem"] == f"4096 16384 {buffer}"

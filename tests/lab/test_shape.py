@@ -1,4 +1,7 @@
-"""The links have their described rate and latency, also together, and lose no packets."""
+"""The links have their described rate and latency, also together, and lose no packets.
+
+test_settings.py checks without a clock what the links are set to.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ def _netem() -> bool:
         return lab.latency_by == "netem"
 
 
+@pytest.mark.timing
 @pytest.mark.lab
 @pytest.mark.parametrize(
     ("net", "latency_by"),

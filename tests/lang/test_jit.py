@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
+import time
+import warnings
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from ends import ends, finished
 from gradwire.codecs import QSGD, Identity
 from gradwire.errors import ConfigError
-from gradwire.lang import isa, jit, kernels, native
-from products import EXHAUSTIVE
+from gradwire.lang import ROW, decode, encode, isa, jit, kernels, native
 
 SOURCE = "int answer(void) { return 42; }\n"
 
-PROGRAM = """
-    import warnings, torch, numpy as np
-    from gradwire import lang
-    from gradwire.codecs import QSGD
-    from gradwire.errors import ConfigError
-"""
-
-NOTHING_PREBUILT = {**os.environ, "GRADWIRE_KERNELS": "no-such-folder"}
+RANKS = 3
+PATIENCE = 120.0  # seconds; ends a hang, and no test on a busy machine
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM) + textwrap.dedent(code)],
-        env={**NOTHING_PREBUILT, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no prebuilt kernels, and none in memory; returns the cache's folder."""
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
+    module = sys.modules["gradwire.lang.kernels"]  # the package also has a function of this name
+    for name in ("_made", "_missing", "announce"):
+        monkeypatch.setattr(module, name, lru_cache(getattr(module, name).__wrapped__))
+    return tmp_path / "cache"
+
+
+def program(folder: Path, text: str) -> str:
+    """The path of a compiler: a shell script."""
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def made_once_all_are_ready(rank: int, folder: str) -> int:
+    """Compile SOURCE at the same time as the other ranks."""
+    Path(folder, f"ready-{rank}").touch()
+    until = time.monotonic() + PATIENCE
+    while len(list(Path(folder).glob("ready-*"))) < RANKS and time.monotonic() < until:
+        time.sleep(0.001)
+    return int(jit.load(SOURCE).answer())
 
 
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,24 +63,18 @@ def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "cache").glob("*.so"))) == 2
 
 
+@pytest.mark.multiprocess
 def test_racing_processes_compile_once(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    compiler = tmp_path / "cc"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo run >> {log}\nexec gcc "$@"\n')
-    compiler.chmod(0o755)
-    code = textwrap.dedent(PROGRAM) + "print(lang.kernels(QSGD()).target)"
-    environment = {
-        **NOTHING_PREBUILT, "GRADWIRE_CACHE": str(tmp_path / "cache"), "GRADWIRE_CC": str(compiler),
-    }  # fmt: skip
-    racing = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    assert [process.communicate(timeout=120)[0] for process in racing] == ["c\n"] * 3
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    compiler = program(tmp_path, f'[ "$1" = --version ] || echo run >> {log}\nexec gcc "$@"')
+    found = ends(
+        RANKS, made_once_all_are_ready, str(tmp_path), backend=None, deadline=2 * PATIENCE,
+        environment={"GRADWIRE_CACHE": str(cache), "GRADWIRE_CC": compiler},
+    )  # fmt: skip
+    finished(found)
+    assert [end.value for end in found] == [42] * RANKS
     assert log.read_text() == "run\n"
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".so", ".lock")]
+    assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
 
 
 def test_more_flags_make_another_library_of_the_same_kernel(
@@ -123,108 +132,66 @@ def test_a_lock_that_is_never_released_does_not_block(
         pass
 
 
-def test_a_missing_compiler_falls_back_with_one_warning() -> None:
-    done = python(
-        """
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            dtypes = (torch.float32, torch.float16)
-            made = [lang.kernels(QSGD(bits=b), d) for b in (2, 4) for d in dtypes]
-        assert {k.target for k in made} == {"eager"}
-        assert len(caught) == 1, caught
-        print(caught[0].message)
-        """,
-        GRADWIRE_CC="no-such-compiler",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "GRADWIRE_CC=no-such-compiler" in done.stdout
-    assert "eager" in done.stdout
+def test_a_missing_compiler_falls_back_with_one_warning(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dtypes = (torch.float32, torch.float16)
+        made = [kernels(QSGD(bits=b), d) for b in (2, 4) for d in dtypes]
+    assert {k.target for k in made} == {"eager"}
+    assert len(caught) == 1
+    said = str(caught[0].message)
+    assert "GRADWIRE_CC=no-such-compiler" in said
+    assert "eager" in said
+    with pytest.raises(ConfigError, match=r"target 'c'.*no-such-compiler"):
+        kernels(QSGD(), target="c")
+    with pytest.raises(ConfigError, match=r"target 'c'.*no-such-compiler"):
+        encode(QSGD(), torch.ones(3), target="c")
 
 
-@EXHAUSTIVE
-def test_a_missing_compiler_is_an_error_for_target_c() -> None:
-    done = python(
-        """
-        try:
-            lang.kernels(QSGD(), target="c")
-        except ConfigError as error:
-            print(error)
-        """,
-        GRADWIRE_CC="no-such-compiler",
-    )
-    assert "target 'c'" in done.stdout, done.stderr
-    assert "no-such-compiler" in done.stdout
+def test_a_compiler_that_fails_falls_back(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_CC", "false")
+    with pytest.warns(RuntimeWarning, match="false"):
+        assert kernels(QSGD()).target == "eager"
 
 
-@EXHAUSTIVE
-def test_a_compiler_that_fails_falls_back(tmp_path: Path) -> None:
-    done = python(
-        'print(lang.kernels(QSGD()).target)',
-        GRADWIRE_CC="false", GRADWIRE_CACHE=str(tmp_path),
-    )  # fmt: skip
-    assert done.stdout == "eager\n", done.stderr
-    assert "false" in done.stderr
+def test_forms_are_compiled_on_first_use(fresh: Path) -> None:
+    def compiled() -> int:
+        return len(list(fresh.glob("*.so")))
+
+    values = torch.randn(1000)
+    payload = encode(QSGD(), values)
+    assert compiled() == 1
+    decoded = decode(QSGD(), payload, 1000)
+    assert compiled() == 2
+    kernels(QSGD(), forms=["decode", "reduce_encode", "encode_ef"])
+    assert compiled() == 4
+    assert torch.equal(encode(QSGD(), values, target="eager"), payload)
+    assert torch.equal(decode(QSGD(), payload, 1000, target="eager"), decoded)
 
 
-FAILS_THE_SECOND_TIME = """\
-#!/bin/sh
-if [ "$1" != --version ]; then
-  [ -e {once} ] && exit 1
-  touch {once}
-fi
-exec gcc "$@"
-"""
-
-
-def test_forms_are_compiled_on_first_use(tmp_path: Path) -> None:
-    done = python(
-        f"""
-        from pathlib import Path
-
-        def compiled():
-            return len(list(Path({str(tmp_path)!r}).glob("*.so")))
-
-        x = torch.randn(1000)
-        payload = lang.encode(QSGD(), x)
-        print(compiled())
-        y = lang.decode(QSGD(), payload, 1000)
-        print(compiled())
-        lang.kernels(QSGD(), forms=["decode", "reduce_encode", "encode_ef"])
-        print(compiled())
-        assert torch.equal(lang.encode(QSGD(), x, target="eager"), payload)
-        assert torch.equal(lang.decode(QSGD(), payload, 1000, target="eager"), y)
-        """,
-        GRADWIRE_CACHE=str(tmp_path),
-    )
-    assert done.stdout.split() == ["1", "2", "4"], done.stderr
-
-
-def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(tmp_path: Path) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text(FAILS_THE_SECOND_TIME.format(once=tmp_path / "once"))
-    compiler.chmod(0o755)
-    done = python(
-        """
-        made = lang.kernels(QSGD())
-        payload = lang.encode(QSGD(), torch.randn(1000))
-        print(made.target, lang.kernels(QSGD(), forms=["encode", "decode"]).target)
-        lang.decode(QSGD(), payload, 1000)
-        for run in (
-            lambda: lang.decode(QSGD(), payload, 1000, target="c"),
-            lambda: made.run("decode", np.zeros(0, lang.ROW)),
-        ):
-            try:
-                run()
-            except ConfigError as error:
-                print(error)
-        """,
-        GRADWIRE_CC=str(compiler), GRADWIRE_CACHE=str(tmp_path / "cache"),
-    )  # fmt: skip
-    first, *errors = done.stdout.splitlines()
-    assert first == "c eager", done.stderr
-    assert len(errors) == 2
-    assert all("target 'c'" in e and "exit 1" in e and "prebuilt kernels" in e for e in errors)
-    assert done.stderr.count("no compiled kernels") == 1
+def test_a_form_that_fails_to_compile_falls_back_or_is_an_error(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = tmp_path / "once"
+    fails = f'[ "$1" = --version ] || {{ [ -e {once} ] && exit 1; touch {once}; }}'
+    monkeypatch.setenv("GRADWIRE_CC", program(tmp_path, f'{fails}\nexec gcc "$@"'))
+    made = kernels(QSGD())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        payload = encode(QSGD(), torch.randn(1000))
+        assert made.target == "c"
+        assert kernels(QSGD(), forms=["encode", "decode"]).target == "eager"
+        decode(QSGD(), payload, 1000)
+    assert ["no compiled kernels" in str(warning.message) for warning in caught] == [True]
+    for run in (
+        lambda: decode(QSGD(), payload, 1000, target="c"),
+        lambda: made.run("decode", np.zeros(0, ROW)),
+    ):
+        with pytest.raises(ConfigError, match=r"target 'c'.*exit 1.*prebuilt kernels"):
+            run()
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -15,7 +15,7 @@ from gradwire.lang import ROW, KernelCall, Kernels, Series, kernels
 from gradwire.lang.forms import FORMS
 
 MIX: list[Codec] = [
-    *(QSGD(bits=bits) for bits in range(2, 9)),
+    *(QSGD(bits=bits) for bits in (2, 3, 8)),
     QSGD(rounding="stochastic"),
     TopK(density=0.05),
     OneBit(block=100),
@@ -180,10 +180,14 @@ def test_interpreted_codecs_need_one_call_each() -> None:
     assert found.same(separately(given, "decode"))
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-@pytest.mark.parametrize("how", [{}, {"together": False}], ids=["together", "apart"])
-def test_a_malformed_payload_is_named_and_ends_the_series(place: int, how: dict[str, bool]) -> None:
-    codecs: list[Codec] = [QSGD(bits=bits) for bits in (2, 3, 5, 8)]
+def test_a_malformed_payload_is_named_and_ends_the_series() -> None:
+    for place in (0, 2, 4):
+        for together in (True, False):
+            a_malformed_payload_ends_the_series(place, {"together": together})
+
+
+def a_malformed_payload_ends_the_series(place: int, how: dict[str, bool]) -> None:
+    codecs: list[Codec] = [QSGD(bits=bits) for bits in (2, 3, 8, 2)]
     codecs.insert(place, TopK(density=0.05))
     given = memory(codecs)
     bad = place * len(SIZES) + 1

@@ -7,11 +7,8 @@ thousand values has a full tile, one that is not full, and its ragged last block
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,13 +20,14 @@ from test_selections import CODECS as SELECTIONS
 from test_targets import NON_FINITE, SPECIAL
 
 from codec_calls import CODECS, DTYPES, WIDTHS
-from gradwire.codecs import QSGD, Codec, GradDrop, HardThreshold, LowRank
+from gradwire import codecs
+from gradwire.codecs import QSGD, Codec, GradDrop, HardThreshold, Identity, LowRank
 from gradwire.errors import ConfigError
 from gradwire.lang import ROW, encode, ir, kernels, layout, show, tiles
 from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from gradwire.lang.ops import abs, concat, map, reduce, uint
-from products import EXHAUSTIVE, one_in
+from products import EXHAUSTIVE
 
 pytestmark = [
     pytest.mark.skipif(
@@ -37,14 +35,6 @@ pytestmark = [
     ),
     pytest.mark.xdist_group("triton"),  # all tests share one process
 ]
-
-
-ALIKE = (GradDrop, HardThreshold)  # use the same kernels as DGC and TopK
-
-# forms that together have every part of the others
-MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
-REST = tuple(form for form in FORMS if form not in MOST)
-MOST_AND_REST = [MOST, pytest.param(REST, marks=EXHAUSTIVE)]
 
 
 @dataclass(frozen=True)
@@ -61,67 +51,106 @@ class ManyBlocks(Codec):
         return map(lambda k: (k / 7.0 - 1.0) * largest + total * 0.0, code)
 
 
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[ProcessPoolExecutor]:
-    """A process where Triton interprets kernels."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, triton_checks.begin) as pool:
-        yield pool
+SPECIALS = (SPECIAL * 5, NON_FINITE * 9 + SPECIAL)
+ALIKE = (GradDrop, HardThreshold)  # use the same kernels as DGC and TopK
+# forms that together have every part of the others
+MOST = ("decode_add", "decode_sum", "encode_ef", "reduce_encode")
+REST = tuple(form for form in FORMS if form not in MOST)
 
 
-def sizes(codec: Codec) -> list[int]:
-    """Two tiles and a ragged block; no values; one value; one block."""
+@dataclass(frozen=True)
+class Case:
+    """Forms over rows of `sizes` values and of `given` ones; size 0 stands for a block and one."""
+
+    codec: Codec
+    forms: tuple[str, ...] = MOST
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, ...] = (0, 1)
+    given: tuple[Any, ...] = (SPECIAL + NON_FINITE,)
+
+    def __str__(self) -> str:
+        return f"{self.codec} {self.dtype} {'+'.join(self.forms)}"
+
+    def differences(self) -> str:
+        """Runs where Triton interprets kernels."""
+        block = layout(self.codec, self.dtype).block
+        sizes = [n or block + 1 for n in self.sizes]
+        given = self.given
+        return triton_checks.differences(self.codec, self.dtype, sizes, given, self.forms)
+
+
+def wide(codec: Codec, forms: tuple[str, ...]) -> Case:
+    """In fp32: two tiles and a ragged block; one value; one block; special values."""
     block = layout(codec).block
-    return [4096 + block + 3, 0, 1, block]
-
-
-@pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
-@pytest.mark.parametrize("codec", one_in(9, CODECS), ids=repr)
-def test_triton_equals_eager(
-    interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
-) -> None:
-    given = [SPECIAL * 5, NON_FINITE * 9 + SPECIAL]
-    if layout(codec).staged:
-        given = [SPECIAL * 5 + NON_FINITE * 9]
     if isinstance(codec, ALIKE):
-        which = which[-1:]
-    asked = interpreting.submit(
-        triton_checks.differences, codec, torch.float32, sizes(codec), given, which
-    )
-    assert asked.result() == ""
+        forms = forms[-1:]
+    given = (SPECIALS[0] + SPECIALS[1],) if layout(codec).staged else SPECIALS
+    return Case(codec, forms, sizes=(4096 + block + 3, 1, block), given=given)
 
 
-@pytest.mark.parametrize(("codec", "dtype"), one_in(5, product(CODECS, DTYPES[1:])), ids=str)
-def test_narrow_values(interpreting: ProcessPoolExecutor, codec: Codec, dtype: torch.dtype) -> None:
-    block = layout(codec, dtype).block
-    sparse = bool(layout(codec, dtype).staged)
-    asked = interpreting.submit(
-        triton_checks.differences, codec, dtype, [block + 1] if sparse else [block + 1, 1],
-        [SPECIAL + NON_FINITE],
-        ("encode_ef", "decode_add") if sparse else ("encode_ef", "decode_add", "reduce_encode_ef"),
-    )  # fmt: skip
-    assert asked.result() == ""
+def narrow(codec: Codec, dtype: torch.dtype) -> Case:
+    if layout(codec, dtype).staged:
+        return Case(codec, ("encode_ef", "decode_add"), dtype, sizes=(0,))
+    return Case(codec, ("encode_ef", "decode_add", "reduce_encode_ef"), dtype)
 
 
-@pytest.mark.parametrize("codec", one_in(6, WIDTHS), ids=repr)
-def test_every_width_of_code(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
-    asked = interpreting.submit(
-        triton_checks.differences, codec, torch.float32, sizes(codec)[1:], (),
-        ("encode", "decode_add"),
-    )  # fmt: skip
-    assert asked.result() == ""
+NAMED = {codecs.name_of(codec): codec for codec in reversed(CODECS)}
+FP16, BF16 = DTYPES[1:]
+SPARSE = {"sizes": (0,), "given": ()}  # an interpreted launch is slow, and selections take many
+FEW = [
+    wide(QSGD(rounding="stochastic"), MOST),
+    Case(QSGD(), ("decode", "decode_sum"), BF16),  # redraws
+    Case(QSGD(bits=7, scale="l2", block=50, rounding="nearest"), ("encode", "decode_add"), FP16),
+    Case(Identity(), ("encode", "reduce_encode_ef"), FP16),
+    Case(Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
+    Case(NAMED["fp16"], ("encode", "decode"), BF16),
+    Case(NAMED["onebit"], ("encode_ef", "decode_add"), BF16),
+    Case(NAMED["saturating"], ("reduce_encode", "decode")),
+    Case(NAMED["tbq"], ("encode_ef", "decode_sum")),
+    Case(NAMED["terngrad"], ("reduce_encode", "decode"), sizes=(5000, 1)),
+    Case(NAMED["threelc"], ("encode", "decode_sum")),
+    Case(NAMED["randomk"], ("reduce_encode", "decode_add")),
+    Case(NAMED["randomshift"], ("encode", "decode"), FP16),
+    Case(NAMED["learnedlevels"], ("encode_ef", "decode"), BF16),
+    Case(NAMED["rotated"], ("encode_ef", "decode_sum")),
+    Case(NAMED["topk"], ("encode_ef", "decode_sum"), **SPARSE),
+    Case(NAMED["dgc"], ("encode", "decode"), FP16, **SPARSE),
+    Case(NAMED["adacomp"], ("decode_add", "encode"), **SPARSE),
+    Case(NAMED["graddrop"], ("decode",), **SPARSE),
+    Case(NAMED["hardthreshold"], ("decode",), **SPARSE),
+    Case(WIDTHS[-1], ("decode",), **SPARSE),  # MSTopK
+    *(Case(codec, ("encode", "decode")) for codec in (WIDTHS[0], WIDTHS[6])),  # 1 and 7 bits
+    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[:3], ManyBlocks())),
+    Case(SELECTIONS[-1], ("encode_ef", "decode_sum"), **SPARSE),
+]
+MANY = [
+    *(wide(codec, forms) for codec in CODECS for forms in (MOST, REST)),
+    *(narrow(codec, dtype) for codec in CODECS for dtype in DTYPES[1:]),
+    *(
+        Case(codec, ("encode", "decode_add"), sizes=(1, layout(codec).block), given=())
+        for codec in WIDTHS
+    ),
+    *(
+        Case(codec, forms, sizes=(5000, 1) if layout(codec).staged else (5000, 1, 70))
+        for codec in [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]
+        for forms in (MOST, REST)
+    ),
+]
 
 
-@pytest.mark.parametrize("which", MOST_AND_REST, ids=["most", "rest"])
-@pytest.mark.parametrize("codec", one_in(6, [*PROGRAMS, ManyBlocks(), *SELECTIONS[3:]]), ids=repr)
-def test_programs_beyond_the_codecs(
-    interpreting: ProcessPoolExecutor, codec: Codec, which: tuple[str, ...]
-) -> None:
-    few = (5000, 1) if layout(codec).staged else (5000, 1, 70, 0)
-    asked = interpreting.submit(
-        triton_checks.differences, codec, torch.float32, few, (SPECIAL,), which
-    )
-    assert asked.result() == ""
+def test_triton_equals_eager(interpreting: ProcessPoolExecutor) -> None:
+    """In a few forms of every codec, and of programs beyond the codecs."""
+    asked = {str(case): interpreting.submit(case.differences) for case in FEW}
+    faults = {name: found for name, future in asked.items() if (found := future.result())}
+    assert not faults
+    assert {made for made, _ in codecs.REGISTRY.values()} - {LowRank} <= {
+        type(case.codec) for case in FEW
+    }
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=EXHAUSTIVE) for case in MANY], ids=str)
+def test_every_form_equals_eager(interpreting: ProcessPoolExecutor, case: Case) -> None:
+    assert interpreting.submit(case.differences).result() == ""
 
 
 def test_the_rules_are_complete() -> None:

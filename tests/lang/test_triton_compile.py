@@ -1,4 +1,8 @@
-"""Triton's kernels compile for absent GPUs, to instructions that give the same bits."""
+"""Triton's kernels compile for absent GPUs, to instructions that give the same bits.
+
+Compilations take seconds each, so `make test` has few programs: together they call every function
+that the kernels of codec_calls.CODECS call, spread over three GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import pytest
 
 from codec_calls import CODECS
+from gradwire import codecs
 from gradwire.codecs import (
     QSGD,
     Cast,
@@ -19,7 +24,8 @@ from gradwire.codecs import (
     LearnedLevels,
     RandomShift,
 )
-from gradwire.lang import gpu, layout
+from gradwire.lang import forms, gpu, layout
+from gradwire.lang.emit import triton
 from gradwire.lang.forms import FORMS
 from products import EXHAUSTIVE
 
@@ -41,21 +47,31 @@ TARGETS = {
 ALIKE = (Cast, GradDrop, HardThreshold, LearnedLevels, RandomShift)  # use others' kernels
 STOCHASTIC = QSGD(rounding="stochastic")
 OWN = [codec for codec in CODECS if codec != QSGD() and not isinstance(codec, ALIKE)]
+NAMED = {codecs.name_of(codec): codec for codec in reversed(CODECS)}
+
+# between them every rule of the emitter
+FEW = [
+    (STOCHASTIC, "reduce_encode", "sm_90"),
+    (STOCHASTIC, "encode_ef", "gfx942"),
+    (QSGD(), "decode_sum", "sm_80"),  # redraws
+    (QSGD(bits=5, block=100, scale="l2", rounding="nearest"), "encode", "gfx942"),
+    (Identity(), "encode", "sm_90"),
+    (NAMED["randomk"], "encode", "sm_80"),
+    (NAMED["rotated"], "encode", "gfx942"),
+    (NAMED["dgc"], "encode", "sm_90"),
+    (Cast("fp16"), "decode", "sm_80"),
+    (NAMED["adacomp"], "decode", "gfx942"),
+    (NAMED["threelc"], "decode", "sm_80"),
+]
 # all forms of one codec; for the others one form that encodes values, and one that encodes a sum,
 # which takes many times as long to compile
-NVIDIA = [(QSGD(), form, "sm_90") for form in FORMS]
-NVIDIA += [(codec, "encode_ef", "sm_90") for codec in OWN]
-NVIDIA += [(Identity(), "reduce_encode", "sm_80")]
-NVIDIA += [(STOCHASTIC, "decode", "sm_80"), (STOCHASTIC, "reduce_encode", "sm_90")]
-LONG_NVIDIA = [(codec, "reduce_encode", "sm_80") for codec in OWN[2::2]]
-AMD = [(QSGD(), form) for form in ("encode_ef", "reduce_encode")]
-AMD += [(STOCHASTIC, "reduce_encode")]
-AMD += [(codec, "encode_ef") for codec in CODECS if isinstance(codec, ALIKE)]
-LONG_AMD = [(codec, "reduce_encode") for codec in OWN[1::2]]
-
-
-def with_long(cases: list[Any], long: list[Any]) -> list[Any]:
-    return [*cases, *(pytest.param(*case, marks=EXHAUSTIVE) for case in long)]
+REST = [(QSGD(), form, "sm_90") for form in FORMS]
+REST += [(codec, "encode_ef", "sm_90") for codec in OWN]
+REST += [(codec, "reduce_encode", "sm_80") for codec in [Identity(), *OWN[2::2]]]
+REST += [(STOCHASTIC, "decode", "sm_80")]
+REST += [(QSGD(), form, "gfx942") for form in ("encode_ef", "reduce_encode")]
+REST += [(codec, "reduce_encode", "gfx942") for codec in [STOCHASTIC, *OWN[1::2]]]
+REST += [(codec, "encode_ef", "gfx942") for codec in CODECS if isinstance(codec, ALIKE)]
 
 
 @cache
@@ -78,9 +94,19 @@ def compiled(codec: Codec, form: str, target: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("codec", "form", "target"), with_long(NVIDIA, LONG_NVIDIA), ids=repr)
-def test_nvidia(codec: Codec, form: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "form", "target"),
+    [*FEW, *(pytest.param(*case, marks=EXHAUSTIVE) for case in dict.fromkeys(REST))],
+    ids=repr,
+)
+def test_instructions_give_the_same_bits(codec: Codec, form: str, target: str) -> None:
     for kernel in compiled(codec, form, target):
+        if target == "gfx942":
+            text = kernel.asm["amdgcn"]
+            assert "denorm_mode_32 3" in text, "subnormals would become zero"
+            if "v_div_" not in text and "v_sqrt_" not in text:  # division and square root use them
+                assert not re.search(r"\bv_(pk_)?(fma|fmac|mad|mac)_f32", text)
+            continue
         ptx = kernel.asm["ptx"]
         assert ".ftz" not in ptx, "subnormals would become zero"
         assert "fma.rn.f32" not in ptx, "a product would not be rounded"
@@ -90,13 +116,16 @@ def test_nvidia(codec: Codec, form: str, target: str) -> None:
         assert len(kernel.asm["cubin"]) > 0
 
 
-@pytest.mark.parametrize(("codec", "form"), with_long(AMD, LONG_AMD), ids=repr)
-def test_amd(codec: Codec, form: str) -> None:
-    for kernel in compiled(codec, form, "gfx942"):
-        text = kernel.asm["amdgcn"]
-        assert "denorm_mode_32 3" in text, "subnormals would become zero"
-        if "v_div_" not in text and "v_sqrt_" not in text:  # division and square root use them
-            assert not re.search(r"\bv_(pk_)?(fma|fmac|mad|mac)_f32", text)
+def test_the_few_programs_call_every_function() -> None:
+    def called(codec: Codec, names: tuple[str, ...]) -> set[str]:
+        programs = [forms.derive(codec, "fp32").programs[name] for name in names]
+        text = triton.emit(programs, layout(codec), "fp32")
+        own = re.findall(r"^def (\w+)\(", text, re.MULTILINE)
+        return set(re.findall(r"(?<!\.)\b((?:tl\.)?[a-z]\w*)\(", text)) - set(own) - {"range"}
+
+    every = set().union(*(called(codec, FORMS) for codec in OWN))
+    assert every - set().union(*(called(codec, (form,)) for codec, form, _ in FEW)) == set()
+    assert {target for *_, target in FEW} == set(TARGETS)
 
 
 def test_only_aligned_memory_is_stored_as_vectors() -> None:
@@ -111,18 +140,20 @@ WORDS = {"shift": "i32", "column": "i32", "first": "i32", "index": "i32", "done"
 SIZES = {"BLOCK": 1024, "GROUP": 4, "SIZE": 4096, "J": 1024, "EVERY": 100, "CHUNK": gpu.CHUNK,
          "PARTIAL": 2, "SAMPLE": True, "FLAGS": False, "KIND": "sum", "R": gpu.REDUCED, "LOG": 10,
          "C": gpu.REDUCED_COLUMNS}  # fmt: skip
-BETWEEN = ("histogram", "pick", "tally", "scan", "survey")
+BETWEEN = ("complete", "histogram", "pick", "tally", "scan", "survey")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_between_sweeps(target: str) -> None:
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2))])
+def test_kernels_between_sweeps(turn: int) -> None:
+    """Each for one GPU, another in each turn."""
     from gradwire.lang.emit import triton_reductions, triton_selection
 
-    kernels = [triton_reductions.complete, *(getattr(triton_selection, name) for name in BETWEEN)]
-    for kernel in kernels:
+    for number, name in enumerate(BETWEEN):
+        target = list(TARGETS.values())[(number + turn) % 3]
+        kernel = getattr(triton_selection, name, None) or getattr(triton_reductions, name)
         known = SIGNATURE | WORDS
         signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}
         constants = {name: SIZES[name] for name in kernel.arg_names if name not in known}
         source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
         options = {"num_warps": gpu.WARPS, "enable_fp_fusion": False}
-        assert compiler.compile(source, target=TARGETS[target], options=options).asm
+        assert compiler.compile(source, target=target, options=options).asm, (name, target)

@@ -16,7 +16,6 @@ import pytest
 import torch
 import triton_checks
 from test_selections import Kept
-from test_triton import interpreting as interpreting  # the fixture
 
 from gradwire.codecs import DGC, QSGD, AdaComp, Codec, MSTopK, TernGrad, ThreeLC, TopK
 from gradwire.lang import kernels, layout, tiles
@@ -61,50 +60,48 @@ def test_of_equal_keys_the_first_are_selected(
 
 def test_trits_of_entries(interpreting: ProcessPoolExecutor) -> None:
     asked = interpreting.submit(
-        triton_checks.differences, Trits(), torch.float32, [900, 1], (), ("encode", "decode")
+        triton_checks.differences, Trits(), torch.float32, [300, 1], (), ("encode", "decode")
     )
     assert asked.result() == ""
 
 
 @pytest.mark.parametrize("form", one_in(3, ["decode_sum", "decode_add", "decode"]))
 def test_malformed_payloads(interpreting: ProcessPoolExecutor, form: str) -> None:
-    codec, numel = TopK(0.05), 2000
+    """A payload that no encode makes is refused, or decoded to the same on all targets.
+
+    Then a codec whose blocks are kept: its flags may be any byte.
+    """
+    codec, numel = TopK(0.05), 700
     counts, positions = layout(codec).offsets(numel)[:2]
-    chance = random.Random(torch.seed())
+    chance = random.Random(form)
     edits = [
         {},
         {counts: 255, counts + 1: 255},  # too many entries
+        dict.fromkeys(range(positions, positions + 35), 255),
         {counts: 0, counts + 2: 0},  # fewer entries than positions: later parts begin elsewhere
         {positions: 255},  # out of order
-        dict.fromkeys(range(positions, positions + 100), 255),
-        *({chance.randrange(positions): chance.randrange(256)} for _ in range(2)),
-        *({positions + chance.randrange(100): chance.randrange(256)} for _ in range(3)),
+        {chance.randrange(positions): chance.randrange(256)},
+        {positions + chance.randrange(35): chance.randrange(256)},
     ]
     asked = interpreting.submit(triton_checks.verdicts, codec, numel, form, edits).result()
     assert set(asked) <= {"refused", "decoded"}, (asked, edits)
-    assert asked[0] == "decoded"
-    assert asked[1] == asked[4] == "refused"
+    assert asked[:3] == ["decoded", "refused", "refused"]
+    flags = layout(Kept()).offsets(500)[1]
+    edits = [{flags: 255, flags + 1: 7}, dict.fromkeys(range(flags, flags + 16), 1)]
+    asked = interpreting.submit(triton_checks.verdicts, Kept(), 500, "decode_sum", edits).result()
+    assert asked == ["decoded", "decoded"]
 
 
 def test_a_malformed_payload_is_reported_to_its_caller(interpreting: ProcessPoolExecutor) -> None:
-    codec, numel = TopK(0.05), 700
+    codec, numel = TopK(0.05), 300
     counts = layout(codec).offsets(numel)[0]
     bad = {counts: 255, counts + 1: 255}
     assert interpreting.submit(triton_checks.marked, codec, numel, bad).result() == []
-
-
-def test_there_is_no_mark_if_no_payload_can_be_malformed(interpreting: ProcessPoolExecutor) -> None:
+    # there is no mark if no payload can be malformed
     for target in ("c", "eager"):
-        assert kernels(TopK(0.05), torch.float32, target).mark() is None
-    asked = interpreting.submit(triton_checks.has_mark, [QSGD(), TopK(0.05), ThreeLC()])
+        assert kernels(codec, torch.float32, target).mark() is None
+    asked = interpreting.submit(triton_checks.has_mark, [QSGD(), codec, ThreeLC()])
     assert asked.result() == [False, True, True]
-
-
-def test_a_flag_may_be_any_byte(interpreting: ProcessPoolExecutor) -> None:
-    flags = layout(Kept()).offsets(500)[1]
-    edits = [{flags: 255, flags + 1: 7}, dict.fromkeys(range(flags, flags + 16), 1)]
-    asked = interpreting.submit(triton_checks.verdicts, Kept(), 500, "decode_sum", edits)
-    assert asked.result() == ["decoded", "decoded"]
 
 
 # launches per form: encode, encode_ef, decode, decode_add, decode_sum, reduce_encode, .._ef
@@ -117,14 +114,9 @@ LAUNCHES = {
     DGC(): [22, 22, 2, 2, 2, 23, 23],
     MSTopK(): [34, 34, 2, 2, 2, 14, 14],
 }
-LONG = (TopK(), AdaComp(), DGC(), MSTopK())  # interpreted launches are slow
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [pytest.param(codec, marks=[EXHAUSTIVE] if codec in LONG else []) for codec in LAUNCHES],
-    ids=repr,
-)
+@pytest.mark.parametrize("codec", one_in(7, list(LAUNCHES)[2:] + list(LAUNCHES)[:2]), ids=repr)
 def test_launches_do_not_depend_on_the_number_of_rows(
     interpreting: ProcessPoolExecutor, codec: Codec
 ) -> None:
@@ -132,9 +124,9 @@ def test_launches_do_not_depend_on_the_number_of_rows(
     assert list(found.values()) == LAUNCHES[codec], found
 
 
-@pytest.mark.parametrize("codec", one_in(4, [TopK(0.3), DGC(), ThreeLC(), Trits()]), ids=repr)
+@pytest.mark.parametrize("codec", one_in(4, [ThreeLC(), DGC(), TopK(0.3), Trits()]), ids=repr)
 def test_kernels_stay_in_their_workspace(interpreting: ProcessPoolExecutor, codec: Codec) -> None:
-    assert interpreting.submit(triton_checks.strays, codec, [0, 700]).result() == []
+    assert interpreting.submit(triton_checks.strays, codec, [0, 170]).result() == []
 
 
 def test_columns_have_the_same_indices_everywhere() -> None:

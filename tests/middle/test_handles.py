@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ends import ends, finished
 from gradwire.integrations.hook import hook_state
+from products import EXHAUSTIVE
+from ranks import all_pass
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
@@ -22,23 +21,18 @@ def step(model: nn.Module, rank: int) -> None:
     model(torch.full((4, 30), rank + 1.0)).square().mean().backward()
 
 
-def looks_alone(rank: int) -> dict[str, Any]:
+def statistics_wait_for_nobody(rank: int) -> None:
     model = DDP(nn.Linear(30, 20))
     handle = gw.attach(model)
-    found = handle.stats() if rank == 0 else {}
+    if rank == 0:
+        found = handle.stats()
+        assert found["steps"] == 0
+        assert found["shared_bytes"] == 0
     dist.barrier()
     step(model, rank)
-    return found
 
 
-def test_statistics_wait_for_nobody() -> None:
-    found = ends(2, looks_alone, timeout=8)
-    finished(found)
-    assert found[0].value["steps"] == 0
-    assert found[0].value["shared_bytes"] == 0
-
-
-def detaches_after_its_own_exception(rank: int) -> bool:
+def it_can_be_detached_after_an_exception_in_backward(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(30, 500), nn.Linear(500, 20))
     model = DDP(layers, bucket_cap_mb=0.01)
     handle = gw.attach(model, coalesce_bytes=0)
@@ -53,11 +47,11 @@ def detaches_after_its_own_exception(rank: int) -> bool:
     with pytest.raises((RuntimeError, gw.TransportError)):
         step(model, rank)
     handle.detach()
-    return hook_state(model).reducer is None
+    assert hook_state(model).reducer is None
 
 
-@pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
-def test_a_handle_can_be_detached_after_an_exception_in_backward(shm: bool) -> None:
-    found = ends(2, detaches_after_its_own_exception, environment=of_transport(shm))
-    finished(found)
-    assert [end.value for end in found] == [True, True]
+@pytest.mark.parametrize("shm", [pytest.param(False, marks=EXHAUSTIVE), True], ids=["gloo", "shm"])
+def test_handles(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in of_transport(shm).items():
+        monkeypatch.setenv(name, value)
+    all_pass(2, [statistics_wait_for_nobody, it_can_be_detached_after_an_exception_in_backward])

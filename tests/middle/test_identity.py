@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from ends import ends, finished
 from gradwire.aggregators import Attached
 from gradwire.lang import rng
 from products import in_turn
+from ranks import all_pass
 from stress.running import Chained
 from stress.scopes import of_processes
 from stress.worlds import of_transport
@@ -24,8 +24,7 @@ from stress.worlds import of_transport
 pytestmark = pytest.mark.multiprocess
 
 BUCKETS = 6
-LIMIT = timedelta(seconds=6)
-over = pytest.mark.parametrize("shm", [False, True], ids=["gloo", "shm"])
+LIMIT = timedelta(seconds=60)
 
 
 def normal(numel: int, *seed: int) -> torch.Tensor:
@@ -36,7 +35,7 @@ def normal(numel: int, *seed: int) -> torch.Tensor:
 # ---- rounds of several buckets at once
 
 
-def two_rounds(rank: int) -> None:
+def rounds_of_buckets_overtake_each_other(rank: int) -> None:
     for window in (1, 2):
         group = dist.new_group(timeout=LIMIT)
         two_rounds_of(group, rank, window)
@@ -58,7 +57,7 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
         )
         for b, numel in enumerate(numels)
     ]
-    for step in range(10):
+    for step in range(5):
         gradients = [normal(n, rank, step, b) for b, n in enumerate(numels)]
         running = []
         for b in range(BUCKETS):
@@ -66,17 +65,9 @@ def two_rounds_of(group: dist.ProcessGroup, rank: int, window: int) -> None:
             if rank == 0:
                 time.sleep(0.01)
         for b, future in enumerate(running):
-            future.result(30)
+            future.result(60)
             expected = sum(normal(numels[b], r, step, b) for r in range(size)) / size
             torch.testing.assert_close(gradients[b], expected)
-
-
-worlds = pytest.mark.parametrize(("ranks", "shm"), in_turn([2, 3], [True, False]))
-
-
-@worlds
-def test_rounds_of_buckets_overtake_each_other(ranks: int, shm: bool) -> None:
-    finished(ends(ranks, two_rounds, environment=of_transport(shm)))
 
 
 # ---- two modules and a user's calls, over one group
@@ -111,7 +102,7 @@ class Meter:
         self.running.clear()
 
 
-def two_modules(rank: int) -> None:
+def two_modules_and_calls_over_one_group(rank: int) -> None:
     """From the fourth step on, the modules' buckets come in a different order on each rank."""
     models = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
     plain = [DDP(mlp(seed), bucket_cap_mb=0.002) for seed in range(2)]
@@ -141,12 +132,7 @@ def two_modules(rank: int) -> None:
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
 
 
-@worlds
-def test_two_modules_and_calls_over_one_group(ranks: int, shm: bool) -> None:
-    finished(ends(ranks, two_modules, timeout=6, environment=of_transport(shm)))
-
-
-def another_position(rank: int) -> None:
+def a_bucket_and_a_call_change_places(rank: int) -> None:
     """A module's bucket and a call of the user's change places between ranks."""
     group = dist.new_group(timeout=LIMIT)
     scopes = of_processes(group)
@@ -167,24 +153,28 @@ def another_position(rank: int) -> None:
 
         for action in (bucket, call) if (step + rank) % 2 or not step else (call, bucket):
             action()
-        started["bucket"].result(30)  # type: ignore[attr-defined]
+        started["bucket"].result(60)  # type: ignore[attr-defined]
         started["call"].wait()  # type: ignore[attr-defined]
         size = dist.get_world_size()
         assert torch.equal(gradient, torch.full((5000,), (size - 1) / 2))
         assert torch.equal(values, torch.full((300,), size * (size - 1) / 2))
 
 
-def threads_call(rank: int) -> None:
+def threads_call_on_two_groups(rank: int) -> None:
     """Calls of two threads on two groups, each in order."""
     groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
     errors: list[BaseException] = []
+    size = dist.get_world_size()
+
+    def expected(step: int) -> float:
+        return size * step + size * (size - 1) / 2
 
     def body(at: int) -> None:
         try:
             for step in range(30):
                 values = torch.full((100 + 50 * at,), float(rank + step))
                 gw.all_reduce(values, "identity", group=groups[at], step=step)
-                assert torch.equal(values, torch.full_like(values, 2.0 * step + 1))
+                assert torch.equal(values, torch.full_like(values, expected(step)))
         except BaseException as error:
             errors.append(error)
 
@@ -197,11 +187,16 @@ def threads_call(rank: int) -> None:
         raise errors[0]
 
 
-def changing(rank: int) -> None:
-    threads_call(rank)
-    another_position(rank)
-
-
-@over
-def test_owners_and_groups_change_places(shm: bool) -> None:
-    finished(ends(2, changing, environment=of_transport(shm)))
+@pytest.mark.parametrize(("ranks", "shm"), in_turn([2, 3], [True, False]))
+def test_identities(ranks: int, shm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in of_transport(shm).items():
+        monkeypatch.setenv(name, value)
+    all_pass(
+        ranks,
+        [
+            rounds_of_buckets_overtake_each_other,
+            two_modules_and_calls_over_one_group,
+            threads_call_on_two_groups,
+            a_bucket_and_a_call_change_places,
+        ],
+    )

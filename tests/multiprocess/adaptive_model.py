@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -29,15 +28,17 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, weight, self.bias)
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind: str, group: Any = None) -> Any:
+    """Under "ddp" or "fsdp2", in a group of its own unless given."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         Scaled(64, 128, 100.0), nn.ReLU(), Scaled(128, 256, 1.0), nn.ReLU(), Scaled(256, 64, 0.01)
     )
+    group = group or dist.new_group()
     if kind == "fsdp2":
-        fully_shard(model, mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
         return model
-    return nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
 
 
 def steps(model: Any, first: int, last: int) -> None:
@@ -49,19 +50,19 @@ def steps(model: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
-def until_decided(model: Any, handle: Any, count: int, version: int, pause: float = 0) -> None:
-    """Train until so many decisions have been made on every rank, and a plan is in force."""
-    for step in range(2000):
+def until_decided(model: Any, handle: Any, count: int, version: int) -> None:
+    """Train until so many decisions have been made on every rank, and a plan is in force. After
+    each pass, wait for the decision that it began."""
+    for step in range(200):
         steps(model, step, step + 1)
+        handle.adaptation._serial.wait()
         seen = torch.tensor([len(handle.adaptation.history) - count, handle.plan.version - version])
         dist.all_reduce(seen, dist.ReduceOp.MIN)
         if seen.min() >= 0:
             return
-        time.sleep(pause)
     raise AssertionError("no decision came")
 
 
-def on_all(found: Any) -> list[Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, found)
-    return parts
+def methods(handle: Any) -> dict[str, str]:
+    """Those in force, by parameter."""
+    return {p.name: str(p.inner) for p in handle.plan.parameters}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gradwire.lang import layout
+
+# Codecs of weights. The tests' weights are small: patterns ask for them by name.
+ALL = {"*.weight": "randomshift:bits=8", "embedding": "randomshift:bits=8"}
 
 
 class Model(nn.Module):
@@ -26,7 +34,7 @@ class Model(nn.Module):
         self.again = nn.Linear(30, 5, bias=False)
         self.again.weight = self.embedding  # both in the root's group
 
-    def forward(self, x: torch.Tensor, spare: bool = False, detached: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
         x = x @ self.embedding.T @ self.embedding
         x = self.second(self.frozen(self.first(x).relu()).relu())
         if spare:
@@ -42,6 +50,20 @@ def sharded(policy: MixedPrecisionPolicy | None = None, **options: Any) -> Model
     for module in (model.first, model.frozen, model.spare, model):
         fully_shard(module, **how)
     return model
+
+
+def own_mesh() -> DeviceMesh:
+    """Handles of one group draw different random numbers; those of several, the same."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+
+def replicated(replicas: int) -> DeviceMesh:
+    """A mesh of all ranks, for HSDP."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+
+
+# ---- training
 
 
 def batch(step: int) -> torch.Tensor:
@@ -63,8 +85,93 @@ def backward(model: nn.Module, step: int, spare: bool = False) -> dict[str, torc
     return gradients(model)
 
 
+def steps(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """Losses."""
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = model(batch(step), spare=True).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The cheapest optimizer for many small DTensors."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
+
+
+def train(model: Any, count: int) -> list[float]:
+    """Losses."""
+    return steps(model, sgd(model), 0, count)
+
+
+# ---- weights
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole weights, as a forward gathers them."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for name, p in module.named_parameters():
+                if not isinstance(p, DTensor):
+                    found[f"{type(module).__name__} {name} {tuple(p.shape)}"] = p.detach().clone()
+            module.reshard()
+    return found
+
+
+def shards(model: nn.Module) -> torch.Tensor:
+    """Of all parameters, as the optimizer has them."""
+    return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+
+
+def message_bytes(model: nn.Module, codec_of: Any) -> int:
+    """What this rank sends of its weights to each other rank, by the formula.
+
+    Args:
+        codec_of: by the name of a parameter; None: it is sent as it is.
+    """
+    payloads: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        own, codec = p.to_local().numel(), codec_of(name)
+        group = name.split(".")[0] if name.startswith(("first", "frozen", "spare")) else ""
+        payloads.setdefault(group, 0)
+        payloads[group] += 4 * own if codec is None else layout(codec).nbytes(own)
+    # A message has a header of 48 bytes, and begins at a multiple of 16 bytes.
+    return sum(-(-(48 + n) // 16) * 16 for n in payloads.values())
+
+
+# ---- comparisons
+
+
 def same(a: Any, b: Any) -> bool:
     return (a is None and b is None) or torch.equal(a, b)
+
+
+def on_all(found: Any) -> list[Any]:
+    """What every rank has found, in rank order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, found)
+    return parts
+
+
+def digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha1(values.numpy().tobytes()).hexdigest()
+
+
+def unlike(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that are not the same, bit for bit, on all ranks."""
+    mine = {name: digest(tensor) for name, tensor in tensors.items()}
+    every = on_all(mine)
+    assert all(list(one) == list(mine) for one in every)
+    return [name for name in mine if len({one[name] for one in every}) > 1]
+
+
+# ---- states
 
 
 def dumped(state: Any) -> bytes:

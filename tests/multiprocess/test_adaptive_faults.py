@@ -1,26 +1,36 @@
 """Ranks never disagree on a plan that a policy chooses: many switches under delays, and ranks that
-are slow, killed or resumed while they decide."""
+are slow, killed or resumed while they decide.
+
+Delays are counted in passes: the background work of a rank is held at a named point until the rank
+has begun some more passes, or until the test lets it go on.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import random
-import time
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
-from adaptive_model import model_of, on_all, steps
-from sharded_model import dumped, loaded
+from adaptive_model import methods, model_of, steps, until_decided
+from sharded_model import digest, dumped, loaded, on_all
+from together import together
 
 import gradwire as gw
+from ends import ends
 from gradwire.controllers import Budget, Layer, Policy
 from gradwire.integrations.deciding import Decider
 from gradwire.integrations.switch import Switch
-from ranks import as_processes, caught
+from products import EXHAUSTIVE, one_in
 
 pytestmark = pytest.mark.multiprocess
+
+ONCE = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
 
 
 @dataclass(frozen=True)
@@ -47,187 +57,157 @@ class Restless(Policy):
         return [draw.randrange(len(one.methods)) for one in layers]
 
 
-def delayed(rank: int, most: float) -> None:
-    """Every table, and every preparation of a plan, takes up to so many seconds more, other ones on
-    each rank."""
-    draw = random.Random(rank)
+# ---- delays
+
+
+@contextlib.contextmanager
+def held(before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> Iterator[None]:
+    """This rank calls `before` before it makes tables, and `after` once it has prepared a plan, of
+    which its switch does not know yet."""
     tables, prepare = Decider._tables, Switch._prepare
 
-    def slow_tables(self: Any, window: Any) -> Any:
-        time.sleep(draw.random() * most)
+    def held_tables(self: Any, window: Any) -> Any:
+        before()
         return tables(self, window)
 
-    def slow_prepare(self: Any, plan: Any) -> None:
-        time.sleep(draw.random() * most)
+    def held_prepare(self: Any, plan: Any) -> None:
         prepare(self, plan)
+        after()
 
-    Decider._tables, Switch._prepare = slow_tables, slow_prepare  # type: ignore[method-assign]
-
-
-def digest(model: Any) -> str:
-    found = hashlib.sha256()
-    for p in model.parameters():
-        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        found.update(whole.detach().numpy().tobytes())
-    return found.hexdigest()
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(Decider, "_tables", held_tables)
+        monkey.setattr(Switch, "_prepare", held_prepare)
+        yield
 
 
-def switches(rank: int, kind: str, codec: str, count: int) -> int:
-    """Trains until the plan in force has changed so many times; returns in how many passes."""
-    delayed(rank, 0.004)
-    draw = random.Random(100 + rank)
+class Lag:
+    """Holds the background of a rank until the rank has begun up to two more passes."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._changed = threading.Condition()
+        self._passes, self._open = 0, False
+
+    def passed(self) -> None:
+        with self._changed:
+            self._passes += 1
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        with self._changed:
+            until = self._passes + self._draw.randrange(3)
+            came = self._changed.wait_for(lambda: self._open or self._passes >= until, 60)
+            self._open |= not came  # the test has failed
+            assert came, "training waits for its background"
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Nothing is held: the rank waits for its background."""
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+        yield
+        self._open = False
+
+
+def weights(model: Any) -> list[str]:
+    return [digest(getattr(p, "full_tensor", lambda p=p: p)()) for p in model.parameters()]
+
+
+# ---- checks
+
+
+def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
+    """Trains until the plan in force has changed so many times."""
+    lag = Lag(rank)
     model = model_of(kind)
     often = gw.Replan(every=1, average=1, share=1.0, stale=None)
     how: dict[str, Any] = {"policy": Restless(), "replan": often}
     if "topk" in codec:
         how["error_feedback"] = True
     handle: Any = gw.attach(model, codec, **how)
-    seen: list[tuple[int, list[str], str]] = []
+    seen: list[tuple[int, list[str]]] = []
     step = switched = 0
-    while switched < count and step < 40 * count:
-        steps(model, step, step + 1)
-        step += 1
-        seen.append((handle.plan.version, [str(p) for p in handle.plan.parameters], digest(model)))
-        switched += step > 1 and seen[-1][1] != seen[-2][1]
-        time.sleep(draw.random() * 0.004)
-        if step % 50 == 0:  # else decisions queue up
-            handle.adaptation._serial.wait()
-        if step == count // 2:  # resumed, each rank from its own state, while others decide
-            state = loaded(dumped(handle.state_dict()))
-            handle.detach()
-            handle = gw.attach(model, codec, **how)
-            handle.load_state_dict(state)
-            assert handle.adaptation.passes == state["policy"]["passes"]
-    assert switched == count
-    parts = on_all(seen)
-    assert all(part == parts[0] for part in parts)
-    return step
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "codec", "count"),
-    [
-        ("ddp", 2, "qsgd:bits=4", 40),
-        ("fsdp2", 2, "qsgd:bits=4", 40),
-        pytest.param("ddp", 3, "topk:density=0.05", 200, marks=pytest.mark.exhaustive),
-        pytest.param("ddp", 3, "qsgd:bits=4", 1000, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp2", 4, "qsgd:bits=4", 1000, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_ranks_never_disagree(kind: str, ranks: int, codec: str, count: int) -> None:
-    as_processes(ranks, switches, kind, codec, count, deadline=900)
-
-
-def is_slow(rank: int, kind: str) -> float:
-    """Training goes on in the old plan while one rank makes its tables; then all adopt the new
-    one."""
-    tables = Decider._tables
-
-    def slow(self: Any, window: Any) -> Any:
-        time.sleep(1.0)
-        return tables(self, window)
-
-    if rank == 1:
-        Decider._tables = slow  # type: ignore[method-assign]
-    model = model_of(kind)
-    once = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
-    handle: Any = gw.attach(model, policy="lgreco", replan=once)
-    slowest, adopted = 0.0, None
-    for step in range(2000):
-        begun = time.perf_counter()
-        steps(model, step, step + 1)
-        slowest = max(slowest, (time.perf_counter() - begun) * (step > 3))
-        if handle.plan.version and adopted is None:
-            adopted = step
-        if min(on_all(handle.plan.version)):
-            break
-        time.sleep(0.005)
-    assert len(set(on_all(adopted))) == 1
-    assert adopted is not None
-    assert adopted > 20
-    return slowest
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_slow_rank_delays_the_plan_and_not_training(kind: str) -> None:
-    assert max(as_processes(3, is_slow, kind)) < 1.0
-
-
-def dies(rank: int, kind: str, where: str) -> tuple[str, list[str]]:
-    """A rank dies while it decides, or while it prepares what was decided: a named error."""
-
-    def die(*_: Any) -> None:
-        os._exit(1)
-
-    if rank == 1 and where == "decides":
-        Decider._tables = die  # type: ignore[assignment,method-assign]
-    if rank == 1 and where == "prepares":
-        Switch._prepare = die  # type: ignore[method-assign]
-    model = model_of(kind)
-    once = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
-    handle: Any = gw.attach(model, policy="lgreco", replan=once)
-    uniform = {p.name: str(p) for p in handle.plan.parameters}
-
-    def train() -> None:
-        for step in range(10_000):
+    with held(lag.hold, lag.hold):
+        while switched < count and step < 40 * count:
             steps(model, step, step + 1)
-            time.sleep(0.002)
+            lag.passed()
+            step += 1
+            seen.append((handle.plan.version, [str(p) for p in handle.plan.parameters]))
+            switched += step > 1 and seen[-1][1] != seen[-2][1]
+            if step % 20 == 0:  # else decisions queue up
+                with lag.released():
+                    handle.adaptation._serial.wait()
+            if step == count // 2:  # resumed, each rank from its own state, while others decide
+                with lag.released():
+                    state = loaded(dumped(handle.state_dict()))
+                    handle.detach()
+                    handle = gw.attach(model, codec, **how)
+                    handle.load_state_dict(state)
+                assert handle.adaptation.passes == state["policy"]["passes"]
+        assert switched == count
+        every = on_all((seen, weights(model)))
+        assert all(one == every[0] for one in every)
+        with lag.released():
+            handle.adaptation._serial.wait()
+        handle.detach()
 
-    error = caught(train)
-    assert isinstance(error, Exception), "peers notice"
-    assert {p.name: str(p) for p in handle.plan.parameters} == uniform
-    assert handle.plan.version == 0
-    return type(error).__name__, [str(error)]
+
+def a_slow_rank_delays_the_plan_and_not_training(rank: int, kind: str) -> None:
+    """Training goes on in the old plan while one rank makes its tables; then all adopt the new
+    one, at the same pass."""
+    goes_on = threading.Event()
+
+    def waits() -> None:
+        assert rank != 1 or goes_on.wait(60), "training waits for the tables"
+
+    model = model_of(kind)
+    handle: Any = gw.attach(model, policy="lgreco", replan=ONCE)
+    with held(before=waits):
+        steps(model, 0, 20)
+        assert on_all(handle.plan.version) == [0] * len(on_all(rank))
+        goes_on.set()
+        handle.adaptation._serial.wait()
+    versions = []
+    for step in range(20, 24):
+        steps(model, step, step + 1)
+        versions.append(handle.plan.version)
+    assert all(one == versions for one in on_all(versions))
+    assert versions[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "where"), [("ddp", "decides"), ("ddp", "prepares"), ("fsdp2", "decides")]
-)
-def test_a_rank_that_dies_while_it_decides_is_named(kind: str, where: str) -> None:
-    ends = as_processes(3, dies, kind, where, timeout=20, expect_death=(1,))
-    for name, (said,) in (ends[0], ends[2]):
-        assert name == "TransportError", said
-        assert "rank 1" in said
-
-
-def resumes(rank: int, moment: str) -> None:
+def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: str) -> None:
     """A state is saved on all ranks while some know of the new plan, and others do not."""
-    tables, prepare = Decider._tables, Switch._prepare
+    reached, goes_on = threading.Event(), threading.Event()
 
-    def slow_tables(self: Any, window: Any) -> Any:
-        time.sleep(0.5 if rank == 1 else 0.0)
-        return tables(self, window)
+    def waits() -> None:
+        reached.set()
+        assert goes_on.wait(60)
 
-    def slow_prepare(self: Any, plan: Any) -> None:
-        time.sleep(0.5 if rank == 1 else 0.0)
-        prepare(self, plan)
-
-    Decider._tables = slow_tables  # type: ignore[method-assign]
-    Switch._prepare = slow_prepare  # type: ignore[method-assign]
     model = model_of("ddp")
-    once = gw.Replan(every=10_000, first=4, average=2, share=1.0, stale=None)
-    handle: Any = gw.attach(model, policy="lgreco", replan=once)
-    steps(model, 0, 5)
-    if moment == "prepares":
-        while not handle.adaptation.history:  # noted before it asks for the update
-            time.sleep(0.001)
-    state = loaded(dumped(handle.state_dict()))
-    assert len(set(on_all(str(state["parameters"])))) == 1
-    handle.detach()
-    again: Any = gw.attach(model, policy="lgreco", replan=once)
-    again.load_state_dict(state)
+    handle: Any = gw.attach(model, policy="lgreco", replan=ONCE)
+    there = {"decides": "before", "prepares": "after"}[moment]
+    with held(**({there: waits} if rank == 1 else {})):
+        steps(model, 0, 5)
+        if rank == 1:
+            assert reached.wait(60)
+        elif moment == "prepares":
+            handle.adaptation._serial.wait()
+        on_all("there")
+        state = loaded(dumped(handle.state_dict()))
+        goes_on.set()
+        assert len(set(on_all(str(state["parameters"])))) == 1
+        handle.detach()
+        again: Any = gw.attach(model, policy="lgreco", replan=ONCE)
+        again.load_state_dict(state)
     same = on_all([str(p) for p in again.plan.parameters])
     assert all(part == same[0] for part in same)
-    steps(model, 5, 10)
-    assert len(set(on_all(digest(model)))) == 1
+    steps(model, 5, 8)
+    every = on_all(weights(model))
+    assert all(one == every[0] for one in every)
 
 
-@pytest.mark.parametrize("moment", ["decides", "prepares"])
-def test_a_state_saved_while_ranks_decide_is_the_same_plan_on_all(moment: str) -> None:
-    as_processes(2, resumes, moment)
-
-
-def keeps_the_reference(rank: int, what: str) -> None:
+def where_no_plan_can_be_chosen_the_reference_stays(rank: int, what: str) -> None:
     model = model_of("ddp")
     alpha = 1e-6 if what == "infeasible" else 1.0
     often = gw.Replan(every=4, average=2, share=1.0, alpha=alpha)
@@ -238,12 +218,8 @@ def keeps_the_reference(rank: int, what: str) -> None:
             layer.scale = 0.0
     if what == "not finite":
         model.module[2].scale = float("inf")
-    before = [str(p) for p in handle.plan.parameters]
-    for step in range(400):
-        steps(model, step, step + 1)
-        if min(on_all(len(handle.adaptation.history))) > 1:
-            break
-        time.sleep(0.005)
+    before = methods(handle)
+    until_decided(model, handle, 2, 0)
     first, second = handle.adaptation.history[:2]
     expected = {
         "infeasible": "no plan is within",
@@ -252,10 +228,60 @@ def keeps_the_reference(rank: int, what: str) -> None:
     }
     assert expected[what] in first["line"]
     assert expected[what] in second["line"]
-    assert [str(p) for p in handle.plan.parameters] == before
+    assert methods(handle) == before
     assert first["changed"] == second["changed"] == 0
 
 
-@pytest.mark.parametrize("what", ["infeasible", "not finite", "singular"])
-def test_where_no_plan_can_be_chosen_the_reference_stays(what: str) -> None:
-    as_processes(2, keeps_the_reference, what)
+def test_ranks_never_disagree_on_a_plan() -> None:
+    saved = a_state_saved_while_ranks_decide_is_the_same_plan_on_all
+    slow = a_slow_rank_delays_the_plan_and_not_training
+    stays = where_no_plan_can_be_chosen_the_reference_stays
+    together(
+        2,
+        partial(ranks_never_disagree, kind="ddp", codec="qsgd:bits=4", count=6),
+        partial(ranks_never_disagree, kind="fsdp2", codec="qsgd:bits=4", count=6),
+        *(partial(saved, moment=moment) for moment in ("decides", "prepares")),
+        *(partial(stays, what=what) for what in ("infeasible", "not finite", "singular")),
+        *(partial(slow, kind=kind) for kind in ("ddp", "fsdp2")),
+    )
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("kind", "ranks", "codec", "count"),
+    [
+        ("ddp", 3, "topk:density=0.05", 50),
+        ("ddp", 3, "qsgd:bits=4", 100),
+        ("fsdp2", 4, "qsgd:bits=4", 100),
+    ],
+)
+def test_ranks_never_disagree_in_many_switches(
+    kind: str, ranks: int, codec: str, count: int
+) -> None:
+    often = partial(ranks_never_disagree, kind=kind, codec=codec, count=count)
+    together(ranks, often)
+
+
+def dies(rank: int, kind: str, where: str) -> None:
+    """A rank dies while it decides, or while it prepares what was decided."""
+    if rank == 1:
+        of: Any = {"decides": (Decider, "_tables"), "prepares": (Switch, "_prepare")}[where]
+        setattr(*of, lambda *_: os._exit(1))
+    model = model_of(kind)
+    handle: Any = gw.attach(model, policy="lgreco", replan=ONCE)
+    uniform = methods(handle)
+    try:
+        steps(model, 0, 1_000_000)
+    finally:
+        assert methods(handle) == uniform
+        assert handle.plan.version == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), one_in(2, [("ddp", "prepares"), ("ddp", "decides"), ("fsdp2", "decides")])
+)
+def test_a_rank_that_dies_while_it_decides_is_named(kind: str, where: str) -> None:
+    found = ends(3, dies, kind, where, timeout=600, unawaited=(1,))
+    for end in (found[0], found[2]):
+        assert (end.error, end.peer) == ("TransportError", 1), end
+        assert "rank 1" in end.text

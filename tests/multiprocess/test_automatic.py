@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_model import on_all, unlike
+from together import together
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -17,7 +20,7 @@ from gradwire.integrations import automatic
 from gradwire.integrations.auto import WantedSetting
 from gradwire.planner.links import Links
 from gradwire.sim import Curves
-from ranks import as_processes
+from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,27 +47,57 @@ def step(model: DDP, number: int) -> None:
 
 
 def train(model: DDP, handle: gw.Handle, until: Any) -> int:
-    """Passes until a condition holds on all ranks; weights stay the same on all."""
-    end = time.monotonic() + 60
+    """Passes until a condition holds on all ranks; weights stay the same on all. After each pass,
+    wait for the decision that it began."""
+    assert handle.automatic is not None
+    end = time.monotonic() + 120
     for number in itertools.count():
-        assert time.monotonic() < end, handle.automatic and handle.automatic.history
+        assert time.monotonic() < end, handle.automatic.history
         step(model, number)
-        flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
-        every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, flat)
-        assert all(torch.equal(one, flat) for one in every)
-        holds = torch.tensor(int(bool(until())))
-        dist.all_reduce(holds, op=dist.ReduceOp.MIN)
-        if holds:
+        handle.automatic.serial.wait()
+        assert not unlike(dict(model.named_parameters()))
+        if all(on_all(bool(until()))):
             return number
     raise AssertionError
 
 
+class Watch:
+    """In place of a watch of the links: what a test sets."""
+
+    newest: Links | None = None
+
+    def __init__(self, comm: Any, links: Links, share: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def links(alpha: float) -> Links:
+    ranks = range(dist.get_world_size())
+    return Links.of(len(ranks), [(a, b, alpha, 1e-8, 1e-8) for a in ranks for b in ranks if a < b])
+
+
 def planned(monkey: pytest.MonkeyPatch, *plans: list[WantedSetting]) -> None:
-    """Give these plans, one after the other, from costs that are not measured."""
+    """Give these plans, one after the other, from links and costs that are not measured."""
     given = iter(plans)
+    monkey.setattr(Watch, "newest", links(1e-3))
+    monkey.setattr(automatic, "LinkWatch", Watch)
+    monkey.setattr(automatic, "measure_links", lambda *_: links(1e-3))
     monkey.setattr(automatic, "costs", lambda _: Curves("none", 1, {}))
     monkey.setattr(automatic, "plan", lambda *_: (next(given), "a plan of the test's"))
+
+
+class Clock:
+    """A pass takes one second by it, or 30 on rank 1 where a condition holds."""
+
+    def __init__(self, model: DDP, monkey: pytest.MonkeyPatch, is_slow: Any) -> None:
+        self._now, self._is_slow = 0.0, is_slow
+        monkey.setattr(automatic, "time", SimpleNamespace(perf_counter=lambda: self._now))
+        model.module.register_forward_pre_hook(self._passes)
+
+    def _passes(self, *_: Any) -> None:
+        self._now += 30.0 if dist.get_rank() == 1 and self._is_slow() else 1.0
 
 
 def lines(handle: gw.Handle) -> list[str]:
@@ -72,26 +105,30 @@ def lines(handle: gw.Handle) -> list[str]:
     return [row["line"] for row in handle.automatic.history]
 
 
-def it_measures_and_decides(rank: int) -> list[str]:
-    model, handle = made()
-    assert handle.plan.parameters[0].how == "Cast(dtype='bf16')"
-    train(model, handle, lambda: any("in use from now on" in line for line in lines(handle)))
-    assert "links:" in lines(handle)[0]
+def ended(handle: gw.Handle) -> list[str]:
+    """Detaches; what was decided, which is the same on all ranks."""
     found = lines(handle)
+    assert all(one == found for one in on_all(found))
     handle.detach()
     dist.barrier()
     return found
 
 
-def it_loads_what_another_plan_saved(rank: int) -> None:
+def it_measures_and_decides(rank: int) -> None:
+    model, handle = made()
+    assert handle.plan.parameters[0].how == "Cast(dtype='bf16')"
+    train(model, handle, lambda: any("in use from now on" in line for line in lines(handle)))
+    assert "links:" in ended(handle)[0]
+
+
+def a_state_loads_whatever_plan_was_in_force(rank: int) -> None:
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey, [CODED], [HALF])
         model, handle = made()
         train(model, handle, lambda: handle.adaptation is not None)
         state = handle.state_dict()
         assert "QSGD" in state["parameters"]["0.weight"]["codec"]
-        handle.detach()
-        dist.barrier()
+        ended(handle)
         again, other = made()
         step(again, 0)
         assert other.state_dict()["steps"] != state["steps"]
@@ -102,25 +139,17 @@ def it_loads_what_another_plan_saved(rank: int) -> None:
         wrong = {**state, "parameters": {**state["parameters"], "0.weight": {"numel": 3}}}
         with pytest.raises(gw.ConfigError, match=r"0\.weight has numel 3"):
             other.load_state_dict(wrong)
-        other.detach()
-        dist.barrier()
+        ended(other)
 
 
-def test_a_state_loads_whatever_plan_was_in_force() -> None:
-    as_processes(2, it_loads_what_another_plan_saved)
-
-
-def it_tries_and_settles(rank: int) -> tuple[list[str], str, Any]:
-    """The codec is made to win: bf16 passes of one rank are slowed down."""
+def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
+    """The codec wins: bf16 passes of one rank are slower."""
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey, [HALF, CODED])
         model, handle = made()
         auto = handle.automatic
         assert auto is not None
-        if rank == 1:
-            model.module.register_forward_pre_hook(
-                lambda *_: time.sleep(0.03 * (handle.plan.parameters[2].how != "dense"))
-            )
+        Clock(model, monkey, lambda: handle.plan.parameters[2].how != "dense")
         train(model, handle, lambda: handle.adaptation is not None)
         assert auto.setting == CODED
         how = {p.name: p.how for p in handle.plan.parameters}
@@ -129,61 +158,52 @@ def it_tries_and_settles(rank: int) -> tuple[list[str], str, Any]:
         assert handle.adaptation is not None
         adaptation = handle.adaptation
         train(model, handle, lambda: adaptation.history)
+        rows = on_all([row["line"] for row in adaptation.history[:1]])
+        assert all(one == rows[0] for one in rows)
+        assert all(one == how for one in on_all(how))
         with pytest.raises(gw.ConfigError, match='"auto" changes'):
             handle.update(bits=3)
-        handle.detach()
-        dist.barrier()
-        return lines(handle), how["0.weight"], [row["line"] for row in adaptation.history[:1]]
+        found = ended(handle)
+        assert found[0] == "a plan of the test's"
+        assert f"tried: {HALF}: 3e+04 ms; {CODED}: 1000 ms" in found[1]
+        assert "does not pay" not in found[1]
 
 
-def compression_that_does_not_pay(rank: int) -> tuple[list[str], Any]:
-    """Codec passes of one rank are slowed down: then 16 bits stay, and no policy starts."""
+def it_says_that_compression_does_not_pay(rank: int) -> None:
+    """Codec passes of one rank are slower: then 16 bits stay, and no policy starts."""
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey, [CODED, FULL, HALF])
         model, handle = made()
-        if rank == 1:
-            model.module.register_forward_pre_hook(
-                lambda *_: time.sleep(0.03 * (handle.plan.parameters[0].how != "dense"))
-            )
         auto = handle.automatic
         assert auto is not None
+        Clock(model, monkey, lambda: handle.plan.parameters[0].how != "dense")
         train(model, handle, lambda: auto.setting == FULL)
         train(model, handle, lambda: handle.plan.parameters[0].how == "dense")
         assert handle.adaptation is None
-        handle.detach()
-        dist.barrier()
-        return lines(handle), handle.plan.options.algorithm
+        assert handle.plan.options.algorithm == "ring"
+        assert "compression does not pay here" in ended(handle)[1]
 
 
-def links_that_change(rank: int) -> list[str]:
+def changed_links_make_a_new_plan(rank: int) -> None:
     """A second plan is made when the watch says that links have changed, and the policy ends."""
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey, [CODED], [HALF])
         model, handle = made()
         auto = handle.automatic
         assert auto is not None
-
-        class Watch:
-            newest = Links.of(2, [(0, 1, 1e-3, 1e-8, 1e-8)])
-
-            def close(self) -> None:
-                pass
-
-        auto._watch.close()
-        auto._watch = Watch()  # type: ignore[assignment]
         train(model, handle, lambda: handle.adaptation is not None)
         train(model, handle, lambda: auto._base is not None)
-        Watch.newest = Links.of(2, [(0, 1, 5e-3, 1e-8, 1e-8)])
+        Watch.newest = links(5e-3)
         train(model, handle, lambda: auto.setting == HALF)
         assert handle.adaptation is None
         train(model, handle, lambda: handle.plan.parameters[0].how.startswith("Cast"))
-        handle.detach()
-        dist.barrier()
-        return lines(handle)
+        said = ended(handle)
+        assert any("changed from 1 ms" in line and "to 5 ms" in line for line in said)
 
 
-def nothing_can_be_planned(rank: int) -> list[str]:
+def without_a_plan_the_reference_stays(rank: int) -> None:
     with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey)
 
         def fails(*_: Any) -> Any:
             raise RuntimeError("no compiler")
@@ -191,70 +211,47 @@ def nothing_can_be_planned(rank: int) -> list[str]:
         monkey.setattr(automatic, "costs", fails)
         model, handle = made()
         train(model, handle, lambda: any("in use" in line for line in lines(handle)))
-        handle.detach()
-        dist.barrier()
-        return lines(handle)
+        said = ended(handle)
+        assert "nothing can be planned: no costs of kernels: no compiler" in said[0]
+        assert "bf16" in said[1]
 
 
-def test_it_measures_and_decides() -> None:
-    one, other = as_processes(2, it_measures_and_decides)
-    assert one == other
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_it_tries_and_settles_on_what_is_faster(ranks: int) -> None:
-    found = as_processes(ranks, it_tries_and_settles)
-    assert all(one == found[0] for one in found)
-    assert found[0][0][0] == "a plan of the test's"
-    assert "tried: " in found[0][0][1]
-    assert "does not pay" not in found[0][0][1]
-
-
-def test_it_says_that_compression_does_not_pay() -> None:
-    one, other = as_processes(2, compression_that_does_not_pay)
-    assert one == other
-    assert "compression does not pay here" in one[0][1]
-    assert one[1] == "ring"
-
-
-def test_changed_links_make_a_new_plan() -> None:
-    one, other = as_processes(2, links_that_change)
-    assert one == other
-    assert any("changed from 1 ms" in line and "to 5 ms" in line for line in one)
-
-
-def test_without_a_plan_the_reference_stays() -> None:
-    one, other = as_processes(2, nothing_can_be_planned)
-    assert one == other
-    assert "nothing can be planned: no costs of kernels: no compiler" in one[0]
-    assert "bf16" in one[1]
-
-
-def refusals(rank: int) -> list[str]:
+def what_does_not_go_with_it_is_named(rank: int) -> None:
     model = DDP(nn.Linear(4, 4))
-    found = []
-    for given in (
-        {"bits": 4}, {"policy": "lgreco"}, {"replan": gw.Replan()}, {"algorithm": "ring"},
-        {"error_feedback": True},
-    ):  # fmt: skip
-        with pytest.raises(gw.ConfigError) as caught:
-            gw.attach(model, "auto", **given)
-        found.append(str(caught.value))
-    with pytest.raises(gw.ConfigError, match='is for the codec "auto"'):
-        gw.attach(model, "qsgd", auto=gw.Auto())
-    with pytest.raises(gw.ConfigError, match="share=2"):
-        gw.Auto(share=2)
-    with pytest.raises(gw.ConfigError, match="trial=0"):
-        gw.Auto(trial=0)
-    with pytest.raises(gw.ConfigError, match="zip"):
-        gw.Auto(codecs=["zip"])
-    dist.barrier()
-    return found
+    for name, given in (
+        ("bits=4", {"bits": 4}),
+        ("policy='lgreco'", {"policy": "lgreco"}),
+        ("replan=Replan(", {"replan": gw.Replan()}),
+        ("algorithm='ring'", {"algorithm": "ring"}),
+        ("error_feedback", {"error_feedback": True}),
+    ):
+        error = str(caught(lambda given=given: gw.attach(model, "auto", **given)))
+        assert name in error
+        assert '"auto" decides this' in error
+    for said, call in (
+        ('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto())),
+        ("share=2", lambda: gw.Auto(share=2)),
+        ("trial=0", lambda: gw.Auto(trial=0)),
+        ("zip", lambda: gw.Auto(codecs=["zip"])),
+    ):
+        error = caught(call)
+        assert isinstance(error, gw.ConfigError), said
+        assert said in str(error)
 
 
-def test_what_does_not_go_with_it_is_named() -> None:
-    (found,) = as_processes(1, refusals)
-    names = ["bits=4", "policy='lgreco'", "replan=Replan(", "algorithm='ring'", "error_feedback"]
-    for name, message in zip(names, found, strict=True):
-        assert name in message
-        assert '"auto" decides this' in message
+def test_ranks_plan_try_settle_and_adapt_together() -> None:
+    together(
+        2,
+        it_measures_and_decides,
+        a_state_loads_whatever_plan_was_in_force,
+        it_tries_and_settles_on_what_is_faster,
+        it_says_that_compression_does_not_pay,
+        changed_links_make_a_new_plan,
+        without_a_plan_the_reference_stays,
+        what_does_not_go_with_it_is_named,
+    )
+
+
+@pytest.mark.exhaustive
+def test_three_ranks_settle_on_what_is_faster() -> None:
+    together(3, it_tries_and_settles_on_what_is_faster)

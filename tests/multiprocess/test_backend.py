@@ -23,7 +23,6 @@ from small_models import (
     gloo,
     group,
     mlp,
-    run_all,
     same_everywhere,
     setting,
     sharded,
@@ -45,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire as gw
 from gradwire.integrations.sharded import Sharded
 from products import EXHAUSTIVE
-from ranks import as_processes, caught
+from ranks import all_pass, as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -472,7 +471,13 @@ def split_groups_are_of_the_backend() -> None:
     dist.barrier()
 
 
+def the_group_is_of_the_backend() -> None:
+    warnings.simplefilter("ignore")  # from now on
+    assert dist.get_backend() == "gradwire"
+
+
 SCENARIOS: list[Callable[[], None]] = [
+    the_group_is_of_the_backend,
     ddp_modules_are_compressed_by_parameter,
     biases_are_exact,
     other_ways_of_ddp,
@@ -496,21 +501,17 @@ SCENARIOS: list[Callable[[], None]] = [
     split_groups_are_of_the_backend,
 ]
 
-_verdicts: dict[int, list[dict[str, str]]] = {}
+
+@pytest.fixture(autouse=True)
+def _small_buckets_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=EXHAUSTIVE)])
-def test_backend(world_size: int, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world_size not in _verdicts:
-        for name, value in ENVIRONMENT.items():
-            monkeypatch.setenv(name, value)
-        _verdicts[world_size] = as_processes(
-            world_size, run_all, SCENARIOS, timeout=30, deadline=240, backend="gradwire"
-        )
-    for rank, verdict in enumerate(_verdicts[world_size]):
-        assert verdict[scenario] == "passed", f"rank {rank}:\n{verdict[scenario]}"
+def test_backend(world_size: int) -> None:
+    all_pass(world_size, SCENARIOS, timeout=30, deadline=240, backend="gradwire")
 
 
 def alone(rank: int) -> None:
@@ -548,8 +549,6 @@ def one_dimension_of_a_mesh(rank: int) -> float:
     return strayed(model, reference, mlp(200))
 
 
-def test_one_dimension_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def test_one_dimension_of_a_mesh() -> None:
     for astray in as_processes(4, one_dimension_of_a_mesh, timeout=30):
         assert 0 < astray < 0.25

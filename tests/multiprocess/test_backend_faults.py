@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -17,20 +16,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.lab.ports import free_port
 from products import one_in
 from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 
-Report = tuple[str, int | None, str, float]
+# A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
+TIMEOUT_S, DEADLINE_S = 100.0, 60.0
+
+Report = tuple[str, int | None, str]
 
 
 def reported(action: Any) -> Report:
-    """Type, peer and text of the error that `action` raises, and the seconds until it did."""
-    begun = time.monotonic()
+    """Type, peer and text of the error that `action` raises."""
     error = caught(action)
-    return type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic() - begun
+    return type(error).__name__, getattr(error, "peer", None), str(error)
+
+
+def processes(world_size: int, body: Any, *args: Any, **how: Any) -> list[Any]:
+    return as_processes(
+        world_size, body, *args, timeout=TIMEOUT_S, deadline=DEADLINE_S, backend="gradwire", **how
+    )
 
 
 def backward_after_death(rank: int, wrap: str, dying: int) -> Report:
@@ -56,13 +62,10 @@ def backward_after_death(rank: int, wrap: str, dying: int) -> Report:
 
 @pytest.mark.parametrize("wrap", one_in(2, ["ddp", "registered", "fsdp2"]))
 def test_backward_raises_the_error_by_its_name(wrap: str) -> None:
-    reports = as_processes(
-        3, backward_after_death, wrap, 1, timeout=20, expect_death=(1,), backend="gradwire"
-    )
+    reports = processes(3, backward_after_death, wrap, 1, expect_death=(1,))
     for rank in (0, 2):
-        kind, peer, text, seconds = reports[rank]
+        kind, peer, text = reports[rank]
         assert (kind, peer) == ("TransportError", 1), text
-        assert seconds < 20
 
 
 def passed_on_after_death(rank: int) -> Report:
@@ -73,12 +76,8 @@ def passed_on_after_death(rank: int) -> Report:
 
 
 def test_what_passes_through_fails_as_gloo_does() -> None:
-    reports = as_processes(
-        2, passed_on_after_death, timeout=20, expect_death=(1,), backend="gradwire"
-    )
-    kind, _, text, seconds = reports[0]
+    kind, _, text = processes(2, passed_on_after_death, expect_death=(1,))[0]
     assert kind in ("RuntimeError", "DistBackendError"), text
-    assert seconds < 20
 
 
 @pytest.fixture
@@ -97,13 +96,15 @@ def wait_with_a_timeout(rank: int) -> Report:
     x.register_hook(reduce)
     x.sum().backward()  # every rank's engine is made here
     works.pop().wait()
+    store = dist.distributed_c10d._get_default_store().clone()
     if rank == 1:
-        time.sleep(2)
+        store.wait(["timed out"])
     x.sum().backward()
     work = works.pop()
-    report = reported(lambda: work.wait(timedelta(seconds=0.3)))
+    report = reported(lambda: work.wait(timedelta(seconds=0.3 if rank == 0 else TIMEOUT_S)))
     if rank == 0:
         assert not work.is_completed()
+        store.set("timed out", b"")
     assert work.wait()
     assert work.get_future().wait()[0].eq(dist.get_world_size()).all()
     return report
@@ -111,23 +112,22 @@ def wait_with_a_timeout(rank: int) -> Report:
 
 @pytest.mark.usefixtures("blobs")
 def test_a_wait_honours_its_timeout() -> None:
-    reports = as_processes(2, wait_with_a_timeout, timeout=20, backend="gradwire")
-    kind, _, text, seconds = reports[0]
+    (kind, _, text), other = processes(2, wait_with_a_timeout)
     assert kind == "TransportError"
     assert "0.3 s" in text
-    assert seconds < 1.5
-    assert reports[1][0] == "NoneType"
+    assert other[0] == "NoneType"
 
 
 def destroyed_and_made_again(rank: int) -> list[float]:
     """Groups are made and destroyed over one store; their resources are released."""
     size = dist.get_world_size()
-    port = [free_port() if rank == 0 else 0]
+    how: dict[str, Any] = {"timeout": timedelta(seconds=30), "wait_for_workers": False}
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, **how) if rank == 0 else None
+    port = [own.port if own else 0]
     dist.broadcast_object_list(port)
+    store = own or dist.TCPStore("127.0.0.1", port[0], is_master=False, **how)
     dist.barrier()
     dist.destroy_process_group()
-    timeout = timedelta(seconds=30)
-    store = dist.TCPStore("127.0.0.1", port[0], size, rank == 0, timeout=timeout)
     gradients = []
     for _ in range(3):
         dist.init_process_group("gradwire", rank=rank, world_size=size, store=store)
@@ -145,7 +145,7 @@ def destroyed_and_made_again(rank: int) -> list[float]:
 
 def test_groups_come_and_go() -> None:
     """Equal names and numbers of calls give equal random numbers."""
-    for sums in as_processes(2, destroyed_and_made_again, timeout=30, backend="gradwire"):
+    for sums in processes(2, destroyed_and_made_again):
         assert sums[0] == sums[1] == sums[2] != 0
 
 
@@ -156,41 +156,26 @@ def aborted(rank: int) -> Report:
     x.register_hook(lambda g: works.append(dist.all_reduce(g.clone(), async_op=True)))
     x.sum().backward()
     works.pop().wait()
-    if rank == 1:
-        time.sleep(3)
-        return "late", None, "", 0.0
+    store = dist.distributed_c10d._get_default_store().clone()
+    if rank == 1:  # late
+        store.wait(["aborted"])
+        return "late", None, ""
     x.sum().backward()
     dist.distributed_c10d._abort_process_group()
-    return reported(works.pop().wait)
+    report = reported(works.pop().wait)
+    store.set("aborted", b"")
+    return report
 
 
 @pytest.mark.usefixtures("blobs")
 def test_abort_ends_what_is_under_way() -> None:
-    reports = as_processes(2, aborted, timeout=30, backend="gradwire")
-    kind, _, text, seconds = reports[0]
+    kind, _, text = processes(2, aborted)[0]
     assert kind == "TransportError", text
     assert "destroyed" in text
-    assert seconds < 5
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("GRADWIRE_CODEC", "qsgdd", "unknown codec or aggregator 'qsgdd'"),
-        ("GRADWIRE_CODEC", "qsgd:bits=9", "bits"),
-        ("GRADWIRE_MIN_BYTES", "64k", "'64k'"),
-        ("GRADWIRE_BLOB", "yes", "give 0 or 1"),
-    ],
-)
-def test_a_wrong_environment_is_named(
-    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    error = caught(
-        lambda: dist.init_process_group(
-            "gradwire", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}"
-        )
-    )
-    assert isinstance(error, gw.ConfigError)
-    assert variable in str(error)
-    assert said in str(error)
+def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `init_process_group`; test_backend_settings.py has the errors of each variable."""
+    monkeypatch.setenv("GRADWIRE_CODEC", "qsgdd")
+    with pytest.raises(gw.ConfigError, match=r"GRADWIRE_CODEC.*unknown codec .*'qsgdd'"):
+        dist.init_process_group("gradwire", rank=0, world_size=1, store=dist.HashStore())

@@ -1,17 +1,17 @@
-"""A link that the lab drops, a rank that comes late, a group that is aborted: no hang (law 10)."""
+"""A link that the lab drops, and a rank that comes late: no hang (law 10).
+
+tests/middle/test_calls.py has groups that are destroyed.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.lab import Lab, Network, available
@@ -65,33 +65,10 @@ def test_a_dropped_link_ends_in_an_error_on_every_rank(tmp_path: Path) -> None:
 def come_late(rank: int) -> float:
     tensor = torch.full((1000,), float(rank))
     if rank == 2:
-        time.sleep(3)
+        time.sleep(1.5)  # longer than it takes until ranks look for what is wrong
     gw.all_reduce(tensor, "identity")
     return float(tensor[0])
 
 
 def test_a_late_rank_is_waited_for() -> None:
-    assert as_processes(3, come_late, timeout=20, deadline=60) == [3.0] * 3
-
-
-def abort_in_the_middle(rank: int) -> Any:
-    """Rank 0 gives up in the middle of an all-reduce that rank 1 never joins."""
-    tensor = torch.randn(1000)
-    gw.all_reduce(tensor)
-    if rank == 1:
-        time.sleep(4)
-        return "TransportError", True
-    threading.Timer(1.0, dist.destroy_process_group).start()
-    begun = time.monotonic()
-    try:
-        gw.all_reduce(tensor, step=1)
-    except gw.GradwireError as error:
-        return type(error).__name__, time.monotonic() - begun < 15
-    return "nothing", False
-
-
-def test_a_group_that_is_destroyed_ends_what_waits() -> None:
-    assert as_processes(2, abort_in_the_middle, timeout=10, deadline=60)[0] == (
-        "TransportError",
-        True,
-    )
+    assert as_processes(3, come_late) == [3.0] * 3

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_model import on_all, unlike
+from together import together
 from torch import nn
 
 import gradwire as gw
@@ -16,7 +19,7 @@ from gradwire.errors import ConfigError
 from gradwire.integrations import flexible as flexible_module
 from gradwire.integrations.memory_checkpoint import MemoryCheckpoint
 from gradwire.planner.links import Links
-from ranks import as_processes, caught
+from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -42,14 +45,14 @@ class Batches:
         self.position = state["position"]
 
 
-def parts(codec: str = "artopk:density=0.1") -> Any:
+def parts(codec: str = "artopk:density=0.1", group: Any = None) -> Any:
     torch.manual_seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     random.seed(dist.get_rank())
     model = nn.Sequential(
         nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32)
     )
-    made = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+    made = nn.parallel.DistributedDataParallel(model, process_group=group or dist.new_group())
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
     return gw.attach(made, codec), made, optimizer, Batches()
 
@@ -69,38 +72,32 @@ def all_of(handle: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [t.detach().clone() for t in found]
 
 
-def goes_back(rank: int, leave_out: bool) -> bool:
+def training_goes_on_bit_for_bit_after_steps_that_are_thrown_away(
+    rank: int, leave_out: bool
+) -> None:
+    """Not where the position in the data is left out."""
     handle, model, optimizer, batches = parts()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     ends = []
     kept: Any = None
     for trial in (False, True):
         if trial:
             kept.restore()
-            for _ in range(30):
+            for _ in range(8):
                 train_step(model, optimizer, batches)
                 schedule.step()
             kept.restore()
         else:
-            for _ in range(5):
+            for _ in range(3):
                 train_step(model, optimizer, batches)
                 schedule.step()
             stateful = (schedule,) if leave_out else (batches, schedule)
             kept = MemoryCheckpoint(handle, model, optimizer, stateful)
-        for _ in range(10):
+        for _ in range(4):
             train_step(model, optimizer, batches)
             schedule.step()
         ends.append(all_of(handle, model, optimizer))
-    dist.barrier()
-    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def test_training_goes_on_bit_for_bit_after_thirty_steps_that_are_thrown_away() -> None:
-    assert as_processes(2, goes_back, False) == [True, True]
-
-
-def test_without_the_position_in_the_data_it_does_not() -> None:
-    assert as_processes(2, goes_back, True) == [False, False]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) != leave_out
 
 
 class KnownLinks:
@@ -119,11 +116,29 @@ def links(alpha: float, beta: float) -> Links:
     return Links(((0, alpha), (alpha, 0)), ((0, beta), (beta, 0)))
 
 
-def follows(rank: int) -> Any:
-    flexible_module.LinkWatch = KnownLinks  # type: ignore[misc, assignment]
-    KnownLinks.newest = links(1e-3, 1e-8)
+def it_follows_the_network_and_the_gain(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(flexible_module, "LinkWatch", KnownLinks)
+        monkey.setattr(KnownLinks, "newest", links(1e-3, 1e-8))
+        found = follows()
+    lines, first, second = found
+    assert all(one == found for one in on_all(found))
+    assert lines[0] == "the start: tries 3 densities, 3 steps each"
+    assert "gains by density 0.3: " in lines[1]
+    assert lines[1].endswith(f"chooses {first}")
+    assert lines[2].startswith(
+        "the links have changed from 1 ms and 800 Mbit/s to 1e+03 ms and 8e+06 Mbit/s: searches"
+    )
+    assert lines[2].endswith(second)
+    assert "by all_gather" in second
+    assert lines[3].startswith("the gain has changed from ")
+    assert len(lines) == 5
+
+
+def follows() -> tuple[list[str], str, str]:
+    """What it has done, and its first two choices."""
     handle, model, optimizer, batches = parts()
-    triggers = gw.Triggers(check=4, rest=40, gain=1e-6)
+    triggers = gw.Triggers(check=4, rest=24, gain=1e-6)
     made = gw.Flexible(
         handle, model, optimizer, (batches,), (0.3, 0.1, 0.03), 3, triggers, seconds=0.2
     )  # fmt: skip
@@ -150,35 +165,15 @@ def follows(rank: int) -> Any:
         train_step(model, optimizer, batches)
         made.step()
     lines = [note["line"] for note in made.history]
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    other = weights.clone()
-    dist.broadcast(other, 0)
+    assert not unlike(dict(model.named_parameters()))
     made.close()
     assert made._watch.closed
     assert isinstance(caught(made.step), ConfigError)
     handle.detach()
-    dist.barrier()
-    return lines, str(first), str(second), torch.equal(weights, other)
+    return lines, str(first), str(second)
 
 
-def test_it_follows_the_network_and_the_gain() -> None:
-    found = as_processes(2, follows)
-    assert found[0] == found[1]
-    lines, first, second, alike = found[0]
-    assert alike
-    assert lines[0] == "the start: tries 3 densities, 3 steps each"
-    assert "gains by density 0.3: " in lines[1]
-    assert lines[1].endswith(f"chooses {first}")
-    assert lines[2].startswith(
-        "the links have changed from 1 ms and 800 Mbit/s to 1e+03 ms and 8e+06 Mbit/s: searches"
-    )
-    assert lines[2].endswith(second)
-    assert "by all_gather" in second
-    assert lines[3].startswith("the gain has changed from ")
-    assert len(lines) == 5
-
-
-def ends_in_a_trial(rank: int) -> bool:
+def a_trial_that_is_closed_goes_back(rank: int) -> None:
     handle, model, optimizer, batches = parts()
     made = gw.Flexible(handle, model, optimizer, (batches,), (0.3, 0.1), 3, seconds=0.2)
     train_step(model, optimizer, batches)
@@ -190,54 +185,48 @@ def ends_in_a_trial(rank: int) -> bool:
     made.close()
     made.close()
     assert not made._watch.running
-    dist.barrier()
     after = all_of(handle, model, optimizer)
-    return not made.trying and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not made.trying
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_trial_that_is_closed_goes_back() -> None:
-    assert as_processes(2, ends_in_a_trial) == [True, True]
-
-
-def refuses(rank: int) -> list[str]:
-    said = []
+def what_makes_no_sense_is_refused(rank: int) -> None:
     handle, model, optimizer, _ = parts("qsgd:bits=4")
-    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer))))
+    said = str(caught(lambda: gw.Flexible(handle, model, optimizer)))
+    assert "attach with one codec, artopk or lwtopk" in said
     handle.detach()
     handle, model, optimizer, _ = parts()
-    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, (object(),)))))  # type: ignore[arg-type]
-    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, densities=(0.1,)))))
-    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, densities=(0.1, 2.0)))))
-    said.append(str(caught(lambda: gw.Flexible(handle, model, optimizer, steps=0))))
-    said.append(str(caught(lambda: gw.Triggers(check=0))))
-    dist.barrier()
-    return said
+    for part, call in (
+        ("has no state_dict", lambda: gw.Flexible(handle, model, optimizer, (object(),))),  # type: ignore[arg-type]
+        (
+            "two candidate densities",
+            lambda: gw.Flexible(handle, model, optimizer, densities=(0.1,)),
+        ),
+        ("density=2", lambda: gw.Flexible(handle, model, optimizer, densities=(0.1, 2.0))),
+        ("steps=0", lambda: gw.Flexible(handle, model, optimizer, steps=0)),
+        ("check=0", lambda: gw.Triggers(check=0)),
+    ):
+        assert part in str(caught(call))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    (said, _) = as_processes(2, refuses)
-    wanted = [
-        "attach with one codec, artopk or lwtopk",
-        "has no state_dict",
-        "two candidate densities",
-        "density=2",
-        "steps=0",
-        "check=0",
-    ]
-    for one, part in zip(said, wanted, strict=True):
-        assert part in one
-
-
-def alone(rank: int) -> Any:
-    handle, model, optimizer, batches = parts()
+def one_rank_has_nothing_to_choose(rank: int) -> None:
+    mine, _ = dist.new_subgroups(1)
+    handle, model, optimizer, batches = parts(group=mine)
     made = gw.Flexible(handle, model, optimizer, (batches,))
     train_step(model, optimizer, batches)
     assert made.step()
     made.close()
-    return made.history
-
-
-def test_one_rank_has_nothing_to_choose() -> None:
-    (history,) = as_processes(1, alone)
-    (note,) = history
+    (note,) = made.history
     assert note["line"] == "one rank sends nothing: there is nothing to choose"
+
+
+def test_it_follows_the_network_and_the_gain() -> None:
+    resumes = training_goes_on_bit_for_bit_after_steps_that_are_thrown_away
+    together(
+        2,
+        *(partial(resumes, leave_out=leave_out) for leave_out in (False, True)),
+        it_follows_the_network_and_the_gain,
+        a_trial_that_is_closed_goes_back,
+        what_makes_no_sense_is_refused,
+        one_rank_has_nothing_to_choose,
+    )

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import io
 import re
-import time
 import warnings
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import backward, dumped, loaded, same, sharded
+from sharded_model import backward, dumped, loaded, replicated, same, sharded
+from test_sharded import nothing_is_lost
+from together import together
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from gradwire.groups import communicator
 from gradwire.integrations.full_state import StateGather
-from ranks import as_processes, caught
+from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
 
@@ -48,7 +49,7 @@ def saved_and_resumed(rank: int, folder: Path) -> None:
     """At the number of ranks that saved, from one file, to the same bits."""
     model = ddp()
     handle = attached(model)
-    for step in range(4):
+    for step in range(2):
         gradients(model, step)
     whole = handle.full_state_dict()
     first = handle.full_state_dict(rank0_only=True)
@@ -62,12 +63,12 @@ def saved_and_resumed(rank: int, folder: Path) -> None:
     residuals = [state["aggregators"]["0.weight"]["residual"] for state in whole["ranks"]]
     assert not torch.equal(*residuals[:2])  # rank 0's says nothing of rank 1's
     dist.barrier()
-    after = [gradients(model, step) for step in (4, 5)]
+    after = [gradients(model, step) for step in (2, 3)]
 
     model = ddp()
     again = attached(model)
     again.load_state_dict(torch.load(folder / "full.pt", weights_only=True))
-    for step, expected in zip((4, 5), after, strict=True):
+    for step, expected in zip((2, 3), after, strict=True):
         assert all(map(torch.equal, gradients(model, step), expected))
     assert again.state_dict()["steps"] == handle.state_dict()["steps"]
 
@@ -80,7 +81,7 @@ def moved(rank: int, folder: Path) -> bytes:
         warnings.simplefilter("error")
         handle.load_state_dict(torch.load(folder / "full.pt", weights_only=True, mmap=True))
     found = handle.full_state_dict()
-    for step in (4, 5):
+    for step in (2, 3):
         for gradient in gradients(model, step):
             assert gradient.isfinite().all()
     return dumped(found)
@@ -97,72 +98,49 @@ def owed(full: Any) -> dict[str, torch.Tensor]:
     return {name: residual / full["world_size"] for name, residual in total.items()}
 
 
-def test_a_checkpoint_of_all_ranks(tmp_path: Path) -> None:
-    as_processes(2, saved_and_resumed, tmp_path, timeout=30)
-    before = torch.load(tmp_path / "full.pt", weights_only=True)
-    for ranks in (3, 1):
-        after = loaded(as_processes(ranks, moved, tmp_path, timeout=30)[-1])
-        assert after["world_size"] == ranks
-        assert owed(after).keys() == owed(before).keys()
-        for name, residual in owed(before).items():
-            assert residual.any(), name
-            torch.testing.assert_close(owed(after)[name], residual)
-        for state in after["ranks"]:  # the factor is alike on all ranks
-            basis = state["aggregators"]["2.weight"]["basis"]
-            assert torch.equal(basis, before["ranks"][0]["aggregators"]["2.weight"]["basis"])
-
-
-def fewer(rank: int, folder: Path) -> bytes:
+def saved(rank: int, folder: Path) -> None:
     model = ddp()
     handle = attached(model)
     gradients(model, 0)
     full = handle.full_state_dict(rank0_only=True)
     if rank == 0:
         torch.save(full, folder / "full.pt")
-    return b""
 
 
-def test_fewer_ranks_share_what_more_owed(tmp_path: Path) -> None:
-    as_processes(3, fewer, tmp_path, timeout=30)
-    before = torch.load(tmp_path / "full.pt", weights_only=True)
-    after = loaded(as_processes(2, moved, tmp_path, timeout=30)[0])
-    e = [s["aggregators"]["0.weight"]["residual"] for s in before["ranks"]]
-    found = [s["aggregators"]["0.weight"]["residual"] for s in after["ranks"]]
-    # as load_state_dict's docstring says: ranks 0 and 2, and rank 1, at 2/3
-    torch.testing.assert_close(found[0], (e[0] + e[2]) * 2 / 3)
-    torch.testing.assert_close(found[1], e[1] * 2 / 3)
-
-
-def shards(rank: int, before: bytes | None) -> bytes:
+def shards(rank: int) -> bytes:
+    """The state of all ranks, and a list of the states that each has of its own, say the same."""
+    how = {"density": 0.1, "error_feedback": True}
     model = sharded()
-    handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
-    if before is not None:
-        handle.load_state_dict(loaded(before))
-        return dumped(handle.full_state_dict())
-    for step in range(3):
+    handle = gw.attach(model, "topk", **how)
+    for step in range(2):
         backward(model, step, spare=True)
     full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
     assert bool(first) == (rank == 0)
-    went_on = [backward(model, step, spare=True) for step in (3, 4)]
-    again = sharded()
-    other = gw.attach(again, "topk", density=0.1, error_feedback=True)
-    other.load_state_dict(torch.load(io.BytesIO(dumped(full)), weights_only=True))
-    for expected, step in zip(went_on, (3, 4), strict=True):
-        for name, gradient in backward(again, step, spare=True).items():
-            assert same(gradient, expected[name])
+    own = loaded(dumped(handle.state_dict()))
+    went_on = [backward(model, step, spare=True) for step in (2, 3)]
+    for state in (torch.load(io.BytesIO(dumped(full)), weights_only=True), own):
+        again = sharded()
+        other = gw.attach(again, "topk", **how)
+        other.load_state_dict(state)
+        for expected, step in zip(went_on, (2, 3), strict=True):
+            for name, gradient in backward(again, step, spare=True).items():
+                assert same(gradient, expected[name])
     return dumped(full)
 
 
-def test_shards() -> None:
-    before = loaded(as_processes(2, shards, None, timeout=30)[1])
-    after = loaded(as_processes(3, shards, dumped(before), timeout=30)[2])
-    for name, residual in owed(before).items():
-        assert residual.any(), name
-        torch.testing.assert_close(owed(after)[name], residual)
+def moved_shards(rank: int, before: bytes) -> bytes:
+    full = loaded(before)
+    handles = [gw.attach(sharded(), "topk", density=0.1, error_feedback=True) for _ in range(2)]
+    for handle, state in zip(handles, (full, full["ranks"]), strict=True):
+        handle.load_state_dict(state)
+    a, b = (handle.full_state_dict() for handle in handles)
+    for name, residual in owed(a).items():
+        assert torch.equal(residual, owed(b)[name]), name
+    return dumped(a)
 
 
-def replicas(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+def replicas_have_one_state(rank: int) -> None:
+    mesh = replicated(2)
 
     def made() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -176,16 +154,14 @@ def replicas(rank: int) -> None:
         return model.weight.grad.to_local().clone()
 
     model, handle = made()
-    for number in range(3):
+    for number in range(2):
         step(model, number)
     full, first = handle.full_state_dict(), handle.full_state_dict(rank0_only=True)
     assert [state["rank"] for state in full["ranks"]] == [0, 1, 2, 3]
     assert bool(first) == (rank == 0)
-    begun = time.monotonic()
     error = caught(lambda: handle.full_state_dict(rank0_only=rank == 3))
     assert isinstance(error, gw.ConfigError), error
-    assert "disagree on full_state_dict" in str(error)
-    assert time.monotonic() - begun < 15  # on ranks 0 and 1 too, whose shards agree
+    assert "disagree on full_state_dict" in str(error)  # on ranks 0 and 1 too, whose shards agree
     if rank == 0:
         assert [state["rank"] for state in first["ranks"]] == [0, 1, 2, 3]
     expected = step(model, 3)
@@ -194,11 +170,7 @@ def replicas(rank: int) -> None:
     assert torch.equal(step(model, 3), expected)
 
 
-def test_replicas() -> None:
-    as_processes(4, replicas, timeout=30)
-
-
-def code_of_the_page(rank: int, folder: Path) -> None:
+def the_code_of_the_page_runs(rank: int, folder: Path) -> None:
     """The code blocks of docs/how-to/checkpointing.md."""
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpointing.md").read_text()
     page: dict[str, Any] = {}
@@ -222,10 +194,6 @@ def code_of_the_page(rank: int, folder: Path) -> None:
         else:
             assert page["load"](folder / "all.pt", again, other, loading) == 3
         assert all(map(torch.equal, gradients(again, 3), expected))
-
-
-def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    as_processes(2, code_of_the_page, tmp_path, timeout=30)
 
 
 def mistakes(rank: int) -> None:
@@ -260,12 +228,10 @@ def mistakes(rank: int) -> None:
 def differs(rank: int) -> None:
     """Told at once, and the next call of all ranks goes on."""
     handle = attached(ddp())
-    begun = time.monotonic()
     error = caught(lambda: handle.full_state_dict(rank0_only=rank == 0))
     assert isinstance(error, gw.ConfigError), error
     assert "disagree on full_state_dict" in str(error)
     assert "'rank0_only=True'" in str(error)
-    assert time.monotonic() - begun < 10
     assert len(handle.full_state_dict()["ranks"]) == 2
 
 
@@ -305,26 +271,63 @@ def corrupt(rank: int) -> None:
     assert not handle.state_dict()["aggregators"]["0.weight"]["residual"].requires_grad
 
 
-def alone(rank: int) -> None:
-    """A rank that calls alone is told, by its group's timeout, which rank did not call."""
-    handle = attached(ddp())
+def a_rank_that_calls_alone_is_told(rank: int) -> None:
+    """By its group's timeout, which rank did not call."""
+    model = ddp()
+    handle = attached(model)
     if rank == 0:
+        member = communicator(model.process_group).member
+        assert member is not None
+        member.timeout = 0.5
         error = caught(handle.full_state_dict)
         assert isinstance(error, gw.TransportError), error
         assert "rank 1 did not reach full_state_dict" in str(error)
-        dist.distributed_c10d._get_default_store().set("told", b"")
-    else:
-        dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=30))
 
 
-def test_a_call_of_one_rank() -> None:
-    as_processes(2, alone, timeout=2)
+def assert_alike(before: Any, after: Any) -> None:
+    """What was not sent is the same, and not nothing."""
+    assert owed(after).keys() == owed(before).keys()
+    for name, residual in owed(before).items():
+        assert residual.any(), name
+        torch.testing.assert_close(owed(after)[name], residual)
 
 
-def all_mistakes(rank: int) -> None:
-    for body in (mistakes, differs, corrupt):
-        body(rank)
-
-
-def test_mistakes_are_named() -> None:
-    as_processes(2, all_mistakes, timeout=15)
+def test_what_is_owed_moves_to_other_numbers_of_ranks(tmp_path: Path) -> None:
+    of_three, of_two = tmp_path / "three", tmp_path / "two"
+    of_three.mkdir()
+    of_two.mkdir()
+    together(3, partial(saved, folder=of_three))
+    _, (by_shards, _), (by_two, _), *_ = together(
+        2,
+        partial(saved_and_resumed, folder=of_two),
+        shards,
+        partial(moved, folder=of_three),
+        partial(the_code_of_the_page_runs, folder=tmp_path),
+        mistakes,
+        differs,
+        corrupt,
+        a_rank_that_calls_alone_is_told,
+    )
+    (by_three, *_), (shards_of_three, *_), _ = together(
+        3,
+        partial(moved, folder=of_two),
+        partial(moved_shards, before=by_shards),
+        partial(nothing_is_lost, before=by_shards),
+    )
+    ((by_one,),) = together(1, partial(moved, folder=of_two))
+    before = torch.load(of_two / "full.pt", weights_only=True)
+    basis = before["ranks"][0]["aggregators"]["2.weight"]["basis"]
+    for ranks, state in ((3, by_three), (1, by_one)):
+        after = loaded(state)
+        assert after["world_size"] == ranks
+        assert_alike(before, after)
+        for of_rank in after["ranks"]:  # the factor is alike on all ranks
+            assert torch.equal(of_rank["aggregators"]["2.weight"]["basis"], basis)
+    assert_alike(loaded(by_shards), loaded(shards_of_three))
+    # As load_state_dict's docstring says: of three ranks 0 and 2, and rank 1, at 2/3.
+    before = torch.load(of_three / "full.pt", weights_only=True)
+    assert_alike(before, loaded(by_two))
+    e = [s["aggregators"]["0.weight"]["residual"] for s in before["ranks"]]
+    found = [s["aggregators"]["0.weight"]["residual"] for s in loaded(by_two)["ranks"]]
+    torch.testing.assert_close(found[0], (e[0] + e[2]) * 2 / 3)
+    torch.testing.assert_close(found[1], e[1] * 2 / 3)

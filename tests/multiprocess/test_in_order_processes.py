@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +26,8 @@ from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT = 8.0
+# A failure that only this timeout of the groups ends was not noticed: ranks hang by then.
+TIMEOUT_S, DEADLINE_S = 100.0, 60.0
 
 OPTIONS = [
     gw.Options(segments=3),
@@ -40,9 +40,9 @@ OPTIONS = [
 ]
 
 
-def ordered_group() -> dist.ProcessGroup:
+def ordered_group(timeout: float = TIMEOUT_S) -> dist.ProcessGroup:
     """Another group of all ranks, treated from now on as one that keeps order."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
     groups.keeps_order = lambda asked, device: asked is group
     return group
 
@@ -56,7 +56,7 @@ def reductions(rank: int) -> list[str]:
     """Which of them differ."""
     n, ordered = dist.get_world_size(), ordered_group()
     torch.manual_seed(rank)
-    values = torch.randn(n * 30_001)
+    values = torch.randn(n * 10_001)
 
     def all_reduce(group: Any, codec: str, options: gw.Options) -> list[torch.Tensor]:
         mine, residual = values.clone(), torch.zeros_like(values)
@@ -67,7 +67,7 @@ def reductions(rank: int) -> list[str]:
         return [mine, residual]
 
     def halves(group: Any) -> list[torch.Tensor]:
-        shard, whole = torch.empty(30_001), torch.empty_like(values)
+        shard, whole = torch.empty(10_001), torch.empty_like(values)
         gw.reduce_scatter(shard, values, group=group)
         gw.all_gather(whole, shard, group=group)
         return [shard, whole]
@@ -121,7 +121,7 @@ def dropped_in(rank: int) -> bool:
     return torch.allclose(weight.grad, torch.full((200, 300), 1.5))
 
 
-@pytest.mark.parametrize("n", one_in(2, [2, 3, 4]))
+@pytest.mark.parametrize("n", one_in(3, [4, 2, 3]))
 def test_same_bits_as_with_tags(n: int) -> None:
     assert as_processes(n, reductions) == [[]] * n
 
@@ -141,13 +141,14 @@ def test_the_backend_goes_in_order_where_its_group_does() -> None:
 # ---- failure
 
 
-def reduce_until(rank: int, dying: int, blow: signal.Signals) -> tuple[str, int | None, str, float]:
+def reduce_until(
+    rank: int, dying: int, blow: signal.Signals, timeout: float
+) -> tuple[str, int | None, str]:
     """All-reduces in order until one fails; `dying` gets `blow` in the middle of them."""
-    group = ordered_group()
-    tensor = torch.randn(3_000_000)
+    group = ordered_group(timeout)
+    tensor = torch.randn(1_000_000)
     for step in range(3):
         gw.all_reduce(tensor, op="avg", group=group, step=step)
-    begun = time.monotonic()
     if rank == dying:
         os.kill(os.getpid(), blow)
 
@@ -158,22 +159,22 @@ def reduce_until(rank: int, dying: int, blow: signal.Signals) -> tuple[str, int 
     error = caught(forever)
     again = caught(forever)
     assert again is error
-    seconds = time.monotonic() - begun
-    return type(error).__name__, getattr(error, "peer", None), str(error), seconds
+    return type(error).__name__, getattr(error, "peer", None), str(error)
 
 
 @pytest.mark.parametrize(
-    ("blow", "within"),
-    one_in(2, [(signal.SIGKILL, 20.0), (signal.SIGSTOP, TIMEOUT + 10)]),
+    ("blow", "timeout"),
+    one_in(2, [(signal.SIGKILL, TIMEOUT_S), (signal.SIGSTOP, 8.0)]),
     ids=["killed", "stopped"],
 )
-def test_survivors_name_who_failed(blow: signal.Signals, within: float) -> None:
-    reports = as_processes(3, reduce_until, 1, blow, expect_death=(1,))
+def test_survivors_name_who_failed(blow: signal.Signals, timeout: float) -> None:
+    reports = as_processes(
+        3, reduce_until, 1, blow, timeout, expect_death=(1,), deadline=DEADLINE_S
+    )
     for rank in (0, 2):
-        kind, peer, text, seconds = reports[rank]
+        kind, peer, text = reports[rank]
         assert (kind, peer) == ("TransportError", 1), text
         assert "rank 1" in text
-        assert seconds < within
 
 
 def backward_after_death(rank: int) -> tuple[str, int | None]:
@@ -188,7 +189,7 @@ def backward_after_death(rank: int) -> tuple[str, int | None]:
 
 
 def test_backward_raises_the_named_error() -> None:
-    reports = as_processes(2, backward_after_death, expect_death=(1,))
+    reports = as_processes(2, backward_after_death, expect_death=(1,), deadline=DEADLINE_S)
     assert reports[0] == ("TransportError", 1)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_model import backward, sharded
-from test_sharded_weights import own_mesh
+from sharded_model import backward, own_mesh, sharded
 from torch import nn
 
 import gradwire as gw

@@ -10,12 +10,14 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, batch
+from sharded_model import Model, batch, on_all, replicated
+from together import together
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
@@ -27,21 +29,22 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from products import one_in
-from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
 
 # The tests' weights are small: a pattern asks for all.
 EIGHT = {"*": "randomshift:bits=8"}
 KEEPS = ("none", "payload", "reference")
-STEPS = 4
 
 
 def evenly(parameter: nn.Parameter) -> Shard | None:
     """Columns, where they can be divided: FSDP2 pads rows alone."""
     wide = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
     return Shard(1) if wide else None
+
+
+def called(model: Any, x: torch.Tensor, spare: bool) -> torch.Tensor:
+    return model(x, spare)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Feature:
     replicas: int = 1
     prepare: Callable[[Model], Any] = lambda model: None
     adapt: Callable[[Any], Any] = lambda model: None
-    call: Callable[..., torch.Tensor] = lambda model, x, spare: model(x, spare)
+    call: Callable[..., torch.Tensor] = called
     before: Callable[[Any, int], Any] = lambda model, micro: None
     micro: int = 1
     late: bool = False
@@ -159,6 +162,40 @@ FEATURES = {
 }
 
 
+# `make test` has several features at once, which do not touch each other.
+COMBINED = [
+    ("offload", "fused", "accumulated", "prefetched"),
+    ("columns", "checkpointed", "evaluated"),
+    ("bf16", "not resharded", "unsharded early"),
+    ("reentrant", "kept between micro-batches"),
+    ("compiled layers",),
+    ("several dtypes", "resharded", "late"),
+    ("hsdp",),
+]
+
+
+def combined(names: tuple[str, ...]) -> Feature:
+    all_of = [FEATURES[name] for name in names]
+    calls = [one.call for one in all_of if one.call is not called]
+
+    def each(what: str) -> Callable[..., Any]:
+        return lambda *of: [getattr(one, what)(*of) for one in all_of]
+
+    return Feature(
+        max(one.ranks for one in all_of),
+        {name: value for one in all_of for name, value in one.options.items()},
+        max(one.replicas for one in all_of),
+        each("prepare"),
+        each("adapt"),
+        *calls or [called],
+        before=each("before"),
+        micro=max(one.micro for one in all_of),
+        late=any(one.late for one in all_of),
+        compiled=any(one.compiled for one in all_of),
+        optimizer={name: value for one in all_of for name, value in one.optimizer.items()},
+    )
+
+
 class Nested(nn.Module):
     """The model in a sharded module, whose own parameter is a group of one row."""
 
@@ -174,10 +211,8 @@ class Nested(nn.Module):
 def built(feature: Feature) -> Any:
     model = Model()
     feature.prepare(model)
-    shape = (feature.replicas, feature.ranks // feature.replicas)
-    names = ("replicas", "shards")
     mesh = (
-        init_device_mesh("cpu", shape, mesh_dim_names=names)
+        replicated(feature.replicas)
         if feature.replicas > 1
         else init_device_mesh("cpu", (feature.ranks,))
     )
@@ -221,7 +256,7 @@ class Run:
     stats: dict[str, Any]
 
 
-def train(feature: Feature, **attached: Any) -> Run:
+def train(feature: Feature, steps: int, **attached: Any) -> Run:
     """Train a new model; `attached` are the arguments of `attach`, if any."""
     torch._dynamo.reset()
     counting.graphs = 0
@@ -230,7 +265,7 @@ def train(feature: Feature, **attached: Any) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **feature.optimizer)
     run = Run([], [], {})
     with watched(run.gathers, lambda: len(run.losses)):
-        for step in range(STEPS):
+        for step in range(steps):
             shards = exact(model)
             for part in range(feature.micro):
                 feature.before(model, micro := feature.micro * step + part)
@@ -259,69 +294,42 @@ def exact(model: Any) -> list[torch.Tensor]:
     return [p.sharded_param.to_local().detach().clone() for p in parameters]
 
 
-def holds(rank: int, chosen: Feature, keep: str) -> None:
-    plain = train(chosen)
-    same = train(chosen, codec="identity", weights={"*": "identity"}, keep=keep)
+def holds(rank: int, names: tuple[str, ...], keep: str) -> None:
+    chosen = combined(names)
+    # What is sent as differences begins with the weights as they are.
+    steps = 2 + chosen.late + 2 * (keep == "reference")
+    plain = train(chosen, steps)
+    same = train(chosen, steps, codec="identity", weights={"*": "identity"}, keep=keep)
     assert same.stats["weights_calls"] > 0
     if chosen.ranks == 2:
         assert same.losses == plain.losses
     else:  # sums of several ranks differ in their last bits
         assert same.losses == pytest.approx(plain.losses, rel=1e-4)
-    coded = train(chosen, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
+    coded = train(chosen, steps, codec="qsgd:bits=8", weights=EIGHT, keep=keep)
     assert coded.losses == pytest.approx(plain.losses, rel=0.1)
     assert coded.losses != plain.losses
-    found: list[Any] = [None] * chosen.ranks
-    dist.all_gather_object(found, [(step, digest) for step, _, digest in coded.gathers])
+    found = on_all([(step, digest) for step, _, digest in coded.gathers])
     assert all(one == found[0] for one in found)
-    for step in range(STEPS):
+    for step in range(steps):
         versions = {(group, digest) for at, group, digest in coded.gathers if at == step}
         assert len(versions) == len({group for group, _ in versions}), step
 
 
-def all_hold(rank: int, turn: int) -> None:
-    for at, name in enumerate(FEATURES):
-        if FEATURES[name].ranks == dist.get_world_size():
-            keep = KEEPS[(at + turn) % len(KEEPS)]
-            try:
-                holds(rank, FEATURES[name], keep)
-            except BaseException as error:
-                raise AssertionError(f"{name}, keep={keep!r}") from error
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_are_alike_and_losses_those_of_fsdp(ranks: int) -> None:
+    together(
+        ranks,
+        *(
+            partial(holds, names=names, keep=KEEPS[at % len(KEEPS)])
+            for at, names in enumerate(COMBINED)
+            if combined(names).ranks == ranks
+        ),
+    )
 
 
-# In every turn, each feature has another way to keep weights.
-@pytest.mark.parametrize("turn", one_in(len(KEEPS), range(len(KEEPS))))
-@pytest.mark.parametrize("ranks", sorted({feature.ranks for feature in FEATURES.values()}))
-def test_weights_are_alike_and_losses_those_of_fsdp(ranks: int, turn: int) -> None:
-    as_processes(ranks, all_hold, turn, deadline=240)
-
-
-def counts_versions(rank: int, how: str) -> None:
-    """Micro-batches that are each reduced see the weights of the optimizer's last step."""
-    with torch.device("meta" if how == "on meta" else "cpu"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    x = torch.randn(8, 64)
-    if how == "while unsharded":
-        model(x)
-    gw.attach(model, None, weights={"*": "randomshift:bits=4"})
-    if how == "on meta":
-        model.to_empty(device="cpu")
-        for p in model.parameters():
-            nn.init.normal_(p)
-    losses = []
-    optimizer: Any = None
-    for _ in range(3):
-        for _ in range(2):
-            loss = model(x).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        # With the sharded parameters, which the module has once backward has ended.
-        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[2] == losses[3] != losses[4] == losses[5]
-
-
-@pytest.mark.parametrize("how", ["while unsharded", "on meta"])
-def test_versions_are_counted_however_a_handle_was_attached(how: str) -> None:
-    as_processes(2, counts_versions, how)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_feature_with_each_way_to_keep_weights(ranks: int, keep: str) -> None:
+    chosen = [name for name, feature in FEATURES.items() if feature.ranks == ranks]
+    together(ranks, *(partial(holds, names=(name,), keep=keep) for name in chosen))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from sharded_model import backward, sharded
-from test_sharded_weights import ALL, own_mesh
+from sharded_model import ALL, backward, own_mesh, sharded
+from together import together
 
 import gradwire as gw
 from gradwire.collectives import Collective, Item
-from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,10 +22,10 @@ def alive(kind: type) -> int:
     return sum(type(one) is kind for one in gc.get_objects())
 
 
-def nothing_is_kept(rank: int, weights: Any) -> None:
+def gradients_do_not_outlive_their_step(rank: int, weights: Any) -> None:
     """What a reduce-scatter reads is the whole gradient of its group: it must not stay."""
     model = sharded(mesh=own_mesh())
-    for _ in range(3):
+    for _ in range(2):
         handle = gw.attach(model, "qsgd:bits=4", error_feedback=True, weights=weights)
         for step in range(2):
             backward(model, step, spare=True)
@@ -38,6 +38,5 @@ def nothing_is_kept(rank: int, weights: Any) -> None:
         assert alive(Collective) == 0
 
 
-@pytest.mark.parametrize("weights", [None, ALL])
-def test_gradients_do_not_outlive_their_step(weights: Any) -> None:
-    as_processes(2, nothing_is_kept, weights)
+def test_gradients_do_not_outlive_their_step() -> None:
+    together(2, *(partial(gradients_do_not_outlive_their_step, weights=w) for w in (None, ALL)))

@@ -2,7 +2,7 @@
 
 Rank 1 joins the gather of the next block once rank 0 computes the current one. So a gather that
 blocks where FSDP2 calls it hangs; one that moves while FSDP2 waits for it alone does, too. With -s,
-the test prints rank 0's time line.
+rank 0 prints its time lines.
 """
 
 from __future__ import annotations
@@ -10,49 +10,63 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
-from ranks import as_processes, caught
 
 pytestmark = pytest.mark.multiprocess
 
-BLOCKS, PATIENCE = 4, 20.0
+BLOCKS = 4
 WEIGHTS = {"*": "randomshift:bits=8"}
 
 
 class TimeLine:
-    """What happens on this rank, and what it waits for.
+    """What happens on this rank, in order, and what it waits for.
 
     Attributes:
-        events: (seconds, what happened).
+        events: what happened.
         works: of the last gather of each block; None: it had ended when its call returned.
         gated: the passes ("forward", "backward") in which rank 1 joins late.
+        patience: seconds that rank 1 waits for rank 0's compute; then it notes that it gave up.
     """
 
-    def __init__(self, gated: tuple[str, ...], patience: float) -> None:
-        self.events: list[tuple[float, str]] = []
+    def __init__(self, gated: tuple[str, ...], name: str, patience: float = 60.0) -> None:
+        self.events: list[str] = []
         self.works: dict[int, dist.Work | None] = {}
         self.gated = gated
         self.running = "forward"
-        self._patience = patience
-        self._begun = time.perf_counter()
-        self._store = dist.distributed_c10d._get_default_store()
+        self.patience = patience
+        self._name = name  # unlike that of other time lines
+        self._times: list[float] = []
+        self._store = dist.distributed_c10d._get_default_store().clone()
 
     def note(self, what: str) -> None:
-        self.events.append((time.perf_counter() - self._begun, f"{self.running}: {what}"))
+        self.events.append(f"{self.running}: {what}")
+        self._times.append(time.perf_counter())
 
-    def at(self, what: str) -> float:
-        """When it first happened."""
-        return next(seconds for seconds, event in self.events if event == what)
+    def ordered(self, *events: str) -> bool:
+        """Whether these have happened, in this order."""
+        places = [self.events.index(event) for event in events]
+        return places == sorted(places)
+
+    def print(self) -> None:
+        timed = zip(self._times, self.events, strict=True)
+        lines = (f"{1e3 * (at - self._times[0]):8.1f} ms  {what}" for at, what in timed)
+        print(self._name, *lines, sep="\n", flush=True)
+
+    def give_up(self, what: str) -> None:
+        self.note(what)
+        self.patience = 0.1  # the test has failed
 
     def neighbour(self, block: int, ahead: int) -> int:
         """The block that is computed after this one (1) or before it (-1) in the running pass."""
@@ -61,7 +75,11 @@ class TimeLine:
     def gather(self, block: int, call: Callable[[], dist.Work | None]) -> dist.Work | None:
         before = self.neighbour(block, -1)
         if self.running in self.gated and dist.get_rank() == 1 and 0 <= before < BLOCKS:
-            self._store.wait([f"{self.running} {before}"], timedelta(seconds=self._patience))
+            try:
+                patience = timedelta(seconds=self.patience)
+                self._store.wait([f"{self._name} {self.running} {before}"], patience)
+            except dist.DistStoreError:
+                self.give_up(f"rank 0 does not compute {before}")
         self.note(f"gather {block} begins")
         self.works[block] = call()
         return self.works[block]
@@ -70,12 +88,14 @@ class TimeLine:
         """As long as the gather of the next block lasts."""
         self.note(f"compute {block} begins")
         if dist.get_rank() == 0:
-            self._store.set(f"{self.running} {block}", "")
+            self._store.set(f"{self._name} {self.running} {block}", "")
         after = self.neighbour(block, 1)
         if self.running in self.gated and 0 <= after < BLOCKS:
-            work, end = self.works[after], time.monotonic() + self._patience
+            work, end = self.works[after], time.monotonic() + self.patience
             while work is not None and not work.is_completed():
-                assert time.monotonic() < end, f"the gather of block {after} needs to be awaited"
+                if time.monotonic() > end:
+                    self.give_up(f"the gather of {after} does not end unless it is awaited")
+                    break
                 time.sleep(1e-3)
             self.note(f"gather {after} has ended")
         self.note(f"compute {block} ends")
@@ -134,42 +154,43 @@ def watch(model: nn.Sequential) -> None:
         block.set_custom_all_gather(Noted(gather, block))
 
 
-def overlaps(rank: int, keep: str) -> list[tuple[float, str]]:
+def the_next_blocks_gather_ends_while_the_current_one_computes(rank: int, keep: str) -> None:
     gathers_twice = keep in ("none", "redraw")
-    line = TimeLine(("forward", "backward") if gathers_twice else ("forward",), PATIENCE)
+    line = TimeLine(("forward", "backward") if gathers_twice else ("forward",), f"keep={keep!r}")
     model = model_on(line)
     gw.attach(model, weights=WEIGHTS, keep=keep)
     watch(model)
     loss = model(torch.randn(8, 64)).square().mean()
     line.running = "backward"
     loss.backward()
+    if rank == 0:
+        line.print()
+    assert not [event for event in line.events if "does not" in event], line.events
     for at in range(BLOCKS - 1):
-        begins = line.at(f"forward: gather {at + 1} begins")
-        assert begins < line.at(f"forward: compute {at} begins")
-        assert line.at(f"forward: gather {at + 1} has ended") < line.at(
-            f"forward: compute {at} ends"
-        )
+        assert line.ordered(
+            f"forward: gather {at + 1} begins",
+            f"forward: compute {at} begins",
+            f"forward: gather {at + 1} has ended",
+            f"forward: compute {at} ends",
+        ), line.events
         if gathers_twice:
-            begins = line.at(f"backward: gather {at} begins")
-            ended = line.at(f"backward: gather {at} has ended")
-            assert begins < ended < line.at(f"backward: compute {at + 1} ends")
-    return line.events
+            assert line.ordered(
+                f"backward: gather {at} begins",
+                f"backward: gather {at} has ended",
+                f"backward: compute {at + 1} ends",
+            ), line.events
 
 
-@pytest.mark.parametrize("keep", ["none", "payload", "redraw", "reference"])
-def test_the_next_blocks_gather_ends_while_the_current_one_computes(keep: str) -> None:
-    (events, _) = as_processes(2, overlaps, keep)
-    print(*(f"{1e3 * seconds:8.1f} ms  {what}" for seconds, what in events), sep="\n")
-
-
-def blocks(rank: int) -> str:
-    line = TimeLine(("forward",), 2.0)
+def fsdp2s_own_gathers_block(rank: int) -> None:
+    """So the check above can fail: here rank 1 waits in vain for rank 0's compute."""
+    line = TimeLine(("forward",), "FSDP2", patience=0.2)
     model = model_on(line)
     watch(model)
-    return type(caught(lambda: model(torch.randn(8, 64)))).__name__
+    model(torch.randn(8, 64))
+    assert ("forward: rank 0 does not compute 0" in line.events) == (rank == 1), line.events
 
 
-def test_fsdp2s_own_gathers_block() -> None:
-    """So the test above can fail: here rank 1 waits in vain for rank 0's compute."""
-    (_, found) = as_processes(2, blocks, timeout=8)
-    assert found == "DistStoreError"
+def test_the_next_blocks_gather_ends_while_the_current_one_computes() -> None:
+    overlaps = the_next_blocks_gather_ends_while_the_current_one_computes
+    keeps = ("none", "payload", "redraw", "reference")
+    together(2, *(partial(overlaps, keep=keep) for keep in keeps), fsdp2s_own_gathers_block)

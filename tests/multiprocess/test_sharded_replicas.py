@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_model import Model, backward, batch, dumped, gradients, loaded, same, sharded
-from torch.distributed.device_mesh import init_device_mesh
+from sharded_model import (
+    Model,
+    backward,
+    batch,
+    dumped,
+    gradients,
+    loaded,
+    replicated,
+    same,
+    sharded,
+)
+from test_full_state import replicas_have_one_state
+from test_sharded_levels import replicas_learn_the_same_levels
+from test_sharded_weights import replicas_decode_the_same_weights
+from together import together
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from products import one_in
-from ranks import as_processes, caught
+from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
 
 
 def hybrid(replicas: int) -> Any:
-    shape = (replicas, dist.get_world_size() // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    mesh = replicated(replicas)
     return sharded(mesh=mesh), mesh
 
 
@@ -30,7 +42,7 @@ def exactly_what_was_asked_for(rank: int, replicas: int, codec: str) -> None:
     handle = gw.attach(ours, codec, exclude=["second.weight"])
     compressed = {n for n, f in handle.stats()["parameters"].items() if f["codec"] != "dense"}
     assert compressed == {"embedding", "first.weight", "frozen.weight", "spare.weight"}
-    for step in range(3):
+    for step in range(2):
         expected, found = backward(plain, step), backward(ours, step)
         for name, gradient in expected.items():
             if gradient is None or not gradient.numel():
@@ -41,14 +53,9 @@ def exactly_what_was_asked_for(rank: int, replicas: int, codec: str) -> None:
                 assert not torch.equal(gradient, found[name]), name
                 assert (gradient - found[name]).norm() < 0.6 * gradient.norm(), name
     groups = 2 if replicas < dist.get_world_size() else 1
-    assert handle.stats()["calls"] == 3 * 2 * groups
+    assert handle.stats()["calls"] == 2 * 2 * groups
     if codec == "qsgd":
         assert handle.stats()["ratio"] > 1.5  # low, since the tensors are small
-
-
-@pytest.mark.parametrize(("replicas", "codec"), [(2, "identity"), (2, "qsgd")])
-def test_what_is_compressed_is_what_was_asked_for(replicas: int, codec: str) -> None:
-    as_processes(4, exactly_what_was_asked_for, replicas, codec)
 
 
 def nothing_is_lost(rank: int, replicas: int) -> None:
@@ -59,7 +66,7 @@ def nothing_is_lost(rank: int, replicas: int) -> None:
     handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
     total: dict[str, Any] = {}
     sent: dict[str, Any] = {}
-    for step in range(6):
+    for step in range(3):
         for kept, model in ((total, plain), (sent, ours)):
             for name, gradient in backward(model, step, spare=True).items():
                 if gradient is not None:
@@ -81,12 +88,7 @@ def nothing_is_lost(rank: int, replicas: int) -> None:
         torch.testing.assert_close(sent[name] + owed, total[name], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), one_in(3, [(4, 2), (6, 2), (6, 3)]))
-def test_nothing_is_lost(ranks: int, replicas: int) -> None:
-    as_processes(ranks, nothing_is_lost, replicas)
-
-
-def accumulates(rank: int) -> None:
+def steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
     (plain, _), (ours, _) = hybrid(2), hybrid(2)
     handle = gw.attach(ours, "identity")
@@ -107,52 +109,51 @@ def accumulates(rank: int) -> None:
     assert handle.stats()["calls"] == 3 * 3 + 3
 
 
-def test_steps_without_the_hop() -> None:
-    as_processes(4, accumulates)
-
-
-def resumes(rank: int, before: bytes | None) -> bytes:
-    """In the same mesh bit-identical; in another, residuals are refused."""
-    model, _ = hybrid(2 if before is None else 1)
-    handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
-    if before is not None:
-        state = loaded(before)
-        error = caught(lambda: handle.load_state_dict(state))
-        assert isinstance(error, gw.ConfigError)
-        assert "4 ranks in 2 shards; this group has 4 in 4" in str(error)
-        handle.load_state_dict({**state, "aggregators": {}})
-        ddp = gw.attach(DDP(Model()), "topk", density=0.1, error_feedback=True)
-        error = caught(lambda: ddp.load_state_dict(state))
-        assert isinstance(error, gw.ConfigError)
-        assert "4 ranks in 2 shards; this group has 4 under DDP" in str(error)
-        own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
-        hsdp, _ = hybrid(2)
-        replicated = gw.attach(hsdp, "topk", density=0.1, error_feedback=True)
-        for match, changed in (
-            ("4 ranks under DDP; this group has 4 in 2 shards", {**own, "rank": rank}),
-            ("sharded in other dimensions", {**state, "rank": rank, "dims": {"embedding": 1}}),
-        ):
-            error = caught(
-                lambda changed=changed: replicated.load_state_dict(
-                    {**changed, "aggregators": state["aggregators"]}
-                )
-            )
-            assert isinstance(error, gw.ConfigError)
-            assert match in str(error), error
-        return before
-    for step in range(3):
+def states_fit_the_mesh(rank: int) -> None:
+    """In the same mesh resuming is bit-identical; in another, residuals are refused."""
+    how = {"density": 0.1, "error_feedback": True}
+    model, _ = hybrid(2)
+    handle = gw.attach(model, "topk", **how)
+    for step in range(2):
         backward(model, step, spare=True)
-    saved = handle.state_dict()
-    went_on = [backward(model, step, spare=True) for step in (3, 4)]
+    state = loaded(dumped(handle.state_dict()))
+    went_on = [backward(model, step, spare=True) for step in (2, 3)]
     again, _ = hybrid(2)
-    other = gw.attach(again, "topk", density=0.1, error_feedback=True)
-    other.load_state_dict(saved)
-    for expected, step in zip(went_on, (3, 4), strict=True):
+    resumed = gw.attach(again, "topk", **how)
+    resumed.load_state_dict(state)
+    for expected, step in zip(went_on, (2, 3), strict=True):
         for name, gradient in backward(again, step, spare=True).items():
             assert same(gradient, expected[name])
-    return dumped(saved)
+    other, _ = hybrid(1)
+    flat = gw.attach(other, "topk", **how)
+    ddp = gw.attach(DDP(Model()), "topk", **how)
+    own = {key: value for key, value in ddp.state_dict().items() if key != "aggregators"}
+    own = {**own, "rank": rank, "aggregators": state["aggregators"]}
+    for match, into, changed in (
+        ("4 ranks in 2 shards; this group has 4 in 4", flat, state),
+        ("4 ranks in 2 shards; this group has 4 under DDP", ddp, state),
+        ("4 ranks under DDP; this group has 4 in 2 shards", resumed, own),
+        ("sharded in other dimensions", resumed, {**state, "dims": {"embedding": 1}}),
+    ):
+        error = caught(lambda into=into, changed=changed: into.load_state_dict(changed))
+        assert isinstance(error, gw.ConfigError), match
+        assert match in str(error), error
+    flat.load_state_dict({**state, "aggregators": {}})
 
 
-def test_state_resumes_in_the_same_mesh() -> None:
-    first, *_ = as_processes(4, resumes, None)
-    as_processes(4, resumes, first)
+def test_what_is_compressed_is_what_was_asked_for() -> None:
+    together(
+        4,
+        *(partial(exactly_what_was_asked_for, replicas=2, codec=c) for c in ("identity", "qsgd")),
+        partial(nothing_is_lost, replicas=2),
+        steps_without_the_hop,
+        states_fit_the_mesh,
+        replicas_decode_the_same_weights,
+        replicas_learn_the_same_levels,
+        replicas_have_one_state,
+    )
+
+
+@pytest.mark.exhaustive
+def test_six_ranks_lose_nothing() -> None:
+    together(6, *(partial(nothing_is_lost, replicas=replicas) for replicas in (2, 3)))

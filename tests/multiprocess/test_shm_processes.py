@@ -8,6 +8,9 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +31,13 @@ from gradwire.transport import (
     shm_library,
     shm_store,
 )
+from leftovers import until
+from products import EXHAUSTIVE
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
 
-SIZES = [0, 1, 127, 129, 1024, 5000, 300_003]  # the last: payloads of many rings
+SIZES = [0, 1, 127, 129, 1024, 5000, 150_003]  # the last: payloads of many rings
 CODECS: list[Codec] = [
     *(Identity(), QSGD(), QSGD(bits=8, block=16), TernGrad(), TopK(density=0.05)),
     *(HardThreshold(threshold=2.5, density=0.2), ThreeLC(sparsity=1.5)),
@@ -40,12 +45,14 @@ CODECS: list[Codec] = [
 ]
 
 
-def reduce_everything(transport: Transport) -> tuple[list[bytes], bool]:
+def reduce_everything(
+    transport: Transport, codecs: Sequence[Codec] = CODECS
+) -> tuple[list[bytes], bool]:
     """Results and residuals of every codec, two steps in flight; whether bytes are right."""
     comm = Communicator(transport)
     found: list[torch.Tensor] = []
     accounted = True
-    for number, codec in enumerate(CODECS):
+    for number, codec in enumerate(codecs):
         generator = torch.Generator().manual_seed(100 * number + comm.rank)
         specs = [
             Spec(f"p{i}", n, torch.float32, codec, rotation=i, feedback=True)
@@ -85,7 +92,13 @@ def compare(rank: int, layouts: list[str]) -> list[Report]:
     return reports
 
 
-@pytest.mark.parametrize("layouts", [["aa", "ab"], ["aaa", "aab"], ["aaaa", "abab"]])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["aaa", "aab"], ["abab"],
+        pytest.param(["aa", "ab"], marks=EXHAUSTIVE), pytest.param(["aaaa"], marks=EXHAUSTIVE),
+    ],
+)  # fmt: skip
 def test_collectives_are_those_over_gloo(layouts: list[str]) -> None:
     """Laws 1 and 5, and results that do not depend on the transport: shared memory on one node, and
     both transports on several nodes; each letter is a node."""
@@ -131,53 +144,47 @@ def test_what_cannot_be_lent_is_copied() -> None:
         assert none[3] == (2 if rank == 1 else 1)
 
 
-def wait_for_the_dead(rank: int, dying: int) -> tuple[int | None, str, float]:
+def failure(transport: Mixed, peer: int) -> tuple[int | None, str]:
+    """Whom the error of a receive from `peer` blames, and what it says."""
+    pending = transport.irecv(torch.zeros(1, dtype=torch.uint8), peer, 0)
+    with pytest.raises(TransportError) as caught:
+        pending.wait()
+    return caught.value.peer, str(caught.value)
+
+
+def wait_for_the_dead(rank: int, dying: int) -> tuple[int | None, str]:
     transport = Mixed()
     dist.barrier()
     if rank == dying:
-        time.sleep(0.5)
+        time.sleep(0.3)  # the others wait by now, or come later: both must do
         os.kill(os.getpid(), signal.SIGKILL)
-    pending = transport.irecv(torch.zeros(1, dtype=torch.uint8), dying, 0)
-    begun = time.monotonic()
-    try:
-        pending.wait()
-    except TransportError as error:
-        return error.peer, str(error), time.monotonic() - begun
-    return None, "", 0.0
+    return failure(transport, dying)
 
 
-def test_a_killed_peer_is_named_at_once() -> None:
-    reports = as_processes(3, wait_for_the_dead, 1, timeout=30, expect_death=(1,))
+def test_a_killed_peer_is_named_before_the_timeout() -> None:
+    reports = as_processes(3, wait_for_the_dead, 1, timeout=100, deadline=60, expect_death=(1,))
     for rank in (0, 2):
-        peer, text, seconds = reports[rank]
+        peer, text = reports[rank]
         assert peer == 1, text
         assert "its process has ended" in text
-        assert seconds < 5
 
 
-def wait_for_the_hung(rank: int) -> tuple[int | None, str, float]:
-    """Rank 2 stops; rank 1 waits for it, and rank 0 for rank 1, slightly longer."""
-    transport = Mixed()
+def wait_for_the_hung(rank: int) -> tuple[int | None, str]:
+    """Rank 2 stops; rank 1 waits for it, and rank 0 for rank 1, which fails first."""
+    group = dist.new_group(timeout=timedelta(seconds=100 if rank == 0 else 2))
+    transport = Mixed(group)
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.3 * (1 - rank))
-    pending = transport.irecv(torch.zeros(1, dtype=torch.uint8), rank + 1, 0)
-    begun = time.monotonic()
-    try:
-        pending.wait()
-    except TransportError as error:
-        transport.fail(error.peer)
-        return error.peer, str(error), time.monotonic() - begun
-    return None, "", 0.0
+    peer, text = failure(transport, rank + 1)
+    if peer is not None:
+        transport.fail(peer)
+    return peer, text
 
 
 def test_who_waits_for_a_hung_peer_is_not_blamed() -> None:
-    reports = as_processes(3, wait_for_the_hung, timeout=4, expect_death=(2,), deadline=60)
-    for rank in (0, 1):
-        peer, text, seconds = reports[rank]
-        assert peer == 2, text
-        assert seconds < 4 + 5
+    reports = as_processes(3, wait_for_the_hung, expect_death=(2,), deadline=60)
+    assert [peer for peer, _ in reports[:2]] == [2, 2], reports
 
 
 def held() -> tuple[list[str], list[str]]:
@@ -195,12 +202,7 @@ def held() -> tuple[list[str], list[str]]:
 
 def is_named() -> bool:
     """Whether a socket stays; a handshake of another process may be in progress."""
-    for _ in range(50):
-        with open("/proc/net/unix") as file:
-            if "@gradwire-" not in file.read():
-                return False
-        time.sleep(0.1)
-    return True
+    return not until(lambda: "@gradwire-" not in Path("/proc/net/unix").read_text())
 
 
 def end_and_crash(rank: int) -> Any:
@@ -270,7 +272,7 @@ def fall_back(rank: int) -> list[tuple[str, bool, list[str]]]:
             if rank == 1 and obstacle == "no memory":
                 patch.setattr(os, "memfd_create", _no_memory)
             transport = Mixed(group)
-        _, accounted = reduce_everything(transport)
+        _, accounted = reduce_everything(transport, CODECS[:2])
         reports.append((transport.name, accounted, [*said]))
         said.clear()
     return reports

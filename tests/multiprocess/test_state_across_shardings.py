@@ -81,4 +81,4 @@ def moves(rank: int) -> None:
 
 
 def test_it_moves_from_each_to_each() -> None:
-    as_processes(2, moves, timeout=30)
+    as_processes(2, moves)

@@ -29,7 +29,7 @@ os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp())
 from torch.testing._internal import common_distributed, common_utils  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
-from ranks import forkserver  # noqa: E402
+from ends import forkserver  # noqa: E402
 
 
 def ours_in_place_of_gloo() -> None:

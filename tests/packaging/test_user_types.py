@@ -6,10 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import venv
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,16 +22,23 @@ CACHE = ROOT / ".mypy_cache" / "users"
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-Check = Callable[[Path], tuple[int, str]]
+WRONG = """
+import torch
+
+import gradwire as gw
+
+gw.attach("a module")
+gw.all_reduce(torch.ones(3), step="first")
+gw.QSGD(bits="four")
+gw.Qsgd()
+"""
 
 
-@pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
-    """Runs `mypy --strict` where gradwire is installed from its wheel: (exit code, output)."""
-    folder = tmp_path_factory.mktemp("user")
+def checked(folder: Path, programs: list[Path]) -> str:
+    """What `mypy --strict` says of programs where gradwire is installed from its wheel."""
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name != "GRADWIRE_BUILD"}
-    subprocess.run(build, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run(build, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=100)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "environment", with_pip=False, symlinks=True)
     (packages,) = folder.glob("environment/lib/python*/site-packages")
@@ -41,56 +46,34 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
         archive.extractall(packages)
     (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     python = folder / "environment" / "bin" / "python"
-
-    def run(program: Path) -> tuple[int, str]:
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "mypy", "--strict", "--no-color-output"),
-                *("--config-file", os.devnull, "--cache-dir", str(CACHE)),
-                *("--python-executable", str(python), str(program)),
-            ],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
-
-    return run
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--strict", "--no-color-output"),
+            *("--config-file", os.devnull, "--cache-dir", str(CACHE)),
+            *("--python-executable", str(python), *map(str, programs)),
+        ],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_a_users_program_is_well_typed(check: Check) -> None:
-    code, said = check(PROGRAM)
-    assert code == 0, said
+def test_a_users_calls_are_checked_and_every_public_name_has_a_type(tmp_path: Path) -> None:
+    """A program of theirs is well typed, and wrong calls are errors.
 
-
-def test_every_public_name_has_a_type(check: Check, tmp_path: Path) -> None:
-    """Names that come through `__getattr__` would be Any; so would those of a package without
-    `py.typed`."""
-    program = tmp_path / "names.py"
+    Names that come through `__getattr__` would be Any; so would those of a package without
+    `py.typed`.
+    """
+    names, wrong = tmp_path / "names.py", tmp_path / "wrong.py"
     lines = [f"reveal_type(gw.{name})" for name in gradwire.__all__]
-    program.write_text("\n".join(["import gradwire as gw", *lines, ""]))
-    code, said = check(program)
-    assert code == 0, said
+    names.write_text("\n".join(["import gradwire as gw", *lines, ""]))
+    wrong.write_text(WRONG)
+    said = checked(tmp_path, [PROGRAM, names, wrong])
+    found = re.findall(r"(\w+)\.py:(\d+): error: .*\[[\w-]+\]", said)
+    assert found == [("wrong", line) for line in "6789"], said
     revealed = dict(re.findall(r'names\.py:(\d+): note: Revealed type is "(.*)"', said))
     types = {name: revealed[str(at)] for at, name in enumerate(gradwire.__all__, start=2)}
     assert not [name for name, kind in types.items() if kind in ("Any", "builtins.object")]
     results = {name: kind.rpartition("->")[2] for name, kind in types.items()}
     assert not [name for name, result in results.items() if result.strip() == "Any"]
-
-
-def test_a_wrong_call_is_an_error(check: Check, tmp_path: Path) -> None:
-    program = tmp_path / "wrong.py"
-    wrong = """
-        import torch
-
-        import gradwire as gw
-
-        gw.attach("a module")
-        gw.all_reduce(torch.ones(3), step="first")
-        gw.QSGD(bits="four")
-        gw.Qsgd()
-    """
-    program.write_text(textwrap.dedent(wrong))
-    code, said = check(program)
-    assert code == 1
-    found = re.findall(r"wrong\.py:(\d+): error: .*\[([\w-]+)\]", said)
-    assert [int(line) for line, _ in found] == [6, 7, 8, 9], said

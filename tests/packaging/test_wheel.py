@@ -179,9 +179,8 @@ def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
     assert "gradwire/py.typed" in names
 
 
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
+def test_kernels_that_cannot_be_built_end_the_build(tmp_path: Path) -> None:
+    for environment, reason in (
         (
             {"GRADWIRE_BUILD": "all", "GRADWIRE_CC": "no-such-compiler"},
             "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is not a",
@@ -190,16 +189,12 @@ def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
             {"GRADWIRE_BUILD": "identity nonsense"},
             "GRADWIRE_BUILD=identity nonsense asks for prebuilt kernels: ",
         ),
-    ],
-)
-def test_kernels_that_cannot_be_built_end_the_build(
-    environment: dict[str, str], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError) as caught:
-        build(tmp_path, "--no-isolation", **environment)
-    assert reason in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
+    ):
+        with pytest.raises(AssertionError) as caught:
+            build(tmp_path, "--no-isolation", **environment)
+        assert reason in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+        assert not list(tmp_path.iterdir())
 
 
 def test_make_wheel_asks_for_all_kernels() -> None:

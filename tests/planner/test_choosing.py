@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,13 +42,13 @@ def curves(coded: float = 1e-9, call: float = 2e-6, codec: Codec = CODEC, **link
 
 
 def situation(rate: float, latency: float = 1e-4, **given: Any) -> Situation:
-    of = {"shapes": LAYERS, "ranks": 4, "curves": curves(), **given}
+    of = {"shapes": LAYERS, "ranks": 2, "curves": curves(), **given}
     return Situation(net=Net("given", rate, latency), **of)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_compression_pays_on_a_slow_network_alone(ranks: int) -> None:
-    slow, fast = (choose(situation(rate, 1e-6, ranks=ranks), [CODEC]) for rate in (1e8, 1e12))
+def test_compression_pays_on_a_slow_network_alone() -> None:
+    slow = choose(situation(1e8, 1e-6, ranks=3), [CODEC])
+    fast = choose(situation(1e12, 1e-6), [CODEC])
     assert slow.compresses
     assert slow.best.setting.codec == CODEC
     assert slow.best.seconds < 0.5 * slow.uncompressed.seconds
@@ -58,24 +59,30 @@ def test_compression_pays_on_a_slow_network_alone(ranks: int) -> None:
     assert "qsgd" in fast.verdict
 
 
-def test_a_codec_must_save_the_margin() -> None:
-    """With a rate between, every codec is left for one that saves more than the margin."""
+def test_a_codec_must_save_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the one before it: so it is chosen just below what it saves, and not just above."""
+    where = situation(3e9, 1e-6, shapes=LAYERS[:2])
+    once = cache(lambda setting: simulate(where, setting))
+    monkeypatch.setattr(choice, "simulate", lambda _, setting: once(setting))
+    found = choose(where, [CODEC])
+    times = {codec: found.of(codec).seconds for codec in (FULL, HALF, CODEC)}
+    saved = [1 - times[HALF] / times[FULL], 1 - times[CODEC] / times[HALF]]
+    assert MARGIN == 0.05
     seen = set()
-    for rate in (3e9, 2e10, 1.5e11):
-        found = choose(situation(rate, 1e-6), [CODEC])
-        times = {codec: found.of(codec).seconds for codec in (FULL, HALF, CODEC)}
+    for margin in (0.0, *(one + by for one in saved for by in (-0.001, 0.001)), 0.99):
+        monkeypatch.setattr(choice, "MARGIN", margin)
         expected = FULL
         for codec in (HALF, CODEC):
-            if times[codec] < (1 - MARGIN) * times[expected]:
+            if times[codec] < (1 - margin) * times[expected]:
                 expected = codec
-        assert found.best.setting.codec == expected
-        assert found.best.seconds == times[expected]
+        best = choose(where, [CODEC]).best
+        assert (best.setting.codec, best.seconds) == (expected, times[expected])
         seen.add(expected)
-    assert len(seen) > 1
+    assert seen >= {FULL, CODEC}
 
 
 def test_it_is_the_best_of_what_was_simulated() -> None:
-    where = situation(1e9, 1e-3, ranks=3, backward=0.02)
+    where = situation(1e9, 1e-3, ranks=3, backward=0.02, shapes=LAYERS[:2])
     found = choose(where, [CODEC])
     seconds = [one.seconds for one in found.every]
     assert seconds == sorted(seconds)
@@ -91,7 +98,7 @@ def test_it_is_the_best_of_what_was_simulated() -> None:
 
 def test_a_default_is_left_for_what_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A setting that is expected to save very little would often be slower in truth."""
-    where = situation(1e8, 1e-3, shapes=((1, 1 << 16),), ranks=4)
+    where = situation(1e8, 1e-3, shapes=((1, 1 << 16),))
     monkeypatch.setattr(choice, "_WORTH", 0.0)
     fastest = choose(where, [CODEC]).of(CODEC)
     assert fastest.setting.options.segments is not None
@@ -102,7 +109,7 @@ def test_a_default_is_left_for_what_can_be_predicted(monkeypatch: pytest.MonkeyP
 
 
 def test_the_default_algorithm_is_left_for_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = situation(1e9, 1e-4, shapes=((1, 1 << 24),))
+    where = situation(1e9, 1e-4, shapes=((1, 1 << 22),), ranks=3)
     monkeypatch.setattr(choice, "_WORTH", 0.0)
     fastest, default = choose(where, [CODEC]).of(CODEC), Options().algorithm
     assert fastest.setting.options.algorithm != default
@@ -133,10 +140,8 @@ def test_small_matrices_are_left_uncompressed_where_they_cost_kernels() -> None:
 
 
 def test_machines_of_several_ranks_use_two_levels() -> None:
-    found = choose(situation(1e9, 1e-3, ranks=4, per_node=2), [CODEC])
+    found = choose(situation(1e9, 1e-3, ranks=4, per_node=2, shapes=((2048, 512),)), [CODEC])
     assert found.best.setting.options.algorithm == "hierarchical"
-    flat = choose(situation(1e9, 1e-3), [CODEC])
-    assert "hierarchical" not in {one.setting.options.algorithm for one in flat.every}
 
 
 def test_a_sparse_codec_sends_less_than_a_dense_one() -> None:
@@ -147,23 +152,24 @@ def test_a_sparse_codec_sends_less_than_a_dense_one() -> None:
     assert found.of(codec).wire_bytes < found.of(CODEC).wire_bytes < found.of(HALF).wire_bytes
 
 
-@pytest.mark.parametrize("algorithm", ["sra", "ring", "tree", "all_gather", "parameter_server"])
-def test_single_gradients_by_the_formulas(algorithm: str) -> None:
-    slow = decisions(situation(1e8), CODEC, algorithm)
-    assert [one.numel for one in slow] == [4096, 5120, 1 << 18, 1 << 20]
-    assert [one.count for one in slow] == [1, 1, 1, 1]
-    assert all(one.decision.compress for one in slow)
-    fast = decisions(situation(1e13, 1e-7, curves=curves(overhead=0.0)), CODEC, algorithm)
-    assert not any(one.decision.compress for one in fast)
-    for one in slow + fast:
-        seconds = one.decision.uncompressed_seconds, one.decision.compressed_seconds
-        assert one.decision.seconds == min(seconds)
+def test_single_gradients_by_the_formulas() -> None:
+    for algorithm in ("sra", "ring", "tree", "all_gather", "parameter_server"):
+        slow = decisions(situation(1e8, ranks=4), CODEC, algorithm)
+        assert [one.numel for one in slow] == [4096, 5120, 1 << 18, 1 << 20]
+        assert [one.count for one in slow] == [1, 1, 1, 1]
+        assert all(one.decision.compress for one in slow)
+        quick = situation(1e13, 1e-7, ranks=4, curves=curves(overhead=0.0))
+        fast = decisions(quick, CODEC, algorithm)
+        assert not any(one.decision.compress for one in fast)
+        for one in slow + fast:
+            seconds = one.decision.uncompressed_seconds, one.decision.compressed_seconds
+            assert one.decision.seconds == min(seconds)
 
 
 def test_impossible_situations_are_refused() -> None:
     with pytest.raises(ConfigError, match="one rank sends nothing"):
         situation(1e9, ranks=1)
     with pytest.raises(ConfigError, match="divides the 4 ranks"):
-        situation(1e9, per_node=3)
+        situation(1e9, ranks=4, per_node=3)
     with pytest.raises(ConfigError, match="no curve for encode"):
         choose(situation(1e9), [QSGD(bits=2)])

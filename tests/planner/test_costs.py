@@ -49,14 +49,15 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "gbit", "density", "cells"), ROWS)
-def test_the_papers_table_and_its_winners(
-    model: str, gbit: int, density: float, cells: tuple[float, float, float]
-) -> None:
-    of = 8, SIZES[model] * 1e6, density, 1e-3, 8 / (gbit * 1e9)
-    found = sparse_collectives(*of)
-    assert [1e3 * seconds for seconds in found.values()] == pytest.approx(cells, rel=0.11)
-    assert list(found)[cells.index(min(cells))] == sparse_collective(*of)
+def test_the_papers_table_and_its_winners() -> None:
+    faults = []
+    for model, gbit, density, cells in ROWS:
+        of = 8, SIZES[model] * 1e6, density, 1e-3, 8 / (gbit * 1e9)
+        found = sparse_collectives(*of)
+        near = [1e3 * seconds for seconds in found.values()] == pytest.approx(cells, rel=0.11)
+        if not near or list(found)[cells.index(min(cells))] != sparse_collective(*of):
+            faults.append(f"{model}, {gbit} Gbit/s, {density}: {found}, printed {cells}")
+    assert not faults, "\n".join(faults)
 
 
 def line(fixed: float, per_byte: float) -> object:
@@ -86,26 +87,32 @@ def seconds(ranks: int, algorithm: str, encode: float, decode: float, per_node: 
     return float(predict(scenario, curves)["seconds"])
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "per_node"),
-    [
-        *product(["ring", "sra", "all_gather"], [2, 3, 4, 5, 8], [1]),
-        *product(["tree"], [2, 4, 8], [1]),
-        *[("two_level", n, g) for n, g in ((4, 2), (6, 3), (8, 4), (8, 2))],
-    ],
-)
-def test_the_graphs_have_these_coefficients(name: str, ranks: int, per_node: int) -> None:
-    strategy = two_level(per_node) if name == "two_level" else STRATEGIES[name]
-    algorithm = "hierarchical" if name == "two_level" else name
-    parts = 1 if name in ("tree", "all_gather") else ranks
-    each = 1e-7 * NUMEL / parts
-    base = seconds(ranks, algorithm, 0.0, 0.0, per_node)
-    encodes = (seconds(ranks, algorithm, 1e-7, 0.0, per_node) - base) / each
-    decodes = (seconds(ranks, algorithm, 0.0, 1e-7, per_node) - base) / each
-    sends = base * 1e3 / (layout(QSGD(), torch.float32).nbytes(NUMEL) / parts)
-    assert sends == pytest.approx(strategy.sends(ranks, parts), rel=0.03)
-    assert encodes == pytest.approx(strategy.encodes(ranks, parts), rel=0.01)
-    assert decodes == pytest.approx(strategy.decodes(ranks, parts), rel=0.01)
+SIMULATED = [
+    *product(["ring", "sra", "all_gather"], [2, 3, 4, 5, 8], [1]),
+    *product(["tree"], [2, 4, 8], [1]),
+    *[("two_level", n, g) for n, g in ((4, 2), (6, 3), (8, 4), (8, 2))],
+]
+
+
+def test_the_graphs_have_these_coefficients() -> None:
+    faults = []
+    for name, ranks, per_node in SIMULATED:
+        strategy = two_level(per_node) if name == "two_level" else STRATEGIES[name]
+        algorithm = "hierarchical" if name == "two_level" else name
+        parts = 1 if name in ("tree", "all_gather") else ranks
+        each = 1e-7 * NUMEL / parts
+        base = seconds(ranks, algorithm, 0.0, 0.0, per_node)
+        found = (
+            base * 1e3 / (layout(QSGD(), torch.float32).nbytes(NUMEL) / parts),
+            (seconds(ranks, algorithm, 1e-7, 0.0, per_node) - base) / each,
+            (seconds(ranks, algorithm, 0.0, 1e-7, per_node) - base) / each,
+        )
+        terms = (strategy.sends, strategy.encodes, strategy.decodes)
+        expected = tuple(term(ranks, parts) for term in terms)
+        near = found[0] == pytest.approx(expected[0], rel=0.03)
+        if not near or found[1:] != pytest.approx(expected[1:], rel=0.01):
+            faults.append(f"{name}, {ranks} ranks, {per_node} per node: {found}, not {expected}")
+    assert not faults, "\n".join(faults)
 
 
 def test_compression_pays_on_a_slow_link_alone() -> None:

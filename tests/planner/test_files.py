@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from command_line import rows_of, run
 from gradwire import ConfigError, codecs
 from gradwire.aggregators import registry
-from gradwire.cli import program
 from gradwire.planner import Rules, make_plan
 from gradwire.planner.files import PlanFile, differences
 
@@ -26,22 +27,19 @@ def plan_of(codec: Any = "qsgd", **arguments: Any) -> Any:
     return make_plan(NAMED, Rules().changed(codec=codec, **arguments), 2)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("none", "qsgd", "qsgd:bits=3", "qsgd:bits=4:block=64:rounding=nearest", "bf16"),
-        *("topk:density=0.05", "qsgd:algorithm=ring", "powersgd:rank=2", "artopk:density=0.01"),
-        *("randomshift:bits=5", "topkc:scope=model", "thc:bits=5", "dgc:clip=1.0"),
-    ],
-)
-def test_an_aggregator_has_the_text_that_makes_it(text: str) -> None:
-    made = registry.get(text)
-    again = registry.text(made)
-    assert registry.get(again) == made
-    assert len(again) <= len(text)
+TEXTS = [
+    *("none", "qsgd", "qsgd:bits=3", "qsgd:bits=4:block=64:rounding=nearest", "bf16"),
+    *("topk:density=0.05", "qsgd:algorithm=ring", "powersgd:rank=2", "artopk:density=0.01"),
+    *("randomshift:bits=5", "topkc:scope=model", "thc:bits=5", "dgc:clip=1.0"),
+]
 
 
-def test_every_registered_name_has_a_text() -> None:
+def test_an_aggregator_has_the_text_that_makes_it() -> None:
+    for text in TEXTS:
+        made = registry.get(text)
+        again = registry.text(made)
+        assert registry.get(again) == made, text
+        assert len(again) <= len(text), text
     for name in (*codecs.REGISTRY, *registry.REGISTRY):
         assert registry.text(registry.get(name)) == name
 
@@ -63,45 +61,45 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     assert list(differences(file, PlanFile.of(again))) == []
 
 
-def test_differences_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_told(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     plan_of("qsgd:bits=4").save(paths[0])
     plan_of("qsgd:bits=4", codecs={"conv.*": "qsgd:bits=2"}, error_feedback=True).save(paths[1])
-    assert program.run(["plan", "diff", *paths, "--json", "-"]) == program.OK
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = rows_of("plan", "diff", *paths)
     assert [row["parameter"] for row in rows] == ["conv.weight", "list.[0].weight"]
     assert rows[0]["a"] == "qsgd"
     assert rows[0]["b"] == "qsgd:bits=2, error feedback"
-    assert program.run(["plan", "diff", paths[0], paths[0]]) == program.OK
-    assert "the plans are equal" in capsys.readouterr().out
+    same = run("plan", "diff", paths[0], paths[0])
+    assert same.code == 0
+    assert "the plans are equal" in same.out
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (None, "no plan: "),
-        ("{", "no plan: "),
-        ("[]", "no plan of format 1"),
-        ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
-        ('{"gradwire_plan": 1, "parameters": {"a": 3}}', "parameter a has no 'gradient'"),
-        (
-            '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgx"}}}',
-            "parameter a: unknown codec or aggregator 'qsgx'",
-        ),
-        (
-            '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "weight": "x"}}}',
-            "parameter a: unknown codec 'x'",
-        ),
-    ],
-)
-def test_bad_files_are_refused(text: str | None, complaint: str, tmp_path: Path) -> None:
+BAD_FILES = [
+    (None, "no plan: "),
+    ("{", "no plan: "),
+    ("[]", "no plan of format 1"),
+    ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
+    ('{"gradwire_plan": 1, "parameters": {"a": 3}}', "parameter a has no 'gradient'"),
+    (
+        '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgx"}}}',
+        "parameter a: unknown codec or aggregator 'qsgx'",
+    ),
+    (
+        '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "weight": "x"}}}',
+        "parameter a: unknown codec 'x'",
+    ),
+]
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError) as found:
-        PlanFile.read(path)
-    assert complaint in str(found.value)
-    assert str(path) in str(found.value)
+    for text, complaint in BAD_FILES:
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError) as found:
+            PlanFile.read(path)
+        assert complaint in str(found.value)
+        assert str(path) in str(found.value)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
@@ -110,3 +108,20 @@ def test_a_plan_of_another_model_is_refused() -> None:
         file.check([*file.gradients, "other"])
     with pytest.raises(ConfigError, match="the module has no parameter"):
         file.check(["conv.weight"])
+
+
+def test_ranks_may_save_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has written, and none has renamed, when the first renames."""
+    written, replace = threading.Barrier(3), Path.replace
+
+    def late(self: Path, target: Path) -> Path:
+        written.wait(60)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    path, plan = tmp_path / "plan.json", plan_of("qsgd:bits=4")
+    with ThreadPoolExecutor(3) as ranks:
+        for saved in [ranks.submit(plan.save, path) for _ in range(3)]:
+            saved.result()
+    assert PlanFile.read(path) == PlanFile.of(plan)
+    assert list(tmp_path.iterdir()) == [path]

@@ -74,26 +74,26 @@ def test_rotations_spread_remainders() -> None:
     assert [p.rotation for p in plan_of(module).parameters] == [0, 1, 2, 3, 1, 2, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        ("qsdg", {"codec": "qsdg"}),
-        ("bits", {"codec_options": {"bits": 0}}),
-        ("bogus", {"codec_options": {"bogus": 1}}),
-        ("options bits", {"codec": None, "codec_options": {"bits": 2}}),
-        ("decoder", {"include": ["decoder.*"]}),
-        ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
-        ("list of patterns", {"include": "0.*"}),
-        ("include=None: give a list", {"include": None}),
-        (r"exclude=\[1\]: give a list", {"exclude": [1]}),
-        (r"codecs=\['0.weight'\]: give a dict", {"codecs": ["0.weight"]}),
-        (r"codecs=.*which are strings", {"codecs": {3: "qsgd"}}),
-        ("error_feedback='yes'", {"error_feedback": "yes"}),
-    ],
-)
-def test_mistakes_are_named(match: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=match):
-        plan_of(**arguments)
+MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    ("qsdg", {"codec": "qsdg"}),
+    ("bits", {"codec_options": {"bits": 0}}),
+    ("bogus", {"codec_options": {"bogus": 1}}),
+    ("options bits", {"codec": None, "codec_options": {"bits": 2}}),
+    ("decoder", {"include": ["decoder.*"]}),
+    ("decoder", {"codecs": {"decoder.*": "qsgd"}}),
+    ("list of patterns", {"include": "0.*"}),
+    ("include=None: give a list", {"include": None}),
+    (r"exclude=\[1\]: give a list", {"exclude": [1]}),
+    (r"codecs=\['0.weight'\]: give a dict", {"codecs": ["0.weight"]}),
+    (r"codecs=.*which are strings", {"codecs": {3: "qsgd"}}),
+    ("error_feedback='yes'", {"error_feedback": "yes"}),
+]
+
+
+def test_mistakes_are_named() -> None:
+    for match, arguments in MISTAKES:
+        with pytest.raises(ConfigError, match=match):
+            plan_of(**arguments)
 
 
 def test_nothing_to_train_is_an_error() -> None:
@@ -117,16 +117,16 @@ def test_other_dtypes_are_uncompressed() -> None:
     assert all(p.how == "dense" for p in plan_of(nn.Linear(3, 3).double()).parameters)
 
 
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        (r"include.*'1\.\*'.*1\.weight.*float64.*exclude=\['1\.weight'\]", {"include": ["1.*"]}),
-        (r"codecs.*'2\.bias'.*complex64.*\{'2\.bias': None", {"codecs": {"2.bias": "identity"}}),
-    ],
-)
-def test_a_codec_for_another_dtype_is_an_error(match: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=match):
-        plan_of(mixed(), **arguments)
+OF_ANOTHER_DTYPE: list[tuple[str, dict[str, Any]]] = [
+    (r"include.*'1\.\*'.*1\.weight.*float64.*exclude=\['1\.weight'\]", {"include": ["1.*"]}),
+    (r"codecs.*'2\.bias'.*complex64.*\{'2\.bias': None", {"codecs": {"2.bias": "identity"}}),
+]
+
+
+def test_a_codec_for_another_dtype_is_an_error() -> None:
+    for match, arguments in OF_ANOTHER_DTYPE:
+        with pytest.raises(ConfigError, match=match):
+            plan_of(mixed(), **arguments)
 
 
 def test_the_remedies_for_other_dtypes_work() -> None:

@@ -31,26 +31,26 @@ def test_a_file_may_be_short(tmp_path: Path) -> None:
     assert found.engine == Overheads()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"codecs": {"x": {"encode": [1, 2]}}}',
-        '{"codecs": {"x": {"encode": [1, 2, -3]}}}',
-        '{"codecs": {"x": {"encode": ["fast", 2, 3]}}}',
-        '{"codecs": {}, "engine": {"speed": 1}}',
-        '{"codecs": {}, "engine": {"start": -1}}',
-        '{"codecs": {}, "link": {"stack": "slow"}}',
-        '{"codecs": {}, "threads": "many"}',
-    ],
-)
-def test_what_is_no_such_file_is_named(text: str, tmp_path: Path) -> None:
+NO_CURVES = [
+    "",
+    "[]",
+    "{}",
+    '{"codecs": {"x": {"encode": [1, 2]}}}',
+    '{"codecs": {"x": {"encode": [1, 2, -3]}}}',
+    '{"codecs": {"x": {"encode": ["fast", 2, 3]}}}',
+    '{"codecs": {}, "engine": {"speed": 1}}',
+    '{"codecs": {}, "engine": {"start": -1}}',
+    '{"codecs": {}, "link": {"stack": "slow"}}',
+    '{"codecs": {}, "threads": "many"}',
+]
+
+
+def test_what_is_no_such_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "curves.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"curves\.json"):
-        curves.load(file)
+    for text in NO_CURVES:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"curves\.json"):
+            curves.load(file)
 
 
 def test_a_missing_file_and_a_missing_curve_are_named(tmp_path: Path) -> None:
@@ -61,15 +61,15 @@ def test_a_missing_file_and_a_missing_curve_are_named(tmp_path: Path) -> None:
         predict(ternary, USUAL)
 
 
-@pytest.mark.parametrize("curve", [(1e-5, 3e-10, 1e-10), (0.0, 1e-9, 0.0), (2e-6, 0.0, 4e-10)])
-def test_a_fit_finds_the_curve(curve: tuple[float, float, float]) -> None:
-    call, value, payload = curve
-    points = [
-        (n, p, call + n * (value + p * payload))
-        for n in (1 << 12, 1 << 16, 1 << 20)
-        for p in (1, 4)
-    ]
-    assert kernel_costs.fit(points) == pytest.approx(curve, rel=1e-6, abs=1e-15)
+def test_a_fit_finds_the_curve() -> None:
+    for curve in ((1e-5, 3e-10, 1e-10), (0.0, 1e-9, 0.0), (2e-6, 0.0, 4e-10)):
+        call, value, payload = curve
+        points = [
+            (n, p, call + n * (value + p * payload))
+            for n in (1 << 12, 1 << 16, 1 << 20)
+            for p in (1, 4)
+        ]
+        assert kernel_costs.fit(points) == pytest.approx(curve, rel=1e-6, abs=1e-15)
 
 
 def test_a_fit_is_never_negative() -> None:

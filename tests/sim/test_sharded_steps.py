@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from machines import FORMS, FREE, GBIT, USUAL
-from typer.testing import CliRunner
 
+from command_line import rows_of, wrongly_refused
 from gradwire import Options, codecs
 from gradwire.bench import sharded_methods
 from gradwire.bench.simulate_sharded import sent_by
-from gradwire.cli import app
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine import HEADER_BYTES
 from gradwire.engine.topology import Topology
-from gradwire.errors import ConfigError
 from gradwire.lang import layout
 from gradwire.partition import Spec
 from gradwire.sim import Curves, Net, models
@@ -58,22 +56,17 @@ def padded(group: Shapes, ranks: int) -> int:
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in group)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    ("method", "weight", "gradient"),
-    [("fsdp-fp32", 4, 4), ("fsdp-bf16", 2, 2), ("fsdp-mixed", 4, 2)],
-)
-def test_torchs_bytes_are_those_of_the_formula(
-    method: str, weight: int, gradient: int, ranks: int
-) -> None:
+def test_torchs_bytes_are_those_of_the_formula() -> None:
     """Blocks are gathered twice, the root once; see gradwire.bench.sharded_comms."""
-    row = row_of(method, ranks)
-    *blocks, root = (padded(group, ranks) for group in GROUPS)
-    gathered, scattered = 2 * sum(blocks) + root, sum(blocks) + root
-    assert row["weights_wire_bytes"] == (ranks - 1) * weight * gathered
-    assert row["gradients_wire_bytes"] == (ranks - 1) * gradient * scattered
-    assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
-    assert row["ratio"] == (ranks - 1) * 4 * (gathered + scattered) / row["wire_bytes"]
+    methods = {"fsdp-fp32": (4, 4), "fsdp-bf16": (2, 2), "fsdp-mixed": (4, 2)}
+    for ranks, (method, (weight, gradient)) in product((2, 3, 4, 5), methods.items()):
+        row = row_of(method, ranks)
+        *blocks, root = (padded(group, ranks) for group in GROUPS)
+        gathered, scattered = 2 * sum(blocks) + root, sum(blocks) + root
+        assert row["weights_wire_bytes"] == (ranks - 1) * weight * gathered, (method, ranks)
+        assert row["gradients_wire_bytes"] == (ranks - 1) * gradient * scattered, (method, ranks)
+        assert row["wire_bytes"] == row["weights_wire_bytes"] + row["gradients_wire_bytes"]
+        assert row["ratio"] == (ranks - 1) * 4 * (gathered + scattered) / row["wire_bytes"]
 
 
 def payload(group: Shapes, ranks: int) -> int:
@@ -100,20 +93,18 @@ def scattered_bytes(group: Shapes, ranks: int, codec: Any) -> int:
     return made.wire_bytes
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    ("keep", "times"), [("none", 2), ("redraw", 2), ("payload", 1), ("reference", 1)]
-)
-def test_our_bytes_are_those_of_payloads(keep: str, times: int, ranks: int) -> None:
-    row = row_of(f"qsdp:w=8:g=8:keep={keep}", ranks)
-    *blocks, root = (payload(group, ranks) + HEADER_BYTES for group in GROUPS)
-    # Bytes of payloads are a tensor, whose messages are aligned.
-    aligned = [-(-nbytes // 16) * 16 for nbytes in (*blocks, root)]
-    expected = (ranks - 1) * (times * sum(aligned[:-1]) + aligned[-1])
-    assert row["weights_wire_bytes"] == expected
-    gradients = codecs.get("qsgd", bits=8, block=1024)
-    of_groups = sum(scattered_bytes(group, ranks, gradients) for group in GROUPS)
-    assert row["gradients_wire_bytes"] == of_groups
+def test_our_bytes_are_those_of_payloads() -> None:
+    gathers = {"none": 2, "redraw": 2, "payload": 1, "reference": 1}
+    for ranks, (keep, times) in product((2, 3, 4, 5), gathers.items()):
+        row = row_of(f"qsdp:w=8:g=8:keep={keep}", ranks)
+        *blocks, root = (payload(group, ranks) + HEADER_BYTES for group in GROUPS)
+        # Bytes of payloads are a tensor, whose messages are aligned.
+        aligned = [-(-nbytes // 16) * 16 for nbytes in (*blocks, root)]
+        expected = (ranks - 1) * (times * sum(aligned[:-1]) + aligned[-1])
+        assert row["weights_wire_bytes"] == expected, (keep, ranks)
+        gradients = codecs.get("qsgd", bits=8, block=1024)
+        of_groups = sum(scattered_bytes(group, ranks, gradients) for group in GROUPS)
+        assert row["gradients_wire_bytes"] == of_groups, (keep, ranks)
 
 
 def test_what_has_no_codec_is_sent_in_fp32() -> None:
@@ -125,24 +116,19 @@ def test_what_has_no_codec_is_sent_in_fp32() -> None:
     assert dense == sum(scattered_bytes(group, 4, identity) for group in GROUPS)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("method", ["fsdp-mixed", "qsdp:w=8:g=8"])
-def test_a_faster_network_never_takes_longer(method: str, blocking: bool) -> None:
-    groups = models.groups("gpt2")
-    rates = [1e8, 3e8, 1e9, 3e9, 1e10, 1e11]
-    rows = [
-        row_of(
-            method, net=Net("", rate, 1e-3), free=False, groups=groups, forward=0.1, backward=0.2,
-            blocking=blocking,
-        )
-        for rate in rates
-    ]  # fmt: skip
-    seconds = [row["seconds"] for row in rows]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > 10 * seconds[-1]
-    for row in rows:
-        assert row["seconds"] >= row["limit_seconds"] >= 0.3
-    assert rows[0]["of_limit"] > 0.9  # the slowest network is what takes time
+def test_a_faster_network_never_takes_longer() -> None:
+    given = {"free": False, "groups": models.groups("gpt2"), "forward": 0.1, "backward": 0.2}
+    for method, blocking in product(("fsdp-mixed", "qsdp:w=8:g=8"), (False, True)):
+        rows = [
+            row_of(method, net=Net("", rate, 1e-3), blocking=blocking, **given)
+            for rate in (1e8, 3e8, 1e9, 1e10, 1e11)
+        ]
+        seconds = [row["seconds"] for row in rows]
+        assert seconds == sorted(seconds, reverse=True), (method, blocking)
+        assert seconds[0] > 10 * seconds[-1]
+        for row in rows:
+            assert row["seconds"] >= row["limit_seconds"] >= 0.3
+        assert rows[0]["of_limit"] > 0.9  # the slowest network is what takes time
 
 
 def test_computing_hides_sending_but_not_if_the_host_waits() -> None:
@@ -250,13 +236,13 @@ def test_in_two_levels_a_node_sends_less() -> None:
     assert levels["seconds"] < flat["seconds"] / 2
 
 
-@pytest.mark.parametrize("name", [*models.MODELS, "1e6,4096x1024"])
-def test_groups_are_a_models_parameters(name: str) -> None:
-    groups = models.groups(name)
-    shapes = models.shapes(name)
-    assert models.numel([s for group in groups for s in group]) == models.numel(shapes)
-    assert len(groups) > 2
-    assert all(groups[:-1])
+def test_groups_are_a_models_parameters() -> None:
+    for name in (*models.MODELS, "1e6,4096x1024"):
+        groups = models.groups(name)
+        shapes = models.shapes(name)
+        assert models.numel([s for group in groups for s in group]) == models.numel(shapes), name
+        assert len(groups) > 2
+        assert all(groups[:-1])
 
 
 def test_blocks_and_the_root() -> None:
@@ -275,10 +261,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def told(file: str, *arguments: str) -> list[dict[str, Any]]:
-    command = ["sim", "--sharded", "--curves", file, "--methods", "fsdp-mixed,qsdp:w=8:g=8"]
-    result = CliRunner().invoke(app, [*command, *arguments, "--json", "-"])
-    assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    methods = ["--methods", "fsdp-mixed,qsdp:w=8:g=8"]
+    return rows_of("sim", "--sharded", "--curves", file, *methods, *arguments)
 
 
 KEYS = {
@@ -307,24 +291,23 @@ def test_rows_of_the_command(file: str, tmp_path: Path) -> None:
     assert alone["forward_seconds"] == 0.05
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
-        (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
-        (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
-        (["--sharded", "--methods", ""], "--methods is empty"),
-        (["--sharded", "--algorithm", "ring"], "ring"),
-        (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
-        (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
-        (["--sharded", "--forward", "-1"], "forward=-1"),
-        (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
-        (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
-        (["--forward", "1"], "--forward: is for a step under FSDP2"),
-        (["--blocking"], "--blocking: is for a step under FSDP2"),
-    ],
-)
-def test_mistakes_are_named(file: str, arguments: list[str], match: str) -> None:
-    result = CliRunner().invoke(app, ["sim", "--model", "1e4", "--curves", file, *arguments])
-    assert isinstance(result.exception, ConfigError), result.output
-    assert match in str(result.exception)
+MISTAKES = [
+    (["--sharded", "--codec", "qsgd"], "give --methods, as in qsdp:w=8:g=8"),
+    (["--sharded", "--methods", "torch-fp32"], "unknown method 'torch-fp32'"),
+    (["--sharded", "--methods", "qsdp:w=8"], "write qsdp:w=BITS:g=BITS"),
+    (["--sharded", "--methods", ""], "--methods is empty"),
+    (["--sharded", "--algorithm", "ring"], "ring"),
+    (["--sharded", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
+    (["--sharded", "--sweep", "bits=2,4"], "sweep one of ranks, rate"),
+    (["--sharded", "--forward", "-1"], "forward=-1"),
+    (["--sharded", "--coordinated"], "leave --validate, --partitions and --coordinated out"),
+    (["--methods", "fsdp-fp32"], "--methods: is for a step under FSDP2: give --sharded"),
+    (["--forward", "1"], "--forward: is for a step under FSDP2"),
+    (["--blocking"], "--blocking: is for a step under FSDP2"),
+]
+
+
+def test_mistakes_are_named(file: str) -> None:
+    common = ["sim", "--model", "1e4", "--curves", file]
+    faults = wrongly_refused(([*common, *words], said) for words, said in MISTAKES)
+    assert not faults, "\n".join(faults)

@@ -51,7 +51,7 @@ def faulty(seed: int, n: int, transports: Sequence[str]) -> list[dict[str, Any]]
                     reports = faults.by_threads(fault, program)
                 else:
                     reports = faults.by_processes(fault, program, shm=way == "shm")
-                wrong = faults.wrong(fault, reports)
+                wrong = faults.wrong(fault, reports, faults.SOON_S)
             except TimeoutError as error:
                 wrong = str(error)
             seconds = time.monotonic() - begun

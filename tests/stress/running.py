@@ -29,7 +29,7 @@ CODECS: dict[str, Codec] = {
     "identity": codecs.get("identity"),
     "fp16": codecs.get("fp16"),
 }
-WAIT_S = 60.0  # for a scope; the transports end before that
+WAIT_S = 180.0  # for a scope; the transports end before that
 
 
 # The results of an action: tensors that are equal on all ranks, and those of this rank alone.

@@ -31,7 +31,7 @@ from ends import End, ends
 from stress.slow import Delays, slow_groups
 from stress.worlds import of_transport
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 AFTER = 6  # steps of a resumed run
 
 # The updates to draw from; each leaves other settings unchanged.
@@ -162,7 +162,8 @@ def body(rank: int, run: Run) -> Report:
         versions.append(handle.plan.version)
     number = run.steps
     while handle.plan.version < run.updates:  # alike on all ranks, pass by pass
-        train(model, number)
+        seconds.append(train(model, number))
+        versions.append(handle.plan.version)
         number += 1
         time.sleep(0.01)
     bits = digest(model)
@@ -185,7 +186,7 @@ def resumed(model: DDP, handle: gw.Handle, number: int) -> str:
 
 def found_of(run: Run, shm: bool) -> list[End]:
     return ends(
-        run.ranks, body, run, timeout=TIMEOUT_S, deadline=60 + run.steps,
+        run.ranks, body, run, timeout=TIMEOUT_S, deadline=120 + run.steps,
         environment={**of_transport(shm), "PYTHONHASHSEED": "0"},
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from stress import worlds
 from stress.programs import WAYS, Call, Parameter, Program, Scope, Step, order
 from stress.running import CODECS, Chained, difference, strayed
 
-STEPS = 12
+STEPS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -38,21 +38,21 @@ def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> No
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_threads(ranks: int, seed: int) -> None:
     program = Program.of(seed, ranks)
-    check(program, worlds.by_threads(program, 0, STEPS, deadline=60))
+    check(program, worlds.by_threads(program, 0, STEPS, deadline=120))
 
 
 @pytest.mark.parametrize("ranks", one_in(2, [3, 2]))
 def test_in_order(ranks: int) -> None:
     """Links without tags: one order of all owners' scopes."""
     program = Program.of(2, ranks)
-    check(program, worlds.by_threads(program, 0, STEPS, fifo=True, deadline=60))
+    check(program, worlds.by_threads(program, 0, STEPS, fifo=True, deadline=120))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("ranks", "shm"), one_in(4, product([3, 2], [True, False])))
 def test_processes(ranks: int, shm: bool) -> None:
     program = Program.of(3, ranks)
-    check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=60))
+    check(program, worlds.by_processes(program, 0, STEPS, shm, deadline=120))
 
 
 # ---- the stress itself

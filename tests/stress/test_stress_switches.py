@@ -13,19 +13,22 @@ from stress.switches import Run
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))])
+seeds = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))]
+)
+
+
+@seeds
 @pytest.mark.parametrize(("ranks", "shm"), one_in(6, product([3, 2, 5], [False, True])))
 def test_no_pass_has_two_plans(ranks: int, shm: bool, seed: int) -> None:
-    run = Run.of(seed, ranks, steps=100, updates=10)
+    run = Run.of(seed, ranks, steps=50, updates=6)
     found = switches.found_of(run, shm)
     assert switches.wrong(run, found) is None, run
-    assert len({v for end in found for v in end.value.versions}) > 3, (
-        "hardly a plan came into force"
-    )
+    assert all(end.value.versions[-1] == 6 for end in found)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(1, 6))])
-@pytest.mark.parametrize(("ranks", "shm"), one_in(3, product([3, 2, 5], [True, False])))
+@seeds
+@pytest.mark.parametrize(("ranks", "shm"), one_in(6, product([3, 2, 5], [True, False])))
 def test_survivors_name_who_died(ranks: int, shm: bool, seed: int) -> None:
-    run = Run.of(seed, ranks, steps=60, updates=10, kills=True)
+    run = Run.of(seed, ranks, steps=40, updates=6, kills=True)
     assert switches.wrong(run, switches.found_of(run, shm)) is None, run

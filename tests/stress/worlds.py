@@ -19,7 +19,7 @@ from stress.scopes import Scopes, of_processes, of_threads
 from stress.slow import Delays, Slow, slow_groups
 
 TRANSPORTS = ("threads", "fifo", "gloo", "shm")
-TIMEOUT_S = 20.0  # of the transports
+TIMEOUT_S = 60.0  # of the transports
 
 
 class Threads:

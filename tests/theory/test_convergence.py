@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from descent import POWERS, fine_step, iterations, step_down
 from lattice import flipped, mean, shifted
 from problems import CENTRE, PROBLEMS, Problem, sum_of
 from torch import Generator, Tensor
+
+from products import EXHAUSTIVE
 
 CHAINS = 500
 COARSE = 1.0
@@ -33,20 +36,22 @@ def run(
     return x
 
 
-@pytest.mark.parametrize("lattice", POWERS)
-@pytest.mark.parametrize(
-    ("noise", "m", "share"), [(0.0, 1, 0.1), (1.0, 1, 0.1), (1.0, 4, 0.1), (1.0, 1, 4), (1.0, 4, 4)]
-)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_theorem_2(name: str, noise: float, m: int, share: float, lattice: str) -> None:
-    """E f(x_T) <= B + epsilon, B = E f(x*_r), x*_r the best point of coarse Z^n + r 1.
+# (noise, m, share): a small share tests the lattice, one above B the noise
+SETTINGS = [(0.0, 1, 0.1), (1.0, 1, 0.1), (1.0, 4, 0.1), (1.0, 1, 4), (1.0, 4, 4)]
+QUANTISERS: dict[str, tuple[Callable[[Tensor, float, Generator], Tensor], float]] = {
+    "coins": (flipped, 1 / 4),
+    "shift": (shifted, 1 / 12),
+}
+
+
+def holds(name: str, noise: float, m: int, share: float, lattice: str) -> bool:
+    """Theorem 2: E f(x_T) <= B + epsilon, B = E f(x*_r), x*_r the best point of coarse Z^n + r 1.
 
     Conditions: f is beta-smooth and alpha-PL; E g(x) = grad f(x), E |g(x) - grad f(x)|^2 <=
     sigma^2; eta = min(3 epsilon alpha / 10 sigma^2, 1); x_{t+1} = Q_fine(x_t - eta/beta g(x_t)),
     fine = eta coarse / ceil(16 (beta/alpha)^2); T = 10/eta beta/alpha ln((f(x_0) - B) / epsilon).
     Lemma 4 as stated wants coarse/fine to be an integer, so sigma is chosen for eta = 1/m. The
-    coarser lattice has the root of fine/coarse. A small epsilon tests the lattice, one above B the
-    noise.
+    coarser lattice has the root of fine/coarse.
     """
     problem = PROBLEMS[name]
     best = problem.best(COARSE)
@@ -58,35 +63,42 @@ def test_theorem_2(name: str, noise: float, m: int, share: float, lattice: str) 
     x = run(problem, START, fine, eta, sigma, steps)
     apart = (x - x[:, :1]) / fine
     assert torch.allclose(apart, apart.round(), atol=1e-6)  # on fine Z^n + r 1
-    assert mean(problem.value(x)).at_most(best + epsilon)
+    return mean(problem.value(x)).at_most(best + epsilon)
 
 
-@pytest.mark.parametrize("lattice", POWERS)
-@pytest.mark.parametrize(("quantiser", "variance"), [(flipped, 1 / 4), (shifted, 1 / 12)])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_corollary_3(
-    name: str,
-    quantiser: Callable[[Tensor, float, Generator], Tensor],
-    variance: float,
-    lattice: str,
-) -> None:
-    """E f(x_T) <= B + epsilon, with gradients quantised as well.
+def holds_quantised(name: str, quantiser: str, lattice: str) -> bool:
+    """Corollary 3: E f(x_T) <= B + epsilon, with gradients quantised as well.
 
     Conditions: as in Theorem 2, with x_{t+1} = Q_fine(x_t - eta/beta Qg(g(x_t))), where E Qg(g) = g
     and E |Qg(g) - g|^2 <= sigma_g^2 for every g met; eta = min(3 epsilon alpha / 10 (sigma^2 +
     sigma_g^2), 1). A step d gives coins at most n d^2 / 4, and Definition 1 n d^2 / 12.
     """
     problem, m = PROBLEMS[name], 16
+    rounded, variance = QUANTISERS[quantiser]
     best = problem.best(COARSE)
     epsilon, eta = 4 * best, 1 / m
     sigma = (0.15 * epsilon * problem.alpha * m) ** 0.5  # half of the variance; Qg has the other
     step = sigma / (variance * len(CENTRE)) ** 0.5
     fine = fine_step(problem, eta, COARSE, POWERS[lattice])
     steps = iterations(problem, eta, float(problem.value(START)) - best, epsilon)
-    x = run(
-        problem, START, fine, eta, sigma, steps, lambda g, generator: quantiser(g, step, generator)
-    )
-    assert mean(problem.value(x)).at_most(best + epsilon)
+    x = run(problem, START, fine, eta, sigma, steps, lambda g, drawn: rounded(g, step, drawn))
+    return mean(problem.value(x)).at_most(best + epsilon)
+
+
+def test_theorem_2_and_corollary_3_of_a_quadratic() -> None:
+    assert holds("quadratic", *SETTINGS[0], "as stated")
+    assert holds("quadratic", *SETTINGS[3], "coarser")
+    assert holds_quantised("flat", "shift", "as stated")
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_theorem_2_and_corollary_3(name: str) -> None:
+    cases = list(product(SETTINGS, POWERS))
+    wrong = [case for case in cases if not holds(name, *case[0], case[1])]
+    more = product(QUANTISERS, POWERS)
+    wrong += [case for case in more if not holds_quantised(name, *case)]
+    assert wrong == []
 
 
 def test_theorem_2_fails_where_minima_form_a_plane_across_the_axes() -> None:

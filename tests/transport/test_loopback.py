@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -26,11 +24,9 @@ def test_messages_match_by_peer_and_tag() -> None:
 
 def test_silence_ends_in_an_error_that_names_the_peer() -> None:
     transport = Hub(2, timeout=0.1).transport(0)
-    begun = time.monotonic()
     with pytest.raises(TransportError, match="rank 1") as caught:
         transport.irecv(torch.zeros(1, dtype=torch.uint8), 1, 0).wait()
     assert caught.value.peer == 1
-    assert time.monotonic() - begun < 5
 
 
 def test_a_dead_peer_ends_every_wait_at_once() -> None:

@@ -46,7 +46,7 @@ def waiting(pending: Pending) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=pending.wait, daemon=True)
     thread.start()
     yield thread
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -60,7 +60,7 @@ def test_a_message_is_read_where_it_lies_until_it_is_given_back() -> None:
         assert message[0] == data[0]  # it is the same memory
         assert a.lent_bytes == SIZE
         with waiting(sent) as waits:
-            waits.join(0.2)
+            waits.join(0.1)  # it goes on waiting
             assert waits.is_alive()
             loan.give_back()
 
@@ -88,25 +88,25 @@ def test_what_does_not_lie_in_a_store_is_copied() -> None:
         assert a.lent_bytes == 0
 
 
-@pytest.mark.parametrize(("size", "lent"), [(SIZE, SIZE), (100, 0), (0, 0)])
-def test_a_receive_with_memory_copies_large_messages_from_the_store(size: int, lent: int) -> None:
-    with ends(2) as (a, b):
-        data, inbox = stored(a, size), torch.zeros(size, dtype=torch.uint8)
-        coming = b.irecv(inbox, 0, 7)
-        sent = a.isend(data, 1, 7)
-        coming.wait()
-        sent.wait()
-        assert torch.equal(inbox, data)
-        assert a.lent_bytes == lent
+def test_a_receive_with_memory_copies_large_messages_from_the_store() -> None:
+    for size, lent in ((SIZE, SIZE), (100, 0), (0, 0)):
+        with ends(2) as (a, b):
+            data, inbox = stored(a, size), torch.zeros(size, dtype=torch.uint8)
+            coming = b.irecv(inbox, 0, 7)
+            sent = a.isend(data, 1, 7)
+            coming.wait()
+            sent.wait()
+            assert torch.equal(inbox, data)
+            assert a.lent_bytes == lent
 
 
-@pytest.mark.parametrize("borrowed", [SIZE - 1, SIZE + 1, 1])
-def test_a_loan_of_another_size_is_an_error(borrowed: int) -> None:
-    with ends(2) as (a, b):
-        loan = b.borrow(borrowed, 0, 7)
-        a.isend(stored(a), 1, 7).wait()
-        with pytest.raises(TransportError, match=f"sent {SIZE} bytes where {borrowed} were"):
-            loan.wait()
+def test_a_loan_of_another_size_is_an_error() -> None:
+    for borrowed in (SIZE - 1, SIZE + 1, 1):
+        with ends(2) as (a, b):
+            loan = b.borrow(borrowed, 0, 7)
+            a.isend(stored(a), 1, 7).wait()
+            with pytest.raises(TransportError, match=f"sent {SIZE} bytes where {borrowed} were"):
+                loan.wait()
 
 
 def test_many_loans_of_one_tag_are_given_back_in_any_order() -> None:
@@ -173,7 +173,7 @@ def play(transport: Transport, messages: dict[Key, list[int]], seed: int) -> dic
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(plans())
 def test_any_messages_lent_or_not_arrive(plan: tuple[int, dict[Key, list[int]], int]) -> None:
     world_size, messages, seed = plan
@@ -377,16 +377,12 @@ def forged(frame: tuple[int, int], loan: tuple[int, int], borrows: bool = True) 
     return caught.value
 
 
-@pytest.mark.parametrize("at", ["behind the end", "across the end", "before the start"])
-def test_a_loan_out_of_the_store_is_refused(at: str) -> None:
+def test_a_loan_out_of_the_store_or_that_nobody_asked_for_is_refused() -> None:
     room = shm_store.room(1)
-    offset = {"behind the end": room, "across the end": room - SIZE + 1, "before the start": -1}[at]
-    error = forged((7, SIZE | LOAN), (offset % (1 << 64), 0))
-    assert error.peer == 1
-    assert "invalid data" in str(error)
-
-
-def test_a_loan_that_nobody_asked_for_is_refused() -> None:
+    for offset in (room, room - SIZE + 1, -1):  # behind and across the end, before the start
+        error = forged((7, SIZE | LOAN), (offset % (1 << 64), 0))
+        assert error.peer == 1
+        assert "invalid data" in str(error)
     assert "invalid data" in str(forged((7, 100 | LOAN), (0, 0), borrows=False))
 
 

@@ -31,6 +31,7 @@ from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
 from gradwire.lang import Codec, jit
+from gradwire.planner.whole import write_whole
 
 CODECS = ("qsgd", "topk")
 SECONDS = 5.0
@@ -191,9 +192,7 @@ def cache_file(hosts: Sequence[str], net: str) -> Path:
 def keep(file: Path, rows: list[Row]) -> Row:
     """Keep rows; what has just been kept."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps({"measured": now, "rows": rows}))
-    new.replace(file)
+    write_whole(file, json.dumps({"measured": now, "rows": rows}))
     return {"measured": now, "rows": rows, "cached": False}
 
 

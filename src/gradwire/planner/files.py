@@ -15,6 +15,7 @@ from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 from gradwire.planner.plan import ParameterPlan, Plan
 from gradwire.planner.rules import exactly
+from gradwire.planner.whole import write_whole
 
 _FORMAT = 1
 
@@ -94,9 +95,7 @@ class PlanFile:
             rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
             rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
         text = json.dumps({"gradwire_plan": _FORMAT, "parameters": rows}, indent=1)
-        new = Path(f"{os.fspath(path)}.new")
-        new.write_text(text + "\n", "utf-8")
-        new.replace(path)
+        write_whole(path, text + "\n")
 
     def aggregator(self, name: str) -> Aggregator:
         """How a parameter's gradient is averaged."""

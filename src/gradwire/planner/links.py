@@ -26,6 +26,7 @@ from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.planner.link_pair import SMALL, TRIPS, Sample, measure_pair
 from gradwire.planner.trips import Trips
+from gradwire.planner.whole import write_whole
 
 SECONDS = 5.0
 
@@ -132,9 +133,7 @@ class Links:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file; it is whole or not there."""
-        new = Path(f"{os.fspath(path)}.new")
-        new.write_text(self.text() + "\n", "utf-8")
-        new.replace(path)
+        write_whole(path, self.text() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Links:

@@ -1,0 +1,541 @@
+"""The table of scripts/mutants.py: small wrong changes, and the tests that should notice them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change to one file, such as a careless edit could make.
+
+    Attributes:
+        name: for the command line.
+        why: what would be wrong with the library.
+        file: relative to src/gradwire.
+        before, after: the text to replace, which occurs once, and what replaces it.
+        tests: files, or FILE::FUNCTION where a file takes long; relative to tests.
+        hangs: whether a run that does not end counts as noticed.
+        bound_s: seconds after which a run is stopped.
+        workers: processes of pytest.
+    """
+
+    name: str
+    why: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    hangs: bool = False
+    bound_s: float = 240.0
+    workers: int = 1
+
+
+# fmt: off
+MUTANTS = (
+    # The C emitter, and the prelude of its kernels.
+    Mutant(
+        "c_decode_does_nothing", "a kernel leaves the values as they were",
+        "lang/emit/c_blocks.py",
+        '        self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        '        if self.program.form != "decode":\n'
+        '            self.put(f"{sink.name}[i] = {self.name(sink.node)};")',
+        ("lang/test_targets.py::test_a_payload_of_one_target_decodes_on_another",),
+    ),
+    Mutant(
+        "c_decode_sum_without_peers", "a sum has the own values alone",
+        "lang/emit/c_blocks.py",
+        "        for inner in step.body:",
+        '        for inner in step.body if self.program.form != "decode_sum" else ():',
+        ("collectives/test_shards.py",),
+    ),
+    Mutant(
+        "c_sum_omits_a_rank", "the last rank is not summed",
+        "lang/emit/c_blocks.py",
+        "k < call->ranks; k++)",
+        "k < call->ranks - 1; k++)",
+        ("laws/test_collective_laws.py::test_identity_is_the_average",),
+    ),
+    Mutant(
+        "c_bf16_rounds_ties_up", "another rounding than torch's",
+        "lang/emit/prelude.h",
+        "(magnitude + 0x7fff + ((magnitude >> 16) & 1)) >> 16",
+        "(magnitude + 0x8000) >> 16",
+        ("lang/test_targets.py::test_c_equals_eager",),
+    ),
+    Mutant(
+        "c_bf16_rounds_the_wrong_way", "a block's minimum may be below its grid",
+        "lang/emit/prelude.h",
+        "to_bf16_down(float x) { return to_bf16_outward(x, 1); }",
+        "to_bf16_down(float x) { return to_bf16_outward(x, 0); }",
+        ("lang/test_targets.py::test_a_table_of_rows_equals_its_rows",),
+    ),
+    Mutant(
+        "c_fp16_loses_its_sign", "negative numbers decode as positive ones",
+        "lang/emit/prelude.h",
+        "return float_of(magnitude | (h & 0x8000) << 16);",
+        "return float_of(magnitude);",
+        ("laws/test_codec_laws.py::test_casts_saturate_and_are_exact",),
+    ),
+    Mutant(
+        "c_pack_in_another_order", "codes lie side by side, not in planes",
+        "lang/emit/prelude.h",
+        "byte |= ((codes[j + k * length] >> at) & mask) << (k * width);",
+        "byte |= ((codes[j * (8 / width) + k] >> at) & mask) << (k * width);",
+        ("lang/test_targets.py::test_a_table_of_rows_equals_its_rows",),
+    ),
+    Mutant(
+        "c_unpack_keeps_the_last_plane", "codes of 3, 5, 6 and 7 bits lose their low bits",
+        "lang/emit/prelude.h",
+        "(uint8_t)(at ? codes[j + k * length] | cell : cell)",
+        "(uint8_t)cell",
+        ("lang/test_targets.py::test_a_payload_of_one_target_decodes_on_another",),
+    ),
+    Mutant(
+        "planes_from_the_narrowest", "all targets agree, on another wire format",
+        "lang/layout.py",
+        "for width in (8, 4, 2, 1):",
+        "for width in (1, 2, 4, 8):",
+        ("lang/test_layout.py",),
+    ),
+    # The other targets.
+    Mutant(
+        "triton_takes_the_smaller", "a wrong comparison",
+        "lang/emit/triton_nodes.py",
+        '"max": "tl.where({0} > {1}, {0}, {1})"',
+        '"max": "tl.where({0} < {1}, {0}, {1})"',
+        ("lang/test_triton.py::test_triton_equals_eager",),
+    ),
+    Mutant(
+        "triton_selects_all_equal_keys", "more entries than the payload has room for",
+        "lang/emit/triton_codes.py",
+        "hit = (mask & (key > cut)) | tied",
+        "hit = (mask & (key >= cut)) | tied",
+        ("lang/test_triton.py::test_triton_equals_eager",),
+    ),
+    Mutant(
+        "triton_sum_omits_rank_0", "a sum lacks a rank",
+        "lang/emit/triton_nodes.py",
+        'self.put("for k in range(ranks):")',
+        'self.put("for k in range(1, ranks):")',
+        ("lang/test_triton.py::test_triton_equals_eager",),
+    ),
+    Mutant(
+        "eager_index_ignores_the_start", "a cut changes the random numbers",
+        "lang/eager.py",
+        'first = int(self.row["start"]) + part.first * self.layout.block',
+        "first = part.first * self.layout.block",
+        ("laws/test_algorithm_laws.py::test_law_6_targets_agree", "laws/test_collective_laws.py"),
+    ),
+    Mutant(
+        "eager_sums_peers_by_rank", "peers behind the own rank are taken for others",
+        "lang/eager.py",
+        "theirs = _Frame(part, k - (0 <= self.call.rank < k))",
+        "theirs = _Frame(part, max(k - 1, 0))",
+        ("collectives/test_kernel_calls.py",),
+    ),
+    # Random numbers.
+    Mutant(
+        "rng_ignores_the_step", "every step draws the same numbers",
+        "lang/rng.py",
+        "np.asarray(keys, dtype=np.uint64) + np.asarray(step).astype(np.uint64) * _GOLDEN",
+        "np.asarray(keys, dtype=np.uint64) + np.zeros_like(step, dtype=np.uint64) * _GOLDEN",
+        ("lang/test_rng.py",),
+    ),
+    Mutant(
+        "rng_ignores_the_rank", "errors of ranks do not average out",
+        "lang/rng.py",
+        'text = f"{seed}/{rank}/{name}".encode()',
+        'text = f"{seed}/{name}".encode()',
+        ("lang/test_rng.py",),
+    ),
+    Mutant(
+        "dither_not_subtracted", "twice the squared error, unnoticed by unbiasedness",
+        "codecs/qsgd.py",
+        'if self.rounding == "dithered":',
+        'if self.rounding == "dithered" and self.scale != "minmax":',
+        ("laws/test_algorithm_laws.py::test_dithered_rounding_halves_the_squared_error",),
+    ),
+    # Layout and partition.
+    Mutant(
+        "a_block_too_many", "payloads are a block longer than their data",
+        "lang/layout.py",
+        "return -(-numel // self.block)",
+        "return numel // self.block + 1",
+        ("lang/test_layout.py",),
+    ),
+    Mutant(
+        "owners_do_not_rotate", "one rank sums the remainders of all small tensors",
+        "partition.py",
+        "    return (number + number // ranks) % ranks",
+        "    return 0",
+        ("planner/test_plan.py",),
+    ),
+    Mutant(
+        "pieces_do_not_rotate", "a rotation has no effect",
+        "partition.py",
+        "piece = (np.arange(chunks)[:, None] - rotation) % chunks",
+        "piece = (np.arange(chunks)[:, None] - 0 * rotation) % chunks",
+        ("test_partition.py",),
+    ),
+    Mutant(
+        "a_chunk_loses_a_value", "the last value of a tensor is never averaged",
+        "partition.py",
+        "(np.minimum(k * blocks // chunks * block, numel) for k in (piece, piece + 1))",
+        "(np.minimum(k * blocks // chunks * block, numel - 1) for k in (piece, piece + 1))",
+        ("test_partition.py",),
+    ),
+    # Residuals.
+    Mutant(
+        "residual_not_updated", "what is not sent is lost",
+        "lang/forms.py",
+        'self.program("encode_ef", with_residual, self.error(own, with_residual))',
+        'self.program("encode_ef", with_residual)',
+        ("laws/test_codec_laws.py::test_nothing_is_lost",),
+    ),
+    Mutant(
+        "residual_of_the_wrong_sign", "error feedback doubles the error",
+        "lang/forms.py",
+        'return {"residual": (kept(ir.alu("sub", x, decoded), self.residual), None)}',
+        'return {"residual": (kept(ir.alu("sub", decoded, x), self.residual), None)}',
+        ("laws/test_codec_laws.py::test_nothing_is_lost",),
+    ),
+    Mutant(
+        "residual_takes_what_is_not_finite", "one overflow spoils all later steps",
+        "lang/forms.py",
+        'return ir.alu("where", ir.alu("isfinite", error), error, residual)',
+        "return error",
+        ("laws/test_codec_laws.py::test_residuals_stay_clean",),
+    ),
+    Mutant(
+        "wrapper_keeps_what_is_not_finite", "as above, where kernels keep no residual",
+        "aggregators/error_feedback.py",
+        "torch.where(finite & error.isfinite(), error, residual, out=residual)",
+        "residual.copy_(error)",
+        ("examples/test_skeleton_aggregator.py",),
+    ),
+    Mutant(
+        "wrapper_forgets_a_skipped_step", "a step that GradScaler skips changes residuals",
+        "aggregators/error_feedback.py",
+        "torch.where(average.isfinite().all(), residual, before[c.name], out=residual)",
+        "pass",
+        ("aggregators/test_laws.py",),
+    ),
+    Mutant(
+        "wrapper_without_the_residual", "what was kept is never sent",
+        "aggregators/error_feedback.py",
+        "wanted = [c.gradient.float() + c.state[RESIDUAL] for c in contexts]",
+        "wanted = [c.gradient.float() for c in contexts]",
+        ("aggregators/test_laws.py",),
+    ),
+    # Algorithms.
+    Mutant(
+        "own_values_first", "the sum's order depends on who owns the chunk",
+        "algorithms/halves.py",
+        "own=sum(p < rank for p in peers),",
+        "own=0,",
+        ("golden/test_runs.py",),
+    ),
+    Mutant(
+        "ring_one_hop_off", "partial sums are expected too early",
+        "algorithms/ring.py",
+        "c = (rank - 1 - hop) % world_size",
+        "c = (rank - hop) % world_size",
+        ("algorithms/test_graphs.py",),
+    ),
+    Mutant(
+        "tree_drops_a_child", "the last rank is not summed",
+        "algorithms/tree.py",
+        "if 2**b < reach and rank + 2**b < world_size]",
+        "if 2**b < reach and rank + 2**b < world_size - 1]",
+        ("algorithms/test_graphs.py",),
+    ),
+    Mutant(
+        "sra_skips_a_segment", "contributions of all segments but the first are not sent",
+        "algorithms/halves.py",
+        "        if away:\n",
+        "        if away and not s:\n",
+        ("algorithms/test_graphs.py",),
+    ),
+    Mutant(
+        "wrong_server", "servers do not spread evenly over the ranks",
+        "algorithms/parameter_server.py",
+        "k * world_size // partitions for k",
+        "k % world_size for k",
+        ("algorithms/test_graphs.py",),
+    ),
+    Mutant(
+        "a_machine_counts_twice", "a holder sums one peer's values twice",
+        "algorithms/hierarchical.py",
+        "reads = [self._buffers(levels.roles[level], s, chunks, peer) for peer in peers]",
+        "reads = [self._buffers(levels.roles[level], s, chunks, p) for p in peers[:1] + peers]",
+        ("algorithms/test_hierarchical.py",),
+    ),
+    Mutant(
+        "wire_bytes_without_headers", "the formula is short of the results' headers",
+        "algorithms/scatter_reduce_allgather.py",
+        "(world_size - 1) * message(segment[rank])",
+        "(world_size - 1) * segment[rank]",
+        ("algorithms/test_graphs.py",),
+    ),
+    # The engine.
+    Mutant(
+        "youngest_tickets_first", "ranks admit tickets in different orders, and wait for ever",
+        "engine/core.py",
+        "for place in list(self._places)[: self.window]:",
+        "for place in list(self._places)[-self.window :]:",
+        ("engine/test_core.py",),
+    ),
+    Mutant(
+        "a_task_too_early", "a result is told before the last task",
+        "engine/core.py",
+        "self._left = len(graph)\n",
+        "self._left = len(graph) - 1\n",
+        ("engine/test_core.py",),
+    ),
+    Mutant(
+        "a_dependency_not_counted", "a kernel starts before the values are final",
+        "engine/graph.py",
+        "return list(map(len, self._needs))",
+        "return list(map(len, self.reads))",
+        ("engine/test_graph.py",),
+    ),
+    Mutant(
+        "two_slots_share_a_tag", "messages are taken for each other",
+        "engine/identity.py",
+        "    return tag << _SLOTS | slot\n",
+        "    return tag << _SLOTS | slot >> 1\n",
+        ("engine/test_tags.py",),
+    ),
+    Mutant(
+        "checksum_not_checked", "a flipped bit becomes a wrong number",
+        "engine/message.py",
+        "    if envelope.checksum:\n        check_sum(",
+        "    if envelope.checksum and not payload.size:\n        check_sum(",
+        ("engine/test_message.py",),
+    ),
+    Mutant(
+        "checksums_not_checked", "as above, in messages of several buffers",
+        "engine/headers.py",
+        'headers["checksum"] = self._sums(message) + found["offered"]',
+        'headers["checksum"] = found["checksum"]',
+        ("engine/test_headers.py",),
+    ),
+    Mutant(
+        "length_not_checked", "a truncated payload is decoded",
+        "engine/message.py",
+        '        "length": (found_length, length),\n',
+        "",
+        ("engine/test_message.py",),
+    ),
+    Mutant(
+        "stats_without_headers", "bytes on the wire are not those that are told",
+        "engine/thread_driver.py",
+        "run.job.wire_bytes += nbytes",
+        "run.job.wire_bytes += nbytes - 48",
+        ("laws/test_collective_laws.py::test_law_5_bytes_are_accounted",),
+    ),
+    # Collectives.
+    Mutant(
+        "average_of_one_rank_less", "the average is too large",
+        "collectives/job.py",
+        "self.factor = 1.0 / collective.comm.world_size if averages else 1.0",
+        "self.factor = 1.0 / max(collective.comm.world_size - 1, 1) if averages else 1.0",
+        ("laws/test_collective_laws.py::test_identity_is_the_average",),
+    ),
+    Mutant(
+        "average_not_divided", "the average is a sum",
+        "collectives/job.py",
+        'averages = collective.operation.op == "avg"',
+        'averages = collective.operation.op == "mean"',
+        ("laws/test_collective_laws.py::test_identity_is_the_average",),
+    ),
+    Mutant(
+        "plan_offered_too_early", "a plan is adopted that no rank has prepared",
+        "integrations/switch.py",
+        "            return self._prepared",
+        "            return self.newest.version",
+        ("integrations/test_update.py",),
+    ),
+    Mutant(
+        "newest_plan_of_any_rank", "a plan is adopted that a rank has not prepared",
+        "engine/headers.py",
+        'return int(found["offered"].min())',
+        'return int(found["offered"].max())',
+        ("engine/test_headers.py",),
+    ),
+    Mutant(
+        "loan_returned_too_early", "a message is overwritten while it is read",
+        "transport/shm_ring.c",
+        "        op->data = message;\n",
+        "        op->data = message, give_back(l, op->loan.number);\n",
+        ("transport/test_shm_lending.py",),
+    ),
+    # Control.
+    Mutant(
+        "difference_in_another_line", "an error names a parameter that is alike",
+        "control/description.py",
+        "line = next(i for i in range(longest) if mine[i] != theirs[i])",
+        "line = max(i for i in range(longest) if mine[i] != theirs[i])",
+        ("control/test_control_agreement.py",),
+    ),
+    Mutant(
+        "difference_not_noticed", "ranks with different plans go on",
+        "control/agreements.py",
+        'if first.split(b" ")[0] != held.split(b" ")[0]:',
+        'if len(first.split(b" ")[0]) != len(held.split(b" ")[0]):',
+        ("control/test_control_agreement.py",),
+    ),
+    # Aggregators.
+    Mutant(
+        "powersgd_keeps_its_basis", "every step starts with the first random basis",
+        "lang/emit/lowrank.c",
+        "if (all[at].kept) keep_basis(&all[at]);\n        else",
+        "if (!all[at].kept)",
+        ("aggregators/test_powersgd.py",),
+    ),
+    Mutant(
+        "topkc_selects_by_local_norms", "ranks add up different chunks",
+        "aggregators/topkc.py",
+        "yield [AllReduce(norm, of=c) for norm, c in zip(norms, firsts, strict=True)]",
+        "yield [AllReduce(norm.clone(), of=c) for norm, c in zip(norms, firsts, strict=True)]",
+        ("aggregators/test_topkc.py",),
+    ),
+    Mutant(
+        "thc_without_saturation", "a sum beyond the range becomes NaN",
+        "codecs/saturating.py",
+        "whole = clamp(v, -self.most, self.most) + _ROUNDING - _ROUNDING",
+        "whole = v + _ROUNDING - _ROUNDING",
+        ("aggregators/test_thc.py",),
+    ),
+    Mutant(
+        "dgc_momentum_not_masked", "what was sent pushes on in later steps",
+        "aggregators/deepgradient.py",
+        "u *= part == 0",
+        "pass",
+        ("aggregators/test_deepgradient.py",),
+    ),
+    Mutant(
+        "artopk_leader_fixed", "one rank's largest values are all that is sent",
+        "aggregators/artopk.py",
+        "s.led_by(s.first.step % s.first.world_size)",
+        "s.led_by(0)",
+        ("aggregators/test_artopk.py",),
+    ),
+    # State.
+    Mutant(
+        "residual_dropped_on_load", "a resumed run is not the run that was saved",
+        "integrations/saved.py",
+        "member.keep({key: self._layout.loaded(member, key, t) for key, t in kept.items()})",
+        "member.keep({})",
+        ("integrations/test_attach.py",),
+    ),
+    Mutant(
+        "residual_not_scaled", "on fewer ranks, later averages receive too much",
+        "integrations/state.py",
+        "target[key] += value.cpu() * (world_size / old)",
+        "target[key] += value.cpu()",
+        ("integrations/test_attach.py",),
+    ),
+    Mutant(
+        "step_not_restored", "a resumed run draws the first steps' numbers again",
+        "integrations/saved.py",
+        'member.step = merged["steps"][name]',
+        "member.step = member.step",
+        ("integrations/test_training_matrix.py",),
+    ),
+    Mutant(
+        "plan_not_restored", "a resumed policy begins with the uniform plan",
+        "integrations/adaptation.py",
+        "        self._switch.change(lambda plan: self._remade(*with_methods(plan, methods)))\n",
+        "",
+        ("multiprocess/test_adaptive.py",),
+    ),
+    # Integrations.
+    Mutant(
+        "an_excluded_parameter_is_compressed", "law 9: only what is attached is compressed",
+        "planner/rules.py",
+        'return _DENSE, ""',
+        'return self.default, ""',
+        ("planner/test_plan.py",),
+    ),
+    Mutant(
+        "fsdp2_takes_another_shard", "the own shard gets another rank's values",
+        "integrations/scatter.py",
+        "own = stretches[rank]",
+        "own = stretches[rank - 1]",
+        ("multiprocess/test_sharded.py",),
+    ),
+    Mutant(
+        "fsdp2_keeps_padding", "padding holds what was in memory before",
+        "integrations/scatter.py",
+        "output_tensor[piece.at + piece.lengths[rank] : end].zero_()",
+        "pass",
+        ("multiprocess/test_corners.py",),
+    ),
+    Mutant(
+        "weights_not_encoded_anew", "a forward after a step uses the weights before it",
+        "integrations/weights.py",
+        "if again and self.kept is not None:",
+        "if self.kept is not None:",
+        ("multiprocess/test_sharded_weights.py",),
+    ),
+    Mutant(
+        "weights_draw_the_same_numbers", "rounding errors of weights never average out",
+        "integrations/versions.py",
+        "                versions.steps += 1",
+        "                versions.steps = 1",
+        ("multiprocess/test_sharded_weights.py",),
+    ),
+    # Policies and the planner.
+    Mutant(
+        "policy_rounds_errors_down", "a plan exceeds its budget",
+        "controllers/knapsack_bins.py",
+        "whole = np.ceil(",
+        "whole = np.floor(",
+        ("controllers/test_lgreco.py",),
+    ),
+    Mutant(
+        "alpha_and_beta_swapped", "latency is taken for seconds per byte",
+        "planner/link_pair.py",
+        "return [(driver, server, trip / 2, there, back)]",
+        "return [(driver, server, there, trip / 2, back)]",
+        ("planner/test_measured_links.py",),
+    ),
+    Mutant(
+        "directions_swapped", "a slow uplink is taken for a slow downlink",
+        "planner/links.py",
+        "beta[i][j], beta[j][i] = there, back",
+        "beta[j][i], beta[i][j] = there, back",
+        ("planner/test_measured_links.py",),
+    ),
+    # The simulator, the lab, the command line.
+    Mutant(
+        "a_link_sends_two_at_once", "simulated transfers take half their time",
+        "sim/fabric.py",
+        "if not egress.busy:",
+        "if True:",
+        ("sim/test_run.py",),
+    ),
+    Mutant(
+        "a_link_receives_two_at_once", "all senders to one rank arrive at once",
+        "sim/fabric.py",
+        "begin = max(self._ingress[receiver.node], self.clock.now + self.link.latency)",
+        "begin = self.clock.now + self.link.latency",
+        ("sim/test_run.py",),
+    ),
+    Mutant(
+        "lab_limits_egress_alone", "several senders to one node exceed its rate",
+        "lab/supervisor.py",
+        'self._run("tc", links.tc_shape(self._ports(), rate, netem_ns, verb))',
+        'self._run("tc", links.tc_shape(self._ports(), 10**11, netem_ns, verb))',
+        ("lab/test_settings.py",),
+    ),
+    Mutant(
+        "bad_option_exits_with_0", "a script goes on after a misspelt option",
+        "cli/program.py",
+        '{where} --help")\n    return BAD_INPUT',
+        '{where} --help")\n    return OK',
+        ("cli/test_bad_input.py",),
+    ),
+)
