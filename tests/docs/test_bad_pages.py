@@ -123,7 +123,9 @@ def test_a_page_that_does_not_say_what_for(tmp_path: Path) -> None:
 def test_blocks_continue_on_two_ranks(tmp_path: Path) -> None:
     text = (
         "```python helper.py\nfound = 3\n```\n"
-        "```python\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n```\n"
+        # gloo's mesh may still connect on one rank when the other has it: hence the barrier
+        "```python\nimport torch.distributed as dist\n\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\n```\n"
         "```python ranks=1\nalone = True\n```\n"
         "```python\nfrom helper import found\n\nrank = found * dist.get_rank()\n```\n"
         "```python new\nrank = 7\n```\n"
