@@ -413,13 +413,6 @@ def plans_that_differ_are_named(rank: int) -> None:
     assert f"{10 + rank} x" in str(error)
 
 
-def sparse_gradients_are_refused(rank: int) -> None:
-    model = DDP(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
-    error = caught(lambda: gw.attach(model))
-    assert isinstance(error, gw.ConfigError)
-    assert "sparse" in str(error)
-
-
 def non_finite_gradients_reach_every_rank(rank: int) -> None:
     model = DDP(mlp())
     handle = gw.attach(model, bits=4, error_feedback=True)
@@ -782,7 +775,6 @@ SCENARIOS = [
     memory_stays_flat,
     averaging_overlaps_with_backward,
     asynchronous_all_reduce,
-    sparse_gradients_are_refused,
 ]
 
 

@@ -240,7 +240,7 @@ class Communicator:
             owner.closed = True
             self._drop_closed()
         with owner.preparing:
-            owner.kept.clear()  # a tag range knows its owner until it is claimed anew
+            owner.kept.clear()
         self.watchdog.closed(owner)
 
     def _drop_closed(self) -> None:

@@ -10,8 +10,9 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -71,6 +72,8 @@ class Owner:
         made: how many agreements were begun.
         preparing: lock of `kept`, `agreed` and `made`.
         lanes: lanes of returned tickets, for reuse.
+        issued_by: the thread that issued the latest ticket, or opened it.
+        awaited_by: the thread that waits for its tickets, and issues nothing meanwhile; or None.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Owner:
         # still awaited would keep gloo's work alive, and with it connections and the store.
         self.core = Core(window, until_sent=single)
         self.lanes: list[TicketLanes] = []
+        self.issued_by = threading.get_ident()
+        self.awaited_by: int | None = None
         self._tickets: dict[Place, Ticket] = {}
         self._recent: deque[tuple[tuple[int, int], Issue]] = deque(maxlen=_REMEMBERED)
         self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)  # (ticket, its rounds)
@@ -114,10 +119,20 @@ class Owner:
                 "'spawn', or make the process group in the child"
             )
         self.check()
+        self.issued_by = threading.get_ident()
         with self.lock:
             place = self.core.issue()
             ticket = self._tickets[place] = Ticket(self, place, version)
         return ticket
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Within it the calling thread waits for tickets of this owner alone."""
+        self.awaited_by = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.awaited_by = None
 
     def check(self) -> None:
         """Raise the error that broke the group or this owner, if any."""

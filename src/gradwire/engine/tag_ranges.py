@@ -9,6 +9,7 @@ or has retired the layout.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ class TagRanges:
         self._first = first
         self._lock = threading.Lock()
         self._number: dict[str, int] = {}  # of all claims that this rank has read
-        self._used: dict[int, tuple[Owner, str]] = {}
+        self._used: dict[int, tuple[weakref.ref[Owner], str]] = {}
 
     def claim(self, owner: Owner, layout: str) -> int:
         """The range of a layout of `owner`; may take several store operations.
@@ -45,12 +46,18 @@ class TagRanges:
                 held = self._first(f"range/{number}", key.encode()).decode()
                 self._number[held] = number
             place = self._number[key] % (RANGES - 1)
-            other, held = self._used.get(place, (owner, layout))
-            if (other, held) != (owner, layout) and not (other.over or held in other.retired):
+            holder, held = self._used.get(place, (weakref.ref(owner), layout))
+            other = holder()
+            if not (
+                other is None
+                or (other, held) == (owner, layout)
+                or other.over
+                or held in other.retired
+            ):
                 raise ConfigError(
                     f"the handles of one process group have {RANGES - 1} layouts of buckets in "
                     "use, which is the most: detach handles that are not needed"
                 )
             owner.retired.discard(layout)
-            self._used[place] = owner, layout
+            self._used[place] = weakref.ref(owner), layout
         return place

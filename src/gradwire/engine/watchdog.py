@@ -5,6 +5,7 @@ the others compare. A late rank is no error. The watchdog breaks the group on ev
 error that names the rank and what it did, where
 
 - two ranks issued different rounds in one place, by digest;
+- two ranks wait for each other in two owners (engine/crossings.py);
 - a peer has left the group, or detached the owner, before a place where it is needed;
 - a peer reports that it has failed, or that its backward pass ended early;
 - the process of a peer on this machine has ended.
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gradwire.engine.crossings import Crossings, Place
 from gradwire.engine.owner import Issue, Owner, Ticket
 from gradwire.errors import ConfigError, GradwireError, TransportError
 
@@ -35,8 +37,6 @@ _PATIENCE = 0.75  # fraction of the timeout after which a wait is announced to p
 _BLAME_S = 0.5  # how long a failed peer may take to name the rank that caused its failure
 
 E = TypeVar("E", bound=BaseException)
-
-Place = tuple[str, int, int]  # owner's key, ticket, round
 
 
 class Watchdog:
@@ -54,6 +54,7 @@ class Watchdog:
         self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
         self._reasons: dict[int, str] = {}  # failed peer -> its error
         self._waits: dict[int, int | None] = {}  # peer with a long wait -> the rank it waits for
+        self._crossings = Crossings(lambda: comm.all_owners(), self._tell)
         self._awaited: int | None = None  # the rank for which this rank has waited long
 
     # ---- notices that this rank sends ----------------------------------------------------------
@@ -130,6 +131,7 @@ class Watchdog:
                 if not pending and self._is_to_be_reported(place, since):
                     self._claim(place, issue)
                 self._look_for_the_end(place)
+            self._crossings.look(list(self._expected))
         except TransportError as error:  # the store is gone: the transport's timeout applies
             log.warning("rank %d: a long wait cannot be compared: %s", self._comm.rank, error)
         finally:
@@ -207,8 +209,19 @@ class Watchdog:
             self._waits[sender] = notice["for"]
         elif kind == "left":
             self._left[sender] = dict(notice["frontier"])
+        elif kind == "crossed":
+            self._heard_crossed(sender, notice)
         elif kind == "differ":
             self._comm.end(ConfigError(str(notice["text"])))
+
+    def _heard_crossed(self, sender: int, notice: Mapping[str, Any]) -> None:
+        found = self._crossings.found(notice)
+        if found is not None:
+            mine, theirs = found
+            self._end_all(
+                f"rank {self._comm.rank} waits in {mine.name} where rank {sender} waits in "
+                f"{theirs.name}: run their backwards in the same order on all ranks"
+            )
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
@@ -268,6 +281,7 @@ class Watchdog:
             self._differs(notice, issue, place)
         elif owner is not None:
             self._look_for_more(owner, place, notice)
+            self._crossings.look([place])
 
     def ended(self, ticket: Ticket) -> None:
         """A ticket has no further round: check whether a peer has reported one."""
@@ -306,7 +320,10 @@ class Watchdog:
         where = f"call {place[1]} of {self._name(place[0])}"
         if place[2]:
             where += f", round {place[2]}"
-        text = f"{what} ({where}): all ranks must make the same calls in the same order"
+        self._end_all(f"{what} ({where}): all ranks must make the same calls in the same order")
+
+    def _end_all(self, text: str) -> None:
+        """Break the group on all ranks, because of what the user did."""
         if self._comm.end(ConfigError(text)):
             self._tell({"kind": "differ", "text": text})
 

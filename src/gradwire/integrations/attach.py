@@ -21,7 +21,8 @@ from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.choices import policy_of, targets_of
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.hook import check_module, hook_state
+from gradwire.integrations.hook import hook_state
+from gradwire.integrations.refused import check_module
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_attach import plan_sharded

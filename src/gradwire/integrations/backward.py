@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+
+from gradwire.integrations.module_hook import ModuleHook
 
 _NONE = -1  # autograd's id outside a backward pass
 
@@ -55,13 +57,25 @@ class Backward:
 
     def watch(self, model: torch.nn.Module) -> None:
         """Detect the start of each pass, by hooks on the outputs of `model`."""
-        self._hook = model.register_forward_hook(_AfterForward(self))
+        self._hook = model.register_forward_hook(ModuleHook(self._after_forward))
 
     def unwatch(self) -> None:
         """Remove the hook; later passes are not detected."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def _after_forward(self, module: torch.nn.Module, _: object, output: object) -> None:
+        self.forward()
+        if not self.reduces(module):
+            return  # within no_sync peers do not wait for this rank
+        for tensor in tree_leaves(output):
+            # A parameter that is returned would keep the hook for ever; its gradient comes last.
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._begins)
+
+    def _begins(self, _: torch.Tensor) -> None:
+        self.enter()
 
     def enter(self) -> bool:
         """Make the running pass of autograd call `ended` at its end; False: no pass is running."""
@@ -73,29 +87,8 @@ class Backward:
         return current != _NONE
 
 
-class _AfterForward:
-    """A module's forward hook; copies of the module, and saved modules, get a hook without
-    effect."""
-
-    def __init__(self, backward: Backward) -> None:
-        self._backward = backward
-
-    def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self._backward.forward()
-        if not self._backward.reduces(module):
-            return  # within no_sync peers do not wait for this rank
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begins)
-
-    def _begins(self, _: torch.Tensor) -> None:
-        self._backward.enter()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A callable from the standard library that takes any arguments and returns None.
-        return getattr, (nullcontext(), "__exit__")
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class _Guard:
@@ -108,7 +101,11 @@ class _Guard:
 
     def __call__(self) -> None:
         self._abandoned = None
-        self._ended()
+        try:
+            self._ended()
+        except Exception as error:
+            # After DDP has finished its pass: else its next forward would fail in an assertion.
+            Variable._execution_engine.queue_callback(partial(_raise, error))
 
     def __del__(self) -> None:
         if self._abandoned is not None and not sys.is_finalizing():

@@ -22,6 +22,7 @@ from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.gather import Gather, Share, Split
+from gradwire.integrations.memory_order import as_in_memory
 from gradwire.integrations.metrics import Sampler
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.torch_versions import values_of
@@ -183,15 +184,24 @@ class Buckets:
         buckets = [self._pass[share.bucket] for share in shares]
         members: list[Attached] = []
         gradients: list[torch.Tensor] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # (in the buffer, in order)
         for bucket, share in zip(buckets, shares, strict=True):
             bucket.unstarted -= 1
             content, parts = bucket.content, bucket.buffer.split(bucket.content.lengths)
             members += [content.members[place] for place in share.places]
-            gradients += [parts[place] for place in share.places]
+            for place in share.places:
+                part = parts[place]
+                in_memory = as_in_memory(content.parameters[place], part)
+                if in_memory is not None:
+                    part = in_memory.reshape(-1)
+                    copied.append((in_memory, part))
+                gradients.append(part)
         within = self._expect(buckets)
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
+                for in_memory, average in copied:
+                    in_memory.copy_(average.view(in_memory.shape))
                 self._know(rounds.least)
                 if self.adaptation is not None and self.adaptation.running:
                     for member, average in zip(members, gradients, strict=True):
@@ -287,8 +297,9 @@ class Buckets:
         """Wait for the averages of all started buckets; raises their error."""
         pending, self._pending = self._pending, []
         begun = time.perf_counter()
-        for future in pending:
-            future.wait()
+        with self._owner.awaited():
+            for future in pending:
+                future.wait()
         with self._lock:
             self._totals["exposed_seconds"] += time.perf_counter() - begun
             if pending and self._begun is not None:

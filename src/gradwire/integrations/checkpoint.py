@@ -19,7 +19,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +34,25 @@ from gradwire.errors import ConfigError
 
 _FACTS = "facts"
 Key = tuple[str, ...]
+
+
+_DCP = (
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.checkpoint.state_dict_loader",
+)
+
+
+def check_caller() -> None:
+    """Raise ConfigError within `dcp.save` and `dcp.load`, which keep one rank's tensor of each key:
+    by the keys of a `state_dict` they would mix the residuals of all ranks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _DCP:
+            raise ConfigError(
+                "torch.distributed.checkpoint would mix the states of ranks, whose keys are alike: "
+                "save {'gradwire': handle.checkpoint()}, and load with handle.load_checkpoint(path)"
+            )
+        frame = frame.f_back
 
 
 def to_keys(state: Mapping[str, Any], rank: int, part: int | None) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.metrics import EVERY, Metrics
 from gradwire.integrations.momentum import MomentumGuard
+from gradwire.integrations.oversights import Oversights
 from gradwire.integrations.rehearsal import alike, rehearse
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import Saved, members_of
@@ -74,6 +75,7 @@ class Handle(Saved):
         weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
         self._momentum = MomentumGuard(named)
         self._momentum.watch(plan)
+        self._oversights = Oversights(model, named)
         self._state: HookState | None = state
         self.automatic: Automatic | None = None
         state.reducer = self._buckets
@@ -335,6 +337,7 @@ class Handle(Saved):
     def _detach(self, state: HookState) -> None:
         self._buckets.backward.unwatch()
         self._momentum.unwatch()
+        self._oversights.unwatch()
         if state.reducer is self._buckets:
             state.reducer = None
         self._comm.close_owner(self._owner)

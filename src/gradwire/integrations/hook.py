@@ -7,13 +7,14 @@ annotations as objects, so this file does not postpone their evaluation.
 
 from collections.abc import Callable
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
+from gradwire.integrations.refused import check_module
 from gradwire.integrations.torch_versions import values_of
 
 
@@ -26,11 +27,21 @@ class HookState:
         attached: number of handles so far; equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.group = model.process_group
+        self._model = ref(model)
         self.reducer: Reducer | None = None
         self.first: Callable[[], None] | None = None
         self.attached = 0
+
+    def divides_by_active_ranks(self) -> bool:
+        """Whether the module is in a `join` that asks for averages over the ranks with inputs."""
+        model = self._model()
+        return (
+            model is not None
+            and model._join_config.enable
+            and not model._divide_by_initial_world_size
+        )
 
 
 class Reducer(Protocol):
@@ -43,6 +54,11 @@ class Reducer(Protocol):
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over the ranks, through the reducer if there is one."""
+    if state.divides_by_active_ranks():
+        raise ConfigError(
+            "join(divide_by_initial_world_size=False): a communication hook does not know how many "
+            "ranks still have inputs, and divides by all of them: leave that argument out"
+        )
     first, state.first = state.first, None
     if first is not None and state.reducer is None:
         first()
@@ -82,7 +98,7 @@ def hook_state(model: DistributedDataParallel) -> HookState:
     check_module(model)
     state = _states.get(model)
     if state is None:
-        state = HookState(model.process_group)
+        state = HookState(model)
         try:
             model.register_comm_hook(state, hook)
         except RuntimeError as error:
@@ -96,17 +112,3 @@ def hook_state(model: DistributedDataParallel) -> HookState:
             model._comm_hooks[:] = [e for e in model._comm_hooks if e[1] is not state]
         _states[model] = state
     return state
-
-
-def check_module(model: DistributedDataParallel) -> None:
-    """Raise ConfigError for anything but a DDP module, and for one with the Python reducer."""
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
-            "wrap it first, attach(DistributedDataParallel(model))"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise ConfigError(
-            "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "
-            "which has no buckets: set it to another value before wrapping the module"
-        )

@@ -19,7 +19,7 @@ from gradwire.collectives import Collective, Item, Operation, prepare, start_rou
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import TransportError
-from gradwire.integrations.backward import Backward, in_backward, running
+from gradwire.integrations.backward import Backward, running
 from gradwire.integrations.metrics import Sampler
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.scatter import Replicas, Scatter
@@ -71,7 +71,8 @@ class ReducedGradients:
         self._totals: dict[str, float] = {"steps": 0, "calls": 0, "wire_bytes": 0, "raw_bytes": 0}
         self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0}
         self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
-        self._pass = self._counted = running()
+        self._pass = running()
+        self._begun: set[int] = set()  # what has reduced in this pass
         self._version = 0  # the plan version that this rank offers in this pass
         self._least: int | None = None  # the least version that any rank offers, if known
         self._backward = Backward(_nothing, self._abandoned, self._forward, self._reduces)
@@ -132,22 +133,31 @@ class ReducedGradients:
         """Backward passes that reduced gradients."""
         return int(self._totals["steps"])
 
-    def begin(self) -> int:
-        """Called as a scatter begins; returns the plan version that this rank offers in the running
-        pass."""
-        self._backward.enter()
+    def begin(self, reduction: object) -> int:
+        """Called as a reduction begins; returns the plan version that this rank offers in the
+        running pass.
+
+        A pass of autograd's is one pass. Pipeline schedules reduce behind it, each group of
+        parameters once: there a pass begins with the first that has reduced already.
+        """
+        within = self._backward.enter()
         now = running()
-        if now != self._pass:
+        again = not within and (not self._begun or id(reduction) in self._begun)
+        if now != self._pass or again:
             self._pass = now
+            self._begun.clear()
             if self.adaptation is not None:
                 self.adaptation.begin()
-            self.sampler.begin(self.steps + 1)
+            with self._lock:
+                self._totals["steps"] += 1
+            self.sampler.begin(self.steps)
             before = self._switch.plan
             least = before.version if self._least is None else self._least
             self._version, self._least = self._switch.begin(least), None
             if self._switch.plan is not before:
                 self._adopt()
                 self.owner.comm.in_flight.mark(f"adopt: plan {self._switch.plan.version}")
+        self._begun.add(id(reduction))
         return self._version
 
     def run(
@@ -167,15 +177,13 @@ class ReducedGradients:
         ticket = owner.ticket(version)
         try:
             (ended,) = start_round(ticket, [(collective, items)])
-            outcome: Outcome = ended.result()
+            with owner.awaited():
+                outcome: Outcome = ended.result()
         finally:
             ticket.close()
         if self.weights is not None:
             self.weights.changes.reduced()
         with self._lock:
-            if in_backward():
-                self._totals["steps"] += running() != self._counted
-                self._counted = running()
             self._totals["calls"] += 1
             self._totals["raw_bytes"] += raw_bytes
             self._totals["wire_bytes"] += outcome.wire_bytes
@@ -210,7 +218,8 @@ class ReducedGradients:
             rank = owner.comm.rank
             error = TransportError(
                 f"rank {rank}: backward raised an exception in {owner.name}, so its gradients are "
-                f"not complete: see what rank {rank} raised",
+                f"not complete: see what rank {rank} raised; to go on, every rank catches it and "
+                "calls the root module's reset_iter_state() and the handle's recover()",
                 peer=rank,
             )
             owner.comm.fail_owner(owner, error)

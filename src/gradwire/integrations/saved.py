@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from gradwire.aggregators import Attached
+from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.checkpoint import read_states, to_keys
+from gradwire.integrations.checkpoint import check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
@@ -63,7 +64,11 @@ class Saved:
         the number of `shards`, and as `dims` of each parameter that is not sharded in its first
         dimension, in which it is. Residuals are in the order of the parameter's values, however
         it is sharded.
+
+        Raises:
+            ConfigError: within `dcp.save`, which takes `checkpoint` (below).
         """
+        check_caller()
         return {
             "version": 1,
             "plan": self.plan.version,
@@ -174,6 +179,13 @@ class Saved:
         """
         part = self._gather.part()
         self.load_state_dict(read_states(path, key, self.rank, self.world_size, part))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Of pickle, torch.save and copy: a handle has threads, and hooks on its module."""
+        raise ConfigError(
+            "a handle is of one module and process group, and cannot be pickled or copied: save "
+            "its state_dict(), or attach to the copied module"
+        )
 
     def summary(self) -> str:
         """What is attached, as text: the codec of each group of parameters with its bits per value,

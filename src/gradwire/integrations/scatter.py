@@ -104,7 +104,7 @@ class Scatter(FSDPReduceScatter):
         of, (reduction, factor) = self.of, factor_of(op)
         rank, ranks, owner = of.groups.shard, of.groups.shards, of.owner
         stride, device = output_tensor.numel(), input_tensor.device
-        version = of.begin()
+        version = of.begin(self)
         pieces = scattered(input_tensor.numel(), ranks)
         what = self.last = Scattered(
             tuple(_member(self.members, piece.parameter) for piece in pieces),
@@ -224,6 +224,7 @@ class Replicas(dist.ProcessGroup):
         owner, groups = of.replicas, of.groups
         shard, shards = groups.shard, groups.shards
         of_ranks = groups.replica, groups.of_replicas
+        of.begin(self)
         specs, items = [], []
         for piece in scattered(values.numel() * shards, shards):
             member, device = _member(self.members, piece.parameter), values.device

@@ -49,24 +49,30 @@ class Sharded(Saved):
         self, model: torch.nn.Module, trained: Trained, plan: Plan, seed: int, first: int
     ) -> None:
         self.groups = groups = trained.groups
+        self._of = model, trained, plan.parameters[0].name
         members = members_of(plan, seed, groups.rank, first)
         gather = StateGather(process_groups(trained.records[0]).all)
         layout = ResidualLayout(groups.shards, trained.dims())
         super().__init__(members, seed, groups.rank, groups.size, gather, layout)
-        what = f"the sharded module of {plan.parameters[0].name}"
-        owners = [communicator(group).owner(what) for group in groups.all]
         self._named, self._shards = trained.named, trained.shards()
         self._parameters = {name: p for p, name in trained.names.items()}
-        shapes = {name: tuple(p.shape) for name, p in trained.named}
-        of_shard = groups.shard, groups.shards, groups.rank, groups.size
-        sharding = Sharding(shapes, layout.dims, *of_shard)
+        self._install(plan)
+
+    def _install(self, plan: Plan) -> None:
+        """Replace FSDP2's collectives, with owners of their own; on all ranks together."""
+        (model, trained, first), groups = self._of, self.groups
+        what = f"the sharded module of {first}"
+        owners = [communicator(group).owner(what) for group in groups.all]
         self._metrics = Metrics(groups.size)
         self._switch = Switch(plan, owners[0], self._rehearse)
         of = owners, self._switch, self._adopt, self._metrics.sampler
-        self._gradients = ReducedGradients(model, trained, members, *of)
+        self._gradients = ReducedGradients(model, trained, self._members, *of)
         self.weights: GatheredWeights | None = None
         if plan.weights is not None and groups.shards > 1:
-            self.weights = GatheredWeights(what, trained, members, plan, seed, sharding)
+            shapes = {name: tuple(p.shape) for name, p in trained.named}
+            of_shard = groups.shard, groups.shards, groups.rank, groups.size
+            sharding = Sharding(shapes, self._layout.dims, *of_shard)
+            self.weights = GatheredWeights(what, trained, self._members, plan, self._seed, sharding)
             self._gradients.weights = self.weights
 
     # ---- plans
@@ -146,6 +152,7 @@ class Sharded(Saved):
             local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
             return local
 
+        self._adaptive = policy, replan
         of = self._gradients.owner, self._switch, self._remade, self._adopt
         adaptation = Adaptation(policy, replan, *of, shards=shard)
         if self.world_size > 1:  # a single rank sends nothing
@@ -317,6 +324,39 @@ class Sharded(Saved):
         return state if kept is None else {**state, "weights": kept}
 
     state_dict.__doc__ = Saved.state_dict.__doc__
+
+    def recover(self) -> None:
+        """Go on after an exception in a backward, once every rank has caught it or the error that
+        it caused there, and FSDP2 itself has recovered. Collective: every rank calls it.
+
+            except Exception:
+                model.reset_iter_state()  # FSDP2's, of the root module
+                handle.recover()
+                continue
+
+        Residuals and the plan in force are kept, an update that was not in force is dropped, and
+        statistics begin anew. What the broken pass had sent is in residuals, or lost.
+
+        Raises:
+            ConfigError: the handle was detached.
+            TransportError: the group itself is broken, or a rank did not make the call.
+        """
+        if not self._gradients.installed:
+            raise ConfigError("recover: this handle was detached: attach again")
+        step = max(member.step for member in self._members.values())
+        for owner in self._gradients.owners:
+            owner.comm.check()
+            if owner.comm.member is not None:
+                told = owner.comm.member.exchange(f"{owner.key}/recovery", str(step).encode())
+                step = max(map(int, told.result()))
+        for member in self._members.values():
+            member.step = step  # equal on all ranks, and random numbers that were not drawn yet
+        adapts = self.adaptation is not None
+        self.detach()
+        self.adaptation = None
+        self._install(self.plan)
+        if adapts:
+            self.adapt(*self._adaptive)
 
     def detach(self) -> None:
         """Restore FSDP2's own collectives; call it between two steps. Statistics and state stay

@@ -122,11 +122,6 @@ def not_free(where: str, record: Any) -> str | None:
     Args:
         where: its module, for the message.
     """
-    if is_attached(record):
-        return (
-            f"module {where} already has a handle attached: call its detach() before attaching "
-            "again"
-        )
     if not hasattr(record.mesh_info, "shard_mesh_size"):
         return f"module {where} is replicated, not sharded: wrap it with DDP, and attach to that"
     scatter = type(record._reduce_scatter_comm)
@@ -167,9 +162,12 @@ def trained_of(
     named: list[tuple[str, torch.Tensor]] = []
     names: dict[Any, str] = {}
     records: list[Any] = []
-    trained = False
+    trained, attached = False, None
     for module, record in parameter_groups(model):
         where = plain_name(module) or "(the root)"
+        if is_attached(record):
+            attached = attached or where
+            continue
         reason = not_free(where, record)
         if reason is not None and like is None:
             raise ConfigError(reason)
@@ -192,8 +190,14 @@ def trained_of(
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise ConfigError(
-            f"modules {first} and {second} are sharded over different process groups: shard both "
-            "over one mesh, or attach to parts of the model that have one each"
+            f"modules {first} and {second} are sharded over different process groups, and a handle "
+            "has one: attach to the inner modules of one group first, each by itself, then to the "
+            "whole, whose handle leaves out what has one"
+        )
+    if not found and attached is not None:
+        raise ConfigError(
+            f"module {attached} already has a handle attached: call its detach() before attaching "
+            "again"
         )
     if not found:
         raise ConfigError("fully_shard has sharded no module in this one: nothing to attach to")

@@ -17,16 +17,10 @@ def synchronised(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor
     unfrozen later gets no bucket. So this asks the reducer, and ignores `requires_grad`.
 
     Raises:
-        ConfigError: gradients are sparse, or a parameter was removed from the module.
+        ConfigError: a parameter was removed from the module.
     """
-    try:
-        # The buckets have zeros in place of gradients; this memory is released at once.
-        buckets = model.reducer._get_zeros_like_grad_buckets()
-    except RuntimeError as error:
-        raise ConfigError(
-            "sparse gradients cannot be compressed, and DDP has no flat buckets for this module: "
-            f"use nn.Embedding(sparse=False) ({error})"
-        ) from error
+    # The buckets have zeros in place of gradients; this memory is released at once.
+    buckets = model.reducer._get_zeros_like_grad_buckets()
     kept = {p for bucket in buckets for p in bucket.parameters()}
     every = plain_names(model.module.named_parameters(remove_duplicate=False))
     named = [(name, p) for name, p in every if p in kept]

@@ -1,0 +1,276 @@
+"""DDP modules used in ways that DDP bears, forbids or takes in silence."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ends import ends
+from gradwire.aggregators import Rounds
+from leftovers import until
+from ranks import all_pass, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
+
+
+def step(model: nn.Module, seed: int = 0) -> None:
+    model.zero_grad()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    model(x).square().sum().backward()
+
+
+def refusal(attach: Callable[[], object]) -> str:
+    error = caught(attach)
+    assert isinstance(error, gw.ConfigError), error
+    return str(error)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8, sparse=True)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(x))  # type: ignore[no-any-return]
+
+
+def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
+    model = DDP(Words())
+    for options in ({}, {"exclude": ["words.weight"]}):
+        assert "words.weight has sparse" in refusal(lambda o=options: gw.attach(model, **o))
+        model(torch.arange(4)).sum().backward()  # as DDP's buckets are built
+    inner = net()
+    named = [("0.weight", inner[0].weight)]
+    delayed = DDP(
+        inner, delay_all_reduce_named_params=named, param_to_hook_all_reduce=inner[1].weight
+    )
+    assert "0.weight is in delay_all_reduce_named_params" in refusal(lambda: gw.attach(delayed))
+    inner = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, [inner[1].bias], {"lr": 0.1})
+    stepping = DDP(inner)
+    assert "1.bias has an optimizer that runs in backward" in refusal(lambda: gw.attach(stepping))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.last(x), self.last.weight, self.last.weight.T
+
+
+def a_returned_parameter_keeps_no_hook(rank: int) -> None:
+    model = DDP(Tied())
+    handle = gw.attach(model)
+    for _ in range(3):
+        outputs = model(torch.ones(4, 8))
+        sum(out.sum() for out in outputs).backward()
+        assert not model.module.last.weight._backward_hooks
+    handle.detach()
+
+
+def a_handle_stays_where_it_is(rank: int) -> None:
+    handle = gw.attach(DDP(net()))
+    for of in (copy.deepcopy, pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
+        assert "save its state_dict()" in refusal(lambda of=of: of(handle))
+    handle.detach()
+    assert "was detached" in refusal(lambda: handle.update(bits=3))
+
+
+def averages_over_ranks_with_inputs_are_refused(rank: int) -> None:
+    for detached in (False, True):  # a detached module has the hook still
+        model = DDP(net())
+        handle = gw.attach(model)
+        if detached:
+            handle.detach()
+        with model.join(divide_by_initial_world_size=False):
+            assert "divide_by_initial_world_size" in str(caught(partial(step, model)))
+
+
+def warned(body: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        body()
+    return [str(one.message) for one in found if "DDP" in str(one.message)]
+
+
+def what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
+    model = DDP(net())
+    gw.attach(model)
+    assert not warned(lambda: step(model))
+    model.to(torch.float64)
+    x = torch.ones(4, 8, dtype=torch.float64)
+    (said,) = warned(lambda: [model(x) for _ in range(8)])
+    assert "parameter 0.weight is of torch.float64 now" in said
+
+    inner = net()
+    inner[1].weight.requires_grad_(False)
+    model = DDP(inner)
+    gw.attach(model)
+    inner[1].weight.requires_grad_(True)
+    (said,) = warned(lambda: [step(model) for _ in range(3)])
+    assert "parameter 1.weight requires a gradient" in said
+
+    model = DDP(net())
+    gw.attach(model)
+    with torch.no_grad():
+        assert not warned(lambda: model.module(torch.ones(4, 8)))  # to validate
+    (said,) = warned(lambda: step(model.module))
+    assert "call the DDP module" in said
+    assert not warned(lambda: step(model.module))
+
+
+def dropped_modules_leave_nothing(rank: int) -> None:
+    """Nor do buckets that DDP has built anew."""
+    made: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        model = DDP(net(), bucket_cap_mb=0.0001)
+        handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+        for _ in range(4):
+            step(model)
+        made += [weakref.ref(one) for one in (model, handle, handle._buckets, handle._owner)]
+    assert until(lambda: gc.collect() >= 0 and not alive(Rounds))
+    del model, handle
+    gc.collect()
+    last = gw.attach(DDP(net()))  # a group forgets those before as it opens the next
+    assert until(lambda: gc.collect() >= 0 and not any(one() for one in made)), made
+    last.detach()
+
+
+def alive(kind: type) -> list[Any]:
+    return [one for one in gc.get_objects() if type(one) is kind]
+
+
+class Transposed(nn.Module):
+    """Weights whose memory is not in their order; `straight`: the same weights in order."""
+
+    def __init__(self, straight: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        matrix = torch.randn(40, 32).T
+        filters = torch.randn(32, 16, 3, 3).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(matrix.contiguous() if straight else matrix)
+        self.filters = nn.Parameter(filters.contiguous() if straight else filters)
+        assert self.matrix.is_contiguous() == self.filters.is_contiguous() == straight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gradients are the same bits whatever the order in memory."""
+        factors = torch.randn(2, 32 * 16 * 9, generator=torch.Generator().manual_seed(int(x)))
+        of_matrix, of_filters = factors[0, : 32 * 40].view(32, 40), factors[1].view(32, 16, 3, 3)
+        return (self.matrix * of_matrix).sum() + (self.filters * of_filters).sum()
+
+
+ORDERED = ["powersgd:rank=2", "topkc:bits=4:chunk=16", "dgc:density=0.1", "qsgd:bits=4"]
+
+
+def values_travel_in_the_order_of_their_parameter(rank: int) -> None:
+    for method in ORDERED:
+        found = []
+        for straight in (True, False):
+            model = DDP(Transposed(straight))
+            handle = gw.attach(model, method, error_feedback=method.startswith("qsgd"))
+            for seed in range(3):
+                model.zero_grad()
+                model(torch.tensor(2 * seed + rank)).backward()
+            grads = [p.grad.contiguous() for p in model.parameters() if p.grad is not None]
+            state = handle.state_dict()["aggregators"]
+            found.append(
+                grads + [t for name in sorted(state) for _, t in sorted(state[name].items())]
+            )
+            handle.detach()
+        assert len(found[0]) > 2
+        assert all(map(torch.equal, *found)), method
+
+
+class Raises(torch.autograd.Function):
+    on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Raises.on:
+            raise ValueError("a layer's own")
+        return grad
+
+
+class Raising(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Raises.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def after_an_error_the_error_comes_again(rank: int) -> None:
+    first, last = net()
+    model = DDP(nn.Sequential(first, Raising(), last))
+    handle = gw.attach(model)
+    step(model)
+    Raises.on = rank == 0
+    error = caught(lambda: step(model))
+    Raises.on = False
+    if rank == 0:
+        assert isinstance(error, ValueError)
+        return  # its reducer has not finished, as without gradwire
+    for again in (error, caught(lambda: step(model))):
+        assert isinstance(again, gw.TransportError)
+        assert "rank 0: backward raised" in str(again)
+    handle.detach()
+    model(torch.ones(4, 8))  # DDP begins a pass, so it has finished the one before
+
+
+def test_corners() -> None:
+    all_pass(
+        2,
+        [
+            what_does_not_travel_in_buckets_is_refused_by_name,
+            a_returned_parameter_keeps_no_hook,
+            a_handle_stays_where_it_is,
+            averages_over_ranks_with_inputs_are_refused,
+            what_ddp_takes_in_silence_is_warned_of_once,
+            dropped_modules_leave_nothing,
+            values_travel_in_the_order_of_their_parameter,
+            after_an_error_the_error_comes_again,
+        ],
+    )
+
+
+def crossed(rank: int) -> str:
+    models = [DDP(net()) for _ in range(2)]
+    for model in models:
+        gw.attach(model)
+        step(model)
+    losses = [model(torch.ones(4, 8)).sum() for model in models]
+    try:
+        for loss in losses if rank == 0 else reversed(losses):
+            loss.backward()
+    except gw.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_backwards_in_another_order_are_named() -> None:
+    for end in ends(2, crossed, timeout=60.0):
+        assert "run their backwards in the same order" in end.value, end
+        assert end.value.count("the module of 0.weight") == 2
