@@ -171,9 +171,10 @@ class Owner:
 
     @property
     def over(self) -> bool:
-        """Whether it is closed, and all its tickets have been returned."""
+        """Whether it is closed, and all its tickets have been returned, or it is broken."""
         with self.lock:
-            return self.closed and self.core.returned == self.core.issued
+            ended = self.error is not None or self.core.returned == self.core.issued
+            return self.closed and ended
 
     def note(self, ticket: Ticket) -> None:
         """Remember a ticket's round that has ended."""

@@ -116,7 +116,7 @@ class Watchdog:
             self._tell({"kind": "waits", "for": peer})
 
     def _late(self, owner: Owner) -> Ticket | None:
-        ticket = owner.oldest()
+        ticket = owner.oldest() if owner.error is None else None
         return ticket if ticket and time.monotonic() - ticket.since > _LONG_S else None
 
     def _report(self, late: list[Ticket]) -> None:

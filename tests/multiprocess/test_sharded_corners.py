@@ -1,0 +1,192 @@
+"""FSDP2 modules: exceptions in backward, reductions outside autograd, several meshes, and the
+checkpoints of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_model import sharded
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire as gw
+from ranks import all_pass, caught
+
+pytestmark = pytest.mark.multiprocess
+
+
+def batch(rank: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+
+
+def dcp_takes_checkpoints_not_handles(rank: int, folder: Path) -> None:
+    for handle in (gw.attach(sharded()), gw.attach(DDP(nn.Linear(8, 8)))):
+        for whole in (handle, Wrapped(handle)):
+            error = caught(lambda w=whole: dcp.save({"gradwire": w}, checkpoint_id=folder))
+            assert isinstance(error, gw.ConfigError), error
+            assert "handle.checkpoint()" in str(error)
+        handle.detach()
+
+
+class Wrapped:
+    """As scripts do for their own classes."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"handle": self.handle.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.handle.load_state_dict(state["handle"])
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
+        ctx.on = on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if ctx.on:
+            raise ValueError("a layer's own")
+        return grad, None
+
+
+class Layers(nn.Module):
+    """Two sharded layers; backward may raise between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, raises: bool = False) -> torch.Tensor:
+        return self.last(Raises.apply(self.first(x).relu(), raises))  # type: ignore[no-any-return]
+
+
+def layers() -> Layers:
+    model = Layers()
+    for module in (model.first, model.last, model):
+        fully_shard(module)
+    return model
+
+
+OPTIONS: dict[str, Any] = {"bits": 4, "error_feedback": True}
+
+
+def training_goes_on_after_an_exception(rank: int) -> None:
+    """On one rank, or on all; also with weights of differences. Every rank has the same gradients
+    afterwards, and numbers its steps alike."""
+    everyone = list(range(dist.get_world_size()))
+    of_weights = {"weights": {"*.weight": "randomshift:bits=8"}, "keep": "reference"}
+    for more, raising in (({}, everyone[-1:]), (of_weights, everyone)):
+        model, exact = layers(), layers()
+        handle = gw.attach(model, **OPTIONS, **more)
+        model(batch(rank)).square().sum().backward()
+        handle.update(bits=6).wait()
+        loss = model(batch(rank), rank in raising).square().sum()
+        error = caught(loss.backward)
+        if rank in raising:  # a peer may be the first to raise
+            assert isinstance(error, (ValueError, gw.TransportError)), error
+        else:
+            assert isinstance(error, gw.TransportError), error
+            assert "reset_iter_state() and the handle's recover()" in str(error)
+        model.reset_iter_state()
+        handle.recover()
+        for seed in range(3):
+            for one in (model, exact):
+                one.zero_grad()
+                one(batch(rank, seed)).square().sum().backward()
+        assert handle.stats()["steps"] == 3
+        steps = [None] * len(everyone)
+        dist.all_gather_object(steps, handle.state_dict()["steps"])
+        assert all(one == steps[0] for one in steps)
+        for found, expected in zip(gradients(model), gradients(exact), strict=True):
+            assert (found - expected).norm() < 0.5 * expected.norm()
+        handle.detach()
+        assert "was detached" in str(caught(handle.recover))
+
+
+def passes_outside_autograd_are_passes(rank: int) -> None:
+    """Pipeline schedules run backward without reductions, and reduce behind it."""
+    model = layers()
+    handle = gw.attach(model, **OPTIONS)
+    update = handle.update(bits=8)
+    update.wait()
+    handle.metrics(every=1)
+    for step in range(1, 6):
+        for module in (model.first, model.last, model):
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(False)
+            module.set_requires_gradient_sync(False)
+        for part in range(2):
+            model(batch(rank, part)).square().sum().backward()
+        for module in (model, model.last, model.first):
+            module.set_is_last_backward(True)
+            module.set_reshard_after_backward(True)
+            module.set_requires_gradient_sync(True)
+            state = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        model._get_fsdp_state()._root_post_backward_final_callback()
+        assert handle.stats()["steps"] == step
+    assert update.in_force
+    assert handle.metrics()["sampled_step"] > 1
+
+
+class Experts(nn.Module):
+    """Experts over a mesh of their own, as in a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.expert = nn.Linear(5, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
+    model = Experts()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("other", "own"))
+    fully_shard(model.expert, mesh=mesh["own"])
+    fully_shard(model)
+    error = caught(lambda: gw.attach(model))
+    assert isinstance(error, gw.ConfigError)
+    assert "attach to the inner modules of one group first" in str(error)
+    inner, outer = gw.attach(model.expert, bits=4), gw.attach(model, bits=4)
+    for seed in range(2):
+        model.zero_grad()
+        model(batch(rank, seed)).square().sum().backward()
+    for handle in (inner, outer):
+        assert handle.stats()["steps"] == 2
+        assert handle.stats()["wire_bytes"] > 0
+    assert "already has a handle" in str(caught(lambda: gw.attach(model)))
+    outer.detach()
+    inner.detach()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    checks = [
+        dcp_takes_checkpoints_not_handles,
+        training_goes_on_after_an_exception,
+        passes_outside_autograd_are_passes,
+    ]
+    all_pass(2, checks, tmp_path)
+
+
+def test_four_ranks() -> None:
+    all_pass(4, [modules_of_several_meshes_have_a_handle_each, training_goes_on_after_an_exception])
