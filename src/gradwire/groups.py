@@ -52,7 +52,8 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     def transport() -> Mixed | TorchP2P:
         return host_transport(_still(held))
 
-    info = GroupInfo(group.rank(), group.size(), timeout_of(group), group.get_group_store())
+    of = group.rank(), group.size(), timeout_of(group), group.get_group_store()
+    info = GroupInfo(*of, _ranks_of(group))
     comm = Communicator(transport, info=info)
     comm.links = lambda device: link(_still(held), comm, device)
     # A group that torch does not list ends with its last reference. `alive` runs on the control
@@ -62,6 +63,13 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     number, listed = id(group), group in _listed()
     comm.alive = lambda: not gone.is_set() and (not listed or number in map(id, _listed()))
     return comm
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """The members' ranks in the whole job, where they are not their numbers in the group."""
+    listed = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    ranks = None if listed is None else tuple(sorted(listed, key=listed.__getitem__))
+    return None if ranks in (None, tuple(range(group.size()))) else ranks
 
 
 def _still(held: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

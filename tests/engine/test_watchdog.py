@@ -19,7 +19,7 @@ from gradwire.transport import Hub
 class Comm:
     """Rank 0 of four, which has met a failure, and records its notices."""
 
-    rank, world_size, error, opened = 0, 4, None, None
+    rank, world_size, ranks, error, opened = 0, 4, None, None, None
 
     def dead_peer(self) -> None:
         """All peers are alive."""
@@ -27,6 +27,9 @@ class Comm:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.member = SimpleNamespace(tell=self.told.append)
+
+    def all_owners(self) -> list[Any]:
+        return []
 
     def first_to_fail(self) -> bool:
         return False

@@ -18,7 +18,7 @@ import gradwire as gw
 from ends import ends, finished
 from gradwire import groups
 from products import EXHAUSTIVE
-from ranks import all_pass
+from ranks import all_pass, caught
 from stress.worlds import of_transport
 
 pytestmark = pytest.mark.multiprocess
@@ -286,3 +286,23 @@ def test_groups_of_two_ranks(shm: bool, monkeypatch: pytest.MonkeyPatch) -> None
             a_forked_child_is_refused,
         ],
     )
+
+
+def begun_alone(rank: int) -> str:
+    """Rank 0 begins an agreement, and gives up before rank 1 begins one."""
+    store, comm = dist.distributed_c10d._get_default_store(), groups.communicator()
+    if rank == 0:
+        error = caught(lambda: comm.agree("what is attached", ["a"]))
+        assert "rank 1 did not reach what is attached" in str(error)
+        store.set("rank 0 gave up", "")
+    store.wait(["rank 0 gave up"], timedelta(seconds=60))
+    for what in ("what is attached", "something else"):
+        error = caught(lambda w=what: comm.agree(w, ["a"]))
+        assert isinstance(error, gw.TransportError), error
+    return str(error)
+
+
+def test_an_agreement_that_timed_out_breaks_the_group() -> None:
+    found = ends(2, begun_alone, timeout=2.0)
+    finished(found)
+    assert all("rank 1 did not reach what is attached" in end.value for end in found)

@@ -179,14 +179,59 @@ def modules_of_several_meshes_have_a_handle_each(rank: int) -> None:
     inner.detach()
 
 
+def errors_have_ranks_of_the_job(rank: int) -> None:
+    """Rank 3 raises: its number is 1 in both of its groups."""
+    model = Layers()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for module in (model.first, model.last, model):
+        fully_shard(module, mesh=mesh)
+    handle = gw.attach(model, **OPTIONS)
+    error = caught(model(batch(rank), rank == 3).square().sum().backward)
+    if rank in (1, 2):  # they share a group with rank 3
+        assert isinstance(error, gw.TransportError)
+        assert f"rank {rank}: rank 3 has failed: rank 3: backward raised" in str(error)
+    dist.barrier()
+    handle.detach()
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.spare = nn.Linear(5, 64), nn.Linear(5, 64)
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        return self.used(x) + (self.spare(x) if spare else 0.0)  # type: ignore[no-any-return]
+
+
+def unused_parameters_have_a_mend(rank: int) -> None:
+    model = fully_shard(Spare())
+    model.set_reduce_scatter_unused_params(True)
+    handle = gw.attach(model, bits=4)
+    model(batch(rank), rank == 0).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    handle.detach()
+    model = fully_shard(Spare())
+    gw.attach(model, bits=4)
+    error = caught(model(batch(rank), rank == 0).square().sum().backward)
+    assert isinstance(error, gw.ConfigError)
+    assert "set_reduce_scatter_unused_params()" in str(error)
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     checks = [
         dcp_takes_checkpoints_not_handles,
         training_goes_on_after_an_exception,
         passes_outside_autograd_are_passes,
+        unused_parameters_have_a_mend,  # last: the group breaks
     ]
     all_pass(2, checks, tmp_path)
 
 
 def test_four_ranks() -> None:
-    all_pass(4, [modules_of_several_meshes_have_a_handle_each, training_goes_on_after_an_exception])
+    checks = [
+        modules_of_several_meshes_have_a_handle_each,
+        training_goes_on_after_an_exception,
+        errors_have_ranks_of_the_job,
+    ]
+    all_pass(4, checks)

@@ -14,7 +14,7 @@ from gradwire.control.connection import Connection
 from gradwire.control.description import Description
 from gradwire.control.participant import Fail, Participant
 from gradwire.control.pending_result import PendingResult
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, TransportError, in_global_ranks
 
 if TYPE_CHECKING:
     from gradwire.control.channel import Channel
@@ -41,7 +41,13 @@ class Listener(Protocol):
 
 
 class Member:
-    """One rank's membership in one group; made by `Channel.join`; used from any thread."""
+    """One rank's membership in one group; made by `Channel.join`; used from any thread.
+
+    Attributes:
+        ranks: of the group's members in the whole job, for errors; None: they are equal.
+    """
+
+    ranks: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -205,8 +211,9 @@ class Member:
             self._connection.submit(lambda: self._part.expire(pending))
 
         pending: PendingResult[Any] = PendingResult(
-            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S
-        )
+            self._channel.post, self.timeout, self.rank, what, late, _NAMING_S,
+            lambda error: in_global_ranks(error, self.ranks),
+        )  # fmt: skip
         self._channel.watch(pending)
         return pending
 

@@ -22,6 +22,7 @@ class PendingResult(Generic[T]):
         what: what it waits for, for errors such as "rank 1 did not reach {what}".
         late: called on the control thread at the deadline, to find the missing ranks.
         grace: seconds that `late` may take.
+        shown: what its future fails with, for an error in the group's own ranks.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class PendingResult(Generic[T]):
         what: str,
         late: Callable[[PendingResult[T]], None],
         grace: float,
+        shown: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -42,6 +44,7 @@ class PendingResult(Generic[T]):
         self._post = post
         self._late: Callable[[PendingResult[T]], None] | None = late
         self._grace = grace
+        self._shown = shown
 
     @property
     def over(self) -> bool:
@@ -60,7 +63,7 @@ class PendingResult(Generic[T]):
     def fail_here(self, error: Exception) -> None:
         """Fail at once; on the control thread."""
         if not self.future.done():
-            self.future.set_exception(error)
+            self.future.set_exception(self._shown(error))
 
     def fail_without(self, ranks: list[int], more: bool = False) -> None:
         """Fail because `ranks`, and perhaps `more`, have not come in time."""

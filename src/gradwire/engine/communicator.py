@@ -29,7 +29,7 @@ from gradwire.engine.stream_driver import StreamDriver
 from gradwire.engine.tag_ranges import TagRanges
 from gradwire.engine.topology import RankInfo, Topology
 from gradwire.engine.watchdog import Watchdog
-from gradwire.errors import GradwireError, TransportError
+from gradwire.errors import GradwireError, TransportError, in_global_ranks
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
 from gradwire.transport.torch_p2p import destroyed
@@ -49,12 +49,14 @@ class GroupInfo:
         rank, world_size: as in torch, within the group.
         timeout: seconds that a wait may last.
         store: shared by the group's ranks only.
+        ranks: of its members in the whole job, in its order; None: they are equal.
     """
 
     rank: int
     world_size: int
     timeout: float
     store: dist.Store
+    ranks: tuple[int, ...] | None = None
 
 
 class Communicator:
@@ -69,6 +71,7 @@ class Communicator:
         info: required where `transport` is a function.
 
     Attributes:
+        ranks: of the members in the whole job; None: they are equal.
         calls: the owner of single collectives that users call.
         backend_calls: the owner of single collectives that the backend calls.
         counted: the number of user calls without a given step; each draws its own random numbers.
@@ -90,6 +93,7 @@ class Communicator:
             made: Any = transport
             info = GroupInfo(made.rank, made.world_size, made.timeout, made.board)
         self.rank, self.world_size, self.timeout = info.rank, info.world_size, info.timeout
+        self.ranks = info.ranks
         self._failing = False
         engine = Engine.current()
         self.workers = engine.workers
@@ -117,6 +121,7 @@ class Communicator:
             self.member = engine.channel.join(
                 info.store, self.rank, self.world_size, self.timeout, self.watchdog
             )
+            self.member.ranks = info.ranks
 
     def count(self) -> int:
         """Number a call without a given step; all ranks make the same calls, so they agree."""
@@ -190,7 +195,11 @@ class Communicator:
             ConfigError: on every rank; names the first line that differs and its value per rank.
             TransportError: a peer did not answer.
         """
-        return self.agreement(f"group {next(self._agreements)}", what, description).result()
+        try:
+            return self.agreement(f"group {next(self._agreements)}", what, description).result()
+        except TransportError as error:
+            self.fail(error)  # ranks that come later would take the next agreement for this one
+            raise
 
     def agreement(self, key: str, what: str, description: list[str]) -> Future[int]:
         """As `agree`, asynchronous; `key` names it on all ranks and is used once."""
@@ -224,11 +233,11 @@ class Communicator:
 
     # ---- owners and their rounds ---------------------------------------------------------------
 
-    def owner(self, name: str, window: int = 2) -> Owner:
-        """Open the next owner; all ranks open owners in the same order."""
+    def owner(self, name: str, window: int = 2, **advice: str) -> Owner:
+        """Open the next owner; all ranks open owners in the same order. See `Owner`."""
         with self._lock:
             serial, self._serial = self._serial, self._serial + 1
-            owner = Owner(self, serial, name, window, False)
+            owner = Owner(self, serial, name, window, False, **advice)
             self._drop_closed()
             self.owners.append(owner)
         self.watchdog.opened(owner)
@@ -291,7 +300,7 @@ class Communicator:
         if not self.end(error):
             return
         if isinstance(error, GradwireError):
-            log.error("%s", error)
+            log.error("%s", self.error)
         else:
             log.exception("gradwire: a task failed", exc_info=error)
 
@@ -304,17 +313,17 @@ class Communicator:
 
     def end(self, error: BaseException) -> bool:
         """End all present and future rounds with `error`; False if an earlier error did."""
-        return self.in_flight.end_all(error)
+        return self.in_flight.end_all(in_global_ranks(error, self.ranks))
 
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
         """Break one owner because of a local error: peers end its rounds, and no others."""
         if self.end_owner(owner, error):
-            log.error("%s", error)
+            log.error("%s", owner.error)
             self.watchdog.tell_failure(error, self.rank, owner)
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:
         """End all present and future rounds of `owner`; False if an earlier error did."""
-        return self.in_flight.end_all(error, owner)
+        return self.in_flight.end_all(in_global_ranks(error, self.ranks), owner)
 
     def close(self) -> None:
         """Close with the process group: rounds in flight end with a TransportError."""

@@ -60,6 +60,7 @@ class Owner:
         name: for errors.
         window: how many tickets may be admitted at a time, 1 to 16.
         single: whether every ticket is one collective that the user called.
+        advice: for the error where ranks issue different rounds.
 
     Attributes:
         serial: how many of its kind the group had before.
@@ -77,7 +78,13 @@ class Owner:
     """
 
     def __init__(
-        self, comm: Communicator, serial: int, name: str, window: int, single: bool
+        self,
+        comm: Communicator,
+        serial: int,
+        name: str,
+        window: int,
+        single: bool,
+        advice: str = "all ranks must make the same calls in the same order",
     ) -> None:
         if not 1 <= window <= MOST_WINDOW:
             raise ConfigError(f"window={window}: give 1 to {MOST_WINDOW} scopes in flight")
@@ -85,6 +92,7 @@ class Owner:
         self.serial = serial
         self.name = name
         self.single = single
+        self.advice = advice
         self.error: BaseException | None = None
         self.closed = False
         self.kept: OrderedDict[Hashable, object] = OrderedDict()

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire.engine.crossings import Crossings, Place
 from gradwire.engine.owner import Issue, Owner, Ticket
-from gradwire.errors import ConfigError, GradwireError, TransportError
+from gradwire.errors import (
+    ConfigError,
+    GradwireError,
+    TransportError,
+    already_global,
+    in_global_ranks,
+    text_in_global_ranks,
+)
 
 if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
@@ -54,7 +61,7 @@ class Watchdog:
         self._blamed: dict[int, int] = {}  # failed peer -> the rank that it blames
         self._reasons: dict[int, str] = {}  # failed peer -> its error
         self._waits: dict[int, int | None] = {}  # peer with a long wait -> the rank it waits for
-        self._crossings = Crossings(lambda: comm.all_owners(), self._tell)
+        self._crossings = Crossings(comm.all_owners, self._tell)
         self._awaited: int | None = None  # the rank for which this rank has waited long
 
     # ---- notices that this rank sends ----------------------------------------------------------
@@ -64,7 +71,8 @@ class Watchdog:
         for `owner`."""
         key = None if owner is None else owner.key
         mistake = isinstance(error, ConfigError)
-        notice = {"kind": "failed", "text": _text(error), "blamed": blamed, "owner": key}
+        text = _text(in_global_ranks(error, self._comm.ranks))
+        notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": key}
         self._tell({**notice, "mistake": mistake})
 
     def opened(self, owner: Owner) -> None:
@@ -225,10 +233,11 @@ class Watchdog:
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
-        text = f"rank {comm.rank}: rank {sender} has failed: {notice['text']}"
+        text = self._shown(f"rank {comm.rank}: rank {sender} has failed: ") + str(notice["text"])
         if notice.get("owner") is not None:
             mistake = bool(notice.get("mistake"))  # the user's, so a ConfigError here as well
             error = ConfigError(text) if mistake else TransportError(text, peer=sender)
+            already_global(error)
             owner = self._owner(str(notice["owner"]))
             if owner is None:
                 self._broken[str(notice["owner"])] = error
@@ -238,7 +247,8 @@ class Watchdog:
         self._reasons[sender] = text
         self._blamed[sender] = blamed
         if comm.first_to_fail():  # else this rank has failed itself, and calls `explained`
-            comm.workers.run(partial(self._end, TransportError(text, peer=sender), sender))
+            failed = already_global(TransportError(text, peer=sender))
+            comm.workers.run(partial(self._end, failed, sender))
 
     def _end(self, error: TransportError, blamed: int) -> None:
         comm = self._comm
@@ -264,10 +274,15 @@ class Watchdog:
                 break
             first = following
         if self._blamed.get(first) == first:  # it has reported the cause itself
-            return TransportError(self._reasons[first], peer=first)
+            return already_global(TransportError(self._reasons[first], peer=first))
         if first == blamed:
             return error
-        return TransportError(f"{error}. The first to fail was rank {first}", peer=first)
+        text = str(in_global_ranks(error, self._comm.ranks))
+        text += self._shown(f". The first to fail was rank {first}")
+        return already_global(TransportError(text, peer=first))
+
+    def _shown(self, text: str) -> str:
+        return text_in_global_ranks(text, self._comm.ranks)
 
     def _heard_late(self, notice: Mapping[str, Any]) -> None:
         key, ticket, number = notice["place"]
@@ -320,7 +335,8 @@ class Watchdog:
         where = f"call {place[1]} of {self._name(place[0])}"
         if place[2]:
             where += f", round {place[2]}"
-        self._end_all(f"{what} ({where}): all ranks must make the same calls in the same order")
+        owner = self._owner(place[0])
+        self._end_all(f"{what} ({where})" + ("" if owner is None else f": {owner.advice}"))
 
     def _end_all(self, text: str) -> None:
         """Break the group on all ranks, because of what the user did."""

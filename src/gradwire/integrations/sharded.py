@@ -40,6 +40,10 @@ from gradwire.planner import Levels, Plan, Rules, WeightRules
 from gradwire.planner.weights import Weights, in_blocks
 
 _SAME: Any = object()
+_ADVICE = (
+    "all ranks must make the same calls in the same order; where they use different parameters, "
+    "call set_reduce_scatter_unused_params() of the root module"
+)
 
 
 class Sharded(Saved):
@@ -62,7 +66,7 @@ class Sharded(Saved):
         """Replace FSDP2's collectives, with owners of their own; on all ranks together."""
         (model, trained, first), groups = self._of, self.groups
         what = f"the sharded module of {first}"
-        owners = [communicator(group).owner(what) for group in groups.all]
+        owners = [communicator(group).owner(what, advice=_ADVICE) for group in groups.all]
         self._metrics = Metrics(groups.size)
         self._switch = Switch(plan, owners[0], self._rehearse)
         of = owners, self._switch, self._adopt, self._metrics.sampler
