@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING, TypeVar
+import typing
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-E = TypeVar("E", bound=BaseException)
+E = typing.TypeVar("E", bound=BaseException)
 
 
 class GradwireError(Exception):
