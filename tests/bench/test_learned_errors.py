@@ -13,7 +13,7 @@ from gradwire.bench.sharded_run import ShardedRun
 from gradwire.bench.tasks import get
 from gradwire.integrations.learning import SMALLEST
 from gradwire.lang.kernels import decode, encode
-from products import one_in
+from products import EXHAUSTIVE
 from ranks import as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -52,7 +52,8 @@ def errors(rank: int, bits: int) -> list[tuple[str, str, float]]:
     return found
 
 
-@pytest.mark.parametrize("bits", one_in(4, [3, 5, 4, 2]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("bits", [3, 5, 4, 2])
 def test_learned_levels_have_a_smaller_error(bits: int) -> None:
     for found in as_processes(2, errors, bits):
         assert len(found) >= 6  # both kinds, of the block's three large matrices

@@ -25,13 +25,13 @@ main()
 """
 RANKS = " nodes on "  # what is printed once the lab stands
 SLEEP = ["lab", "run", "--nodes", "2", "--net", "none", "--", "sleep", "600"]
-SHAPED = ["bench", "collectives", "--ranks", "2", "--net", "10mbit,1ms"]
+SHAPED = ["lab", "run", "--nodes", "2", "--net", "10mbit,1ms", "--", "sleep", "600"]
 ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 # (signal, command, what it prints before the signal, processes that it then has)
 CASES = [
     (signal.SIGINT, SLEEP, RANKS, 4),
     (signal.SIGTERM, SLEEP, RANKS, 4),
-    pytest.param(signal.SIGINT, SHAPED, "turns of ", 3, marks=pytest.mark.lab),
+    pytest.param(signal.SIGINT, SHAPED, RANKS, 4, marks=pytest.mark.lab),
 ]
 MORE = [
     (signal.SIGINT, ["bench", "collectives", "--ranks", "2", "--net", "none"], "turns of ", 3),
@@ -44,8 +44,8 @@ MORE = [
     (signal.SIGTERM, ["bench", "train", "--net", "none", "--nodes", "2"], RANKS, 3),
     (signal.SIGTERM, ["bench", "error", "--quick"], "gpt, ", 1),
     pytest.param(
-        signal.SIGINT, ["lab", "run", "--nodes", "2", "--net", "1gbit,1ms", "--", "sleep", "600"],
-        RANKS, 4, marks=pytest.mark.lab,
+        signal.SIGINT, ["bench", "collectives", "--ranks", "2", "--net", "1gbit,1ms"],
+        "turns of ", 3, marks=pytest.mark.lab,
     ),
 ]  # fmt: skip
 

@@ -119,17 +119,17 @@ def unused_parameters_are_averaged(rank: int, method: str) -> None:
     changed = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     spare = model.module.spare.weight
-    for step in range(9):
+    for step in range(6):
         model.zero_grad()
-        loss_of(model, inputs(step, rank), step < 3 or (step < 6 and rank == 0)).backward()
-        assert (spare.grad is None) == (step >= 6)
+        loss_of(model, inputs(step, rank), step < 2 or (step < 4 and rank == 0)).backward()
+        assert (spare.grad is None) == (step >= 4)
         before = spare.detach().clone()
         optimizer.step()
         assert alike(flat(model))
         changed.append(not torch.equal(before, spare))
     # The largest values of a whole model need not include any of the spare layer.
-    assert any(changed[:3]) if "scope=model" in method else all(changed[:6])
-    assert not any(changed[6:])
+    assert any(changed[:2]) if "scope=model" in method else all(changed[:4])
+    assert not any(changed[4:])
     handle.detach()
 
 
@@ -171,7 +171,7 @@ def a_scaler_skips_what_is_not_finite(rank: int, method: str) -> None:
     model, handle = made(method)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(8):
+    for step in range(5):
         model.zero_grad()
         loss, kept = loss_of(model, inputs(step, rank)), handle.state_dict()["aggregators"]
         scaler.scale(loss * (torch.inf if (step, rank) == (3, 0) else 1)).backward()
@@ -269,10 +269,11 @@ def run(rank: int, methods: Sequence[str], folder: Path) -> dict[str, str]:
 
 
 EVERY = list(OPTIONS)
+# Each method at one number of ranks; the dearest are on two.
 SAMPLES = {
     1: ["dgc:density=0.05:momentum=0.5:warmup=3"],
-    2: EVERY[:5:2] + EVERY[6::3],
-    3: EVERY[1:6:2] + EVERY[7::3] + ["artopk:density=0.05:leader=variance"],
+    2: [m for m in EVERY if not m.startswith(("powersgd", "topkc:bits=4:chunk=16:scope"))],
+    3: ["powersgd:rank=2"],
     5: ["topkc:bits=4:chunk=16:scope=model"],
 }
 WHOLE = [pytest.param(n, EVERY, marks=EXHAUSTIVE, id=f"{n}-all") for n in (1, 2, 3, 5)]

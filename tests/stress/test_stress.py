@@ -17,7 +17,7 @@ from stress import worlds
 from stress.programs import WAYS, Call, Parameter, Program, Scope, Step, order
 from stress.running import CODECS, Chained, difference, strayed
 
-STEPS = 6
+STEPS = 3
 
 
 @pytest.fixture(autouse=True)
