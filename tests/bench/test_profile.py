@@ -15,6 +15,7 @@ PARTS = [
     *("hook", "compute", "inbound", "outbound", "python", "queueing", "wire", "kernels", "bucket"),
     *("overhead", "backward", "compile_1024"),
 ]
+DIFFERENCES = ("compute", "inbound", "outbound", "python", "overhead")  # below 0 by chance
 
 
 @pytest.mark.multiprocess
@@ -25,7 +26,7 @@ def test_every_part_has_a_row_and_a_step_is_traced(tmp_path: Path) -> None:
     for row in rows:
         assert (row["ranks"], row["net"], row["parameters"]) == (2, "none", 30)
         assert row["numel"] == pytest.approx(200_000, rel=0.02)
-        assert row["seconds"] >= 0 or row["part"] in ("compute", "inbound", "outbound")
+        assert row["seconds"] >= 0 or row["part"] in DIFFERENCES
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"compute", "inbound", "outbound"} <= {event["tid"] for event in events}
     assert any(event["name"].startswith("run kernel: merge") for event in events)

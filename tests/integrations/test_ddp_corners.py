@@ -203,6 +203,47 @@ def values_travel_in_the_order_of_their_parameter(rank: int) -> None:
         assert all(map(torch.equal, *found)), method
 
 
+class Counting(nn.Module):
+    """With a frozen parameter that is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.count = nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).tanh() * self.count  # type: ignore[no-any-return]
+
+
+def a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp(rank: int) -> None:
+    found = []
+    for attached in (True, False):
+        model = DDP(Counting())
+        if attached:
+            gw.attach(model, None)
+        for seed in range(2):
+            model.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * seed + rank))
+            first, last = model(x.requires_grad_()), model(x.detach() + 1)
+            (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+            (first.sum() + last.square().sum() + slope.square().sum()).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == 4
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def assigned_parameters_are_those_of_the_wrapped_module_or_refused(rank: int) -> None:
+    inner = net()
+    inner.load_state_dict(net().state_dict(), assign=True)
+    model = DDP(inner)
+    handle = gw.attach(model)
+    step(model)
+    handle.detach()
+    inner.load_state_dict(net().state_dict(), assign=True)
+    assert "no longer in the module" in refusal(lambda: gw.attach(model))
+
+
 class Raises(torch.autograd.Function):
     on = False
 
@@ -251,6 +292,8 @@ def test_corners() -> None:
             what_ddp_takes_in_silence_is_warned_of_once,
             dropped_modules_leave_nothing,
             values_travel_in_the_order_of_their_parameter,
+            a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp,
+            assigned_parameters_are_those_of_the_wrapped_module_or_refused,
             after_an_error_the_error_comes_again,
         ],
     )

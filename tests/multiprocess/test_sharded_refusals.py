@@ -101,7 +101,11 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
         lambda: replicate_with_fsdp(Model(), mesh=whole()),
         {},
     ),
-    ("(the root) and first are sharded over different process groups: shard", two_meshes, {}),
+    (
+        "(the root) and first are sharded over different process groups, and a handle has one",
+        two_meshes,
+        {},
+    ),
     (
         'powersgd is an aggregator: it needs gw.attach or gw.register; use "randomshift:bits=8"',
         sharded,

@@ -37,12 +37,15 @@ class Crossings:
         """Tell of those places, issued by peers, that this rank will not issue at present."""
         for place in expected:
             owner = self._owner(place[0])
-            for other in self._owners() if owner is not None else ():
-                if owner is None or other is owner or other.awaited_by != owner.issued_by:
+            if owner is None:
+                continue
+            for other in self._owners():
+                blocks = other is not owner and other.awaited_by == owner.issued_by
+                ticket = other.oldest() if blocks else None
+                if ticket is None:
                     continue
-                ticket = other.oldest()
-                waits = None if ticket is None else (other.key, *ticket.under_way()[0])
-                if waits is not None and (place, waits) not in self._told:
+                waits = (other.key, *ticket.under_way()[0])
+                if (place, waits) not in self._told:
                     self._told.add((place, waits))
                     self._tell({"kind": "crossed", "place": place, "waits": waits})
 
