@@ -46,6 +46,8 @@ class AdaComp(Codec):
     block: int = 512
     density: float = 0.05
 
+    contracts = False  # a bin may send a magnitude above all its values
+
     def __post_init__(self) -> None:
         checks.integer(self, "block", 1, MAX_BIN)
         checks.number(self, "density", above=0, most=1)

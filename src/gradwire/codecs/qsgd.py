@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gradwire.codecs import checks
@@ -22,6 +23,15 @@ from gradwire.lang.ops import (
 )
 
 ROUNDINGS = ("dithered", "stochastic", "nearest")
+
+# Values that may share a grid, per squared number of its steps, if its error is to stay below the
+# signal. The worst block has its scale in one or two values, and all others where they err most:
+# everywhere alike if dithered, else at the middle of a step, of which a min-max grid has one at 0.
+_AFFORDED = {
+    ("minmax", "dithered"): 6, ("minmax", "stochastic"): 2, ("minmax", "nearest"): 2,
+    ("max", "dithered"): 12, ("max", "stochastic"): 8, ("max", "nearest"): math.inf,
+    ("l2", "dithered"): 12, ("l2", "stochastic"): 4, ("l2", "nearest"): math.inf,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,12 @@ class QSGD(Codec):
     def top(self) -> int:
         """The largest code."""
         return int(2**self.bits) - 1 if self.scale == "minmax" else 2 * self.levels
+
+    @property
+    def contracts(self) -> bool:
+        """Whether a block has few enough values for its grid, rounding of metadata aside."""
+        steps = self.top if self.scale == "minmax" else self.levels
+        return self.block <= _AFFORDED[self.scale, self.rounding] * steps**2
 
     def stored(self, value: Value, toward: str) -> Value:
         return fp32(value) if self.metadata == "fp32" else bf16(value, toward=toward)
