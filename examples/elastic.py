@@ -46,7 +46,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    handle = gw.attach(ddp, bits=2, error_feedback=True)
+    handle = gw.attach(ddp, bits=4, error_feedback=True)
 
     # One file, which rank 0 writes, holds the residuals of every rank.
     args.checkpoint.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""`Codec.biased`, against its definition: the mean of what is decoded, over random numbers."""
+"""`Codec.biased` and `Codec.contracts`, against their definitions: the mean and the mean squared
+error of what is decoded, over random numbers."""
 
 from __future__ import annotations
 
 import torch
 
-from codec_calls import CODECS, UNFUSED, drawn
+from codec_calls import CODECS, UNFUSED, call, drawn
 from gradwire import codecs
 from gradwire.codecs import (
     QSGD,
@@ -14,9 +15,11 @@ from gradwire.codecs import (
     LearnedLevels,
     MSTopK,
     RandomK,
+    RandomShift,
     Rotated,
     TernGrad,
 )
+from gradwire.lang.contraction import worst_error
 from gradwire.lang.exact import Exact
 
 SEEDS = 200
@@ -60,3 +63,35 @@ def test_what_is_biased_as_it_comes() -> None:
     assert unbiased == {"identity", "fp16", "bf16", "qsgd", "terngrad", "randomshift", "rotated"}
     for codec in (Identity(), Cast("bf16"), QSGD(bits=2), TernGrad("ternary"), Exact()):
         assert not codec.biased
+
+
+def test_a_codec_contracts_if_its_error_is_at_most_its_input() -> None:
+    """What does not contract shows it, but for learned levels and 8 bits of terngrad: that takes a
+    block with zero midway between two levels, and more than 10^5 values."""
+    grids = [
+        QSGD(bits, block, scale, rounding)
+        for bits, block in ((2, 32), (4, 1024))
+        for scale in ("minmax", "max", "l2")
+        for rounding in ("dithered", "stochastic", "nearest")
+    ]
+    others = [RandomShift(3), RandomShift(4), LearnedLevels(4), LearnedLevels(6), TernGrad(bits=8)]
+    unseen = [c for c in (*CODECS, *others) if isinstance(c, (LearnedLevels, TernGrad))]
+    faults = []
+    for codec in dict.fromkeys([*CODECS, *grids, *others]):
+        error = worst_error(codec)
+        if codec.contracts != (error < 1.01) and not (codec in unseen and not codec.contracts):
+            faults.append((codec, error))
+    assert not faults
+
+
+def test_residuals_of_what_does_not_contract_grow() -> None:
+    """At most a few times the gradient's norm if it contracts, after steps of normal gradients."""
+    grown = {}
+    for codec in (QSGD(bits=4), QSGD(bits=2, block=32), TernGrad("ternary"), QSGD(bits=1)):
+        made, residual = torch.Generator().manual_seed(5), torch.zeros(2048)
+        for step in range(12):
+            values = torch.randn(2048, generator=made)
+            result = call(codec, "encode_ef", values, residual=residual, key=step, target="eager")
+            residual = result.residual
+        grown[codec] = float(residual.norm() / values.norm())
+        assert (grown[codec] < 2.0) == codec.contracts, grown

@@ -21,6 +21,7 @@ from gradwire.codecs import (
     ThreeLC,
 )
 from gradwire.lang import layout
+from gradwire.planner.weights import weight_codec
 
 
 def sent(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") -> torch.Tensor:
@@ -262,3 +263,19 @@ def test_dithered_magnitudes_up_to_half_the_largest_float_stay_finite() -> None:
         for key in range(50):
             decoded = sent(QSGD(bits, rounding="dithered"), values, key, target="eager")
             assert bool(torch.isfinite(decoded).all()), (bits, key)
+
+
+def test_blocks_far_from_zero_as_weights_and_as_gradients() -> None:
+    """An error is at most a step of the block's own range as weights (CGX 4.3); with the metadata
+    of gradients, a step of what the rounded offset makes of it."""
+    far = 1000 + 0.1 * torch.randn(8192, generator=torch.Generator().manual_seed(3))
+    ramp = torch.linspace(-101.0, -100.0, 8192)
+    for bits, values in product((1, 4, 8), (far, ramp)):
+        weights = weight_codec("weights", f"qsgd:bits={bits}:rounding=nearest")
+        assert isinstance(weights, QSGD)
+        for codec, lost in ((weights, 2**-22), (QSGD(bits, rounding="nearest"), 2**-7)):
+            x = values.view(-1, codec.block)
+            error = (sent(codec, values, target="eager").view_as(x) - x).abs().amax(1)
+            span = x.amax(1) - x.amin(1)
+            step = (span + lost * x.amin(1).abs()) / codec.top * (1 + lost)
+            assert bool((error <= step).all()), codec

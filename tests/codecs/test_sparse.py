@@ -134,7 +134,7 @@ def adacomp(x: torch.Tensor, latest: torch.Tensor, block: int) -> tuple[torch.Te
         ahead, top = x[part] + latest[part], x[part].abs().max()
         if top > 0:
             tops.append(float(top))
-            sign[part] = torch.where(ahead.abs() >= top, torch.where(ahead >= 0, 1.0, -1.0), 0.0)
+            sign[part] = torch.where(ahead.abs() >= top, torch.where(x[part] >= 0, 1.0, -1.0), 0.0)
     return sign, sum(tops) / max(1, len(tops))
 
 
@@ -178,3 +178,13 @@ def test_an_index_costs_far_less_than_32_bits() -> None:
             made = layout(codec(density, "fp16"))
             room = max(f.capacity.of(MILLION) for f in made.fields if f.capacity is not None)
             assert 8 * (made.nbytes(MILLION) - 2 * room) / room <= bits + 0.05, (codec, density)
+
+
+def test_adacomp_sends_the_sign_of_gradient_and_residual_together() -> None:
+    """Chen 2018, Alg. 2: dW decides whether G = residual + dW is sent, the sign is that of G."""
+    codec = AdaComp(block=4, density=1.0)
+    latest, residual = torch.tensor([-7.0, 0.0, 0.5, 0.0]), torch.tensor([9.0, 1.0, 0.0, -1.0])
+    result = call(codec, "encode_ef", latest, residual=residual)
+    decoded = call(codec, "decode", latest, payload=result.payload).values
+    assert decoded.tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert result.residual.tolist() == [0.0, 1.0, 0.5, -1.0]

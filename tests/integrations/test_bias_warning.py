@@ -1,4 +1,5 @@
-"""A biased codec without error feedback warns, once per process, at the user's line."""
+"""A biased codec without error feedback warns, and error feedback around what does not contract:
+each once per process, at the user's line."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ def sharded() -> Any:
     return fully_shard(mlp(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def told(call: Any) -> list[str]:
+def told(call: Any, what: str = "biased") -> list[str]:
     """The warnings that a call gives in a process that has given none, for lines of this file."""
-    bias._warned = False
+    bias._warned.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
     for one in found:
-        if "biased" in str(one.message):
+        if what in str(one.message):
             assert one.filename == __file__, one
-    return [str(one.message) for one in found if "biased" in str(one.message)]
+    return [str(one.message) for one in found if what in str(one.message)]
 
 
 def attaching(rank: int) -> None:
@@ -64,7 +65,7 @@ def attaching(rank: int) -> None:
     assert told(lambda: handle.update("tbq"))
     for module in (DDP(mlp()), sharded()):  # a warning that is an error leaves nothing changed
         handle = gw.attach(module, "qsgd")
-        bias._warned = False
+        bias._warned.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert isinstance(caught(lambda handle=handle: handle.update("tbq")), UserWarning)
@@ -74,6 +75,25 @@ def attaching(rank: int) -> None:
         error = caught(lambda handle=handle: handle.update(bits=2))
         assert isinstance(error, gw.ConfigError)
         assert "detached" in str(error)
+
+
+def growing(rank: int) -> None:
+    loose, unbiased = "grow without bound", ("terngrad", "qsgd:bits=1", "thc:bits=2:code=2")
+    diverging = (*unbiased, "adacomp", "qsgd:bits=2:rounding=nearest")
+    others = ("qsgd:bits=4", "qsgd:bits=2:block=32", "thc", "topk", None)
+    cases = [(given, lambda: DDP(mlp())) for given in (*diverging, *others)]
+    for given, make in [*cases, ("terngrad", sharded), ("qsgd:bits=4", sharded)]:
+
+        def attach(feedback: bool, make: Any = make, given: Any = given) -> Any:
+            return gw.attach(make(), given, error_feedback=feedback)
+
+        found = told(lambda attach=attach: attach(True), loose)
+        assert len(found) == (given in diverging), given
+        for message in found:
+            assert f"0.weight and 1 more go through {given.partition(':')[0]}:" in message
+            assert ("leave error_feedback out" in message) == (given in unbiased)
+            assert not told(lambda attach=attach: attach(False), loose)
+    assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"), loose)
 
 
 def registering(rank: int) -> None:
@@ -97,6 +117,6 @@ def alone(rank: int) -> None:
 
 @pytest.mark.multiprocess
 def test_a_biased_codec_alone_warns() -> None:
-    all_pass(2, [attaching], timeout=30)
+    all_pass(2, [attaching, growing], timeout=30)
     all_pass(2, [registering, dropped_in], timeout=30, backend="gradwire")
     all_pass(1, [alone])

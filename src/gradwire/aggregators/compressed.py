@@ -32,6 +32,10 @@ class Encoded(Aggregator):
     algorithm: str | None = None
     feeds_back = True
 
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        return self.codec.contracts
+
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         if self.scope == "model":
             return (yield from self._as_one(contexts))

@@ -148,6 +148,8 @@ class Aggregator:
         feeds_back: whether it adds `Context.residual` and keeps the error in it, by passing it to
             its collectives or by itself; otherwise `ErrorFeedback` does so.
         needs_feedback: whether it requires error feedback.
+        contracts: whether the mean squared error of what a rank sends is at most the squared norm
+            of its gradient; else error feedback around it may add errors up.
         own_feedback: whether it keeps what it does not send by itself, in the state "residual";
             then `ErrorFeedback` never wraps it.
         serves_one_rank: whether it runs on a single rank, too, where there is nothing to send.
@@ -157,6 +159,7 @@ class Aggregator:
     scope = "bucket"  # not a ClassVar, which a dataclass would place before an aggregator's fields
     feeds_back: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    contracts: ClassVar[bool] = True
     own_feedback: ClassVar[bool] = False
     serves_one_rank: ClassVar[bool] = False
     replaces_momentum: ClassVar[bool] = False

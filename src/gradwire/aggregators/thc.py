@@ -102,6 +102,14 @@ class THC(Aggregator):
         """The codec of the sums."""
         return Saturating(self.bits)
 
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        """Whether L is large enough for a chunk's worst values. A rotation of n values makes the
+        squared range at most 2 ln(2 n) + 2 of their mean square, on average, whatever they are."""
+        if self.rotation == "none":
+            return self.chunk <= 8 * self.most**2
+        return math.log(2 * self.chunk) + 1 <= 2 * self.most**2
+
     def saturates(self, world_size: int) -> bool:
         """Whether a sum of so many ranks' numbers can saturate."""
         return world_size * self.most > self.wire.most

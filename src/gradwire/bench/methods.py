@@ -189,7 +189,7 @@ NAMED: dict[str, Method] = {
         Method("torch-powersgd", "torch_powersgd", {"rank": 4}, bucket_mb=1 << 20),
         Method("gradwire-fp16", "gradwire", {"codec": "fp16"}),
         Method("gradwire-qsgd4", "gradwire", {"codec": "qsgd", "bits": 4}),
-        Method("gradwire-terngrad", "gradwire", {"codec": "terngrad", "error_feedback": True}),
+        Method("gradwire-terngrad", "gradwire", {"codec": "terngrad"}),
     )
 }
 

@@ -36,15 +36,17 @@ class AdaComp(Codec):
         block: values in a bin, 1 to 32768. The paper takes 50 for convolutions, 500 for the rest.
         density: the fraction of the values that a payload has room for, above 0 and at most 1.
 
-    Let x be the gradient g plus the residual. A value is sent if |x + g| reaches the largest |x| of
-    its bin, so the number of values sent depends on the data: 1 to 3 % of Gaussian gradients once
-    residuals have built up, 11 % in the first step. If more values qualify than there is room for,
-    the largest are sent. The magnitude is the mean of the largest |x| per bin, over non-zero bins.
-    One non-finite value makes everything that is sent non-finite.
+    Let x be the gradient g plus the residual. The sign of x is sent if |x + g| reaches the largest
+    |x| of its bin, so the number of values sent depends on the data: 1 to 3 % of Gaussian gradients
+    once residuals have built up, 11 % in the first step. If more values qualify than there is room
+    for, the largest are sent. The magnitude is the mean of the largest |x| per bin, over non-zero
+    bins. One non-finite value makes everything that is sent non-finite.
     """
 
     block: int = 512
     density: float = 0.05
+
+    contracts = False  # a bin may send a magnitude above all its values
 
     def __post_init__(self) -> None:
         checks.integer(self, "block", 1, MAX_BIN)
@@ -56,7 +58,7 @@ class AdaComp(Codec):
         ahead = g + (g if latest is None else latest)
         # negated, so that the condition holds where `top` is NaN
         chosen = topk(abs(ahead), share(self.density), among=~((abs(ahead) < top) | (top <= 0.0)))
-        return concat(scale=scale, chosen=chosen, sign=uint(1, gather(ahead >= 0.0, chosen)))
+        return concat(scale=scale, chosen=chosen, sign=uint(1, gather(g >= 0.0, chosen)))
 
     def decode(self, scale: Value, chosen: Value, sign: Value) -> Value:
         return scatter(where(sign > 0.0, scale, -scale), chosen)

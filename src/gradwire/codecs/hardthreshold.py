@@ -32,6 +32,8 @@ class HardThreshold(Codec):
     density: float = 0.05
     values: str = "fp16"
 
+    contracts = True
+
     def __post_init__(self) -> None:
         checks.number(self, "threshold", least=1e-37, most=1e38)
         checks.number(self, "density", above=0, most=1)

@@ -70,6 +70,14 @@ class LearnedLevels(Codec):
         top = 2**self.bits - 1
         return tuple(k / top for k in range(top + 1)) if self.levels is None else self.levels
 
+    @property
+    def contracts(self) -> bool:
+        """Whether the error of zeros midway between two levels is at most the signal of a block
+        that has only its ends besides them."""
+        around = (-self.grid[0], *self.grid, 2 - self.grid[-1])  # 0 and 1 midway, if no levels
+        middles = [((a + b) / 2, (b - a) / 2) for a, b in pairwise(around)]
+        return all(self.block * far**2 <= u**2 + (1 - u) ** 2 for u, far in middles)
+
     @classmethod
     def learn(
         cls,

@@ -30,6 +30,8 @@ class LowRank(Codec):
     columns: int = 128
     values: str = "bf16"
 
+    contracts = True
+
     def __post_init__(self) -> None:
         checks.integer(self, "rank", 1, 256)
         checks.integer(self, "columns", 1, 65536)

@@ -52,6 +52,11 @@ class RandomK(Codec):
         """Whether what is picked is sent as it is, and so the rest is missing on average."""
         return not self.unbiased and self.block > 1
 
+    @property
+    def contracts(self) -> bool:
+        """Scaled by n, one of n values has n - 1 times their squared norm as error."""
+        return not self.unbiased or self.block <= 2
+
     def picked(self, g: Value, factor: float) -> Payload:
         """The payload: each block's picked value times the factor."""
         x = g.blocks(self.block)

@@ -40,5 +40,10 @@ class RandomShift(Codec):
         code = map(lambda v: (v * 0.5 - offset * 0.5) * inverse(half) + 0.5, x)
         return concat(offset=offset, half=half, code=uint(self.bits, code))
 
+    @property
+    def contracts(self) -> bool:
+        """As of QSGD with dithered rounding, whose errors have this one's distribution."""
+        return self.block <= 6 * (2**self.bits - 1) ** 2
+
     def decode(self, offset: Value, half: Value, code: Value) -> Value:
         return map(lambda k: offset + half * k + half * k, code)

@@ -36,6 +36,8 @@ class TernGrad(Codec):
     form: str = "minmax"
     bits: int = 2
 
+    contracts = False  # the error grows with the number of values, the largest need not
+
     def __post_init__(self) -> None:
         checks.one_of(self, "form", ("minmax", "ternary"))
         least, most = (1, 8) if self.form == "minmax" else (2, 2)

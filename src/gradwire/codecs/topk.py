@@ -26,6 +26,8 @@ class TopK(Codec):
     density: float = 0.01
     values: str = "fp16"
 
+    contracts = True
+
     def __post_init__(self) -> None:
         checks.number(self, "density", above=0, most=1)
         checks.one_of(self, "values", STORED)

@@ -90,7 +90,8 @@ def attach(
         error_feedback: keep the compression error in one fp32 residual per compressed parameter,
             and add it to the next step's gradient. "powersgd", "artopk", "topkc", "lwtopk",
             "globaltopk" and "dgc" always do. A biased codec (`Codec.biased`: topk, onebit, ...)
-            without it warns once per process.
+            without it warns once per process, and so does error feedback around a method whose
+            error may be larger than what it encodes (`Codec.contracts`: terngrad, qsgd:bits=2).
         seed: of random numbers; not negative, below 2^64.
         algorithm: the name of the all-reduce algorithm (docs/reference/algorithms.md); None uses
             `options`. FSDP2 modules have "sra" and "hierarchical": in two levels, for several ranks

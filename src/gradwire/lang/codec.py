@@ -71,6 +71,18 @@ class Codec:
         operators = derive(self, "fp32").operators
         return "random" not in operators and not {*operators} <= {"concat", "extract"}
 
+    @property
+    def contracts(self) -> bool:
+        """Whether the mean squared error of one encoding is at most the squared norm of what is
+        encoded, for every input. Else error feedback, which encodes errors again, may add them up.
+
+        Measured, on inputs that quantisers are worst at. A codec that knows says so by a property
+        or a class attribute of its own.
+        """
+        from gradwire.lang.contraction import worst_error  # which knows codecs, and torch
+
+        return worst_error(self) <= 1 + 2**-8  # what rounding to bf16 adds
+
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")

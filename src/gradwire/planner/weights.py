@@ -87,7 +87,8 @@ class WeightRules:
 
 
 def weight_codec(argument: str, given: object) -> Codec | None:
-    """The codec that a user names for weights; None: uncompressed.
+    """The codec that a user names for weights; None: uncompressed. A block of weights may lie far
+    from zero, so "qsgd" has fp32 metadata by default.
 
     Raises:
         ConfigError: it is no codec, or none for weights: those must all arrive, and ranks decode
@@ -99,7 +100,7 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
     advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest" or "bf16"'
     try:
-        codec = codecs.get(in_blocks(given))
+        codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
         what = layout(codec)
     except ConfigError as error:
         raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
@@ -118,7 +119,13 @@ def weight_codec(argument: str, given: object) -> Codec | None:
 def in_blocks(method: M, given: Iterable[str] = ()) -> M | str:
     """A codec as a user names it, in blocks of `BLOCK` values if it has small ones by default and
     neither its text nor the keywords `given` say how large."""
-    if not isinstance(method, str) or "block" in given:
+    return _with_defaults(method, {"block": BLOCK}, given)
+
+
+def _with_defaults(method: M, defaults: Mapping[str, object], given: Iterable[str] = ()) -> M | str:
+    """The text of "qsgd" with other defaults, of options that neither it nor `given` names."""
+    if not isinstance(method, str):
         return method
     name, options = parse(method)
-    return f"{method}:block={BLOCK}" if name == "qsgd" and "block" not in options else method
+    missing = [o for o in defaults if name == "qsgd" and o not in options and o not in given]
+    return ":".join([method, *(f"{option}={defaults[option]}" for option in missing)])
