@@ -43,7 +43,7 @@ class RandomShift(Codec):
     @property
     def contracts(self) -> bool:
         """As of QSGD with dithered rounding, whose errors have this one's distribution."""
-        return self.block <= 6 * (2**self.bits - 1) ** 2
+        return bool(self.block <= 6 * (2**self.bits - 1) ** 2)
 
     def decode(self, offset: Value, half: Value, code: Value) -> Value:
         return map(lambda k: offset + half * k + half * k, code)
