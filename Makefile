@@ -18,7 +18,8 @@ demo: $(VENV)/.demo
 
 # Of each product of cases a sample (tests/products.py), with kernels that compile fast. Types are
 # checked while tests wait. `.venv/.passed` then has the commit, if all of it was committed.
-test: debian lint
+test:
+	@$(MAKE) --no-print-directory -j2 debian lint
 	@$(MAKE) --no-print-directory -j2 types unit
 	@[ -n "$$(git status --porcelain 2>&1)" ] || git rev-parse HEAD > $(VENV)/.passed
 
@@ -91,9 +92,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PIP) --editable .[cli,report]
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .[dev]
-	touch $@
+	touch $(VENV)/.demo $@
 
 # Whether target triton is right on this machine's GPU, and how fast (docs/reference/kernels.md); minutes. Uses
 # the Python that is there: torch, Triton and numpy, nothing else.

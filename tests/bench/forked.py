@@ -1,7 +1,7 @@
 """Ranks of benchmarks on `net none`, forked from a server that has imported torch.
 
 A rank that starts as a fresh interpreter spends seconds on imports, many times what a tiny model
-trains for. `tests/bench/test_train.py` has one run whose ranks start as users start them.
+trains for. `make test-all` has a run whose ranks start as users start them (test_train.py).
 """
 
 from __future__ import annotations

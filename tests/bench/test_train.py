@@ -39,10 +39,7 @@ SUMMARY = EVALUATION - {"seed", "step", "metric", "loss"} | {
 
 @pytest.fixture(scope="module")
 def tiny() -> Found:
-    """Ranks are processes of their own, as users start them."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workers, "lab", lab)
-        return trained(CONFIG)
+    return trained(CONFIG)
 
 
 def test_all_methods_start_equal_and_learn(tiny: Found) -> None:
@@ -91,7 +88,14 @@ def test_rows_have_their_keys(tiny: Found) -> None:
 
 
 def test_a_run_repeats_bit_for_bit(tiny: Found) -> None:
-    """Whatever else trains beside a method, and whoever starts its ranks."""
+    """Whatever else trains beside a method."""
+    again = trained(replace(CONFIG, methods=(OURS, FULL), steps=4)).losses
+    assert again == {key: tiny.losses[key] for key in again}
+
+
+@EXHAUSTIVE
+def test_ranks_that_users_start_train_alike(tiny: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "lab", lab)
     again = trained(replace(CONFIG, methods=(OURS, FULL), steps=4)).losses
     assert again == {key: tiny.losses[key] for key in again}
 

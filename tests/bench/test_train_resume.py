@@ -37,7 +37,7 @@ SHARDED = replace(
     [
         # The second turn is written by two ranks of three, or written and not whole.
         pytest.param(DDP, ["1 write 2"], id="DDP"),
-        pytest.param(SHARDED, ["0 commit 2"], id="sharded"),
+        pytest.param(SHARDED, ["0 commit 2"], id="sharded", marks=EXHAUSTIVE),
         *(
             pytest.param(config, ["0 commit 2", "1 _train 4"], id=name, marks=EXHAUSTIVE)
             for name, config in (("DDP twice", DDP), ("sharded twice", SHARDED))

@@ -154,7 +154,7 @@ def trains_all(rank: int, names: Sequence[str], steps: int) -> list[Trained]:
     ("steps", "names"),
     [
         (6, tuple(METHODS)),
-        (80, ("powersgd", "thc")),
+        pytest.param(80, ("powersgd", "thc"), marks=EXHAUSTIVE),
         pytest.param(25, tuple(METHODS), marks=EXHAUSTIVE),
         pytest.param(300, tuple(METHODS), marks=EXHAUSTIVE),
     ],

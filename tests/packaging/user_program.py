@@ -1,4 +1,6 @@
-"""A user's program, which test_user_types.py type-checks with `mypy --strict`; it is not run."""
+"""A user's program. It is not run: `make types` checks it against the source, where an ignored
+error that does not occur is one; test_user_types.py against the wheel.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +40,10 @@ def tensors(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         peer: int | None = error.peer
         print(peer)
     return values
+
+
+def wrong(values: torch.Tensor) -> None:
+    gw.attach("a module")  # type: ignore[call-overload]
+    gw.all_reduce(values, step="first")  # type: ignore[arg-type]
+    gw.QSGD(bits="four")  # type: ignore[arg-type]
+    gw.Qsgd()  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def run(
         raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
     for name in names:
         method_table.parse(name).check(ranks, tasks.shapes(trained))
-    config = Config(names, task, 7 if quick else 25)
+    config = Config(names, task, 3 if quick else 25)
     worker = "gradwire.bench.aggregators_worker"
     network = Network.parse("none")
     for row in workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance):
