@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire import __version__
 from gradwire.errors import ConfigError
-from gradwire.lang import jit, native, prebuilt
+from gradwire.lang import jit, kernel_cache, native, prebuilt
 from gradwire.transport import shm, shm_library
 
 # An optional part and the modules it needs.
@@ -77,7 +77,7 @@ def _load_a_codec() -> str:
 
     made = native.Library(QSGD(), torch.float32)
     made.ready(["encode"])
-    return "prebuilt" if made.prebuilt else f"kernels are kept in {jit.cache_folder()}"
+    return "prebuilt" if made.prebuilt else f"kernels are kept in {kernel_cache.folder()}"
 
 
 def _lab() -> Iterator[dict[str, Any]]:

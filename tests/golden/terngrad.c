@@ -16,7 +16,7 @@ INLINE Place place_of(const Row *row, float *partials) {
   p.at[1] = at, at += 4;  /* half */
   p.at[2] = at, at += full * 256 + (rest * 2 + 7) / 8;  /* code */
   p.at[3] = at;
-  p.streams[0] = stream(row->key, 0);
+  p.streams[0] = stream(row->key, 0u);
   return p;
 }
 

@@ -53,7 +53,7 @@ def sources(open_folder: Path) -> str:
     shutil.copytree(LAB, folder / "gradwire" / "lab")
     shutil.copy(LAB.parent / "errors.py", folder / "gradwire")
     (folder / "gradwire" / "lang").mkdir()
-    for module in ("isa.py", "jit.py"):
+    for module in ("isa.py", "jit.py", "kernel_cache.py"):
         shutil.copy(LAB.parent / "lang" / module, folder / "gradwire" / "lang")
     for package in ("gradwire", "gradwire/lang"):
         (folder / package / "__init__.py").touch()

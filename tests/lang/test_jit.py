@@ -1,4 +1,4 @@
-"""The compile cache: private, atomic, safe under races; and the fallback without a compiler."""
+"""Compilation on first use: once, also under races; and the fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -107,14 +107,6 @@ def test_a_forced_level_is_compiled_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert vector_bytes() == {"x86-64-v3": 32, "x86-64-v4": 64}.get(isa.supported()[-1].name, 16)
 
 
-def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
-    assert jit.cache_folder().stat().st_mode & 0o077 == 0
-    (tmp_path / "cache").chmod(0o777)
-    with pytest.raises(jit.CompileError, match="others can write"):
-        jit.cache_folder()
-
-
 def test_the_error_of_a_broken_source_has_the_compilers_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,14 +114,6 @@ def test_the_error_of_a_broken_source_has_the_compilers_message(
     with pytest.raises(jit.CompileError, match="unknown_type"):
         jit.load("unknown_type answer;\n")
     assert not list(tmp_path.glob("*.so"))
-
-
-def test_a_lock_that_is_never_released_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "LOCK_SECONDS", 0.1)
-    with jit._locked(tmp_path / "a.lock"), jit._locked(tmp_path / "a.lock"):
-        pass
 
 
 def test_a_missing_compiler_falls_back_with_one_warning(

@@ -5,10 +5,16 @@ Keys are fixed, so the statistics are too; each bound is 4.5 standard errors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 
-from gradwire.lang import rng
+from codec_calls import call
+from gradwire.lang import Codec, rng
+from gradwire.lang.ops import concat, fp32, random
+from gradwire.lang.trace import stream
 
 N = 2**18
 KEYS = [rng.parameter_key(0, f"layer.{i}.weight", rank) for i in range(3) for rank in range(2)]
@@ -71,6 +77,36 @@ def test_parameter_keys_depend_on_everything() -> None:
     assert all(0 <= key < 2**64 for key in keys)
     # checkpoints need the same key in every version
     assert rng.parameter_key(0, "weight", 0) == 16975060134623626974
+
+
+@dataclass(frozen=True)
+class Noise(Codec):
+    """Sends the random numbers of a name."""
+
+    name: str
+
+    def encode(self, g: Any) -> Any:
+        return concat(noise=fp32(g * 0.0 + random(shared=self.name)))
+
+    def decode(self, noise: Any) -> Any:
+        return noise
+
+
+def test_streams_of_other_names_are_other_streams() -> None:
+    """The two names had the same stream once, by a hash of 16 bits."""
+    sent = []
+    for name in ("noise8", "noise5152"):
+        eager, compiled = (
+            call(Noise(name), "encode", torch.ones(64), shared=7, target=target).payload
+            for target in ("eager", "c")
+        )
+        assert torch.equal(eager, compiled)
+        sent.append(eager.clone().view(torch.float32))
+    assert not (sent[0] == sent[1]).any()
+    numbers = {stream(f"name {i}").number for i in range(50_000)}
+    assert len(numbers) == 50_000
+    # checkpoints need the same numbers in every version
+    assert stream("rotate").number == 9576072356352237280
 
 
 def test_step_keys_differ_by_step_and_phase() -> None:

@@ -30,7 +30,7 @@ from gradwire.bench import curves, memory, workers
 from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
-from gradwire.lang import Codec, jit
+from gradwire.lang import Codec, kernel_cache
 from gradwire.planner.whole import write_whole
 
 CODECS = ("qsgd", "topk")
@@ -186,7 +186,7 @@ def cache_file(hosts: Sequence[str], net: str) -> Path:
     """Where the pairs and sends of ranks on these hosts are kept."""
     key = json.dumps([*hosts, net, __version__])
     name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return jit.cache_folder() / f"probe-{name}.json"
+    return kernel_cache.folder() / f"probe-{name}.json"
 
 
 def keep(file: Path, rows: list[Row]) -> Row:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
-import tempfile
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import CodecError, ConfigError
-from gradwire.lang import forms, jit, tiles
+from gradwire.lang import forms, jit, kernel_cache, tiles
 from gradwire.lang.call import Call
 from gradwire.lang.codec import Codec
 from gradwire.lang.emit import triton, triton_rows
@@ -81,11 +79,9 @@ def source(codec: Codec, dtype: torch.dtype | str = "fp32") -> str:
 def load(text: str) -> ModuleType:
     """The module of a generated source, saved in the private cache, where Triton reads it."""
     name = f"gradwire_{jit.digest(text)}"
-    path = jit.cache_folder() / f"{name}.py"
-    if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+    path = kernel_cache.folder() / f"{name}.py"
+    if not path.is_file() or path.read_bytes() != text.encode():  # none, or cut short by a crash
+        path = kernel_cache.put(path, text.encode())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

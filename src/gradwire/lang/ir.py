@@ -36,6 +36,7 @@ the rest.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -217,6 +218,7 @@ class Factor:
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
+_interning = threading.Lock()  # threads trace, too: one node per description even so
 
 
 def node(
@@ -237,10 +239,11 @@ def node(
         scope = max((arg.scope for arg in args), default=Scope.CONSTANT)
     # repr, because 0.0 == -0.0 and 1 == 1.0 must not share a node
     key = (op, args, repr(attr), dtype, scope)
-    found = _interned.get(key)
-    if found is None:
-        found = Node(op, args, attr, dtype, scope, location)
-        _interned[key] = found
+    with _interning:
+        found = _interned.get(key)
+        if found is None:
+            found = Node(op, args, attr, dtype, scope, location)
+            _interned[key] = found
     return found
 
 

@@ -10,7 +10,7 @@ value, so data-dependent choices are written as `where(condition, a, b)`.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +22,7 @@ from gradwire.lang.source import LanguageError, here
 
 MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
+ORIGINS = 2**16
 
 
 @dataclass
@@ -265,7 +266,10 @@ def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
 def stream(shared: str | None = None) -> ir.Stream:
     """The next stream of random numbers, or the stream of this name that all ranks share."""
     if shared is not None:  # so its number must not depend on the order of calls
-        return ir.Stream(2**16 + zlib.crc32(shared.encode()) % 2**16, shared=True)
+        digest = hashlib.blake2b(shared.encode(), digest_size=8).digest()
+        # the first 2^16 numbers are left to origins, which are hashed with the same key (rng.py)
+        number = ORIGINS + int.from_bytes(digest, "little") % (2**64 - ORIGINS)
+        return ir.Stream(number, shared=True)
     trace = active()
     trace.streams += 1
     return ir.Stream(trace.streams - 1, source=trace.source)

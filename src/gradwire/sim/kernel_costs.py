@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gradwire.lang import ROW, Codec, Kernels, jit, kernels
+from gradwire.lang import ROW, Codec, Kernels, jit, kernel_cache, kernels
 from gradwire.sim.curves import Curve
 
 FORMS = ("encode", "encode_ef", "decode", "decode_sum", "reduce_encode", "reduce_encode_ef")
@@ -98,7 +98,7 @@ def file(threads: int, name: str = "curves") -> Path:
     key = f"{processor()}, {threads} threads, torch {torch.__version__}"
     key += " ".join(jit.kernel_flags())  # flags change the kernels' speed
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return jit.cache_folder() / f"{name}-{digest}.json"
+    return kernel_cache.folder() / f"{name}-{digest}.json"
 
 
 def processor() -> str:

@@ -69,7 +69,7 @@ def place(layout: Layout, streams: tuple[ir.Stream, ...]) -> str:
     lines.append(f"  p.at[{len(layout.fields)}] = at;")
     for number, s in enumerate(own):
         key = "shared" if s.shared else "key"
-        lines.append(f"  p.streams[{number}] = stream(row->{key}, {s.number});")
+        lines.append(f"  p.streams[{number}] = stream(row->{key}, {s.number}u);")
     if layout.samples:
         lines.append("  p.samples = (uint32_t *)partials + (p.blocks + 1) * PARTIALS;")
     lines += ["  return p;", "}", ""]
@@ -192,7 +192,7 @@ def peers(streams: Sequence[ir.Stream]) -> str:
         "      for (int k = 0; k < payloads; k++) {",
         "        const Stream of = stream(row->shared, call->distances[payloads + k]);",
         "        const uint64_t key = (uint64_t)of.high << 32 | of.low;",
-        *(f"        peers[k * {each} + {at}] = stream(key, {s.number});"
+        *(f"        peers[k * {each} + {at}] = stream(key, {s.number}u);"
           for at, s in enumerate(streams)),
         "      }",
         "      place.peers = peers;",

@@ -1,0 +1,182 @@
+"""The private folder of compiled code, and how a file in it is made, checked and replaced.
+
+Code is loaded from it, so it must belong to this user and be closed to writes of others. A file is
+written under another name and renamed, and ends with a digest of what precedes: a file that a crash
+or a full disk cut short is made anew, not loaded. Therefore nothing waits for the disk (fsync).
+
+Where the folder cannot be used (no folder, read-only, full), the process goes on in a temporary
+folder of its own, with one warning. GRADWIRE_CACHE sets another folder, for debugging.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from gradwire.errors import ConfigError
+
+LOCK_SECONDS = 60.0  # a compilation takes one or two seconds; after this, compile without the lock
+_SEAL_NBYTES = 16
+
+
+def folder() -> Path:
+    """The user's private folder for compiled code, created if needed; or a temporary one.
+
+    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control.
+    """
+    named = os.environ.get("GRADWIRE_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
+    rejected = []
+    for path in [Path(named)] if named else [Path(home) / "gradwire", fallback]:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            risk = _risk(path)
+            usable = os.access(path, os.W_OK | os.X_OK)
+        except FileExistsError:
+            rejected.append(f"{path}: not a folder")
+            continue
+        except OSError as error:
+            rejected.append(f"{path}: {error.strerror}")
+            continue
+        if risk is None and usable:
+            return path.resolve()  # so that a link that changes later has no effect
+        if risk is not None and named:
+            raise ConfigError(
+                f"GRADWIRE_CACHE={named}: {risk}, and gradwire runs code from there: name a folder "
+                "that belongs to you and that others cannot write to"
+            )
+        rejected.append(f"{path}: {risk or 'read-only'}")
+    return _temporary("; ".join(rejected))
+
+
+def _risk(path: Path) -> str | None:
+    """How another user controls what is read from this folder; None if none does."""
+    link, status = path.lstat(), path.stat()
+    if link.st_uid not in (os.getuid(), 0):
+        return f"it belongs to user {link.st_uid}"
+    if status.st_uid != os.getuid():
+        return f"{path.resolve()} belongs to user {status.st_uid}"
+    return "others can write to it" if status.st_mode & 0o022 else None
+
+
+def obtain(path: Path, make: Callable[[Path], object]) -> Path:
+    """A file of compiled code: `path` if it is whole, else as `make` writes it to another path.
+
+    Processes that want it at the same time make it once. The result is in a temporary folder if
+    `path` cannot be written. Raises `OSError` if that fails, too.
+    """
+    if _is_whole(path):
+        return path
+    with _locked(path.with_suffix(".lock")):
+        if _is_whole(path):
+            return path
+        with tempfile.TemporaryDirectory(prefix="gradwire-") as scratch:
+            made = Path(scratch) / path.name
+            make(made)
+            data = made.read_bytes()
+        return put(path, data + _seal(data))
+
+
+def put(path: Path, data: bytes) -> Path:
+    """Write a file of the folder at once; in a temporary folder if it cannot be written there."""
+    try:
+        return _put(path, data)
+    except OSError as error:
+        return _put(_temporary(f"{path.parent}: {error.strerror}") / path.name, data)
+
+
+def _put(path: Path, data: bytes) -> Path:
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o700)  # programs, too
+            file.write(data)
+        os.replace(scratch, path)
+    except OSError:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _seal(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_SEAL_NBYTES).digest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a file whose end is the digest of the rest: some 0.1 ms."""
+    try:
+        data = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return False
+    content = memoryview(data)[:-_SEAL_NBYTES]
+    return len(content) > 0 and data.endswith(_seal(content))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock, or go on without it: compiling twice is safe.
+
+    That happens after LOCK_SECONDS, and where there can be no lock. The operating system releases
+    the lock of a process that dies.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # a full or read-only disk, or a folder of this name
+        yield
+        return
+    try:
+        give_up = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+_mutex = threading.Lock()  # forms are compiled in parallel, and warn once
+
+
+def _temporary(reason: str) -> Path:
+    """A folder that this process removes at its exit; warns, once for each reason."""
+    with _mutex:
+        _announce(reason)
+        return _folder_of(os.getpid())
+
+
+@cache
+def _announce(reason: str) -> None:
+    warnings.warn(
+        f"gradwire: compiled kernels are not kept, each process makes its own: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def _folder_of(process: int) -> Path:
+    path = Path(tempfile.mkdtemp(prefix="gradwire-"))
+
+    def remove() -> None:
+        if os.getpid() == process:  # a forked child does not
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return path

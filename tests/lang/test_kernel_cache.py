@@ -1,0 +1,175 @@
+"""The folder of compiled kernels: private, and no state of it gives a crash or slow kernels."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import ConfigError
+from gradwire.lang import gpu, jit, kernel_cache
+
+SOURCE = "int answer(void) { return 42; }\n"
+
+
+def answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The result of a kernel that is compiled into, or loaded from, this cache."""
+    monkeypatch.setenv("GRADWIRE_CACHE", str(folder))
+    return int(jit.load(SOURCE).answer())
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the cache has for SOURCE."""
+    with pytest.MonkeyPatch.context() as patch:
+        assert answer(tmp_path_factory.mktemp("first"), patch) == 42
+        (file,) = kernel_cache.folder().glob("*.so")
+    return file
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "last byte lost": lambda whole: whole[:-1],
+    "zeros": lambda whole: bytes(len(whole)),
+    "one bit": lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_library_is_compiled_anew(
+    how: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / library.name
+    file.write_bytes(BROKEN[how](library.read_bytes()))
+    assert answer(tmp_path, monkeypatch) == 42
+    assert kernel_cache._is_whole(file)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".so", ".lock"}
+
+
+def test_a_broken_source_of_target_triton_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path))
+    text = "first = 1\nsecond = 2\n"
+    (tmp_path / f"gradwire_{jit.digest(text)}.py").write_text(text[:10])
+    assert gpu.load(text).second == 2
+
+
+def test_a_whole_library_is_not_compiled_anew(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(library, tmp_path)
+    monkeypatch.setattr(jit, "run", None)
+    assert answer(tmp_path, monkeypatch) == 42
+    assert os.listdir(tmp_path) == [library.name]
+
+
+def file_for_a_folder(cache: Path, library: Path) -> None:
+    cache.write_text("not a folder")
+
+
+def folder_for_the_library(cache: Path, library: Path) -> None:
+    (cache / library.name / "full").mkdir(parents=True)
+
+
+def full(cache: Path, library: Path) -> None:
+    """The last step of writing a file there fails: see `replace` below."""
+    (cache / "full").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("spoil", [file_for_a_folder, folder_for_the_library, full])
+def test_a_cache_that_cannot_be_used_is_replaced_with_one_warning(
+    spoil: Callable[[Path, Path], None],
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, replace = tmp_path / "cache", os.replace
+    spoil(cache, library)
+
+    def replaced(source: str, target: Path) -> None:
+        if (cache / "full").exists() and cache in Path(target).parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert answer(cache, monkeypatch) == 42
+            jit._load.cache_clear()
+    (said,) = [str(warning.message) for warning in caught]
+    assert "compiled kernels are not kept" in said
+    assert str(cache) in said
+    if cache.is_dir():  # nothing is left behind
+        assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", "")]
+
+
+def test_a_folder_in_the_place_of_the_lock_does_no_harm(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / library.with_suffix(".lock").name).mkdir()
+    assert answer(tmp_path, monkeypatch) == 42
+    assert (tmp_path / library.name).exists()
+
+
+def test_a_lock_that_is_never_released_does_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.1)
+    with kernel_cache._locked(tmp_path / "a.lock"), kernel_cache._locked(tmp_path / "a.lock"):
+        pass
+
+
+def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, link = tmp_path / "cache", tmp_path / "link"
+    link.symlink_to(cache)
+    monkeypatch.setenv("GRADWIRE_CACHE", str(cache))
+    assert kernel_cache.folder().stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("GRADWIRE_CACHE", str(link))
+    assert kernel_cache.folder() == cache.resolve()  # one's own link to one's own folder
+
+    def refused(why: str) -> None:
+        for name in (cache, link):
+            with pytest.raises(ConfigError, match=f"GRADWIRE_CACHE=.*/{name.name}: .*{why}"):
+                answer(name, monkeypatch)
+
+    cache.chmod(0o777)
+    refused("others can write to it, and gradwire runs code from there")
+    cache.chmod(0o700)
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    refused(f"belongs to user {me}, ")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link that belongs to another")
+def test_the_link_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.lchown(tmp_path / "link", 12345, -1)
+    with pytest.raises(ConfigError, match="/link: it belongs to user 12345, "):
+        answer(tmp_path / "link", monkeypatch)
+
+
+def test_without_a_named_cache_the_folders_of_others_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADWIRE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    assert kernel_cache.folder() == (tmp_path / "home" / "gradwire").resolve()
+    (tmp_path / "home" / "gradwire").chmod(0o777)
+    second = kernel_cache.folder()
+    assert second == (tmp_path / "tmp" / f"gradwire-{os.getuid()}").resolve()
+    second.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to it; .*others can"):
+        third = kernel_cache.folder()
+    assert third.stat().st_mode & 0o077 == 0
