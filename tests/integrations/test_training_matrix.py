@@ -37,7 +37,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "artopk:density=0.05:leader=variance": {},
     "globaltopk:density=0.05": {},
 }
-OPTIONS = METHODS | VARIANTS
+NARROW: dict[str, dict[str, Any]] = {  # fp16 on the wire
+    "fp16": {},
+    "topk:density=0.05": {"error_feedback": True},
+    "artopk:density=0.05": {},
+    "dgc:density=0.05:momentum=0.5": {},
+}
+OPTIONS = METHODS | VARIANTS | NARROW
 KEPT = ("residual", "owed", "velocity")  # what a rank has not sent, and momentum
 
 
@@ -268,7 +274,7 @@ def run(rank: int, methods: Sequence[str], folder: Path) -> dict[str, str]:
     return failed
 
 
-EVERY = list(OPTIONS)
+EVERY = [*METHODS, *VARIANTS]
 # Each method at one number of ranks; the dearest are on two.
 SAMPLES = {
     1: ["dgc:density=0.05:momentum=0.5:warmup=3"],
@@ -289,3 +295,38 @@ def test_it_serves_training(ranks: int, methods: list[str], tmp_path: Path) -> N
         for rank, failed in enumerate(found)
         for what, stack in failed.items()
     )
+
+
+def a_scaler_sees_what_fp16_cannot_hold(rank: int, method: str) -> None:
+    """Gradients are in fp32, which holds them; on the wire the first scale overflows."""
+    model, handle = made(method)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(24):
+        model.zero_grad()
+        loss = loss_of(model, inputs(0, rank))
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        before, scale = flat(model), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) == (scaler.get_scale() < scale)
+    assert scaler.get_scale() < 2.0**24, "overflow was hidden"
+    assert alike(flat(model))
+    states = handle.state_dict()["aggregators"]
+    assert all(t.isfinite().all() for kept in states.values() for t in kept.values())
+    assert losses[-1] < 0.95 * losses[0], losses
+    handle.detach()
+
+
+def narrow(rank: int) -> dict[str, str]:
+    failed = {}
+    for method in NARROW:
+        for name, stack in check_each(rank, [a_scaler_sees_what_fp16_cannot_hold], method).items():
+            failed[f"{method}, {name}"] = stack
+    return failed
+
+
+def test_a_scaler_sees_what_fp16_cannot_hold() -> None:
+    assert not any(as_processes(2, narrow))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from codec_calls import CODECS, DTYPES, UNFUSED, WIDTHS, call, drawn, gradient
+from codec_calls import CODECS, DTYPES, UNFUSED, WIDTHS, call, drawn, gradient, same
 from gradwire import codecs
 from gradwire.codecs import (
     DGC,
@@ -312,7 +312,8 @@ def test_quantised_values_are_exact_to_the_precision_of_their_metadata() -> None
     assert not faults
 
 
-def test_casts_saturate_and_are_exact() -> None:
+def test_casts_are_exact_and_overflow_in_fp16_as_torchs_do() -> None:
+    """bf16 saturates, which has the range of fp32; so does fp16 where a residual keeps the rest."""
     for codec in (Cast("fp16"), Cast("bf16")):
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[codec.dtype]
         exact = gradient(3000).to(dtype).float()
@@ -320,10 +321,22 @@ def test_casts_saturate_and_are_exact() -> None:
         assert torch.equal(round_trip(codec, exact), exact)
         largest = torch.finfo(dtype).max
         huge = torch.tensor([largest, -largest, 3.4028235e38, -3.4028235e38])
-        assert torch.equal(round_trip(codec, huge), torch.tensor([largest, -largest] * 2))
+        ends = torch.tensor([largest, -largest] * 2)
+        expected = ends if codec.dtype == "bf16" else huge.half().float()
+        assert torch.equal(round_trip(codec, huge), expected)
         # every other value as torch rounds it
         values = gradient(3000)
         assert torch.equal(round_trip(codec, values), values.to(dtype).float())
+    near = torch.tensor([65503.0, 65519.996, 65520.0, -65519.996, -65520.0, 131072.0, 3e38])
+    most = near.clamp(-65504, 65504).half()
+    zeros = torch.zeros(len(near))
+    for target in ("eager", "c"):
+        assert same(round_trip(Cast(), near, target=target), near.half().float())
+        fed = call(Cast(), "encode_ef", zeros, residual=near, target=target)
+        assert same(fed.payload.clone().view(torch.float16), most)
+        assert same(fed.residual, near - most.float())
+        given = call(Cast(), "encode_ef", near, residual=zeros, target=target)
+        assert same(given.payload.clone().view(torch.float16), near.half())
 
 
 def test_the_key_alone_changes_the_draw() -> None:

@@ -24,8 +24,9 @@ turn. Leaders that depend on data would be N to the power of the selections in a
 the positions are a sum with one contribution: one layout, for twice a broadcast's bytes.
 
 The average is zero elsewhere. Nothing is lost: the residual keeps the values that are not sent, and
-what fp16 rounds off those that are. A rank whose gradient has non-finite values sends NaN at all
-positions, so that no rank's average is finite, and no state changes.
+what fp16 rounds off those that are. A rank whose gradient has values that are not finite, or that
+`values` cannot hold, sends NaN at all positions, so that no rank's average is finite, and no state
+changes. If a residual is the reason, what cannot be held waits in it.
 
 Payload bytes per rank and step: k v for values of v bytes, k p / 8 + 2 n / B for positions of p
 bits in blocks of B values (log2 B = p; 11.6 bits per value at density 0.01 altogether), and 16 N
@@ -45,6 +46,7 @@ from gradwire.aggregators.checks import check_choice, check_density
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
 from gradwire.codecs import Cast
 from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
+from gradwire.lang.forms import FP16_END
 
 LEADERS = ("round_robin", "variance", "auto")
 SCOPES = ("layer", "bucket", "model")
@@ -129,7 +131,7 @@ class _Selection:
         fed = [
             c.gradient.float() if c.residual is None else c.gradient + c.residual for c in contexts
         ]
-        self.fed = fed[0] if len(fed) == 1 else torch.cat(fed)  # float32[n]
+        self.fed = _joined(fed)  # float32[n]
         self.packed = self.fed.new_empty(0, dtype=torch.uint8)  # the leader's positions
         self.at = torch.empty(0)  # int64[k], unpacked
         self.error = self.fed.new_zeros(selection.count(density, self.fed.numel()))
@@ -164,10 +166,14 @@ class _Selection:
 
     def values(self, codec: Cast | None) -> Request:
         """The all-reduce of the values at the leader's positions; all NaN if any value of the
-        gradient is not finite, so that those at other positions reach every rank."""
-        self.at = self._unpacked()
-        mine = torch.where(self.fed.isfinite().all(), self.fed[self.at], torch.nan)
-        error = None if codec is None else self.error
+        gradient cannot be sent, so that those at other positions reach every rank."""
+        self.at, fed, error, end = self._unpacked(), self.fed, None, torch.inf
+        if codec is not None:  # it tells a gradient that it cannot hold from a residual
+            fed, error, end = _joined([c.gradient for c in self.contexts]), self.error, FP16_END
+            kept = [c.residual for c in self.contexts if c.residual is not None]
+            if kept:
+                torch.index_select(_joined(kept), 0, self.at, out=error)
+        mine = torch.where((fed.abs() < end).all(), fed[self.at].float(), torch.nan)
         return AllReduce(mine, "avg", error, codec=codec, of=self.first)
 
     def finish(self, mean: torch.Tensor) -> None:
@@ -188,3 +194,7 @@ class _Selection:
 
     def _unpacked(self) -> torch.Tensor:
         return selection.unpack(self.packed, self.density, self.fed.numel())
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -9,7 +9,9 @@ Per parameter, with the gradient g, velocity u, residual r (both zero at first),
     5. average = sum of what all ranks sent / N
 
 So what is sent late was accumulated with the momentum that it would have had. Over all ranks,
-nothing is lost: sum of u + sum of r before = N * average + sum of r after.
+nothing is lost: sum of u + sum of r before = N * average + sum of r after. If fp16 cannot hold a
+value of g, the average is not finite, and no state changes; if it cannot hold r, what it cannot
+hold stays in r.
 
 Under DDP's find_unused_parameters a rank whose gradient is all zeros sends zeros: its u and r stay
 as they are, as an optimiser skips a parameter without a gradient.
@@ -149,38 +151,33 @@ class DeepGradientCompression(Encoded):
         given = [c.gradient.float() for c in contexts]
         if factor is not None:
             given = [g * factor for g in given]
-        moved = [
-            torch.add(g, c.state[VELOCITY], alpha=self.momentum) if self.momentum else g.clone()
-            for c, g in zip(contexts, given, strict=True)
-        ]
-        for i, is_idle in enumerate(idle):
-            if is_idle is not None:
-                moved[i] = torch.where(is_idle, given[i], moved[i])
-        before = [c.state[RESIDUAL].clone() for c in contexts]
-        # `given` are not needed any more; they are the gradients' own memory if these are fp32.
-        averages = [g.copy_(u) for g, u in zip(given, moved, strict=True)]
+        # The kernels add what is owed to g, which they tell from it: fp16 must hold g.
+        owed = [self._owed(c, is_idle) for c, is_idle in zip(contexts, idle, strict=True)]
+        # `given` are overwritten; they are the gradients' own memory if these are fp32.
+        averages, given = given, [g.clone() for g in given]
         if contexts[0].world_size > 1:
             yield [
                 AllReduce(
-                    values, "avg", c.state[RESIDUAL], codec=self.at(c.step).codec,
+                    values, "avg", residual, codec=self.at(c.step).codec,
                     algorithm=self.algorithm, of=c,
                 )
-                for c, values in zip(contexts, averages, strict=True)
+                for c, values, residual in zip(contexts, averages, owed, strict=True)
             ]  # fmt: skip
         else:
-            for c, average in zip(contexts, averages, strict=True):
-                average += c.state[RESIDUAL]
-                c.state[RESIDUAL].zero_()
+            for average, residual in zip(averages, owed, strict=True):
+                average += residual
+                residual.zero_()
         sent = []
-        columns = zip(contexts, moved, before, idle, strict=True)
-        for i, (c, u, r, is_idle) in enumerate(columns):
-            residual, finite = c.state[RESIDUAL], averages[i].isfinite().all()
-            part = torch.add(r, u).sub_(residual)
+        columns = zip(contexts, given, owed, idle, strict=True)
+        for i, (c, g, residual, is_idle) in enumerate(columns):
+            finite, whole = averages[i].isfinite().all(), self._owed(c, is_idle).add_(g)
+            part = whole - residual
             averages[i] = rounded(averages[i], residual, c.gradient.dtype)
             rest = c.observed and c.gradient.dtype != torch.float32  # whether rounding left any
-            sent.append(torch.add(r, u).sub_(residual) if rest else part)
-            torch.where(finite, residual, r, out=residual)
+            sent.append(whole - residual if rest else part)
+            torch.where(finite, residual, c.state[RESIDUAL], out=c.state[RESIDUAL])
             if self.momentum:
+                u = g.add_(c.state[VELOCITY], alpha=self.momentum)
                 if c.world_size > 1:
                     u *= part == 0
                 if is_idle is not None:
@@ -188,6 +185,14 @@ class DeepGradientCompression(Encoded):
                 torch.where(finite, u, c.state[VELOCITY], out=c.state[VELOCITY])
         give_back(contexts, held)
         return Averages(averages, sent)
+
+    def _owed(self, c: Context, is_idle: torch.Tensor | None) -> torch.Tensor:
+        """The residual, and the velocity's share in this step, unless the rank sends zeros."""
+        residual = c.state[RESIDUAL]
+        if not self.momentum:
+            return residual.clone()
+        owed = torch.add(residual, c.state[VELOCITY], alpha=self.momentum)
+        return owed if is_idle is None else torch.where(is_idle, residual, owed)
 
     def _clipping(self, contexts: Sequence[Context]) -> torch.Tensor | None:
         """The factor by which this rank clips its gradients; None: it does not."""

@@ -16,6 +16,9 @@ Unused parameters. DDP hands out zeros for a parameter that a rank did not use, 
 average if no rank did (find_unused_parameters=True). No rank knows in time what the others used. So
 a rank whose gradient is all zeros sends zeros: its residual is held until it uses the parameter.
 
+A gradient in fp32 that travels in fp16, which cannot hold it, is non-finite in this sense: see
+`gradwire.lang.forms`.
+
 Gradients in fp16 are averaged in fp32. With residuals an average may exceed what fp16 can hold:
 then it saturates, and the residual keeps the rest. If it became Inf instead, GradScaler would skip
 the step and halve its scale, but not the residual that caused it, and so on for ever.

@@ -20,7 +20,8 @@ class TopK(Codec):
         values: how they are sent, "fp16" or "fp32".
 
     Of equal magnitudes the first are kept. NaN and infinities count as the largest, so they are
-    sent.
+    sent. With values="fp16", here and in other codecs, a gradient from 65520 on is infinite, and
+    what a residual adds beyond fp16 follows in later steps: see Cast.
     """
 
     density: float = 0.01

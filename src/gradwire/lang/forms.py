@@ -15,6 +15,11 @@ payloads of the peers; with rank -1, payloads only. `decoded` is `decode` traced
 *stored*, after its casts, so it is bit for bit what a receiver gets. A residual that would become
 non-finite keeps its old value, so a bad step never enters it.
 
+Overflow. What fp16 cannot hold is stored as Inf, so that a GradScaler lowers its scale. It would do
+so in vain if a residual were the reason: so in the _ef forms what is stored saturates, and the
+residual keeps the rest; but if a codec stores the elements themselves as fp16, a *value* that fp16
+cannot hold is taken for Inf there, whatever its residual.
+
 If a codec selects elements, a form's patches write the selected elements and its stores the others;
 a form that adds has no stores.
 """
@@ -36,6 +41,7 @@ FORMS = (
     "reduce_encode", "reduce_encode_ef",
 )  # fmt: skip
 DEFAULT_BLOCK = 1024  # the block of codecs that do not call g.blocks(n)
+FP16_END = 65520.0  # from here on, values round to Inf
 ENTRIES_PER_BLOCK = 8  # expected, when the block size is chosen for a codec with a selection
 
 
@@ -116,9 +122,11 @@ class _Tracer:
         self.table: tuple[float, ...] = ()
         self.fields: tuple[Field, ...] = ()
 
-    def encode(self, x: Node, latest: Node, again: bool = False) -> tuple[tuple[str, Node], ...]:
+    def encode(
+        self, x: Node, latest: Node, again: bool = False, feedback: bool = False
+    ) -> tuple[tuple[str, Node], ...]:
         """The stored fields of `x`; `again`: x is a sum of decoded payloads."""
-        with tracing(Trace(self.native)) as trace:
+        with tracing(Trace(self.native, feedback=feedback)) as trace:
             # Codec.encode_sum calls encode without `latest`, so call encode itself
             own = type(self.codec).encode_sum is not Codec.encode_sum
             encode = self.codec.encode_sum if again and own else self.codec.encode
@@ -183,11 +191,14 @@ class _Composer:
         plain = as_number(self.values)
         own = ir.alu("add", plain, self.residual)
         encoded = self.tracer.encode(plain, plain)
-        with_residual = self.tracer.encode(own, plain)
+        if self.native != "fp16" and any(_is_half(n, plain) for _, n in encoded):
+            fits = ir.alu("lt", ir.alu("abs", plain), ir.const(FP16_END))
+            own = ir.alu("where", fits, own, ir.alu("mul", plain, ir.const(math.inf)))
+        with_residual = self.tracer.encode(own, plain, feedback=True)
         received, peers = self.tracer.received(False), self.tracer.received(True)
         mean, mean_ef = self.mean(plain, peers), self.mean(own, peers)
         reduced = self.tracer.encode(mean, mean, again=True)
-        reduced_ef = self.tracer.encode(mean_ef, mean_ef, again=True)
+        reduced_ef = self.tracer.encode(mean_ef, mean_ef, again=True, feedback=True)
 
         def times(v: Node) -> Node:
             return ir.alu("mul", v, self.factor)
@@ -271,6 +282,23 @@ class _Composer:
         """Rounded to the dtype of values."""
         rounding = "stored" if self.native == "fp32" else "nearest"
         return ir.node("cast", (x,), rounding, dtype=self.native, scope=scope)
+
+
+def _is_half(stored: Node, x: Node) -> bool:
+    """Whether an element of x itself, not scaled by another number, is stored as fp16."""
+    if stored.op != "cast" or stored.dtype != "fp16":
+        return False
+    chosen = [stored.args[0]]
+    for n in chosen:
+        made_of: tuple[Node, ...] = ()
+        if n.op in ("gather", "reduce"):
+            made_of = n.args[:1]
+        elif n.attr == "where":
+            made_of = n.args[1:]
+        elif n.attr == "mul" and any(a.op == "const" for a in n.args):
+            made_of = n.args
+        chosen += [a for a in made_of if a not in chosen]
+    return x in chosen
 
 
 def _gather(x: Node, selection: Node) -> Node:

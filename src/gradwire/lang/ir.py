@@ -14,7 +14,9 @@ Vocabulary
 | param | - | "factor", or int | the factor of the call, or a number of the codec's table |
 | field | - or selection or flag | FieldRef | a field of the own or a peer's payload |
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
-| cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate |
+| cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate, but \
+those that fp16 cannot hold become infinite |
+| cast | 1 | "saturated" | to fp16, rounded to nearest; finite values saturate |
 | reduce | 1 | "min", "max", "sum", "count"; Rank | ELEMENT to BLOCK scope, BLOCK to TENSOR |
 | random | - | Stream | uniform in [0, 1), from (key, index, stream) |
 | index | - | - or "block" | position in the parameter, modulo 2^32, or in the block |

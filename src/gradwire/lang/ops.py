@@ -224,8 +224,9 @@ def bf16(value: object, toward: str = "nearest") -> Value:
 
 
 def fp16(value: object) -> Value:
-    """IEEE half precision, rounded to nearest even; finite values saturate at 65504."""
-    return _cast(value, "fp16", "nearest")
+    """IEEE half precision, rounded to nearest even: from 65520 on infinite, so that a GradScaler
+    sees the overflow. Where a residual keeps the rest, saturates: see `gradwire.lang.forms`."""
+    return _cast(value, "fp16", "saturated" if active().feedback else "nearest")
 
 
 def fp32(value: object) -> Value:

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
-    """fp32 to a stored dtype, or a stored dtype to fp32. Saturates; stores the canonical NaN."""
+    """fp32 to a stored dtype, or a stored dtype to fp32; see ir.py. Stores the canonical NaN."""
     if dtype == "fp32" and rounding != "stored":
         return x.to(torch.float32)
     if dtype in ir.TOP:
@@ -37,9 +37,10 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
         return x.to(torch.int32)
     if dtype == "fp32":
         return torch.where(torch.isnan(x), torch.tensor(math.nan), x)
-    largest = LARGEST[dtype]
-    x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
-    if rounding != "nearest":
+    if dtype != "fp16" or rounding == "saturated":
+        largest = LARGEST[dtype]
+        x = torch.where(torch.isfinite(x), x.clamp(-largest, largest), x)
+    if rounding in ("down", "up"):
         # dropping the low bits rounds toward zero; rounding outward adds one if any was set
         bits = x.view(torch.int32)
         outward = (x < 0) if rounding == "down" else (x > 0)

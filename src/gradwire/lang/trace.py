@@ -33,6 +33,7 @@ class Trace:
         native: dtype of the values, one of "fp32", "fp16", "bf16".
         block: set by `g.blocks(n)`, or None.
         source: whether it decodes the peer payload of a fold, rather than the own payload.
+        feedback: whether a residual keeps the error of what it encodes.
         streams: number of `random()` calls so far; each has a stream of its own.
         operators: names of the language's operators used, in order of first use.
         table: the numbers given to `table()`, or empty.
@@ -41,6 +42,7 @@ class Trace:
     native: str
     block: int | None = None
     source: bool = False
+    feedback: bool = False
     streams: int = 0
     operators: list[str] = field(default_factory=list)
     table: tuple[float, ...] = ()

@@ -49,6 +49,7 @@ CASTS = {
     ("bf16", "down"): "to_bf16_down({})",
     ("bf16", "up"): "to_bf16_up({})",
     ("fp16", "nearest"): "to_fp16_nearest({})",
+    ("fp16", "saturated"): "to_fp16_saturated({})",
     ("int32", "zero"): "to_int32({})",
     ("code", "zero"): "to_uint({}, {zero}, {top})",
 }

@@ -86,7 +86,8 @@ INLINE int is_finite(float x) { return (bits_of(x) & 0x7fffffff) < 0x7f800000; }
 INLINE int is_nan(float x) { return (bits_of(x) & 0x7fffffff) > 0x7f800000; }
 INLINE int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
 
-/* Casts to stored types: finite values saturate, and there is one NaN. */
+/* Casts to stored types: finite values saturate, but in fp16 become infinite from 65520 on; and there
+   is one NaN. */
 INLINE float to_fp32(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
 
 INLINE uint32_t to_bf16_nearest(float x) {
@@ -115,9 +116,12 @@ INLINE uint32_t to_fp16_nearest(float x) {
   /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits */
   uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   uint32_t r = magnitude < 0x38800000 ? small : normal;
-  r = magnitude >= 0x477fe000 ? 0x7bff : r;
-  r = magnitude >= 0x7f800000 ? 0x7c00 : r;
+  r = magnitude >= 0x477ff000 ? 0x7c00 : r;
   return magnitude > 0x7f800000 ? 0x7e00 : r | (u >> 31) << 15;
+}
+INLINE uint32_t to_fp16_saturated(float x) {
+  const uint32_t r = to_fp16_nearest(x);
+  return (r & 0x7fff) == 0x7c00 && is_finite(x) ? r - 1 : r;
 }
 
 /* A constant that the compiler does not know: gcc 12 makes a comparison and a choice of a limit that

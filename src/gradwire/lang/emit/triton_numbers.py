@@ -98,9 +98,15 @@ def to_fp16_nearest(x):
     # subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits
     small = bits_of(float_of(magnitude) + 0.5) - 0x3F000000
     r = tl.where(magnitude < 0x38800000, small, normal)
-    r = tl.where(magnitude >= 0x477FE000, 0x7BFF, r)
-    r = tl.where(magnitude >= INFINITY, 0x7C00, r) | (bits >> 31 << 15)
+    r = tl.where(magnitude >= 0x477FF000, 0x7C00, r) | (bits >> 31 << 15)
     return tl.where(magnitude > INFINITY, 0x7E00, r)
+
+
+@triton.jit
+def to_fp16_saturated(x):
+    r = to_fp16_nearest(x)
+    over = ((r & 0x7FFF) == 0x7C00) & ((bits_of(x) & MAGNITUDE) < INFINITY)
+    return tl.where(over, r - 1, r)
 
 
 @triton.jit
