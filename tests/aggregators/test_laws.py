@@ -23,6 +23,7 @@ from gradwire.aggregators import (
     Context,
     DeepGradientCompression,
     ErrorFeedback,
+    GlobalTopK,
     LWTopK,
     Observation,
     PowerSGD,
@@ -132,6 +133,7 @@ WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
     "topkc of a model": (TopKC(bits=4, chunk=16, scope="model"),),
     "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True, scope="model"),),
     "artopk of a model": (ARTopK(0.05, scope="model"),),
+    "globaltopk": (GlobalTopK(0.05),),
     "some of a model": (
         TopKC(bits=4, chunk=16, scope="model"),
         PowerSGD(2),
@@ -272,6 +274,42 @@ def check_bucketing(
             torch.testing.assert_close(gradient + before[i], sent + after[i], rtol=1e-5, atol=1e-5)
             sent_parts.append(sent)
     return sent_parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_of_equal_steps_no_residual_loses_what_16_bits_round_off(dtype: torch.dtype) -> None:
+    """Law 2 over many steps, of averages that are computed in fp32: their sum plus the mean
+    residual is the gradients' sum, so their mean converges as long as residuals are bounded. They
+    are where nothing but rounding is kept."""
+    steps, shapes, ranks = 50, [(12, 12)], 2
+    fine = {"powersgd, dense": PowerSGD(8), "thc": THC(8, 4, chunk=64)}
+    cases = {
+        **fine,
+        "thc, full": THC(8, 4, "full", chunk=16),
+        "powersgd": PowerSGD(2),
+        "topkc": TopKC(8, 16),
+        "topkc of a model": TopKC(8, 16, scope="model"),
+        "artopk": ARTopK(0.3),
+        "globaltopk": GlobalTopK(0.3),
+    }
+    given = [drawn(shapes, rank, 0, dtype) for rank in range(ranks)]
+    exact = torch.stack([mine[0].double().view(-1) for mine in given]).mean(0)
+
+    def body(comm: Communicator) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        found = {}
+        for case, aggregator in cases.items():
+            mine = Parameters(comm, shapes, ErrorFeedback(aggregator))
+            averages = [mine.average(given[comm.rank])[0].double().view(-1) for _ in range(steps)]
+            found[case] = torch.stack(averages).mean(0), mine.states()[0].double()
+        return found
+
+    found = as_threads(ranks, body)
+    for case in cases:
+        mean, residual = found[0][case][0], sum(mine[case][1] for mine in found) / ranks
+        off = (mean + residual / steps - exact).abs().max()
+        assert off < 2e-6, case
+        if case in fine:
+            torch.testing.assert_close(mean, exact, rtol=0, atol=0.03)
 
 
 def test_one_rank_alone_keeps_its_gradients() -> None:

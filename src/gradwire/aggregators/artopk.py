@@ -103,9 +103,11 @@ class ARTopK(Aggregator):
             ]
         codec = _CODECS[self.values]
         means = yield [s.values(codec) for s in chosen]
+        averages = {}
         for s, mean in zip(chosen, means, strict=True):
-            s.finish(mean)
-        return [c.gradient for c in contexts]
+            parts = s.finish(mean)
+            averages.update({id(c): part for c, part in zip(s.contexts, parts, strict=True)})
+        return [averages[id(c)] for c in contexts]
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         numel, itemsize = math.prod(shape), 2 if self.values == "fp16" else 4
@@ -170,21 +172,20 @@ class _Selection:
         error = None if codec is None else self.error
         return AllReduce(mine, "avg", error, codec=codec, of=self.first)
 
-    def finish(self, mean: torch.Tensor) -> None:
-        """Replace gradients by averages, and update state unless a value is not finite."""
+    def finish(self, mean: torch.Tensor) -> list[torch.Tensor]:
+        """The averages, fp32, of its parameters; updates state unless a value is not finite."""
         finite = mean.isfinite().all()
         lengths = [c.gradient.numel() for c in self.contexts]
         average = torch.zeros_like(self.fed).index_copy_(0, self.at, mean)
         left = self.fed.index_copy(0, self.at, self.error)
-        columns = zip(self.contexts, average.split(lengths), left.split(lengths), strict=True)
-        for c, part, rest in columns:
-            c.gradient.copy_(part)
+        for c, rest in zip(self.contexts, left.split(lengths), strict=True):
             if c.residual is not None:
                 torch.where(finite, rest, c.residual, out=c.residual)
         if self.leader is not None and _WAITED in self.first.state:
             kept = self.first.state[_WAITED]
             waited = (kept + 1) * (self.leader != self.first.rank)
             torch.where(finite, waited, kept, out=kept)
+        return list(average.split(lengths))
 
     def _unpacked(self) -> torch.Tensor:
         return selection.unpack(self.packed, self.density, self.fed.numel())

@@ -42,7 +42,7 @@ import torch
 
 from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
-from gradwire.aggregators.local import keep_residual, run_local, stored, with_residual
+from gradwire.aggregators.local import keep_residual, run_local, with_residual
 from gradwire.aggregators.local_codecs import ChunkNorms
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Cast
@@ -126,10 +126,9 @@ class TopKC(Aggregator):
         return chunks, min(max(1, math.floor(left / (self.width * self.size))), chunks)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        averages = [c.gradient for c in contexts]
-        contexts = [c for c in contexts if c.gradient.numel()]
+        given, contexts = contexts, [c for c in contexts if c.gradient.numel()]
         if not contexts:
-            return averages
+            return [c.gradient for c in given]
         groups = [[c] for c in contexts]
         if self.scope == "model":  # DDP's order changes
             groups = [sorted(contexts, key=lambda c: c.name)]
@@ -167,7 +166,10 @@ class TopKC(Aggregator):
         for v, norm, at, row, error in zip(vectors, norms, chosen, rows, errors, strict=True):
             v.keep(error, at, norm.isfinite().all())
             v.average(row, at, (norm * 0).sum())  # zero, or NaN
-        return averages
+        averages = {
+            id(c): part for v in vectors for c, part in zip(v.contexts, v.parts, strict=True)
+        }
+        return [averages.get(id(c), c.gradient) for c in given]
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         numel = math.prod(shape)
@@ -227,14 +229,11 @@ class _Vector:
             keep_residual(c, finite, part)
 
     def average(self, rows: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor) -> None:
-        """Replace the gradients by the rows at the chunks `at`, and by `elsewhere` otherwise."""
+        """Replace the values by the rows at the chunks `at`, and by `elsewhere` otherwise."""
         self.values.copy_(elsewhere)
         scatter_chunks(rows, at, self.values)
         if self._order is not None:
             self._whole[self._order] = self.values
-        for c, part in zip(self.contexts, self.parts, strict=True):
-            if part is not c.gradient:
-                c.gradient.copy_(stored(part, c.gradient.dtype))
 
 
 def _scales(norms: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
