@@ -103,13 +103,13 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "onebit": (Compressed(OneBit()),),
     "topk": (Compressed(TopK(density=0.05)),),
     "powersgd": (PowerSGD(2),),
-    "artopk": (ARTopK(0.05),),
+    "artopk": (ARTopK(0.05, scope="layer"),),
     "topkc": (TopKC(bits=4, chunk=16),),
     "topkc permuted": (TopKC(bits=8, chunk=32, values="bf16", permuted=True),),
     "thc": (THC(chunk=64),),
     "thc full": (THC(bits=6, code=3, rotation="full", chunk=32),),
-    "artopk by variance": (ARTopK(0.05, "variance", values="fp32"),),
-    "artopk auto": (ARTopK(0.05, "auto"),),
+    "artopk by variance": (ARTopK(0.05, "variance", "layer", "fp32"),),
+    "artopk auto": (ARTopK(0.05, "auto", "layer"),),
     "lwtopk": (LWTopK(0.05),),
     "lwtopk in fp32": (LWTopK(0.05, "fp32"),),
     "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),
-        ARTopK(0.1),
+        ARTopK(0.1, scope="layer"),
         Drawn(3),
         TopKC(2, 32),
         THC(bits=5),
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
     "topkc of a model": (TopKC(bits=4, chunk=16, scope="model"),),
     "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True, scope="model"),),
-    "artopk of a model": (ARTopK(0.05, scope="model"),),
+    "artopk of a model": (ARTopK(0.05),),
     "globaltopk": (GlobalTopK(0.05),),
     "some of a model": (
         TopKC(bits=4, chunk=16, scope="model"),
@@ -359,7 +359,7 @@ class Whole(PowerSGD):
 @pytest.mark.parametrize(("ranks", "coalesce_bytes"), [(2, 0), (3, 2000), (2, 1 << 18)])
 def test_a_model_at_once_gives_the_same_bits(ranks: int, coalesce_bytes: int) -> None:
     """Buckets in any order; every second parameter waits for the whole model."""
-    inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1)]
+    inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1, scope="layer")]
     aggregators = [ErrorFeedback(inner[i % 3]) for i in range(len(SHAPES))]
     of_bucket = [ErrorFeedback(inner[i % 3 or 1]) for i in range(len(SHAPES))]
 

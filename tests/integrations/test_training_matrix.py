@@ -25,16 +25,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd:rank=2": {},
     "topkc:bits=4:chunk=16": {},
     "thc:bits=6:code=3:chunk=64": {},
-    "artopk:density=0.05": {},
+    "artopk:density=0.05:scope=layer": {},
     "dgc:density=0.05:momentum=0.5:warmup=3": {},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "qsgd:bits=2:block=64": {"error_feedback": True},
     "thc:bits=6:code=3": {"error_feedback": True},
     "topkc:bits=4:chunk=16:scope=model": {},
-    "artopk:density=0.05:leader=auto:scope=model": {},
+    "artopk:density=0.05:leader=auto": {},
     "lwtopk:density=0.05": {},
-    "artopk:density=0.05:leader=variance": {},
+    "artopk:density=0.05:leader=variance:scope=layer": {},
     "globaltopk:density=0.05": {},
 }
 OPTIONS = METHODS | VARIANTS

@@ -23,6 +23,12 @@ A broadcast's root is part of a layout that ranks must prepare: STAR has N of th
 turn. Leaders that depend on data would be N to the power of the selections in a bucket. So there
 the positions are a sum with one contribution: one layout, for twice a broadcast's bytes.
 
+Parameters have gradients of unlike size, so a selection over all of them (the paper's fused
+gradient) errs far less than one for each, of the same bytes: on recorded gradients of a small GPT
+(density 0.01, 4 ranks, step 50) the squared error is .084 of the mean's square against .521, and
+with error feedback .155 against .969 (docs/how-to/choosing.md). It sends nothing before backward
+ends.
+
 The average is zero elsewhere. Nothing is lost: the residual keeps the values that are not sent, and
 what fp16 rounds off those that are. A rank whose gradient has non-finite values sends NaN at all
 positions, so that no rank's average is finite, and no state changes.
@@ -59,10 +65,10 @@ class ARTopK(Aggregator):
     Args:
         density: the share of values that is sent, above 0 and at most 1.
         leader: "round_robin" (STAR), "variance" (VAR) or "auto"; see the module.
-        scope: what one selection is over: "layer", each parameter by itself; "bucket", the
-            parameters of a bucket, so that results depend on DDP's bucketing, which differs in the
-            first step after a start; "model", the paper's: all parameters, in the order of their
-            names, after the last bucket of backward.
+        scope: what one selection is over: "model", the paper's: all parameters, in the order of
+            their names, after the last bucket of backward; "layer", each parameter by itself, while
+            backward runs; "bucket", the parameters of a bucket, so that results depend on DDP's
+            bucketing, which differs in the first step after a start.
         values: how values are sent, "fp16" or "fp32".
 
     With "variance" and "auto", `metrics` has the leader, and skew: the largest squared norm over
@@ -71,7 +77,7 @@ class ARTopK(Aggregator):
 
     density: float = 0.01
     leader: str = "round_robin"
-    scope: str = "layer"
+    scope: str = "model"
     values: str = "fp16"
 
     feeds_back = True
