@@ -1,4 +1,5 @@
-"""Exact top-k by all-gather, per layer and over the whole model: against a reference in float64."""
+"""Exact top-k by all-gather, per layer and over the whole model, and of the sum (global top-k):
+against a reference in float64."""
 
 from __future__ import annotations
 
@@ -40,26 +41,22 @@ def sparse(values: torch.Tensor, density: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "density", "dtype", "made"),
+    ("ranks", "density", "dtype"),
     [
-        (2, 0.1, torch.float32, LWTopK),
-        (3, 0.01, torch.float16, LWTopK),
-        (5, 1, torch.bfloat16, LWTopK),
-        (2, 0.001, torch.bfloat16, GlobalTopK),
-        (3, 1, torch.float32, GlobalTopK),
-        (5, 0.1, torch.float16, GlobalTopK),
-        (8, 0.01, torch.float32, GlobalTopK),
+        (2, 0.1, torch.float32),
+        (3, 0.01, torch.float16),
+        (5, 1, torch.bfloat16),
     ],
 )
 def test_it_is_exact_top_k_with_error_feedback(
-    ranks: int, density: float, dtype: torch.dtype, made: type[Aggregator]
+    ranks: int, density: float, dtype: torch.dtype
 ) -> None:
     steps, narrow = 4, dtype == torch.float16
     data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
     options: dict[str, Any] = {"density": density, "values": "fp32" if narrow else "fp16"}
 
     def body(comm: Communicator) -> list[Any]:
-        mine = Parameters(comm, SHAPES, ErrorFeedback(made(**options)))
+        mine = Parameters(comm, SHAPES, ErrorFeedback(LWTopK(**options)))
         return [(mine.average(data[step][comm.rank]), mine.states()) for step in range(steps)]
 
     found = as_threads(ranks, body)
@@ -72,8 +69,7 @@ def test_it_is_exact_top_k_with_error_feedback(
             # In fp32, as the aggregator adds: what is equal there may differ in float64.
             fed = torch.cat([g.float().view(-1) for g in data[step][rank]]) + kept[rank].float()
             fed = fed.double()
-            parts = [fed] if made is GlobalTopK else fed.split(lengths)
-            sent.append(torch.cat([sparse(part, density) for part in parts]))
+            sent.append(torch.cat([sparse(part, density) for part in fed.split(lengths)]))
             kept[rank] = fed - sent[rank]
         means = torch.stack(sent).mean(0)
         for at, expected in enumerate(means.split(lengths)):
@@ -88,6 +84,52 @@ def test_it_is_exact_top_k_with_error_feedback(
             else:  # also what rounding of the average lost
                 torch.testing.assert_close(after, kept[rank] + lost, rtol=0, atol=1e-5)
                 kept[rank] = after
+
+
+@pytest.mark.parametrize(
+    ("ranks", "density", "dtype"),
+    [
+        (2, 0.001, torch.bfloat16),
+        (3, 1, torch.float32),
+        (5, 0.1, torch.float16),
+        (8, 0.01, torch.float32),
+    ],
+)
+def test_global_top_k_keeps_the_largest_of_the_sum(
+    ranks: int, density: float, dtype: torch.dtype
+) -> None:
+    """Not more than k, which no rank's largest need be among; each residual keeps the rank's own
+    values elsewhere, and what the average loses in its dtype. Many values are equal."""
+    steps = 4
+    data = [[whole(r, step, dtype) for r in range(ranks)] for step in range(steps)]
+
+    def body(comm: Communicator) -> list[Any]:
+        mine = Parameters(comm, SHAPES, ErrorFeedback(GlobalTopK(density)))
+        return [(mine.average(data[step][comm.rank]), mine.states()) for step in range(steps)]
+
+    found = as_threads(ranks, body)
+    lengths = [math.prod(shape) for shape in SHAPES]
+    k, own = max(1, math.floor(density * sum(lengths))), 0
+    kept = [torch.zeros(sum(lengths)) for _ in range(ranks)]
+    for step in range(steps):
+        fed = [
+            torch.cat([g.float().view(-1) for g in data[step][rank]]) + kept[rank]
+            for rank in range(ranks)
+        ]
+        mean = torch.stack(fed).sum(0) * (1 / ranks)  # in fp32
+        expected = sparse(mean, density)
+        places = sparse(mean.abs() + 1, density) != 0
+        assert int(places.sum()) == k
+        own += int((sparse(fed[0], density) != 0).logical_and(~places).sum())
+        average = torch.cat([a.view(-1) for a in found[0][step][0]])
+        assert average.dtype == dtype
+        assert torch.equal(average, expected.to(dtype))
+        lost = expected - average.float()
+        for rank, mine in enumerate(found):
+            assert torch.equal(torch.cat([a.view(-1) for a in mine[step][0]]), average)
+            kept[rank] = torch.where(places, 0.0, fed[rank]) + lost
+            assert torch.equal(torch.cat(mine[step][1]), kept[rank])
+    assert density == 1 or own > 0
 
 
 ALSO: dict[str, Aggregator] = {
@@ -138,10 +180,9 @@ def test_law_2_and_the_order_of_parameters_has_no_effect(case: str, ranks: int) 
             )
 
 
-@pytest.mark.parametrize(("made", "ranks"), [(LWTopK, 3), (GlobalTopK, 5)])
-def test_bytes_are_those_of_the_formula(made: type[LWTopK], ranks: int) -> None:
+def test_bytes_are_those_of_the_formula() -> None:
     shapes: list[Shape] = [(60, 80), (33,), (9, 9)]
-    chosen = made(0.02)
+    chosen, ranks = LWTopK(0.02), 3
 
     def body(comm: Communicator) -> list[int]:
         mine = Parameters(comm, shapes, ErrorFeedback(chosen))
@@ -149,12 +190,25 @@ def test_bytes_are_those_of_the_formula(made: type[LWTopK], ranks: int) -> None:
         return [o.wire_bytes for o in mine.outcomes[0]]
 
     numels = [math.prod(shape) for shape in shapes]
-    whole = [sum(numels)] if made is GlobalTopK else numels
-    aligned = sum(-(-layout(chosen.codec).nbytes(n) // 16) * 16 for n in whole)
+    aligned = sum(-(-layout(chosen.codec).nbytes(n) // 16) * 16 for n in numels)
     head = HEADER_BYTES
     assert as_threads(ranks, body) == [[(ranks - 1) * (aligned + head)]] * ranks
     told = [chosen.payload_bytes(shape, torch.float32) for shape in shapes]
     assert told == [layout(chosen.codec).nbytes(n) for n in numels]
+
+
+def test_global_top_k_sends_dense_bytes() -> None:
+    shapes: list[Shape] = [(64, 96), (2048,)]
+
+    def body(comm: Communicator) -> int:
+        mine = Parameters(comm, shapes, ErrorFeedback(GlobalTopK(0.02)))
+        mine.average(drawn(shapes, comm.rank, 0))
+        return sum(o.wire_bytes for o in mine.outcomes[0])
+
+    told = [GlobalTopK(0.02).payload_bytes(shape, torch.float16) for shape in shapes]
+    assert told == [4 * 64 * 96, 4 * 2048]
+    sent = sum(as_threads(2, body))
+    assert 0 <= sent - 2 * sum(told) <= 8 * HEADER_BYTES  # 2 (N - 1) / N of them from each of two
 
 
 def test_random_k_is_unbiased_through_all_gather_by_name() -> None:
@@ -194,5 +248,5 @@ def test_options_are_checked() -> None:
                 gw.ConfigError, match=f"{made.__name__}: density={density!r}.*{near}"
             ):
                 made(density)  # type: ignore[arg-type]
-        with pytest.raises(gw.ConfigError, match="values='fp8'"):
-            made(0.1, "fp8")
+    with pytest.raises(gw.ConfigError, match="values='fp8'"):
+        LWTopK(0.1, "fp8")

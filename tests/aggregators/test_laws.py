@@ -23,6 +23,7 @@ from gradwire.aggregators import (
     Context,
     DeepGradientCompression,
     ErrorFeedback,
+    GlobalTopK,
     LWTopK,
     Observation,
     PowerSGD,
@@ -102,13 +103,13 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "onebit": (Compressed(OneBit()),),
     "topk": (Compressed(TopK(density=0.05)),),
     "powersgd": (PowerSGD(2),),
-    "artopk": (ARTopK(0.05),),
+    "artopk": (ARTopK(0.05, scope="layer"),),
     "topkc": (TopKC(bits=4, chunk=16),),
     "topkc permuted": (TopKC(bits=8, chunk=32, values="bf16", permuted=True),),
     "thc": (THC(chunk=64),),
     "thc full": (THC(bits=6, code=3, rotation="full", chunk=32),),
-    "artopk by variance": (ARTopK(0.05, "variance", values="fp32"),),
-    "artopk auto": (ARTopK(0.05, "auto"),),
+    "artopk by variance": (ARTopK(0.05, "variance", "layer", "fp32"),),
+    "artopk auto": (ARTopK(0.05, "auto", "layer"),),
     "lwtopk": (LWTopK(0.05),),
     "lwtopk in fp32": (LWTopK(0.05, "fp32"),),
     "mstopk": (Compressed(MSTopK(0.05), "all_gather"),),
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "drawn": (Drawn(),),
     "mixed": (
         PowerSGD(1),
-        ARTopK(0.1),
+        ARTopK(0.1, scope="layer"),
         Drawn(3),
         TopKC(2, 32),
         THC(bits=5),
@@ -131,7 +132,8 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
     "topkc of a model": (TopKC(bits=4, chunk=16, scope="model"),),
     "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True, scope="model"),),
-    "artopk of a model": (ARTopK(0.05, scope="model"),),
+    "artopk of a model": (ARTopK(0.05),),
+    "globaltopk": (GlobalTopK(0.05),),
     "some of a model": (
         TopKC(bits=4, chunk=16, scope="model"),
         PowerSGD(2),
@@ -274,6 +276,42 @@ def check_bucketing(
     return sent_parts
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_of_equal_steps_no_residual_loses_what_16_bits_round_off(dtype: torch.dtype) -> None:
+    """Law 2 over many steps, of averages that are computed in fp32: their sum plus the mean
+    residual is the gradients' sum, so their mean converges as long as residuals are bounded. They
+    are where nothing but rounding is kept."""
+    steps, shapes, ranks = 50, [(12, 12)], 2
+    fine = {"powersgd, dense": PowerSGD(8), "thc": THC(8, 4, chunk=64)}
+    cases = {
+        **fine,
+        "thc, full": THC(8, 4, "full", chunk=16),
+        "powersgd": PowerSGD(2),
+        "topkc": TopKC(8, 16),
+        "topkc of a model": TopKC(8, 16, scope="model"),
+        "artopk": ARTopK(0.3),
+        "globaltopk": GlobalTopK(0.3),
+    }
+    given = [drawn(shapes, rank, 0, dtype) for rank in range(ranks)]
+    exact = torch.stack([mine[0].double().view(-1) for mine in given]).mean(0)
+
+    def body(comm: Communicator) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        found = {}
+        for case, aggregator in cases.items():
+            mine = Parameters(comm, shapes, ErrorFeedback(aggregator))
+            averages = [mine.average(given[comm.rank])[0].double().view(-1) for _ in range(steps)]
+            found[case] = torch.stack(averages).mean(0), mine.states()[0].double()
+        return found
+
+    found = as_threads(ranks, body)
+    for case in cases:
+        mean, residual = found[0][case][0], sum(mine[case][1] for mine in found) / ranks
+        off = (mean + residual / steps - exact).abs().max()
+        assert off < 2e-6, case
+        if case in fine:
+            torch.testing.assert_close(mean, exact, rtol=0, atol=0.03)
+
+
 def test_one_rank_alone_keeps_its_gradients() -> None:
     def body(comm: Communicator) -> None:
         for case in [*CASES, *WHOLE]:
@@ -321,7 +359,7 @@ class Whole(PowerSGD):
 @pytest.mark.parametrize(("ranks", "coalesce_bytes"), [(2, 0), (3, 2000), (2, 1 << 18)])
 def test_a_model_at_once_gives_the_same_bits(ranks: int, coalesce_bytes: int) -> None:
     """Buckets in any order; every second parameter waits for the whole model."""
-    inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1)]
+    inner: list[Aggregator] = [Whole(2), PowerSGD(2), ARTopK(0.1, scope="layer")]
     aggregators = [ErrorFeedback(inner[i % 3]) for i in range(len(SHAPES))]
     of_bucket = [ErrorFeedback(inner[i % 3 or 1]) for i in range(len(SHAPES))]
 

@@ -128,7 +128,7 @@ def test_bits_are_counted_as_papers_do_and_as_they_are_packed(folder: Path) -> N
         assert found <= as_papers, codec
     # Positions that an aggregator packs are counted as papers do.
     for leader in ("round_robin", "variance"):
-        method = f"artopk:density=0.1:leader={leader}"
+        method = f"artopk:density=0.1:scope=layer:leader={leader}"
         for row in error.run([folder], [method], at=[0], layers=True):
             if row["layer"]:
                 scores = 128 / row["numel"] if leader == "variance" else 0.0  # two in fp64

@@ -142,7 +142,7 @@ def replicas(rank: int) -> None:
 def sparse(rank: int) -> None:
     """It expects what is sent during warm-up, too."""
     sent = {}
-    for method in ("lwtopk:density=0.05", "globaltopk:density=0.05", "dgc:density=0.1:warmup=1"):
+    for method in ("lwtopk:density=0.05", "dgc:density=0.1:warmup=1"):
         model = DDP(mlp(60))
         handle = gw.attach(model, method)
         for number in range(2):

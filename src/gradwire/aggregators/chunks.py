@@ -11,26 +11,26 @@ from collections.abc import Sequence
 import torch
 
 
-def largest_chunks(norms: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-    """Per parameter, the indices of its `count` largest norms, ascending, int64.
+def largest_chunks(sizes: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Per parameter, the indices of its `count` largest chunks, ascending, int64.
 
-    Ties go to the lower index, and what is not finite is largest. So equal norms give equal indices
+    Ties go to the lower index, and what is not finite is largest. So equal sizes give equal indices
     on all ranks.
 
     Args:
-        norms: bf16[chunks] per parameter, not negative.
+        sizes: bf16[chunks] per parameter, not negative.
         counts: per parameter.
     """
     alike: dict[tuple[int, int], list[int]] = {}  # (chunks, count) -> parameters
-    for at, (norm, count) in enumerate(zip(norms, counts, strict=True)):
-        alike.setdefault((norm.numel(), count), []).append(at)
-    found = list(norms)
+    for at, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        alike.setdefault((size.numel(), count), []).append(at)
+    found = list(sizes)
     for (chunks, count), places in alike.items():
-        index = torch.arange(chunks, device=norms[0].device)
+        index = torch.arange(chunks, device=sizes[0].device)
         if count == chunks:
             top = index.expand(len(places), chunks)
         else:  # bits of floats that are not negative are in the order of the floats
-            bits = torch.stack([norms[at] for at in places]).view(torch.int16).long() & 0x7FFF
+            bits = torch.stack([sizes[at] for at in places]).view(torch.int16).long() & 0x7FFF
             keys = (bits << 32) - index  # no two are equal
             top = keys.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
         for at, indices in zip(places, top, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.aggregators.contract import aggregator_error, find_fault, kind, start_coroutine
+from gradwire.aggregators.error_feedback import rounded
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, Steps
 from gradwire.collectives import Request
 from gradwire.errors import ConfigError
@@ -105,7 +106,7 @@ class Coroutine:
             averages, self.sent = ended.averages, ended.sent
         for gradient, average in zip(self.gradients, averages, strict=True):
             if average.data_ptr() != gradient.data_ptr():
-                gradient.copy_(average.reshape(-1))
+                gradient.copy_(rounded(average.reshape(-1), None, gradient.dtype))
 
     def _error(self, number: int, what: str, name: str | None = None) -> ConfigError:
         return aggregator_error(

@@ -19,9 +19,12 @@ a rank whose gradient is all zeros sends zeros: its residual is held until it us
 A gradient in fp32 that travels in fp16, which cannot hold it, is non-finite in this sense: see
 `gradwire.lang.forms`.
 
-Gradients in fp16 are averaged in fp32. With residuals an average may exceed what fp16 can hold:
-then it saturates, and the residual keeps the rest. If it became Inf instead, GradScaler would skip
-the step and halve its scale, but not the residual that caused it, and so on for ever.
+Gradients in fp16 are averaged in fp32. So are those in bf16 by aggregators that compute in fp32 and
+return fp32. What is lost where such an average is rounded to the gradient's dtype is the same on
+all ranks, and each adds it to its residual. (A codec's kernels decode to bf16 themselves. That is
+the last rounding, which no residual keeps.) With residuals an average may exceed what fp16 can
+hold: then it saturates, and the residual keeps the rest. If it became Inf instead, GradScaler would
+skip the step and halve its scale, but not the residual that caused it, and so on for ever.
 """
 
 from __future__ import annotations
@@ -81,8 +84,8 @@ class ErrorFeedback(Aggregator):
             error, residual = p - sent[i].reshape(-1), c.state[RESIDUAL]
             # A step with a non-finite average is skipped, so the residual stays.
             finite = averages[i].isfinite().all()
+            averages[i] = rounded(averages[i].reshape(-1), error, c.gradient.dtype)
             if c.gradient.dtype != torch.float32:
-                averages[i] = rounded(averages[i].reshape(-1).float(), error, c.gradient.dtype)
                 sent[i] = p - error
             torch.where(finite & error.isfinite(), error, residual, out=residual)
         return Averages(averages, sent)
@@ -103,9 +106,9 @@ class ErrorFeedback(Aggregator):
             return ended
         averages = list(ended.averages if isinstance(ended, Averages) else ended)
         for i, c in enumerate(contexts):
+            average, residual = averages[i].reshape(-1), c.state[RESIDUAL]
+            averages[i] = rounded(average, residual, c.gradient.dtype)
             if c.name in before:
-                average, residual = averages[i].reshape(-1).float(), c.state[RESIDUAL]
-                averages[i] = rounded(average, residual, torch.float16)
                 torch.where(average.isfinite().all(), residual, before[c.name], out=residual)
         if not wanted:
             return averages
@@ -156,12 +159,13 @@ def give_back(contexts: Sequence[Context], held: Sequence[torch.Tensor | None]) 
 def rounded(
     average: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """An fp32 average in the gradient's dtype: finite values saturate. What that loses of finite
-    values is added to the residual of every rank."""
-    if dtype == torch.float32:
+    """An average in the gradient's dtype, if that is narrower: finite values saturate. What that
+    loses is added to the residual of every rank, unless a value is not finite: GradScaler skips
+    that step."""
+    if dtype.itemsize >= average.dtype.itemsize:
         return average
     most, finite = torch.finfo(dtype).max, average.isfinite()
     found = torch.where(finite, average.clamp(-most, most), average).to(dtype)
     if residual is not None:
-        residual += torch.where(finite, average - found.float(), 0.0)
+        residual += torch.where(finite.all(), average - found.to(average.dtype), 0.0)
     return found

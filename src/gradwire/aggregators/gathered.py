@@ -1,5 +1,4 @@
-"""Exact top-k by all-gather of sparse payloads, with error feedback: LWTopk (ARTOPK 2-C) and the
-top k of the whole model (UTIL 3.1.1).
+"""Exact top-k by all-gather of sparse payloads, with error feedback: LWTopk (ARTOPK 2-C).
 
 Per tensor of n values, with k = max(1, floor(density * n)), every rank sends its own k largest
 values and their positions to all others, and sums what it receives in the order of ranks. Up to
@@ -8,8 +7,9 @@ of v bytes per value, p bits per position in its block of B values, and 2 bytes 
 it goes to N - 1 ranks. One round per scope. Nothing is lost: the residual keeps the values that are
 not sent, and what fp16 rounds off those that are.
 
-Other sparse codecs run the same way by name: "mstopk:algorithm=all_gather:scope=model" (the
-paper's MSTopk, a threshold over all values), "hardthreshold:algorithm=all_gather" (Rethink-GS),
+Other sparse codecs run the same way by name: "topk:algorithm=all_gather:scope=model" (every rank's
+largest of the whole model), "mstopk:algorithm=all_gather:scope=model" (the paper's MSTopk, a
+threshold over all values), "hardthreshold:algorithm=all_gather" (Rethink-GS),
 "randomk:unbiased=true:algorithm=all_gather".
 """
 
@@ -24,7 +24,14 @@ from gradwire.lang import Codec
 
 
 @dataclass(frozen=True)
-class _AllGathered(Encoded):
+class LWTopK(Encoded):
+    """The k largest values of each parameter, from every rank.
+
+    Args:
+        density: the share of values that each rank sends, above 0 and at most 1.
+        values: how they are sent, "fp16" or "fp32".
+    """
+
     density: float = 0.01
     values: str = "fp16"
 
@@ -39,31 +46,5 @@ class _AllGathered(Encoded):
     def codec(self) -> Codec:  # type: ignore[override]
         return TopK(self.density, self.values)
 
-
-@dataclass(frozen=True)
-class LWTopK(_AllGathered):
-    """The k largest values of each parameter, from every rank.
-
-    Args:
-        density: the share of values that each rank sends, above 0 and at most 1.
-        values: how they are sent, "fp16" or "fp32".
-    """
-
     def __str__(self) -> str:
         return f"lwtopk(density={self.density:g}, values={self.values})"
-
-
-@dataclass(frozen=True)
-class GlobalTopK(_AllGathered):
-    """The k largest values of all its parameters together, from every rank: a bound to compare
-    other sparsifiers with. Nothing is sent before backward ends, and gradients are copied once into
-    one tensor and once back. Of equal magnitudes, those of the first parameter by name are sent.
-
-    Args:
-        density, values: as LWTopK.
-    """
-
-    scope = "model"
-
-    def __str__(self) -> str:
-        return f"globaltopk(density={self.density:g}, values={self.values})"

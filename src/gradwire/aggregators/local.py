@@ -78,11 +78,3 @@ def keep_residual(c: Context, finite: torch.Tensor, error: torch.Tensor) -> None
         torch.where(finite, error, c.residual, out=c.residual)
     elif finite:  # a third of the time
         c.residual.copy_(error)
-
-
-def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 values, finite or NaN, in another float dtype: finite ones saturate."""
-    if dtype == torch.float32:
-        return values
-    most = torch.finfo(dtype).max
-    return values.clamp(-most, most).to(dtype)

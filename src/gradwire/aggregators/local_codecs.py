@@ -1,4 +1,4 @@
-"""Codecs whose payloads are an aggregator's local memory: norms, rotations, rounding to a grid.
+"""Codecs whose payloads are an aggregator's local memory: squares, rotations, rounding to a grid.
 
 No message carries these payloads; `run_local` calls their kernels.
 """
@@ -28,13 +28,17 @@ from gradwire.lang.ops import (
     where,
 )
 
+_LEAST_NORM, _MOST_NORM = 2.0**-63, 2.0**55
+
 
 @dataclass(frozen=True)
-class ChunkNorms(Codec):
-    """The L2 norm of every chunk of `chunk` values, as bf16.
+class ChunkSquares(Codec):
+    """The squared L2 norm of every chunk of `chunk` values, as bf16.
 
-    Squares are of values divided by the largest, so they neither vanish nor overflow. A norm of
-    non-finite values is NaN. (Decoding gives each value its chunk's norm.)
+    Norms other than 0 are taken as 2^-63 at least and 2^55 at most, so that no square vanishes, and
+    no sum of 2^17 of them overflows. Values are divided by the largest for their norm, so it is
+    right whatever their scale. Of non-finite values it is NaN. (Decoding gives each value its
+    chunk's square.)
     """
 
     chunk: int
@@ -43,10 +47,12 @@ class ChunkNorms(Codec):
         x = g.blocks(self.chunk)
         largest = reduce(max, map(abs, x))
         unit = map(lambda v: v * inverse(largest), x)
-        return concat(norm=bf16(largest * sqrt(reduce(sum, unit * unit))))
+        norm = largest * sqrt(reduce(sum, unit * unit))
+        within = clamp(norm, _LEAST_NORM, _MOST_NORM)
+        return concat(square=bf16(where(norm > 0.0, within * within, norm)))
 
-    def decode(self, norm: Value) -> Value:
-        return map(lambda at: norm + 0.0 * at, index())
+    def decode(self, square: Value) -> Value:
+        return map(lambda at: square + 0.0 * at, index())
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ Error feedback. A rank's contribution is P Q^T with its own Q, from before the s
 the residual is the part of its own matrix outside the span of P's columns. (The average in its
 place would give the same sum over ranks, but residuals that grow as long as ranks see different
 data.) The residual is added, and replaced, in the passes over memory that the products need: per
-fp32 value 12 bytes in M Q, 4 in M^T P and 12 at the end. An average in fp16 or bf16 is rounded; the
-residual of each rank also keeps what rounding lost.
+fp32 value 12 bytes in M Q, 4 in M^T P and 12 at the end. Averages are fp32; `ErrorFeedback` keeps
+what rounding to fp16 or bf16 loses of them, also of those sent whole.
 
 Large scales. GradScaler multiplies gradients by 2^16 and more, and P of a warm start has the square
 of their size. So Q's columns are scaled by powers of two before the product, which changes neither
@@ -42,7 +42,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.error_feedback import rounded
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
@@ -127,7 +126,7 @@ class PowerSGD(Aggregator):
             yield [AllReduce(a.right.view(-1), of=c) for c, a in zip(low, matrices, strict=True)]
             steps.finish()
         for c, a in zip(low, matrices, strict=True):
-            averages[id(c)] = rounded(a.values.view(-1), c.residual, c.gradient.dtype)
+            averages[id(c)] = a.values.view(-1)
         found = [averages[id(c)] for c in contexts]
         if not any(c.observed and c.residual is None for c in low):
             return found

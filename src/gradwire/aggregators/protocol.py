@@ -133,7 +133,8 @@ class Aggregator:
 
     An implementer's duties:
     - `aggregate` returns the average for each context: a tensor with as many values as its
-      gradient, bit-identical on all ranks. This rank's contribution is assumed to equal the
+      gradient, bit-identical on all ranks. It may be wider than the gradient: it is rounded, and
+      error feedback keeps what that loses. This rank's contribution is assumed to equal the
       average, unless it returns `Averages`.
     - The kind, number and sizes of collectives do not depend on values.
     - State that persists across steps is in `Context.state` only. A non-finite gradient does not

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.aggregators.local import keep_residual, run_local, step_keys, stored, with_residual
+from gradwire.aggregators.local import keep_residual, run_local, step_keys, with_residual
 from gradwire.aggregators.local_codecs import Ends, Restored, Rounded, Turned
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Saturating
@@ -134,10 +134,9 @@ class THC(Aggregator):
         )
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        averages = [c.gradient for c in contexts]
-        contexts = [c for c in contexts if c.gradient.numel()]
+        given, contexts = contexts, [c for c in contexts if c.gradient.numel()]
         if not contexts:
-            return averages
+            return [c.gradient for c in given]
         ranks, feedback = contexts[0].world_size, contexts[0].residual is not None
         self.check_ranks(ranks)
         fed = [with_residual(c) for c in contexts]
@@ -171,10 +170,8 @@ class THC(Aggregator):
             for x, f, c in zip(rotated, fed, contexts, strict=True):
                 keep_residual(c, x.ranges.isfinite().all(), f)
         self._restore("decode", fed, sums, signs, 1 / ranks)
-        for f, c in zip(fed, contexts, strict=True):
-            if f.data_ptr() != c.gradient.data_ptr():
-                c.gradient.copy_(stored(f, c.gradient.dtype))
-        return averages
+        averages = {id(c): f for c, f in zip(contexts, fed, strict=True)}
+        return [averages.get(id(c), c.gradient) for c in given]
 
     def _rotate(
         self, values: Sequence[torch.Tensor], into: Sequence[Numbers], signs: np.ndarray

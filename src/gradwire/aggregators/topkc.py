@@ -2,8 +2,8 @@
 
 Per parameter of n values, cut into M = ceil(n / chunk) chunks, the last padded with zeros:
 
-    1. every rank computes the L2 norm of each of its chunks; all-reduce the norms, as bf16
-    2. every rank picks the J chunks whose mean norm is largest; ties go to the lower chunk
+    1. every rank computes the squared L2 norm of each of its chunks; all-reduce them, as bf16
+    2. every rank picks the J chunks whose mean square is largest; ties go to the lower chunk
     3. all-reduce the values of these chunks, as fp16
 
 The average is zero elsewhere; error feedback keeps the rest. Two rounds per scope.
@@ -11,7 +11,7 @@ The average is zero elsewhere; error feedback keeps the rest. Two rounds per sco
     payload bytes = 2 M + width min(J chunk, n)      width: bytes of a value, 2 as fp16 or bf16
     J = floor((bits n / 8 - 2 M) / (width chunk)), at least 1, at most M
 
-So `bits` is what a rank sends per value and payload, norms included (UTIL's bits per coordinate;
+So `bits` is what a rank sends per value and payload, squares included (UTIL's bits per coordinate;
 a parameter of few values sends one chunk, whatever that takes).
 
 With scope="model", one choice is made over the chunks of all parameters. Each parameter is cut by
@@ -20,15 +20,18 @@ and the padding travels:
 
     payload bytes = 2 M + width J chunk, of which a parameter of n values has a share, bits n / 8
 
-Norms are not squared and travel as bf16, which has the range of fp32: squares of a scaled gradient
-overflow fp16, and those of a small one vanish in it. Chunks whose norms differ by less than 0.4 %
-may be picked in either order.
+Squares travel as bf16, which has the range of fp32: of a scaled gradient they overflow fp16, the
+paper's, and of a small one they vanish in it. Norms from 2^-63 to 2^55 keep their order; beyond,
+they count as these. Each rank's square and their mean are rounded to 8 bits: of two chunks whose
+mean squares differ by less than 1.6 %, the smaller may be picked (a ring rounds sums at every hop,
+too).
 
-Values travel times a power of two per chunk, which all ranks derive from its mean norm: N times
-the mean norm is the most that a value or a sum of N can be, and it becomes at most 2^15. So fp16
-neither overflows nor loses digits, whatever the gradient's scale, and no byte is spent on it.
+Values travel times a power of two per chunk, which all ranks derive from its mean square. By
+Cauchy's inequality, N times its root is the most that a value or a sum of N can be, and it becomes
+at most 2^15. So within that range of norms fp16 neither overflows nor loses digits, and no byte is
+spent on it. Values beyond saturate or are rounded to fewer digits; error feedback keeps the rest.
 
-A value that is not finite makes its chunk's norm not finite on all ranks. Such chunks come first,
+A value that is not finite makes its chunk's square not finite on all ranks. Such chunks come first,
 the average is NaN in all that is not picked, and the residual stays as it was.
 """
 
@@ -42,17 +45,17 @@ import torch
 
 from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
-from gradwire.aggregators.local import keep_residual, run_local, stored, with_residual
-from gradwire.aggregators.local_codecs import ChunkNorms
+from gradwire.aggregators.local import keep_residual, run_local, with_residual
+from gradwire.aggregators.local_codecs import ChunkSquares
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
 from gradwire.codecs import Cast
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
 SCOPES = ("layer", "model")
-_NORM_BITS = 16
+_SQUARE_BITS = 16
 _MOST_CHUNK = 65536
-_LEAST_BITS = 0.00025  # more than the norms of the largest chunks take
+_LEAST_BITS = 0.00025  # more than the squares of the largest chunks take
 _CODEC = {"fp16": Cast("fp16"), "bf16": Cast("bf16"), "fp32": None}  # of the chosen values
 
 
@@ -61,7 +64,7 @@ class TopKC(Aggregator):
     """All-reduce of the chunks with the largest norms; `ErrorFeedback` keeps the others.
 
     Args:
-        bits: sent per value and payload, norms included: more than the norms alone take (16 /
+        bits: sent per value and payload, squared norms included: more than those alone take (16 /
             chunk), at most what the values take.
         chunk: values per chunk; None: 64, or 128 below 1 bit, as in the paper.
         values: how the chosen values travel, "fp16", "bf16" or "fp32".
@@ -98,14 +101,14 @@ class TopKC(Aggregator):
                 f"TopKC: bits={self.bits!r}: give a number above 0 and at most {most}, which the "
                 f"values take as {self.values}"
             )
-        if self.bits * self.size <= _NORM_BITS:
+        if self.bits * self.size <= _SQUARE_BITS:
             mend = f"use bits={_LEAST_BITS} or more, and chunk={_MOST_CHUNK}"
-            if self.bits * _MOST_CHUNK > _NORM_BITS:
-                chunk = math.floor(_NORM_BITS / self.bits) + 1
+            if self.bits * _MOST_CHUNK > _SQUARE_BITS:
+                chunk = math.floor(_SQUARE_BITS / self.bits) + 1
                 mend = f"give more bits, or chunk={chunk} or more"
             raise ConfigError(
-                f"TopKC: bits={self.bits!r}: the norms of chunks of {self.size} values take "
-                f"{_NORM_BITS / self.size:g} bits per value; {mend}"
+                f"TopKC: bits={self.bits!r}: the squares of chunks of {self.size} values take "
+                f"{_SQUARE_BITS / self.size:g} bits per value; {mend}"
             )
 
     @property
@@ -122,14 +125,13 @@ class TopKC(Aggregator):
         """(the number of chunks of parameters of so many values, the number of those that are
         sent)."""
         chunks = sum(-(-numel // self.size) for numel in numels)
-        left = self.bits * sum(numels) / 8 - _NORM_BITS / 8 * chunks
+        left = self.bits * sum(numels) / 8 - _SQUARE_BITS / 8 * chunks
         return chunks, min(max(1, math.floor(left / (self.width * self.size))), chunks)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
-        averages = [c.gradient for c in contexts]
-        contexts = [c for c in contexts if c.gradient.numel()]
+        given, contexts = contexts, [c for c in contexts if c.gradient.numel()]
         if not contexts:
-            return averages
+            return [c.gradient for c in given]
         groups = [[c] for c in contexts]
         if self.scope == "model":  # DDP's order changes
             groups = [sorted(contexts, key=lambda c: c.name)]
@@ -137,17 +139,17 @@ class TopKC(Aggregator):
         firsts = [v.first for v in vectors]
         cuts = [self.cut(*(part.numel() for part in v.parts)) for v in vectors]
 
-        all_norms = torch.empty(
+        all_squares = torch.empty(
             sum(chunks for chunks, _ in cuts), dtype=torch.bfloat16, device=vectors[0].values.device
         )
-        norms = all_norms.split([chunks for chunks, _ in cuts])
-        run_local(ChunkNorms(self.size), "encode", [v.values for v in vectors], norms)
-        yield [AllReduce(norm, of=c) for norm, c in zip(norms, firsts, strict=True)]
+        squares = all_squares.split([chunks for chunks, _ in cuts])
+        run_local(ChunkSquares(self.size), "encode", [v.values for v in vectors], squares)
+        yield [AllReduce(square, of=c) for square, c in zip(squares, firsts, strict=True)]
 
-        chosen = largest_chunks(norms, [sent for _, sent in cuts])
-        mean_norms = torch.cat([norm[at] for norm, at in zip(norms, chosen, strict=True)])
-        up, down = _scales(mean_norms, contexts[0].world_size)
-        all_rows = vectors[0].values.new_empty(len(mean_norms), self.size)
+        chosen = largest_chunks(squares, [sent for _, sent in cuts])
+        picked = torch.cat([square[at] for square, at in zip(squares, chosen, strict=True)])
+        up, down = _scales(picked, contexts[0].world_size)
+        all_rows = vectors[0].values.new_empty(len(picked), self.size)
         rows = all_rows.split([sent for _, sent in cuts])
         for v, at, row in zip(vectors, chosen, rows, strict=True):
             gather_chunks(v.values, at, row)
@@ -164,17 +166,20 @@ class TopKC(Aggregator):
         ]  # fmt: skip
         all_rows *= down
         all_errors *= down
-        for v, norm, at, row, error in zip(vectors, norms, chosen, rows, errors, strict=True):
-            v.keep(error, at, norm.isfinite().all())
-            v.average(row, at, (norm * 0).sum())  # zero, or NaN
-        return averages
+        for v, square, at, row, error in zip(vectors, squares, chosen, rows, errors, strict=True):
+            v.keep(error, at, square.isfinite().all())
+            v.average(row, at, (square * 0).sum())  # zero, or NaN
+        averages = {
+            id(c): part for v in vectors for c, part in zip(v.contexts, v.parts, strict=True)
+        }
+        return [averages.get(id(c), c.gradient) for c in given]
 
     def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         numel = math.prod(shape)
         if self.scope == "model":
             return math.ceil(self.bits * numel / 8)
         chunks, sent = self.cut(numel)
-        return _NORM_BITS // 8 * chunks + self.width * min(sent * self.size, numel)
+        return _SQUARE_BITS // 8 * chunks + self.width * min(sent * self.size, numel)
 
     def __str__(self) -> str:
         how = f"bits={self.bits:g}, chunk={self.size}"
@@ -227,24 +232,23 @@ class _Vector:
             keep_residual(c, finite, part)
 
     def average(self, rows: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor) -> None:
-        """Replace the gradients by the rows at the chunks `at`, and by `elsewhere` otherwise."""
+        """Replace the values by the rows at the chunks `at`, and by `elsewhere` otherwise."""
         self.values.copy_(elsewhere)
         scatter_chunks(rows, at, self.values)
         if self._order is not None:
             self._whole[self._order] = self.values
-        for c, part in zip(self.contexts, self.parts, strict=True):
-            if part is not c.gradient:
-                c.gradient.copy_(stored(part, c.gradient.dtype))
 
 
-def _scales(norms: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s, 1 / s) per chunk, [chunks, 1]: s is the power of two for which world_size * norm * s is
-    from 2^14 to 2^15, within fp32's range; NaN for a norm that is not finite.
+def _scales(squares: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s, 1 / s) per chunk, [chunks, 1]: s is the power of two for which s times the world size
+    times the square's root is at most 2^15, and more than a quarter of that; NaN for a square that
+    is not finite.
 
-    A norm is below 2^(exponent - 126), with its exponent as bf16 stores it.
+    A square is below 2^(exponent - 126), with its exponent as bf16 stores it.
     """
-    exponent = (norms.view(torch.int16).int() >> 7) & 0xFF
+    exponent = (squares.view(torch.int16).int() >> 7) & 0xFF
+    root = (exponent - 126 + 1) >> 1  # the square's root is below 2^root, from 2^-63 to 2^65
     ranks = (world_size - 1).bit_length()  # 2^ranks >= world_size
-    scale = (127 + 15 - ranks - (exponent - 126)).clamp(1, 253)
+    scale = 127 + 15 - ranks - root
     up, down = ((e << 23).view(torch.float32) for e in (scale, 254 - scale))
     return torch.where(exponent < 255, up, torch.nan)[:, None], down[:, None]

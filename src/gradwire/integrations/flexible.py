@@ -49,7 +49,7 @@ _SAMPLES = 5  # of the gain, between two checks
 class Flexible:
     """Chooses density and collective of a DDP module's top-k while it trains; made on all ranks.
 
-        handle = gw.attach(model, "artopk:density=0.01")
+        handle = gw.attach(model, "artopk:density=0.01:scope=layer")
         flexible = gw.Flexible(handle, model, optimizer, stateful=(batches,))
         while flexible.steps < 1000:
             optimizer.zero_grad()

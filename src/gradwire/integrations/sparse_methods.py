@@ -44,7 +44,7 @@ def method_of(base: ARTopK | LWTopK, density: float, collective: str) -> Aggrega
         return LWTopK(density, base.values)
     if isinstance(base, ARTopK):
         return replace(base, density=density)
-    return ARTopK(density, values=base.values)
+    return ARTopK(density, scope="layer", values=base.values)
 
 
 def selection_seconds(numels: Iterable[int], density: float, device: torch.device) -> float:
