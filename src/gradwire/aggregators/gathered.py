@@ -5,7 +5,8 @@ values and their positions to all others, and sums what it receives in the order
 N k values of the average are not zero. Payload bytes per rank and step: k (v + p / 8) + 2 n / B,
 of v bytes per value, p bits per position in its block of B values, and 2 bytes for a block's count;
 it goes to N - 1 ranks. One round per scope. Nothing is lost: the residual keeps the values that are
-not sent, and what fp16 rounds off those that are.
+not sent, and what fp16 rounds off those that are (with bf16 gradients, up to the average's rounding
+to bf16).
 
 Other sparse codecs run the same way by name: "topk:algorithm=all_gather:scope=model" (every rank's
 largest of the whole model), "mstopk:algorithm=all_gather:scope=model" (the paper's MSTopk, a
