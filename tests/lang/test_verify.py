@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import pickle
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -256,8 +257,11 @@ def test_a_list_is_no_option_and_a_key_has_64_bits() -> None:
 
 
 def test_operators_work_inside_codecs_only() -> None:
-    with pytest.raises(LanguageError, match="only inside"):
+    with pytest.raises(LanguageError, match="only inside") as caught:
         random()
+    # as a process pool gives it to the process that waits
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.location) == (str(caught.value), caught.value.location)
 
 
 def test_map_takes_constants_and_several_values() -> None:

@@ -34,7 +34,8 @@ def share(fraction: float, least: int = 1) -> ir.Size:
 
 
 def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
-    """The elements of the `k` largest keys; of equal keys, the first. NaN is the largest.
+    """The elements of the `k` largest keys of the tensor; of equal keys, the first. NaN is the
+    largest. Keys within blocks are refused; `among` may compare with numbers of blocks.
 
     Args:
         k: `share(density)`.
@@ -48,7 +49,7 @@ def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
 
 
 def filter(condition: Value, capacity: ir.Size) -> Value:
-    """The first `capacity` elements that satisfy `condition`."""
+    """The first `capacity` elements of the tensor that satisfy `condition`."""
     location = here()
     active().uses("filter")
     condition = whole(condition, "filter", location)
