@@ -27,7 +27,8 @@ class Codec:
     `encode` has a second parameter, `latest`, it is the new gradient without the residual.
 
     Options are checked in `__post_init__`, which raises `ConfigError`. A subclass that is not a
-    frozen dataclass raises it when it is first instantiated.
+    frozen dataclass raises it when it is first instantiated. Codecs are equal if they are of one
+    class and their options have equal types and bits: 1, 1.0 and True differ, as 0.0 and -0.0 do.
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
@@ -45,8 +46,9 @@ class Codec:
     def __init_subclass__(cls, **options: Any) -> None:
         # Before the dataclass decorator, which keeps them: its own take -0.0 for 0.0, 1 for True.
         super().__init_subclass__(**options)
-        cls.__eq__ = Codec.__eq__  # type: ignore[method-assign]
-        cls.__hash__ = Codec.__hash__  # type: ignore[method-assign]
+        for name in ("__eq__", "__hash__"):
+            if name not in vars(cls):
+                setattr(cls, name, vars(Codec)[name])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Codec) or type(other) is not type(self):
