@@ -102,7 +102,7 @@ class Mixed(Codec):
     def encode(self, g: Value) -> Payload:
         x = g.blocks(300)
         top = bf16(reduce(max, abs(x)))
-        chosen = filter(abs(x) >= top * 0.5, share(0.3))
+        chosen = filter(abs(g) >= top * 0.5, share(0.3))
         code = clamp((g * inverse(top) + 1.0) * 4.0, 0, 7)
         return concat(top=top, chosen=chosen, code=uint(3, gather(code, chosen)))
 

@@ -37,7 +37,7 @@ class Trits(Codec):
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(200)
-        chosen = topk(abs(x), share(0.9))
+        chosen = topk(abs(g), share(0.9))
         value = gather(g, chosen)
         return concat(chosen=chosen, sign=trit(gather(x * 1e9 + 1.0, chosen)), value=value)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import linecache
 import math
+import pickle
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +145,40 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     ),
     "no flag": (lambda self, g: concat(code=ops.keep(uint(2, g), g)), None, "uint(1) of blocks"),
     "fraction": (lambda self, g: concat(c=topk(g, share(2.0))), None, "0 to 1"),
+    "topk of blocks": (lambda self, g: concat(c=topk(g.blocks(8), share(0.1))), None, "blocks(8)"),
+    "topk of results of blocks": (
+        lambda self, g: concat(c=topk(ops.abs(g - reduce(max, g) * g.blocks(8)), share(1))),
+        None,
+        "before blocks()",
+    ),
+    "filter of blocks": (
+        lambda self, g: concat(c=ops.filter(g.blocks(8) > 0.0, share(0.1))),
+        None,
+        "blocks(8)",
+    ),
+    "sort of blocks": (
+        lambda self, g: one(g - sort(g.blocks(8))[share(0.1)]),
+        None,
+        "blocks(8)",
+    ),
+    "matrix of blocks": (
+        lambda self, g: concat(code=ops.decomp(ops.matrix(g.blocks(8), 8), 2)[0]),
+        None,
+        "blocks(8)",
+    ),
+    "a root": (lambda self, g: one(g**0.5), None, "write sqrt(x)"),
+    "a negative power": (lambda self, g: one(g**-1), None, "inverse(x)"),
+    "a power of a number": (lambda self, g: one(2**g), None, "no operator **"),
+    "a remainder": (lambda self, g: one(g % 2), None, "no operator %"),
+    "a product of matrices": (lambda self, g: one(g @ g), None, "no operator @"),
+    "Python's rounding": (lambda self, g: one(round(g)), None, "no operator round"),
+    "a method": (lambda self, g: one(g.abs()), None, "a symbol has no abs"),
+    "Python's truth": (lambda self, g: one(True & (g > 0.0)), None, "not bool"),
+    "numpy": (lambda self, g: one(np.abs(g)), None, "numpy's absolute"),
+    "an array": (lambda self, g: one(np.ones(3) * g), None, "not ndarray"),
+    "a huge number": (lambda self, g: one(g * 10**400), None, "too large"),
+    "a table of text": (lambda self, g: one(table(["a"])[0] + g), None, "not str"),
+    "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of numbers"),
     "long table": (lambda self, g: one(ops.table([0.0] * 257)[0] + g), None, "1 to 256 numbers"),
 }
 
@@ -173,9 +209,59 @@ def test_errors_point_to_the_source() -> None:
     assert misplaced(CASES, __file__) == []
 
 
+def test_numbers_of_numpy_and_powers_work() -> None:
+    def numpys(self: Any, g: Any) -> Any:
+        three, half = np.int64(3), np.float32(0.5)
+        x = g.blocks(np.int32(8))
+        return concat(
+            a=half * x + np.float64(2.0), b=three - x, c=where(half < x, half, x), d=x**2,
+            e=x ** np.int64(3), code=uint(np.uint8(4), x), top=reduce(max, x),
+            chosen=topk(g, share(half, three)),
+        )  # fmt: skip
+
+    def pythons(self: Any, g: Any) -> Any:
+        x = g.blocks(8)
+        return concat(
+            a=0.5 * x + 2.0, b=3 - x, c=where(x > 0.5, 0.5, x), d=x * x, e=x * x * x,
+            code=uint(4, x), top=reduce(max, x), chosen=topk(g, share(0.5, 3)),
+        )  # fmt: skip
+
+    def decoded(self: Any, code: Any, **rest: Any) -> Any:
+        return code + 0.0
+
+    a, b = (show(make(method, decoded), "ir") for method in (numpys, pythons))
+    assert a == b
+
+
+def test_a_list_is_no_option_and_a_key_has_64_bits() -> None:
+    @dataclass(frozen=True)
+    class Levels(Codec):
+        levels: Any
+
+        def encode(self, g: Any) -> Any:
+            return concat(code=uint(1, g > self.levels[0]))
+
+        def decode(self, code: Any) -> Any:
+            return code + 0.0
+
+    for use in (layout, hash, lambda codec: encode(codec, torch.ones(3))):
+        with pytest.raises(ConfigError, match=r"^Levels: .*levels=\[1\.0\].* a tuple"):
+            use(Levels([1.0]))
+    codec = Levels((1.0,))
+    payload = encode(codec, torch.ones(3), key=2**64 - 1, target="eager")
+    for key in (-1, 2**64, 1.5, "a", None):
+        with pytest.raises(ConfigError, match=r"^key=.*: give a whole number"):
+            encode(codec, torch.ones(3), key=key)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"^key=.*: give a whole number"):
+            decode(codec, payload, 3, key=key)  # type: ignore[arg-type]
+
+
 def test_operators_work_inside_codecs_only() -> None:
-    with pytest.raises(LanguageError, match="only inside"):
+    with pytest.raises(LanguageError, match="only inside") as caught:
         random()
+    # as a process pool gives it to the process that waits
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.location) == (str(caught.value), caught.value.location)
 
 
 def test_map_takes_constants_and_several_values() -> None:

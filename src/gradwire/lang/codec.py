@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Hashable
+from dataclasses import fields
+from functools import cached_property
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import ConfigError
@@ -23,20 +27,48 @@ class Codec:
     `encode` has a second parameter, `latest`, it is the new gradient without the residual.
 
     Options are checked in `__post_init__`, which raises `ConfigError`. A subclass that is not a
-    frozen dataclass raises it when it is first instantiated.
+    frozen dataclass raises it when it is first instantiated. Codecs are equal if they are of one
+    class and their options have equal types and bits: 1, 1.0 and True differ, as 0.0 and -0.0 do.
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
         # Kernels are cached by codec, and ranks compare its text: both must depend on options only.
         made = vars(cls).get("__dataclass_params__")
         own = "__init__" in vars(cls) or bool(inspect.get_annotations(cls))
-        by_options = cls.__hash__ not in (None, object.__hash__)
-        if not by_options or (own and not (made and made.frozen)):
+        by_options = getattr(cls, "__dataclass_params__", None)
+        if not (by_options and by_options.eq) or (own and not (made and made.frozen)):
             raise ConfigError(
                 f"{cls.__name__}: a codec is a frozen dataclass, its fields are its options: write "
                 f"@dataclass(frozen=True) above class {cls.__name__}, fields in place of __init__"
             )
         return super().__new__(cls)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # Before the dataclass decorator, which keeps them: its own take -0.0 for 0.0, 1 for True.
+        super().__init_subclass__(**options)
+        for name in ("__eq__", "__hash__"):
+            if name not in vars(cls):
+                setattr(cls, name, vars(Codec)[name])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Codec) or type(other) is not type(self):
+            return NotImplemented
+        return self._options == other._options
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._options)
+        except TypeError as error:
+            raise ConfigError(
+                f"{type(self).__name__}: {self!r} has an option that can change ({error}): give "
+                "numbers, text and tuples, such as a tuple in place of a list"
+            ) from None
+
+    @cached_property
+    def _options(self) -> tuple[Hashable, ...]:
+        """The options as a key: equal if their types and bits are."""
+        options = (getattr(self, f.name) for f in fields(self) if f.compare)  # type: ignore[arg-type]
+        return type(self), *map(_exactly, options)
 
     def encode(self, g: Value) -> Payload:
         """The payload of the elements `g`."""
@@ -86,6 +118,15 @@ class Codec:
     def decode(self, *args: Any, **fields: Any) -> Value:
         """The elements, from the payload's fields."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
+
+
+def _exactly(option: Any) -> tuple[type, Hashable]:
+    """An option as a key: of equal floats, -0.0 and 0.0 differ, and NaN equals itself."""
+    if isinstance(option, tuple):
+        return type(option), tuple(_exactly(each) for each in option)
+    if isinstance(option, Real) and not isinstance(option, Integral):
+        return type(option), float(option).hex()
+    return type(option), option
 
 
 def check_codec(codec: object, otherwise: str = "") -> None:

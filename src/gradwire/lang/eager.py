@@ -47,6 +47,7 @@ class Interpreter:
 
 
 _ROW_SCOPES = (Scope.CONSTANT, Scope.TENSOR, Scope.SELECTION, Scope.MATRIX)
+_IN_FRAME = ("alu", "cast", "keep", "reduce", "rotate", "decompose", "product", "flatten")
 
 
 @dataclass
@@ -75,6 +76,7 @@ class _Row(RowMemory):
     def run(self) -> None:
         # all reads come before all writes, since stores overwrite what loads read
         first = _Frame(self.parts()[0])
+        self.evaluate_rows(first)
         patches = [
             (t, self.evaluate(s, first), self.evaluate(n, first))
             for t, n, s in self.program.patches
@@ -139,14 +141,38 @@ class _Row(RowMemory):
     # evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, n: Node, frame: _Frame) -> Tensor:
+        found = self.known(n, frame)
+        if found is not None:
+            return found
+        for each in ir.walk([n], lambda m: () if self.is_known(m, frame) else _operands(m)):
+            if not self.is_known(each, frame):
+                result = getattr(self, f"_{each.op}")(each, frame)
+                if each.scope in _ROW_SCOPES:
+                    self.row_memo[frame.source, each] = result
+                else:
+                    frame.memo[each] = result
+        found = self.known(n, frame)
+        assert found is not None
+        return found
+
+    def known(self, n: Node, frame: _Frame) -> Tensor | None:
         if n.scope in _ROW_SCOPES:
-            key = (frame.source, n)
-            if key not in self.row_memo:
-                self.row_memo[key] = getattr(self, f"_{n.op}")(n, frame)
-            return self.row_memo[key]
-        if n not in frame.memo:
-            frame.memo[n] = getattr(self, f"_{n.op}")(n, frame)
-        return frame.memo[n]
+            return self.row_memo.get((frame.source, n))
+        return frame.memo.get(n)
+
+    def is_known(self, n: Node, frame: _Frame) -> bool:
+        return self.known(n, frame) is not None
+
+    def evaluate_rows(self, frame: _Frame) -> None:
+        """What spans the row, operands first: their rules evaluate elements of all parts, which
+        may depend on others that span the row, to any depth."""
+        peers: set[Node] = set()  # what is evaluated per peer payload
+        for n in ir.walk(self.program.roots):
+            theirs = n.op != "fold" and not peers.isdisjoint(n.args)
+            if theirs or getattr(n.attr, "source", False):
+                peers.add(n)
+            elif n.scope in _ROW_SCOPES or _is_full_rotation(n):
+                self.evaluate(n, frame)
 
     def _const(self, n: Node, frame: _Frame) -> Tensor:
         return torch.tensor(n.attr, dtype=torch.float32)
@@ -328,6 +354,16 @@ class _Row(RowMemory):
     def _flatten(self, n: Node, frame: _Frame) -> Tensor:
         flat = self.evaluate(n.args[0], frame).reshape(-1)[: self.numel]
         return _of_part(flat, frame.part, self.layout.block)
+
+
+def _operands(n: Node) -> tuple[Node, ...]:
+    """The operands whose values an operation takes from the frame that it is evaluated in."""
+    in_frame = n.op in _IN_FRAME and not (n.op == "reduce" and n.scope is Scope.TENSOR)
+    return n.args if in_frame and not _is_full_rotation(n) else ()
+
+
+def _is_full_rotation(n: Node) -> bool:
+    return isinstance(n.attr, ir.Rotation) and n.attr.full
 
 
 def _flat(result: Tensor, part: RowPart) -> Tensor:

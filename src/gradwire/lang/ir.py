@@ -38,11 +38,18 @@ the rest.
 
 from __future__ import annotations
 
+import functools
+import math
+import struct
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Scope(IntEnum):
@@ -107,11 +114,12 @@ class Node:
     """One pure computation. Make it with `node` only: equality is identity."""
 
     op: str
-    args: tuple[Node, ...]
+    args: tuple[Node, ...] = field(repr=False)  # the text of shared operands would grow as 2^depth
     attr: object
     dtype: str
     scope: Scope
     location: str = field(repr=False)  # "file:line" of the codec that made it, for errors
+    memo: dict[object, Any] = field(default_factory=dict, repr=False)  # of `memoised` functions
 
 
 @dataclass(frozen=True)
@@ -255,8 +263,17 @@ def alu(function: str, *args: Node, location: str = "") -> Node:
 
 
 def const(value: float) -> Node:
-    """A number, as fp32."""
-    return node("const", attr=float(value))
+    """A number, rounded to fp32 here, so that no target and no pass can round it otherwise."""
+    return node("const", attr=single(value))
+
+
+def single(value: float) -> float:
+    """The nearest fp32 number; infinite beyond the largest."""
+    try:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(rounded)
 
 
 @dataclass(frozen=True)
@@ -291,9 +308,27 @@ class Function:
         )
 
 
-def walk(roots: Iterable[Node]) -> Iterator[Node]:
-    """Every node reachable from `roots`, once, operands first."""
-    seen: set[Node] = set()
+def same_numbers(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether two tables hold the same bits; `==` takes -0 for 0, and NaN for no number."""
+    return [x.hex() for x in a] == [x.hex() for x in b]
+
+
+def operands(n: Node) -> tuple[Node, ...]:
+    """The nodes that a node is computed from."""
+    return n.args
+
+
+def walk(
+    roots: Iterable[Node], below: Callable[[Node], Iterable[Node]] = operands
+) -> Iterator[Node]:
+    """Every node reachable from `roots`, once, operands first. `below`: the operands to visit."""
+    return post_order(roots, below)
+
+
+def post_order(roots: Iterable[Key], below: Callable[[Key], Iterable[Key]]) -> Iterator[Key]:
+    """What is reachable from `roots`, once, what is below first; without recursion, since Python
+    bounds its depth and codecs do not bound that of their expressions."""
+    seen: set[Key] = set()
     stack = [(root, False) for root in reversed(tuple(roots))]
     while stack:
         current, expanded = stack.pop()
@@ -302,7 +337,30 @@ def walk(roots: Iterable[Node]) -> Iterator[Node]:
         elif current not in seen:
             seen.add(current)
             stack.append((current, True))
-            stack.extend((arg, False) for arg in reversed(current.args) if arg not in seen)
+            stack.extend((k, False) for k in reversed(tuple(below(current))) if k not in seen)
+
+
+def memoised(
+    below: Callable[[Node], Iterable[Node]] = operands,
+) -> Callable[[Callable[[Node], T]], Callable[[Node], T]]:
+    """A function of a node, computed once per node, and for the nodes `below` first: a rule that
+    calls itself on those neither recurses nor repeats work."""
+
+    def of(rule: Callable[[Node], T]) -> Callable[[Node], T]:
+        def open_below(n: Node) -> Iterable[Node]:
+            return () if rule in n.memo else below(n)
+
+        @functools.wraps(rule)
+        def known(n: Node) -> T:
+            if rule not in n.memo:
+                for each in walk([n], open_below):
+                    if rule not in each.memo:
+                        each.memo[rule] = rule(each)
+            return n.memo[rule]  # type: ignore[no-any-return]
+
+        return known
+
+    return of
 
 
 def show(program: Function) -> str:

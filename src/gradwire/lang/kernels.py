@@ -25,6 +25,7 @@ from gradwire.lang.exact_forms import ExactForms
 from gradwire.lang.forms import FORMS
 from gradwire.lang.layout import Layout, layout, native_name
 from gradwire.lang.rows import ROW
+from gradwire.lang.trace import integer
 
 if TYPE_CHECKING:
     from gradwire.lang import gpu
@@ -281,9 +282,12 @@ def _run(k: Kernels, form: str, values: torch.Tensor, payload: torch.Tensor, key
 
 
 def _row(values: torch.Tensor, payload: torch.Tensor, key: int) -> np.ndarray:
+    number = integer(key)
+    if number is None or not 0 <= number < 2**64:
+        raise ConfigError(f"key={key!r}: give a whole number of 0 to 2**64 - 1")
     rows = np.zeros(1, ROW)
     rows[0]["values"] = values.data_ptr()
     rows[0]["payload"] = payload.data_ptr()
     rows[0]["numel"] = values.numel()
-    rows[0]["key"] = key
+    rows[0]["key"] = number
     return rows

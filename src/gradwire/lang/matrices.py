@@ -7,15 +7,26 @@ from __future__ import annotations
 
 from gradwire.lang import ir, shapes
 from gradwire.lang.source import LanguageError, here
-from gradwire.lang.trace import Value, active, as_number, lift, numbers_of_elements, stream
+from gradwire.lang.trace import (
+    Value,
+    active,
+    as_number,
+    integer,
+    lift,
+    numbers_of_elements,
+    stream,
+    whole,
+)
 
 
 def matrix(value: Value, columns: int) -> Value:
     """The elements as a matrix of `columns` columns; its last row is padded with zeros."""
     location = here()
-    if type(columns) is not int or columns < 1:
+    width = integer(columns)
+    if width is None or width < 1:
         raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
-    node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(columns)
+    value = whole(value, "matrix", location)
+    node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(width)
     return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
 
 
@@ -29,12 +40,13 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
     node = lift(value).node
     if node.op != "matrix":
         raise LanguageError(location, "decomp: takes matrix(x, columns)")
-    if type(rank) is not int or rank < 1:
+    number = integer(rank)
+    if number is None or number < 1:
         raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
-    shapes.factors(node, rank, location)
+    shapes.factors(node, number, location)
     drawn = stream("decomp")
     left, right = (
-        ir.node("decompose", (node,), ir.Factor(rank, side, drawn), location=location)
+        ir.node("decompose", (node,), ir.Factor(number, side, drawn), location=location)
         for side in ("left", "right")
     )
     return Value(left), Value(right)

@@ -40,6 +40,8 @@ from gradwire.lang.trace import (
     active,
     apply,
     as_number,
+    constant,
+    integer,
     lift,
     numbers_of_elements,
     stream,
@@ -194,16 +196,17 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
     scope = max(value.node.scope, ir.Scope.TENSOR)
     node = as_number(value.node)
     cast = ir.node("cast", (node,), rounding, dtype=dtype, scope=scope, location=location)
-    return Value(cast, value.blocked)
+    return Value(cast, value.blocked, value.within)
 
 
 def uint(bits: int, value: object) -> Value:
     """An unsigned integer of 1 to 8 bits: rounded toward zero, clamped; NaN gives 0."""
-    if type(bits) is not int or not 1 <= bits <= 8:
+    width = integer(bits)
+    if width is None or not 1 <= width <= 8:
         raise LanguageError(here(), f"uint: takes 1 to 8 bits, not {bits!r}")
     if isinstance(value, Value) and value.node.dtype == "bool":
         value = where(value, 1, 0)
-    return _cast(value, f"uint{bits}", "zero")
+    return _cast(value, f"uint{width}", "zero")
 
 
 def int32(value: object) -> Value:
@@ -292,6 +295,7 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
     return Value(
         ir.node("rotate", (node,), rotation, scope=ir.Scope.ELEMENT, location=location),
         blocked=value.blocked,
+        within=value.within and not full,
     )
 
 
@@ -304,8 +308,11 @@ def table(numbers: Sequence[float]) -> list[Value]:
     A codec has one table; encode and decode may both use it.
     """
     trace, location = active(), here()
-    numbers = tuple(float(x) for x in numbers)
-    if not 1 <= len(numbers) <= 256 or trace.table not in ((), numbers):
+    if not hasattr(numbers, "__iter__"):
+        raise LanguageError(location, f"table: takes a tuple of numbers, not {numbers!r}")
+    numbers = tuple(ir.single(constant(x, location)) for x in numbers)
+    known = not trace.table or ir.same_numbers(trace.table, numbers)
+    if not 1 <= len(numbers) <= 256 or not known:
         raise LanguageError(location, "table: a codec has one table, of 1 to 256 numbers")
     trace.table = numbers
     return [Value(ir.node("param", attr=i)) for i in range(len(numbers))]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
-from functools import lru_cache
 
 from gradwire.lang import ir
 from gradwire.lang.ir import Node, Scope
@@ -41,6 +40,7 @@ from gradwire.lang.sweeps import (
 
 MAX_LOOKUP = 64  # numbers of a table that stays in registers, or nearly
 RECOMPUTE = 2  # an element of this cost or less is recomputed instead of kept in an array
+COSTLY = 100  # the cost from which on it no longer matters
 _COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
 
 
@@ -104,22 +104,18 @@ def _row_scalars(roots: Iterable[Node]) -> Scalars:
 
 def _entry_nodes(sinks: list[Sink]) -> tuple[Node, ...]:
     """The nodes computed per entry: those of selection scope, and gathered elements."""
-    nodes: list[Node] = []
 
-    def visit(n: Node) -> None:
-        if n in nodes or n.scope not in (Scope.SELECTION, Scope.ELEMENT) or n.op == "const":
-            return
-        if n.op == "gather":
-            if n.args[1].op != "select":  # the program's own selection has been staged
-                visit(n.args[0])
-        elif n.op != "field":
-            for a in n.args:
-                visit(a)
-        nodes.append(n)
+    def computed(n: Node) -> bool:
+        return n.scope in (Scope.SELECTION, Scope.ELEMENT) and n.op != "const"
 
-    for sink in sinks:
-        visit(sink.node)
-    return tuple(nodes)
+    def below(n: Node) -> tuple[Node, ...]:
+        if not computed(n) or n.op == "field":
+            return ()
+        if n.op == "gather":  # the program's own selection has been staged
+            return n.args[:1] if n.args[1].op != "select" else ()
+        return n.args
+
+    return tuple(n for n in ir.walk((s.node for s in sinks), below) if computed(n))
 
 
 def tensor_reductions(program: ir.Function) -> tuple[Node, ...]:
@@ -155,8 +151,9 @@ def cut_sweeps(
 ) -> list[tuple[list[Sink], list[Partial]]]:
     """The outputs of each sweep: one sweep per depth of tensor reductions, then the last."""
     depth: dict[Node, int] = {}
+    ending = set(reductions)
     for n in ir.walk(program.roots):
-        depth[n] = max((depth[a] for a in n.args), default=0) + (n in reductions)
+        depth[n] = max((depth[a] for a in n.args), default=0) + (n in ending)
     last = max(depth.values())
     sweeps: list[tuple[list[Sink], list[Partial]]] = [
         ([], [Partial(i, n) for i, n in enumerate(reductions) if depth[n] == level])
@@ -233,15 +230,17 @@ def order_steps(
         elif sink.node.scope is Scope.ELEMENT:
             at[last if sink.kind == "store" else stage[sink.node]].append(sink)
 
-    folds = [n for n in needed if n.op == "fold"]
+    of_stage: list[list[Node]] = [[] for _ in range(last + 1)]
+    for n in needed:
+        of_stage[stage[n]].append(n)
     order: list[tuple[int, Node | None]] = []  # (stage, the fold or selection, or None: its loop)
     wanted: list[list[Sink]] = []
     for s in range(last + 1):
-        for n in needed:
-            if stage[n] == s and n in folds:
+        for n in of_stage[s]:
+            if n.op == "fold":
                 order.append((s, n))
                 wanted.append([Sink("accumulate", n.args[0], fold=n)])
-            elif stage[n] == s and n.op == "select":
+            elif n.op == "select":
                 order.append((s, n))
                 wanted.append(staged)
         order.append((s, None))
@@ -249,10 +248,8 @@ def order_steps(
     loops = fill_loops(wanted)
 
     steps: list[Step] = [Recall(stored[n], n) for n in needed if n in stored]
-    done: set[Node] = set(stored)
     for (s, special), loop in zip(order, loops, strict=True):
-        ready = [n for n in needed if stage[n] <= s and n not in done]
-        done.update(ready)
+        ready, of_stage[s] = [n for n in of_stage[s] if n not in stored], []
         scalars = tuple(n for n in ready if n.scope <= Scope.BLOCK and _is_computed(n))
         if scalars:
             steps.append(Scalars(scalars))
@@ -288,14 +285,16 @@ def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
     """The loops for these sinks; each element is computed in the first loop that needs it."""
     computed: list[list[Node]] = []
     loop_of: dict[Node, int] = {}
+    kept = {(i, s.node) for i, sinks in enumerate(wanted) for s in sinks if s.kind == "keep"}
     for number, sinks in enumerate(wanted):
-        nodes: list[Node] = []
-        for n in _needed_in_loop(sinks, loop_of):
-            nodes.append(n)
-            if all(sink.kind != "stage" for sink in sinks):  # staging skips elements
+        nodes = _needed_in_loop(sinks, loop_of)
+        here = set(nodes)
+        if all(sink.kind != "stage" for sink in sinks):  # staging skips elements
+            for n in nodes:
                 loop_of.setdefault(n, number)
         for n in operands(nodes, sinks):
-            if n in loop_of and n not in nodes and Sink("keep", n) not in wanted[loop_of[n]]:
+            if n in loop_of and n not in here and (loop_of[n], n) not in kept:
+                kept.add((loop_of[n], n))
                 wanted[loop_of[n]].append(Sink("keep", n))
         computed.append(nodes)
     return [Loop(tuple(nodes), tuple(sinks)) for nodes, sinks in zip(computed, wanted, strict=True)]
@@ -303,23 +302,16 @@ def fill_loops(wanted: list[list[Sink]]) -> list[Loop]:
 
 def _needed_in_loop(sinks: list[Sink], loop_of: dict[Node, int]) -> list[Node]:
     """The elements to compute in a loop: those its sinks depend on, unless they are in arrays."""
-    nodes: list[Node] = []
-    seen: set[Node] = set()
 
-    def visit(n: Node) -> None:
-        if n.scope is not Scope.ELEMENT or n.op == "const" or n in seen or in_array(n):
-            return
-        if n in loop_of and cost(n) > RECOMPUTE:
-            return
-        seen.add(n)
-        for a in n.args:
-            visit(a)
-        nodes.append(n)
+    def computed(n: Node) -> bool:
+        if n.scope is not Scope.ELEMENT or n.op == "const" or in_array(n):
+            return False
+        return n not in loop_of or cost(n) <= RECOMPUTE
 
-    for sink in sinks:
-        for n in sink.reads:
-            visit(n)
-    return nodes
+    def below(n: Node) -> tuple[Node, ...]:
+        return n.args if computed(n) else ()
+
+    return [n for n in ir.walk((n for s in sinks for n in s.reads), below) if computed(n)]
 
 
 def in_array(n: Node) -> bool:
@@ -332,7 +324,7 @@ def is_packed(n: Node) -> bool:
     return n.op == "field" and n.scope is Scope.ELEMENT and n.dtype in ir.CODES
 
 
-@lru_cache(maxsize=4096)
+@ir.memoised(lambda n: ())
 def looked_up(n: Node) -> LookUp | None:
     """The table lookup equivalent to `where`s that compare a code with constants, or None."""
     if n.scope is not Scope.ELEMENT or not _is_where_below(n):
@@ -340,9 +332,12 @@ def looked_up(n: Node) -> LookUp | None:
     compared = n.args[0].args[0]
     if compared.op != "cast" or not compared.args[0].dtype.startswith("uint"):
         return None
-    code, numbers = compared.args[0], _numbers(n, compared, 0)
+    code = compared.args[0]
     size = 2 ** ir.BITS[code.dtype]
-    if not 3 <= len(numbers) <= size <= MAX_LOOKUP:
+    if size > MAX_LOOKUP:
+        return None
+    numbers = _numbers(n, compared, size)
+    if len(numbers) < 3:
         return None
     return LookUp(n, code, numbers + numbers[-1:] * (size - len(numbers)))
 
@@ -352,26 +347,37 @@ def _is_where_below(n: Node) -> bool:
     return n.attr == "where" and n.args[0].attr == "lt" and n.args[0].args[1].op == "const"
 
 
-def _numbers(n: Node, compared: Node, first: int) -> tuple[Node, ...]:
-    """The results for `compared` = first, first + 1, ...; () if `n` is not such a lookup."""
-    if n.op in ("const", "param"):
-        return (n,)
-    if not _is_where_below(n) or n.args[0].args[0] is not compared:
-        return ()
-    below = _numbers(n.args[1], compared, first)
-    middle = first + len(below)
-    above = _numbers(n.args[2], compared, middle)
-    return below + above if below and above and n.args[0].args[1].attr == middle else ()
+def _numbers(n: Node, compared: Node, most: int) -> tuple[Node, ...]:
+    """The results for `compared` = 0, 1, ...; () if `n` is not such a lookup of at most `most`."""
+    numbers: list[Node] = []
+    rest: list[object] = [n]  # nodes, and between two of them the first code of the second
+    while rest:
+        item = rest.pop()
+        if not isinstance(item, Node):
+            if item != len(numbers):
+                return ()
+        elif item.op in ("const", "param"):
+            numbers.append(item)
+        elif _is_where_below(item) and item.args[0].args[0] is compared:
+            condition, below, above = item.args
+            rest += [above, condition.args[1].attr, below]
+        else:
+            return ()
+        if len(numbers) + len(rest) // 2 > most:  # each of `rest` has a number at least
+            return ()
+    return tuple(numbers)
 
 
+@ir.memoised()
 def cost(n: Node) -> int:
-    """The approximate cost of recomputing an element from memory and scalars."""
+    """The approximate cost of recomputing an element from memory and scalars, or COSTLY."""
     if n.scope is not Scope.ELEMENT or in_array(n):
         return 0
     own = _COST.get(str(n.attr), _COST.get(n.op, 0))
-    return own + sum(cost(a) for a in n.args)
+    return min(COSTLY, own + sum(cost(a) for a in n.args))
 
 
+@ir.memoised()
 def known_range(n: Node) -> tuple[float, float] | None:
     """The range of an expression of constants, `where` and `add`; None for any other."""
     if n.op == "const" and isinstance(n.attr, float) and math.isfinite(n.attr):
@@ -381,8 +387,9 @@ def known_range(n: Node) -> tuple[float, float] | None:
     first, second = (known_range(a) for a in n.args[-2:])
     if first is None or second is None:
         return None
-    if n.attr == "add":
-        return first[0] + second[0], first[1] + second[1]
+    if n.attr == "add":  # rounded as the target rounds it: else 2^24 + 1 - 2^24 would be 1
+        low, high = (ir.single(a + b) for a, b in zip(first, second, strict=True))
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
     return min(first[0], second[0]), max(first[1], second[1])
 
 
@@ -393,21 +400,13 @@ def _is_computed(n: Node) -> bool:
 
 def _needed(roots: Iterable[Node], ready: Container[Node] = ()) -> list[Node]:
     """Every node a sweep computes, operands first; stops at tensor reductions and fold bodies."""
-    order: list[Node] = []
-    seen: set[Node] = set()
 
-    def visit(n: Node) -> None:
-        if n in seen:
-            return
-        seen.add(n)
+    def below(n: Node) -> tuple[Node, ...]:
         if n.op == "fold":
-            visit(n.args[0])
-        elif n not in ready and not (n.op == "reduce" and n.scope is Scope.TENSOR):
-            found = looked_up(n)
-            for a in (found.code, *found.numbers) if found else n.args:
-                visit(a)
-        order.append(n)
+            return n.args[:1]
+        if n in ready or (n.op == "reduce" and n.scope is Scope.TENSOR):
+            return ()
+        found = looked_up(n)
+        return (found.code, *found.numbers) if found else n.args
 
-    for root in roots:
-        visit(root)
-    return order
+    return list(ir.walk(roots, below))

@@ -6,24 +6,36 @@ Codecs import them from ops.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from gradwire.lang import ir
 from gradwire.lang.source import LanguageError, here
-from gradwire.lang.trace import Value, active, apply, as_number, lift, numbers_of_elements, stream
+from gradwire.lang.trace import (
+    Value,
+    active,
+    apply,
+    as_number,
+    integer,
+    lift,
+    numbers_of_elements,
+    stream,
+    whole,
+)
 
 
 def share(fraction: float, least: int = 1) -> ir.Size:
     """A size: floor(fraction * n) of n values, but at least `least` and at most n."""
-    known = isinstance(fraction, (int, float)) and type(least) is int
-    if not known or not 0.0 <= fraction <= 1.0 or least < 0:
+    known, most = isinstance(fraction, Real), integer(least)
+    if not known or most is None or not 0.0 <= fraction <= 1.0 or most < 0:
         raise LanguageError(
             here(), f"share({fraction!r}, {least!r}): takes a fraction of 0 to 1 and an integer"
         )
-    return ir.Size(float(fraction), least)
+    return ir.Size(float(fraction) + 0.0, most)  # 0.0 for -0.0
 
 
 def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
-    """The elements of the `k` largest keys; of equal keys, the first. NaN is the largest.
+    """The elements of the `k` largest keys of the tensor; of equal keys, the first. NaN is the
+    largest. Keys within blocks are refused; `among` may compare with numbers of blocks.
 
     Args:
         k: `share(density)`.
@@ -31,14 +43,16 @@ def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
     """
     location = here()
     active().uses("topk")
+    key = whole(key, "topk", location)
     args = (numbers_of_elements(key, "topk", location), *_conditions(among, location))
     return _select(args, k, location)
 
 
 def filter(condition: Value, capacity: ir.Size) -> Value:
-    """The first `capacity` elements that satisfy `condition`."""
+    """The first `capacity` elements of the tensor that satisfy `condition`."""
     location = here()
     active().uses("filter")
+    condition = whole(condition, "filter", location)
     return _select(_conditions(condition, location), capacity, location)
 
 
@@ -136,6 +150,8 @@ def sort(value: Value, every: int = 1) -> Sorted:
     """
     location = here()
     active().uses("sort")
-    if not isinstance(every, int) or every < 1:
+    window = integer(every)
+    if window is None or window < 1:
         raise LanguageError(location, f"sort: every={every!r} must be 1 or more")
-    return Sorted(numbers_of_elements(value, "sort", location), every, location)
+    value = whole(value, "sort", location)
+    return Sorted(numbers_of_elements(value, "sort", location), window, location)

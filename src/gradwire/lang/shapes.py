@@ -26,6 +26,11 @@ def of_row(columns: int) -> Shape:
     return Shape(Quotient(columns), columns)
 
 
+def _matrices(n: Node) -> list[Node]:
+    return [a for a in n.args if a.scope is Scope.MATRIX]
+
+
+@ir.memoised(_matrices)
 def shape_of(n: Node) -> Shape:
     """The shape of a node of matrix scope."""
     assert n.scope is Scope.MATRIX, n
@@ -34,7 +39,7 @@ def shape_of(n: Node) -> Shape:
     if isinstance(n.attr, ir.FieldRef):
         assert n.attr.shape is not None, n
         return n.attr.shape
-    shapes = [shape_of(a) for a in n.args if a.scope is Scope.MATRIX]
+    shapes = [shape_of(a) for a in _matrices(n)]
     if isinstance(n.attr, ir.Factor):
         (whole,) = shapes
         return Shape(whole.rows if n.attr.side == "left" else whole.columns, n.attr.rank)

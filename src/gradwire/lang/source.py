@@ -15,11 +15,16 @@ class LanguageError(ConfigError):
 
     Attributes:
         location: "file:line" of the error in the codec's source.
+        problem: the message without it.
     """
 
     def __init__(self, location: str, problem: str) -> None:
         super().__init__(f"{location}: {problem}" if location else problem)
-        self.location = location
+        self.location, self.problem = location, problem
+
+    def __reduce__(self) -> tuple[type[LanguageError], tuple[str, str]]:
+        # an exception is unpickled from its text alone, which is one argument too few
+        return type(self), (self.location, self.problem)
 
 
 def here() -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from gradwire.lang.ir import Node
 
@@ -55,6 +56,11 @@ class Loop:
     def operands(self) -> list[Node]:
         """The nodes that its nodes and sinks read."""
         return operands(self.nodes, self.sinks)
+
+    @cached_property
+    def computes(self) -> frozenset[Node]:
+        """Its nodes."""
+        return frozenset(self.nodes)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Tracing: a codec's `encode` and `decode` run once on symbols, which records IR.
 
 Vocabulary
-    Value   a symbol: a node, and whether it came from `g.blocks(n)`
+    Value   a symbol: a node; `blocked`: whether it came from `g.blocks(n)`, so that reductions are
+            per block; `within`: whether its elements did, and not only numbers of blocks
     Trace   the record of one run of a codec: its block, its random streams, its operators
 
 Python's `if` works on the codec's own fields and is evaluated while tracing. A symbol has no truth
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from gradwire.lang import ir, shapes
@@ -23,6 +25,7 @@ from gradwire.lang.source import LanguageError, here
 MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
 ORIGINS = 2**16
+MAX_POWER = 16
 
 
 @dataclass
@@ -75,29 +78,35 @@ def active() -> Trace:
 
 Operand = "Value | float | int"
 _OPERATORS = "use the operators of gradwire.lang.ops"
+_OF_NUMPY = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "less": "lt",
+    "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
+}  # fmt: skip
 
 
 class Value:
     """A symbol in a traced codec. Arithmetic is fp32; comparisons give symbolic booleans."""
 
-    __slots__ = ("blocked", "node")
+    __slots__ = ("blocked", "node", "within")
     __hash__ = object.__hash__
 
-    def __init__(self, node: ir.Node, blocked: bool = False) -> None:
+    def __init__(self, node: ir.Node, blocked: bool = False, within: bool = False) -> None:
         self.node = node
         self.blocked = blocked
+        self.within = within
 
     def blocks(self, n: int) -> Value:
         """The same elements in blocks of `n`: reductions over them give one value per block."""
         trace = active()
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_BLOCK:
+        size = integer(n)
+        if size is None or not 1 <= size <= MAX_BLOCK:
             raise LanguageError(here(), f"blocks({n!r}): a block holds 1 to {MAX_BLOCK} values")
         if self.node.scope is not ir.Scope.ELEMENT:
             raise LanguageError(here(), "blocks(): only elements can be divided into blocks")
-        if trace.block not in (None, n):
+        if trace.block not in (None, size):
             raise LanguageError(here(), f"blocks({n}): this codec uses blocks of {trace.block}")
-        trace.block = n
-        return Value(self.node, blocked=True)
+        trace.block = size
+        return Value(self.node, blocked=True, within=True)
 
     def __bool__(self) -> bool:
         raise LanguageError(here(), "a symbol has no truth value while tracing: use where()")
@@ -115,6 +124,44 @@ class Value:
         raise LanguageError(here(), f"a symbol is not a number while tracing: {_OPERATORS}")
 
     __int__ = __index__ = __complex__ = __float__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and numpy ask of every object
+            raise AttributeError(name)
+        raise LanguageError(here(), f"a symbol has no {name}: {_OPERATORS}")
+
+    def __array_ufunc__(self, function: Any, method: str, *operands: object, **_: object) -> Value:
+        # of numpy's numbers, which take the operator from the symbol on their right
+        import numpy  # whose function this is; sources are also generated without it
+
+        name = _OF_NUMPY.get(function.__name__)
+        if name is None or method != "__call__":
+            raise LanguageError(
+                here(), f"numpy's {function.__name__} does not take symbols: {_OPERATORS}"
+            )
+        # a number that is compared comes as an array of no dimension
+        given = [x.item() if isinstance(x, numpy.ndarray) and not x.ndim else x for x in operands]
+        if name in ("gt", "ge"):
+            return apply({"gt": "lt", "ge": "le"}[name], *reversed(given))
+        return apply(name, *given)
+
+    def __pow__(self, exponent: object) -> Value:
+        times = integer(exponent)
+        if times is None and isinstance(exponent, float) and exponent.is_integer():
+            times = int(exponent)
+        if times is None or not 1 <= times <= MAX_POWER:
+            raise LanguageError(
+                here(),
+                f"x ** {exponent!r}: an exponent is 1 to {MAX_POWER}: write sqrt(x), inverse(x) or "
+                "products",
+            )
+        product = self
+        for _ in range(times - 1):
+            product = product * self
+        return product
+
+    def __pos__(self) -> Value:
+        return self
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> Value:
@@ -175,8 +222,30 @@ class Value:
     def __or__(self, other: object) -> Value:
         return apply("or", self, other)
 
+    def __rand__(self, other: object) -> Value:
+        return apply("and", other, self)
+
+    def __ror__(self, other: object) -> Value:
+        return apply("or", other, self)
+
     def __invert__(self) -> Value:
         return apply("not", self)
+
+
+def _refused(operator: str) -> Any:
+    def refuse(*_: object) -> Value:
+        raise LanguageError(here(), f"symbols have no operator {operator}: {_OPERATORS}")
+
+    return refuse
+
+
+for _name, _operator in {
+    "rpow": "**", "mod": "%", "rmod": "%", "floordiv": "//", "rfloordiv": "//", "divmod": "divmod",
+    "rdivmod": "divmod", "matmul": "@", "rmatmul": "@", "xor": "^", "rxor": "^", "lshift": "<<",
+    "rlshift": "<<", "rshift": ">>", "rrshift": ">>", "round": "round", "trunc": "trunc",
+    "floor": "math.floor", "ceil": "math.ceil", "contains": "in",
+}.items():  # fmt: skip
+    setattr(Value, f"__{_name}__", _refused(_operator))
 
 
 @dataclass(frozen=True)
@@ -190,9 +259,24 @@ def lift(operand: object) -> Value:
     """A symbol for a symbol or a Python number; anything else is a `LanguageError`."""
     if isinstance(operand, Value):
         return operand
-    if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return Value(ir.const(operand))
-    raise LanguageError(here(), f"expected a symbol or a number, not {type(operand).__name__}")
+    return Value(ir.const(constant(operand, here())))
+
+
+def constant(number: object, location: str) -> float:
+    """A number of Python or numpy; anything else is a `LanguageError`."""
+    if isinstance(number, bool) or not isinstance(number, Real):
+        kind = type(number).__name__
+        raise LanguageError(location, f"expected a symbol or a number, not {kind}")
+    try:
+        return float(number)
+    except OverflowError:
+        raise LanguageError(location, "a constant is too large: use float('inf')") from None
+
+
+def integer(number: object) -> int | None:
+    """A whole number of Python or numpy, as Python's; None for anything else."""
+    whole = isinstance(number, Integral) and not isinstance(number, bool)
+    return int(number) if whole else None  # type: ignore[call-overload]
 
 
 def apply(function: str, *operands: object) -> Value:
@@ -210,7 +294,7 @@ def apply(function: str, *operands: object) -> Value:
             )
     nodes = meet([as_number(v.node) for v in values], location)
     result = ir.alu(function, *nodes, location=location)
-    return Value(result, any(v.blocked for v in values))
+    return Value(result, any(v.blocked for v in values), any(v.within for v in values))
 
 
 def meet(nodes: list[ir.Node], location: str) -> list[ir.Node]:
@@ -240,13 +324,21 @@ def _of_entries(n: ir.Node, selection: ir.Node, location: str) -> ir.Node:
     return ir.node("gather", (n, selection), scope=ir.Scope.SELECTION, location=location)
 
 
+def _entries(n: ir.Node) -> list[ir.Node]:
+    if n.dtype == "selection" or n.op == "gather":
+        return []
+    return [a for a in n.args if a.scope is ir.Scope.SELECTION][:1]
+
+
+@ir.memoised(_entries)
 def selection_of(n: ir.Node) -> ir.Node:
     """The selection that a node of selection scope belongs to."""
     if n.dtype == "selection":
         return n
     if n.op == "gather":
         return n.args[1]
-    return next(selection_of(a) for a in n.args if a.scope is ir.Scope.SELECTION)
+    (entries,) = _entries(n)
+    return selection_of(entries)
 
 
 def as_number(node: ir.Node) -> ir.Node:
@@ -254,6 +346,17 @@ def as_number(node: ir.Node) -> ir.Node:
     if node.dtype in ("fp32", "bool"):
         return node
     return ir.node("cast", (node,), "nearest", dtype="fp32", location=node.location)
+
+
+def whole(value: Value, operator: str, location: str) -> Value:
+    """The value, unless its elements are those of blocks: of those, `operator` takes no account."""
+    if lift(value).within:
+        raise LanguageError(
+            location,
+            f"{operator}: takes the whole tensor, and not each of blocks({active().block}): give "
+            f"it what was there before blocks()",
+        )
+    return value
 
 
 def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:

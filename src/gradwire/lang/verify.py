@@ -98,7 +98,7 @@ def same(
 
 def table(codec: Codec, found: tuple[float, ...], before: tuple[float, ...]) -> None:
     """Check that a codec has one table."""
-    if found and before and found != before:
+    if found and before and not ir.same_numbers(found, before):
         raise LanguageError(_definition(codec, "encode"), "a codec has one table of numbers")
 
 
@@ -157,6 +157,7 @@ def elements(
         n = stack.pop()
         if n in below:
             continue
+        below.add(n)
         problem = _misplaced(n, result.node, again)
         if problem is not None:
             raise LanguageError(_at(codec, "decode", n), problem)

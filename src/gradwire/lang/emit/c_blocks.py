@@ -81,7 +81,7 @@ class Blocks(Writer):
     # steps ---------------------------------------------------------------------------------------
 
     def scalars(self, step: Scalars) -> None:
-        of_blocks = [n for n in step.nodes if n.scope is Scope.BLOCK]
+        of_blocks = dict.fromkeys(n for n in step.nodes if n.scope is Scope.BLOCK)
         if self.folding:
             for n in step.nodes:
                 self.define(n)
@@ -175,7 +175,7 @@ class Blocks(Writer):
     def arrays(self, loop: Loop) -> None:
         """Pointers to the elements that earlier steps stored in arrays."""
         for n in dict.fromkeys(loop.operands):
-            if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.nodes:
+            if n.scope is Scope.ELEMENT and n.op != "const" and n not in loop.computes:
                 self.put(f"const {cell(n)} *restrict a{self.number[n]} = a{self.number[n]}_[g];")
 
     def streams_of(self, loop: Loop) -> list[str]:

@@ -15,6 +15,8 @@ from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import Layout, element_nbytes
 from gradwire.lang.sweeps import Loop, Sink
 
+MAX_NESTED = 4  # `where`s within one another in an integer expression
+
 REGISTER = {
     "fp32": "float", "bool": "int", "uint32": "uint32_t", "bf16": "uint32_t", "fp16": "uint32_t",
 }  # fmt: skip
@@ -73,15 +75,20 @@ def needs_clamp(n: Node) -> bool:
     return known is None or known[0] < 0 or known[1] > ir.TOP[n.dtype]
 
 
-def limits(program: ir.Function) -> dict[float, str]:
-    """The constant bounds of clamps in a program, and the locals that hold them."""
-    found: set[float] = set()
+def limits(program: ir.Function) -> dict[str, str]:
+    """The literals of the constant bounds of clamps in a program, and the locals that hold them.
+
+    By literal, which tells -0 from 0 and finds NaN; a float as a key does neither.
+    """
+    found: dict[str, float] = {}
     for n in ir.walk(program.roots):
         if needs_clamp(n):
-            found |= {0.0, float(ir.TOP[n.dtype])}
+            found |= {literal(x): x for x in (0.0, float(ir.TOP[n.dtype]))}
         elif n.op == "alu" and n.attr in ("min", "max"):
-            found |= {a.attr for a in n.args if a.op == "const" and isinstance(a.attr, float)}
-    return {value: f"limit{i}" for i, value in enumerate(sorted(found))}
+            bounds = [a.attr for a in n.args if isinstance(a.attr, float)]
+            found |= {literal(x): x for x in bounds}
+    ordered = sorted(found, key=lambda text: (math.isnan(found[text]), found[text], text))
+    return {text: f"limit{i}" for i, text in enumerate(ordered)}
 
 
 def literal(value: float) -> str:
@@ -149,7 +156,7 @@ class Writer:
         for at in sorted(n.attr for n in self.number if isinstance(n.attr, int)):
             self.put(f"const float table{at} = call->table[{at}];")
         for value, name in self.limits.items():
-            self.put(f"const float {name} = limit({literal(value)});")
+            self.put(f"const float {name} = limit({value});")
         for s in streams([self.program]):
             if not s.source:
                 at = self.streams.index(s)
@@ -178,7 +185,7 @@ class Writer:
             return literal(n.attr)
         if n.op == "param":
             return f"table{n.attr}" if isinstance(n.attr, int) else str(n.attr)
-        in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.nodes)
+        in_array = n.scope is Scope.ELEMENT and (self.loop is None or n not in self.loop.computes)
         if not in_array:
             return f"n{self.number[n]}"
         element = f"a{self.number[n]}[i]"
@@ -199,7 +206,7 @@ class Writer:
 
     def limit(self, n: Node) -> str:
         assert isinstance(n.attr, float)
-        return self.limits[n.attr]
+        return self.limits[literal(n.attr)]
 
     def node_cast(self, n: Node) -> str:
         x = n.args[0]
@@ -208,25 +215,25 @@ class Writer:
         if n.dtype in ir.CODES and not needs_clamp(n):
             return self.integer(x, wide=code_cell(n.dtype) == "int32_t")
         if n.dtype in ir.CODES:
-            zero, top = self.limits[0.0], self.limits[float(ir.TOP[n.dtype])]
+            zero, top = (self.limits[literal(x)] for x in (0.0, float(ir.TOP[n.dtype])))
             return CASTS["code", str(n.attr)].format(self.name(x), zero=zero, top=top)
         return CASTS[n.dtype, str(n.attr)].format(self.name(x))
 
-    def integer(self, n: Node, wide: bool) -> str:
+    def integer(self, n: Node, wide: bool, depth: int = 0) -> str:
         """A number that is a code, as an integer expression: `where`s of constants use integers.
 
-        Nested `where`s do so only for codes as `wide` as floats. For narrower codes gcc narrows
-        the conditions, which is slower than converting the result.
+        Nested `where`s do so only for codes as `wide` as floats, to MAX_NESTED levels: the text of
+        a level may be twice that of the next. For narrower codes gcc narrows the conditions, which
+        is slower than converting the result.
         """
         if n.op == "const":
             assert isinstance(n.attr, float)
             return str(int(n.attr))
         chosen = n.attr == "where" and (wide or all(a.op == "const" for a in n.args[1:]))
-        if chosen and self.loop and n in self.loop.nodes:
+        if chosen and depth < MAX_NESTED and self.loop and n in self.loop.computes:
             condition, yes, no = n.args
-            return (
-                f"{self.name(condition)} ? {self.integer(yes, wide)} : ({self.integer(no, wide)})"
-            )
+            first, second = (self.integer(a, wide, depth + 1) for a in (yes, no))
+            return f"{self.name(condition)} ? {first} : ({second})"
         return f"(int32_t){self.name(n)}"
 
     def node_load(self, n: Node) -> str:

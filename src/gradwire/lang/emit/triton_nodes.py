@@ -55,6 +55,9 @@ CASTS = {
 }
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
+# operation -> how many of its operands its rule reads in the kernel's usual place
+OPERANDS = {"alu": 3, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
+
 # dtype -> functions that load and store its bits
 LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16", "int32": "load_int32"}
 STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16", "int32": "store_int32"}
@@ -62,20 +65,12 @@ STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16", "int32": "sto
 
 def literal(value: float) -> str:
     """A constant as exact float32; subnormals and NaN, which Triton would change, by their bits."""
-    single = _single(value)
+    single = ir.single(value)
     if single in (math.inf, -math.inf) or abs(single) >= 2.0**-126 or repr(single) == "0.0":
         text = f'float("{single}")' if math.isinf(single) else repr(single)
         return f"({text})" if text.startswith("-") else text
     (bits,) = struct.unpack("<I", struct.pack("<f", single))
     return f"number({bits:#x})"
-
-
-def _single(value: float) -> float:
-    try:
-        (single,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return float(single)
 
 
 class Nodes:
@@ -167,14 +162,35 @@ class Nodes:
             return literal(float(str(n.attr)))
         if n.attr == "factor":
             return "factor"
-        key = (n, view if is_wide(n) else 0)
+        key = of_view(n, view)
         if key not in self.memo:
-            name = self.name(n, view)
-            text = self.RULES[n.op](self, n, view)
-            if text is not None:
-                self.put(f"{name} = {text}")
-            self.memo[key] = name
+            for each in ir.post_order([key], self.below):
+                if each not in self.memo:
+                    self.compute(*each)
         return self.memo[key]
+
+    def below(self, key: tuple[Node, int]) -> list[tuple[Node, int]]:
+        """The values that a rule begins with, and their views: `value` computes these first, so
+        that rules need not call each other to any depth."""
+        n, view = key
+        args = n.args[: OPERANDS.get(n.op, 0)]
+        if key in self.memo or (n.scope is Scope.TENSOR and n.op == "reduce"):
+            return []
+        if n.op == "reduce":
+            view = 1 if n.attr == "sum" else self.main
+        elif n.op == "rotate" and view != 1:
+            args, view = (n,), 1
+        elif n.op == "rotate":
+            view = 1
+        return [of_view(a, view) for a in args if a.op != "const" and a.attr != "factor"]
+
+    def compute(self, n: Node, view: int) -> None:
+        """Emit the computation of a value."""
+        name = self.name(n, view)
+        text = self.RULES[n.op](self, n, view)
+        if text is not None:
+            self.put(f"{name} = {text}")
+        self.memo[of_view(n, view)] = name
 
     def name(self, n: Node, view: int) -> str:
         tail = "_" if self.folding else ""
@@ -186,7 +202,7 @@ class Nodes:
         """A value that is a tensor even if it is a constant."""
         if n.op != "const":
             return self.value(n, view)
-        (bits,) = struct.unpack("<I", struct.pack("<f", _single(float(str(n.attr)))))
+        (bits,) = struct.unpack("<I", struct.pack("<f", ir.single(float(str(n.attr)))))
         return f"number({bits:#x})"
 
     @property
@@ -374,6 +390,11 @@ class Nodes:
 
     def index(self, name: str) -> int:
         return [f.name for f in self.layout.fields].index(name)
+
+
+def of_view(n: Node, view: int) -> tuple[Node, int]:
+    """The key of a value: numbers of blocks and rows have no view."""
+    return n, view if is_wide(n) else 0
 
 
 def is_wide(n: Node) -> bool:
