@@ -35,8 +35,10 @@ types: $(VENV)/.test
 
 IN_PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-# A test that fails runs once more, alone (scripts/suite.py).
+# A test that fails runs once more, alone (scripts/suite.py). Bytecode is written once before, not by all
+# workers at once.
 unit: $(VENV)/.test
+	@$(BIN)/pytest --collect-only -qq >/dev/null
 	$(BIN)/python scripts/suite.py $(IN_PARALLEL)
 
 unit-all: $(VENV)/.test

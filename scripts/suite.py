@@ -36,8 +36,6 @@ class Failures:
 
 
 def main(arguments: list[str]) -> int:
-    import torch._dynamo  # noqa: F401  # its bytecode is written once, not by every worker at once
-
     failures = Failures()
     code = int(pytest.main(arguments, plugins=[failures]))
     if code != pytest.ExitCode.TESTS_FAILED:  # 0, or it could not run them

@@ -17,7 +17,6 @@ from gradwire.aggregators import (
     DeepGradientCompression,
     Dense,
     ErrorFeedback,
-    GlobalTopK,
     LWTopK,
 )
 from gradwire.codecs import DGC, Cast, GradDrop, HardThreshold, MSTopK, RandomK, TopK
@@ -40,7 +39,6 @@ FED: dict[str, Aggregator] = {
     "hardthreshold": ErrorFeedback(Compressed(HardThreshold(1.0, 0.2))),
     "randomk": ErrorFeedback(Compressed(RandomK(1.0))),
     "lwtopk": ErrorFeedback(LWTopK(0.1)),
-    "globaltopk": ErrorFeedback(GlobalTopK(0.1)),
     "artopk": ErrorFeedback(ARTopK(0.1)),
     "artopk auto": ErrorFeedback(ARTopK(0.1, "auto", scope="model")),
     "dgc": DeepGradientCompression(0.1),

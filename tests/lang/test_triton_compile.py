@@ -59,7 +59,7 @@ FEW = [
     (NAMED["randomk"], "encode", "sm_80"),
     (NAMED["rotated"], "encode", "gfx942"),
     (NAMED["dgc"], "encode", "sm_90"),
-    (Cast("fp16"), "decode", "sm_80"),
+    (Cast("fp16"), "encode_ef", "sm_80"),
     (NAMED["adacomp"], "decode", "gfx942"),
     (NAMED["threelc"], "decode", "sm_80"),
 ]

@@ -29,7 +29,8 @@ too).
 Values travel times a power of two per chunk, which all ranks derive from its mean square. By
 Cauchy's inequality, N times its root is the most that a value or a sum of N can be, and it becomes
 at most 2^15. So within that range of norms fp16 neither overflows nor loses digits, and no byte is
-spent on it. Values beyond saturate or are rounded to fewer digits; error feedback keeps the rest.
+spent on it. Smaller values are rounded to fewer digits; error feedback keeps the rest. Larger ones,
+which fp16 cannot hold, are Inf on all ranks.
 
 A value that is not finite makes its chunk's square not finite on all ranks. Such chunks come first,
 the average is NaN in all that is not picked, and the residual stays as it was.
