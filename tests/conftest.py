@@ -97,7 +97,9 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)  # after xdist
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fail where groups have no effect: xdist 3.8 finds them by names that pytest 9.2 hides."""
+    """Let garbage collections look at what tests make, not at all modules; and fail where groups
+    have no effect: xdist 3.8 finds them by names that pytest 9.2 hides."""
+    gc.freeze()
     if session.config.getoption("loadgroup", False):
         for item in session.items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -71,16 +72,24 @@ def finished(found: Sequence[End]) -> None:
     assert all(end.error is None for end in found), report(min(e.at for e in found), found)
 
 
-def forkserver(*more: str) -> Any:
-    """A context that forks processes from a server, which has imported slow modules and `more`.
+def forkserver() -> Any:
+    """A context that forks processes from a server, which has imported what takes long.
 
-    torch imports its compiler when the first DDP module is made.
+    torch imports its compiler when the first DDP module is made; a rank imports its test's module,
+    and so pytest.
     """
     context = mp.get_context("forkserver")
     ours = ("attach", "backend", "backend_register", "sharded")
     integrations = (f"gradwire.integrations.{name}" for name in ours)
-    slow = ("torch", "torch._dynamo", "torch.distributed.fsdp", *integrations)
-    context.set_forkserver_preload([*slow, *more])
+    bench = (f"gradwire.bench.{name}" for name in ("method_run", "sharded_run"))
+    slow = (
+        "pytest",
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+    )
+    context.set_forkserver_preload([*slow, *integrations, *bench])
     return context
 
 
@@ -166,6 +175,7 @@ def _process(  # type: ignore[no-untyped-def]
     theirs, where, body, args
 ):
     rank, world_size, timeout, backend, environment, stacks = where
+    gc.freeze()  # a collection looks only at what the body makes
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)

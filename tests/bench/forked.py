@@ -22,8 +22,6 @@ import torch.distributed as dist
 from ends import forkserver
 from gradwire import lab
 
-MODULES = ("gradwire.bench.method_run", "gradwire.bench.sharded_run")
-
 
 class Loopback:
     """Does what `lab.Lab` does on `net none`. It hosts the store, so no other takes its port."""
@@ -65,7 +63,7 @@ class Loopback:
         assert stdout is stderr
         assert list(argv[:2]) == [sys.executable, "-m"]
         arguments = (argv[2:], dict(environment), stdout.name)
-        process = forkserver(*MODULES).Process(target=_rank, args=arguments)
+        process = forkserver().Process(target=_rank, args=arguments)
         process.start()
         self.ranks.append(process)
         return SimpleNamespace(poll=lambda: process.exitcode)

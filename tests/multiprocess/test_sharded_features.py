@@ -19,7 +19,6 @@ import torch.distributed as dist
 from sharded_model import Model, batch, on_all, replicated
 from together import together
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed._composable.fsdp import CPUOffloadPolicy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,7 +81,7 @@ def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
     """A back end of torch.compile that counts its graphs: torch compiles some modules silently not
     at all."""
     counting.graphs += 1
-    return aot_eager(graph, inputs)
+    return graph  # type: ignore[no-any-return]
 
 
 counting.graphs = 0

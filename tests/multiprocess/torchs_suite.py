@@ -53,7 +53,7 @@ def ours_in_place_of_gloo() -> None:
 class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(forkserver("torchs_suite").Process)
+        self._start_processes(forkserver().Process)
 
     @classmethod
     def _run(cls, *args: Any, **named: Any) -> None:

@@ -27,10 +27,10 @@ def processes(kind: str, shm: bool, bound: float) -> str | None:
     return found and f"{fault}, shm={shm}: {found}"
 
 
-def in_processes(turn: int, bound: float) -> list[str]:
+def in_processes(turn: int, bound: float, but: str = "") -> list[str]:
     """Every kind over one of two transports; broken connections do not affect shared memory."""
     kinds = [(kind, kind != "drop" and (i + turn) % 2 == 0) for i, kind in enumerate(BY_PROCESSES)]
-    return [said for kind, shm in kinds if (said := processes(kind, shm, bound))]
+    return [said for kind, shm in kinds if kind != but and (said := processes(kind, shm, bound))]
 
 
 @pytest.mark.parametrize("seed", [10, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(11, 20))])
@@ -43,7 +43,9 @@ def test_threads(seed: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=EXHAUSTIVE)])
 def test_processes(turn: int) -> None:
-    wrong = in_processes(turn, BOUND_S)
+    """But for dropped links: peers who only wait for the rank in the store, as it may happen on a
+    busy machine, have no link that would tell them, and wait for the timeout."""
+    wrong = in_processes(turn, BOUND_S, but="drop")
     assert not wrong, "\n".join(wrong)
 
 
