@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import threading
 import weakref
 from typing import Any
@@ -46,3 +47,23 @@ def test_threads_that_make_the_same_node_get_one_object(monkeypatch: pytest.Monk
     first = ir.const(0.12345)
     thread.join(60)
     assert made == [first]
+
+
+def test_a_process_that_is_forked_while_a_thread_makes_a_node_makes_its_own() -> None:
+    held, goes_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with ir._interning:
+            held.set()
+            goes_on.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert held.wait(60)
+    child = mp.get_context("fork").Process(target=ir.const, args=(0.54321,))
+    child.start()
+    goes_on.set()
+    child.join(60)
+    thread.join()
+    child.kill()
+    assert child.exitcode == 0

@@ -3,6 +3,7 @@ checkpoints of torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,22 @@ def dcp_takes_checkpoints_not_handles(rank: int, folder: Path) -> None:
             error = caught(lambda w=whole: dcp.save({"gradwire": w}, checkpoint_id=folder))
             assert isinstance(error, gw.ConfigError), error
             assert "handle.checkpoint()" in str(error)
+        path = folder / type(handle).__name__
+        app = Wrapped(handle, lambda h=handle: h.checkpoint())
+        dcp.save({"gradwire": app}, checkpoint_id=path)
+        handle.load_checkpoint(path, key="gradwire.handle")
         handle.detach()
 
 
 class Wrapped:
     """As scripts do for their own classes."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, state: Callable[[], Any] | None = None) -> None:
         self.handle = handle
+        self.state = state or handle.state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        return {"handle": self.handle.state_dict()}
+        return {"handle": self.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.handle.load_state_dict(state["handle"])
@@ -215,7 +221,7 @@ def unused_parameters_have_a_mend(rank: int) -> None:
     gw.attach(model, bits=4)
     error = caught(model(batch(rank), rank == 0).square().sum().backward)
     assert isinstance(error, gw.ConfigError)
-    assert "set_reduce_scatter_unused_params()" in str(error)
+    assert "set_reduce_scatter_unused_params(True)" in str(error)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

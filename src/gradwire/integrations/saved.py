@@ -69,6 +69,10 @@ class Saved:
             ConfigError: within `dcp.save`, which takes `checkpoint` (below).
         """
         check_caller()
+        return self._own_state()
+
+    def _own_state(self) -> dict[str, Any]:
+        """What `state_dict` says, whoever asks: `checkpoint` may be called within `dcp.save`."""
         return {
             "version": 1,
             "plan": self.plan.version,
@@ -109,7 +113,7 @@ class Saved:
             ConfigError: the process group was destroyed, or ranks differ in `rank0_only`.
             TransportError: a rank did not make the call within the group's timeout.
         """
-        return full(self._gather(self.state_dict(), rank0_only))
+        return full(self._gather(self._own_state(), rank0_only))
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a result of `full_state_dict` or `state_dict`, on every rank. Tensors are copied:
@@ -161,7 +165,7 @@ class Saved:
 
         `load_checkpoint` reads them, on any number of ranks. Tensors are copies.
         """
-        return to_keys(self.state_dict(), self.rank, self._gather.part())
+        return to_keys(self._own_state(), self.rank, self._gather.part())
 
     def load_checkpoint(self, path: str | os.PathLike[str], key: str = "gradwire") -> None:
         """Load what `checkpoint` gave to `dcp.save`. Collective: every rank calls it, between two
@@ -184,7 +188,8 @@ class Saved:
         """Of pickle, torch.save and copy: a handle has threads, and hooks on its module."""
         raise ConfigError(
             "a handle is of one module and process group, and cannot be pickled or copied: save "
-            "its state_dict(), or attach to the copied module"
+            "its state_dict(), with torch.distributed.checkpoint its checkpoint(), or attach to "
+            "the copied module"
         )
 
     def summary(self) -> str:

@@ -42,7 +42,7 @@ from gradwire.planner.weights import Weights, in_blocks
 _SAME: Any = object()
 _ADVICE = (
     "all ranks must make the same calls in the same order; where they use different parameters, "
-    "call set_reduce_scatter_unused_params() of the root module"
+    "call set_reduce_scatter_unused_params(True) of the root module"
 )
 
 
@@ -318,16 +318,14 @@ class Sharded(Saved):
         if self.weights is not None and references is not None:
             self.weights.load(references, states[0].get("counted") is True)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+    def _own_state(self) -> dict[str, Any]:
+        state = super()._own_state()
         if self.plan.levels != Levels():
             state["levels"] = self.plan.levels.state()
         if self.weights is not None and self.weights.versions.steps:
             state["counted"] = True  # versions of weights, by the steps of an optimizer
         kept = None if self.weights is None else self.weights.state()
         return state if kept is None else {**state, "weights": kept}
-
-    state_dict.__doc__ = Saved.state_dict.__doc__
 
     def recover(self) -> None:
         """Go on after an exception in a backward, once every rank has caught it or the error that

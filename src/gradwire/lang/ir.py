@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import struct
 import threading
 import weakref
@@ -229,6 +230,8 @@ class Factor:
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _interning = threading.Lock()  # threads trace, too: one node per description even so
+# In a forked child, the thread that may have held the lock is gone.
+os.register_at_fork(after_in_child=lambda: globals().update(_interning=threading.Lock()))
 
 
 def node(
