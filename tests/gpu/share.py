@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
@@ -36,6 +38,8 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
+    for keep in ("payload", "none", "reference"):
+        train_sharded(device, keep)
     stream = communicator().stream(device)
     if (stream is not None) != (backend == "nccl"):
         print(f"over {backend}, tensors on {device} go by way of {stream}")
@@ -60,6 +64,30 @@ def train(device: torch.device) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64).to(device))
     handle = gw.attach(model, bits=4, error_feedback=True)
+    learn(model, device)
+    same_everywhere([p.detach() for p in model.parameters()])
+    if handle.stats()["ratio"] < 3:
+        print(f"sent {handle.stats()}")
+
+
+def train_sharded(device: torch.device, keep: str) -> None:
+    """A module under FSDP2 learns from weights that travel quantised, alike on all ranks."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64)).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
+    handle = gw.attach(model, "qsgd:bits=8", weights="randomshift:bits=8", keep=keep)
+    learn(model, device)
+    same_everywhere([model(torch.eye(64, device=device)).detach()])
+    stats = handle.stats()
+    ratios = stats["ratio"], stats["weights_raw_bytes"] / stats["weights_wire_bytes"]
+    if dist.get_world_size() > 1 and min(ratios) < 2:
+        print(f"keep={keep!r} sent {stats}")
+    handle.detach()
+
+
+def learn(model: torch.nn.Module, device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     target = torch.randn(64, 64, device=device) / 8
     losses = []
@@ -73,14 +101,15 @@ def train(device: torch.device) -> None:
         losses.append(float(loss.detach()))
     if losses[-1] > 0.5 * losses[0]:
         print(f"the loss went from {losses[0]} to {losses[-1]}")
-    weights = torch.cat([p.detach().view(-1) for p in model.parameters()])
-    weights = weights if dist.get_backend() == "nccl" else weights.cpu()
-    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, weights)
-    if not all(torch.equal(weights, other) for other in gathered):
+
+
+def same_everywhere(tensors: list[torch.Tensor]) -> None:
+    values = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    values = values if dist.get_backend() == "nccl" else values.cpu()
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    if not all(torch.equal(values, other) for other in gathered):
         print("replicas differ")
-    if handle.stats()["ratio"] < 3:
-        print(f"sent {handle.stats()}")
 
 
 if __name__ == "__main__":
