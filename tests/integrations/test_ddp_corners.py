@@ -149,7 +149,7 @@ def dropped_modules_leave_nothing(rank: int) -> None:
         handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
         for _ in range(4):
             step(model)
-        made += [weakref.ref(one) for one in (model, handle, handle._buckets, handle._owner)]
+        made += [weakref.ref(one) for one in (model, handle, handle._reductions, handle._reductions.owner)]
     assert until(lambda: gc.collect() >= 0 and not alive(Rounds))
     del model, handle
     gc.collect()

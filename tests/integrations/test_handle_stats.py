@@ -113,7 +113,7 @@ def seconds_under_ddp(rank: int) -> None:
 
     # The other rank is late with all of its buckets: this one has computed all, and waits.
     if rank == 0:
-        buckets, settle, tell = handle._buckets, handle._buckets._settle, told("ddp waits")
+        buckets, settle, tell = handle._reductions, handle._reductions._settle, told("ddp waits")
 
         class Waits:
             def wait(self) -> None:
