@@ -36,6 +36,7 @@ from gradwire.integrations.saved import Saved, members_of
 from gradwire.integrations.sharded_plan import Trained, make_sharded_plan
 from gradwire.integrations.summary import Expected, expected_scatter, summary
 from gradwire.integrations.switch import Switch, Update
+from gradwire.integrations.wrapped import original
 from gradwire.planner import Levels, Plan, Rules, WeightRules
 from gradwire.planner.weights import Weights, in_blocks
 
@@ -53,7 +54,8 @@ class Sharded(Saved):
         self, model: torch.nn.Module, trained: Trained, plan: Plan, seed: int, first: int
     ) -> None:
         self.groups = groups = trained.groups
-        self._of = model, trained, plan.parameters[0].name
+        name = communicator(groups.all[0]).handle_name(original(model), plan.parameters[0].name)
+        self._of = model, trained, f"the sharded {name}"
         members = members_of(plan, seed, groups.rank, first)
         gather = StateGather(process_groups(trained.records[0]).all)
         layout = ResidualLayout(groups.shards, trained.dims())
@@ -64,8 +66,7 @@ class Sharded(Saved):
 
     def _install(self, plan: Plan) -> None:
         """Replace FSDP2's collectives, with owners of their own; on all ranks together."""
-        (model, trained, first), groups = self._of, self.groups
-        what = f"the sharded module of {first}"
+        (model, trained, what), groups = self._of, self.groups
         owners = [communicator(group).owner(what, advice=_ADVICE) for group in groups.all]
         self._metrics = Metrics(groups.size)
         self._switch = Switch(plan, owners[0], self._rehearse)
