@@ -45,9 +45,9 @@ def refusal(attach: Callable[[], object]) -> str:
 
 
 class Words(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(20, 8, sparse=True)
+        self.words = nn.Embedding(20, 8, sparse=sparse)
         self.last = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,6 +69,21 @@ def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, [inner[1].bias], {"lr": 0.1})
     stepping = DDP(inner)
     assert "1.bias has an optimizer that runs in backward" in refusal(lambda: gw.attach(stepping))
+
+
+def what_is_refused_at_attach_is_refused_later(rank: int) -> None:
+    for forwards in (0, 1):
+        model = DDP(net())
+        gw.attach(model)
+        for _ in range(forwards):
+            step(model)
+        _apply_optimizer_in_backward(torch.optim.SGD, [model.module[1].bias], {"lr": 0.1})
+        assert "1.bias has an optimizer that runs in backward" in refusal(lambda m=model: step(m))
+    model = DDP(Words(sparse=False))
+    gw.attach(model)
+    model(torch.arange(4)).sum().backward()
+    model.module.words.sparse = True
+    assert "words.weight has sparse" in refusal(lambda: model(torch.arange(4)))
 
 
 class Tied(nn.Module):
@@ -286,6 +301,7 @@ def test_corners() -> None:
         2,
         [
             what_does_not_travel_in_buckets_is_refused_by_name,
+            what_is_refused_at_attach_is_refused_later,
             a_returned_parameter_keeps_no_hook,
             a_handle_stays_where_it_is,
             averages_over_ranks_with_inputs_are_refused,
