@@ -50,8 +50,9 @@ class Words(nn.Module):
         self.words = nn.Embedding(20, 8, sparse=sparse)
         self.last = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words(x))  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, sparse: bool = False) -> torch.Tensor:
+        function = partial(nn.functional.embedding, weight=self.words.weight, sparse=True)
+        return self.last((function if sparse else self.words)(x))  # type: ignore[no-any-return]
 
 
 def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
@@ -310,9 +311,21 @@ def test_corners() -> None:
             values_travel_in_the_order_of_their_parameter,
             a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp,
             assigned_parameters_are_those_of_the_wrapped_module_or_refused,
+            a_sparse_gradient_of_a_function_is_named,
             after_an_error_the_error_comes_again,
         ],
     )
+
+
+def a_sparse_gradient_of_a_function_is_named(rank: int) -> None:
+    model = DDP(Words(sparse=False))
+    gw.attach(model)
+    error = caught(model(torch.arange(4), sparse=rank == 0).sum().backward)
+    if rank == 0:
+        assert isinstance(error, NotImplementedError)  # DDP's own; what gradwire knows is logged
+    else:
+        assert isinstance(error, gw.ConfigError), error
+        assert "rank 0: parameter words.weight has sparse gradients" in str(error)
 
 
 def crossed(rank: int) -> str:

@@ -17,7 +17,7 @@ from gradwire.collectives import Item, Operation, prepare
 from gradwire.collectives.calling import future_on
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.automatic import Automatic
 from gradwire.integrations.backward import Backward
@@ -322,14 +322,20 @@ class Buckets:
         self._arrived.clear()
         self._pass.clear()
         self._pending.clear()
-        self._comm.fail_owner(
-            self._owner,
-            TransportError(
-                f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
-                f"so its gradients are not complete: see what rank {rank} raised",
-                peer=rank,
-            ),
+        error: GradwireError = TransportError(
+            f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
+            f"so its gradients are not complete: see what rank {rank} raised",
+            peer=rank,
         )
+        for parameter, member in self._members.items():
+            # DDP's reducer has raised a NotImplementedError that names none, before any hook.
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                error = ConfigError(
+                    f"rank {rank}: parameter {member.name} has sparse gradients in "
+                    f"{self._owner.name}, which lie in no flat bucket: compute them with "
+                    "sparse=False"
+                )
+        self._comm.fail_owner(self._owner, error)
         self._leave()
 
     def at_end(self, then: Callable[[], None]) -> None:
