@@ -214,9 +214,12 @@ class ReducedGradients:
 
     def _abandoned(self) -> None:
         """Backward ended with an exception: fail the owners, since peers wait for its scatters."""
-        for owner in self.all_owners():
+        owners = self.all_owners()
+        broken = (error for o in owners for error in (o.comm.error, o.error) if error is not None)
+        cause = next(broken, None)  # a peer's, which ranks that share no group with it must know
+        for owner in owners:
             rank = owner.comm.rank
-            error = TransportError(
+            error = cause or TransportError(
                 f"rank {rank}: backward raised an exception in {owner.name}, so its gradients are "
                 f"not complete: see what rank {rank} raised; to go on, every rank catches it and "
                 "calls the root module's reset_iter_state() and the handle's recover()",
