@@ -29,7 +29,7 @@ from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
-from gradwire.integrations.wrapped import in_hand
+from gradwire.integrations.wrapped import in_hand, original
 from gradwire.planner import Plan, Rules, WeightRules, make_plan
 from gradwire.planner.files import PlanFile
 from gradwire.planner.rules import check_coalesce_bytes
@@ -239,7 +239,8 @@ class Planned:
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
         comm.agree("what is attached", [*agreed, *self.plan.describe()])
-        owner = comm.owner(f"the module of {self.named[0][0]}")
+        name = comm.handle_name(original(self.model.module), self.named[0][0])
+        owner = comm.owner(f"the {name}")
         unused = self.model.find_unused_parameters
         members = members_of(self.plan, seed, comm.rank, state.attached, unused)
         state.attached += 1

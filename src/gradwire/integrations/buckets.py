@@ -288,8 +288,19 @@ class Buckets(Reductions):
         self._arrived.clear()
         self._pass.clear()
         self._pending.clear()
-        self.abandon()
+        self.abandon(self._sparse())
         self._leave()
+
+    def _sparse(self) -> ConfigError | None:
+        """Names what DDP's reducer has raised a NotImplementedError of, before any hook."""
+        for parameter, member in self._by_parameter.items():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                return ConfigError(
+                    f"rank {self._comm.rank}: parameter {member.name} has sparse gradients in "
+                    f"{self.owner.name}, which lie in no flat bucket: compute them with "
+                    "sparse=False"
+                )
+        return None
 
     def _leave(self) -> None:
         if self._then is not None and not (self._arrived or self._pending):

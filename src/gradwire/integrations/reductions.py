@@ -18,7 +18,7 @@ from gradwire.aggregators import Attached, Observation
 from gradwire.collectives import Collective, Options, retire
 from gradwire.collectives.calling import options_of
 from gradwire.engine import Communicator, Outcome, Owner
-from gradwire.errors import ConfigError, TransportError
+from gradwire.errors import ConfigError, GradwireError, TransportError
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.metrics import Metrics
 from gradwire.integrations.summary import Expected
@@ -136,11 +136,18 @@ class Reductions:
         if refusal is not None:
             raise refusal
 
-    def abandon(self) -> None:
-        """Backward ended with an exception: tell peers, who wait for this rank's gradients."""
-        for owner in self.all_owners():
+    def abandon(self, cause: GradwireError | None = None) -> None:
+        """Backward ended with an exception: tell peers, who wait for this rank's gradients.
+
+        Args:
+            cause: of the exception, if it is known.
+        """
+        owners = self.all_owners()
+        broken = (error for o in owners for error in (o.comm.error, o.error) if error is not None)
+        cause = cause or next(broken, None)  # a peer's, which others share no group with
+        for owner in owners:
             rank = owner.comm.rank
-            error = TransportError(
+            error = cause or TransportError(
                 f"rank {rank}: backward raised an exception at step {self.steps} of {owner.name}, "
                 "so its gradients are not complete: see what rank "
                 f"{rank} raised{self.after_error}",

@@ -51,6 +51,7 @@ class Scatters(Reductions):
         plan: the first one.
         members: their states, by name.
         seed: of random numbers.
+        name: of the module, for messages.
 
     Attributes:
         groups: the process groups.
@@ -70,10 +71,10 @@ class Scatters(Reductions):
         plan: Plan,
         members: Mapping[str, Attached],
         seed: int,
+        name: str,
     ) -> None:
         self.groups = groups = trained.groups
-        what = f"the sharded module of {plan.parameters[0].name}"
-        owners = [communicator(group).owner(what, advice=_ADVICE) for group in groups.all]
+        owners = [communicator(group).owner(name, advice=_ADVICE) for group in groups.all]
         super().__init__(plan, members, owners, groups.size)
         self._trained, self._pieces = trained, trained.shards()
         self._records = {name: parameter for parameter, name in trained.names.items()}
@@ -92,7 +93,7 @@ class Scatters(Reductions):
             shapes = {name: tuple(p.shape) for name, p in trained.named}
             of_shard = groups.shard, groups.shards, groups.rank, groups.size
             sharding = Sharding(shapes, trained.dims(), *of_shard)
-            self.weights = GatheredWeights(what, trained, members, plan, seed, sharding)
+            self.weights = GatheredWeights(name, trained, members, plan, seed, sharding)
 
     def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
         self._replaced.append((record, record._reduce_scatter_comm, record.mesh_info))

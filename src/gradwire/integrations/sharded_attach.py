@@ -22,6 +22,7 @@ from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
 from gradwire.integrations.sharded_plan import Trained, check_gathers, make_sharded_plan, trained_of
+from gradwire.integrations.wrapped import original
 from gradwire.planner import Plan, Rules, WeightRules
 
 # Handles of a group so far.
@@ -63,8 +64,11 @@ class PlannedShards:
             communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
         members = members_of(self.plan, seed, groups.rank, count)
 
+        first = self.plan.parameters[0].name
+        name = communicator(groups.all[0]).handle_name(original(self.model), first)
+
         def install(plan: Plan) -> Scatters:
-            return Scatters(self.model, self.trained, plan, members, seed)
+            return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
         layout = ResidualLayout(groups.shards, self.trained.dims())
