@@ -120,11 +120,15 @@ class Handle(Saved):
             The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
 
         Raises:
-            ConfigError: as `attach`. If ranks differ, the module's next forward raises it, once,
+            ConfigError: as `attach`; or the handle was detached, its module is gone, or its process
+                group was destroyed. If ranks differ, the module's next forward raises it, once,
                 on every rank, and the present plan stays in force.
         """
         if self._state is None:
             raise ConfigError("update: this handle was detached: attach again")
+        if self._state.model_is_gone:
+            raise ConfigError("update: the module of this handle is gone: attach to the new one")
+        self._switch.check()
         refuse_changes(self.automatic)
         refuse_update(self.adaptation)
         rules = {

@@ -112,6 +112,7 @@ class Sharded(Saved):
             )
         if not self._gradients.installed:
             raise ConfigError("update: this handle was detached: attach again")
+        self._switch.check()
         refuse_update(self.adaptation)
         codec = in_blocks(codec, codec_options)
         if isinstance(codecs, Mapping):

@@ -91,6 +91,14 @@ class Switch:
 
     # ---- requests and preparation --------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise ConfigError if no pass can run any more: the process group was destroyed."""
+        if not self._owner.comm.alive():
+            raise ConfigError(
+                "update: the process group of this handle was destroyed: attach again in the new "
+                "one"
+            )
+
     def ask(self, make: Callable[[Plan], Plan]) -> Update:
         """Request a plan, made by `make` from the newest one: prepare it, and adopt it.
 
