@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from ends import ends
-from gradwire.aggregators import Rounds
+from gradwire.aggregators import Observation, Rounds
 from leftovers import until
 from ranks import all_pass, caught
 
@@ -157,6 +157,22 @@ def what_ddp_takes_in_silence_is_warned_of_once(rank: int) -> None:
     assert not warned(lambda: step(model.module))
 
 
+def ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
+    """They hold gradients, and copies of them for an observer."""
+    model = DDP(net(), bucket_cap_mb=0.0001)
+    handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
+    stop = handle.observe(lambda _: None)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            step(model)
+        assert until(lambda: not (alive(Rounds) or alive(Observation)), seconds=20)
+    finally:
+        gc.enable()
+        stop()
+
+
 def dropped_modules_leave_nothing(rank: int) -> None:
     """Nor do buckets that DDP has built anew."""
     made: list[weakref.ref[Any]] = []
@@ -165,11 +181,10 @@ def dropped_modules_leave_nothing(rank: int) -> None:
         handle = gw.attach(model, "powersgd:rank=2", coalesce_bytes=0)
         for _ in range(4):
             step(model)
-        made += [
-            weakref.ref(one)
-            for one in (model, handle, handle._reductions, handle._reductions.owner)
-        ]
-    assert until(lambda: gc.collect() >= 0 and not alive(Rounds))
+        parts = model, handle, handle._reductions, handle._reductions.owner
+        made += [weakref.ref(one) for one in parts]
+        del parts
+    assert until(lambda: not alive(Rounds))
     del model, handle
     gc.collect()
     last = gw.attach(DDP(net()))  # a group forgets those before as it opens the next
@@ -310,6 +325,7 @@ def test_corners() -> None:
             a_handle_stays_where_it_is,
             averages_over_ranks_with_inputs_are_refused,
             what_ddp_takes_in_silence_is_warned_of_once,
+            ended_rounds_leave_nothing_to_the_collector,
             dropped_modules_leave_nothing,
             values_travel_in_the_order_of_their_parameter,
             a_penalty_of_gradients_and_two_forwards_are_as_in_plain_ddp,

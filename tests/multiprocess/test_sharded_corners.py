@@ -3,7 +3,10 @@ checkpoints of torch."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,15 @@ def dcp_takes_checkpoints_not_handles(rank: int, folder: Path) -> None:
             error = caught(lambda w=whole: dcp.save({"gradwire": w}, checkpoint_id=folder))
             assert isinstance(error, gw.ConfigError), error
             assert "handle.checkpoint()" in str(error)
+        state = handle.state_dict()
+        given = {**state}, copy.deepcopy(state)
+        for one, call in product(given, (dcp.save, dcp.async_save)):
+            error = caught(lambda o=one, call=call: call({"gradwire": o}, checkpoint_id=folder))
+            assert "handle.checkpoint()" in str(error), error
+        file = io.BytesIO()
+        torch.save(given[1], file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
         path = folder / type(handle).__name__
         app = Wrapped(handle, lambda h=handle: h.checkpoint())
         dcp.save({"gradwire": app}, checkpoint_id=path)

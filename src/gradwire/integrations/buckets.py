@@ -307,6 +307,11 @@ class Buckets(Reductions):
             then, self._then = self._then, None
             then()
 
+    def check_living(self, verb: str) -> None:
+        if self._state.model_is_gone:
+            raise ConfigError(f"{verb}: the module of this handle is gone: attach to the new one")
+        super().check_living(verb)
+
     # ---- plans
 
     def adopt(self) -> None:

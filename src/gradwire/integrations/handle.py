@@ -102,7 +102,8 @@ class Handle(Saved):
             The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
 
         Raises:
-            ConfigError: as `attach`. If ranks differ, the module's next forward raises it, once,
+            ConfigError: as `attach`; or the handle was detached, its module is gone, or its process
+                group was destroyed. If ranks differ, the module's next forward raises it, once,
                 on every rank, and the present plan stays in force.
         """
         self._check_attached("update")
@@ -131,6 +132,7 @@ class Handle(Saved):
     def _check_attached(self, verb: str) -> None:
         if not self._reductions.installed:
             raise ConfigError(f"{verb}: this handle was detached: attach again")
+        self._reductions.check_living(verb)
 
     def adapt(self, policy: Policy, replan: Replan) -> None:
         """Let a policy choose methods from now on; called by `attach`, on all ranks.

@@ -81,6 +81,14 @@ class Reductions:
     def comms(self) -> list[Communicator]:
         return list(dict.fromkeys(owner.comm for owner in self.all_owners()))
 
+    def check_living(self, verb: str) -> None:
+        """Raise ConfigError if no pass can run any more."""
+        if not all(comm.alive() for comm in self.comms()):
+            raise ConfigError(
+                f"{verb}: the process group of this handle was destroyed: attach again in the new "
+                "one"
+            )
+
     # ---- passes
 
     @property
@@ -144,10 +152,10 @@ class Reductions:
         """
         owners = self.all_owners()
         broken = (error for o in owners for error in (o.comm.error, o.error) if error is not None)
-        cause = cause or next(broken, None)  # a peer's, which others share no group with
+        known = cause or next(broken, None)  # a peer's, which others share no group with
         for owner in owners:
             rank = owner.comm.rank
-            error = cause or TransportError(
+            error = known or TransportError(
                 f"rank {rank}: backward raised an exception at step {self.steps} of {owner.name}, "
                 "so its gradients are not complete: see what rank "
                 f"{rank} raised{self.after_error}",

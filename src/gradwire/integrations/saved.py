@@ -11,7 +11,7 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.checkpoint import check_caller, read_states, to_keys
+from gradwire.integrations.checkpoint import OfOneRank, check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
@@ -69,10 +69,12 @@ class Saved:
         it is sharded.
 
         Raises:
-            ConfigError: within `dcp.save`, which takes `checkpoint` (below).
+            ConfigError: within `dcp.save`, which takes `checkpoint` (below). Given the dict, it
+                raises a CheckpointException that says the same.
         """
         check_caller()
-        return self._own_state()
+        state = self._own_state()
+        return {**state, "steps": OfOneRank(state["steps"])}
 
     def _own_state(self) -> dict[str, Any]:
         """What `state_dict` says, whoever asks: `checkpoint` may be called within `dcp.save`."""
