@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
     from gradwire.integrations.replan import Replan
-    from gradwire.integrations.sharded import Sharded
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
 
@@ -100,7 +99,6 @@ __all__ = [
     "Replan",
     "Rotated",
     "Saturating",
-    "Sharded",
     "TernGrad",
     "ThreeLC",
     "TopK",
@@ -144,7 +142,6 @@ _HOMES = {
     "integrations.handle": ("Handle",),
     "integrations.auto": ("Auto",),
     "integrations.replan": ("Replan",),
-    "integrations.sharded": ("Sharded",),
     "integrations.triggers": ("Triggers",),
 }
 

@@ -16,6 +16,7 @@ class GradwireError(Exception):
     """The base class of all gradwire errors."""
 
     _in_global_ranks = False
+    _origin: tuple[int, str] | None = None  # the rank in the whole job that failed, and its text
 
 
 class ConfigError(GradwireError, ValueError):

@@ -36,7 +36,8 @@ class Comm:
 
 
 def failed(watch: Watchdog, rank: int, blamed: int, text: str = "receive failed") -> None:
-    watch.heard(rank, {"kind": "failed", "text": text, "blamed": blamed, "owner": None})
+    notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": None, "origin": rank}
+    watch.heard(rank, notice)
 
 
 def explained(watch: Watchdog, blamed: int) -> TransportError:

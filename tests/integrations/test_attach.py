@@ -444,7 +444,7 @@ def small_buckets_go_together(rank: int) -> None:
         handle = gw.attach(model, bits=4, coalesce_bytes=coalesce_bytes)
         train(model, range(4))
         trained.append(flat(model))
-        collectives.append(handle._owner.core.issued)
+        collectives.append(handle._reductions.owner.core.issued)
         handle.detach()
     assert torch.equal(*trained)
     assert collectives[1] == 4 < collectives[0], collectives
@@ -621,7 +621,7 @@ def what_ddp_synchronises_is_planned(rank: int) -> None:
 
     model = DDP(mlp())
     handle = gw.attach(model)
-    del handle._buckets._members[model.module[3].weight]
+    del handle._reductions._by_parameter[model.module[3].weight]
     error = caught(lambda: train(model, range(1)))
     assert isinstance(error, gw.ConfigError), error
     assert "(3, 40)" in str(error)
@@ -718,14 +718,14 @@ def averaging_overlaps_with_backward(rank: int) -> None:
     handle = gw.attach(model, bits=4)
     train(model, range(2))  # DDP rebuilds its buckets after the first iteration
     layers.event = threading.Event()
-    reduce = handle._buckets.reduce
+    reduce = handle._reductions.reduce
 
     def spied(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = reduce(bucket)
         future.add_done_callback(lambda _: layers.event.set())
         return future
 
-    handle._buckets.reduce = spied
+    handle._reductions.reduce = spied
     train(model, range(2, 3))
 
 

@@ -61,7 +61,8 @@ def attaching(rank: int) -> None:
         some = told(lambda make=make: gw.attach(make(), codecs={"1.weight": "onebit"}))
         assert "1.weight go through onebit:block=1024" in some[0]
     assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"))  # it always has error feedback
-    handle = gw.attach(DDP(mlp()), "qsgd")
+    model = DDP(mlp())
+    handle = gw.attach(model, "qsgd")
     assert told(lambda: handle.update("tbq"))
     for module in (DDP(mlp()), sharded()):  # a warning that is an error leaves nothing changed
         handle = gw.attach(module, "qsgd")

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
-from gradwire.integrations import reduced
+from gradwire.integrations import scatters
 from ranks import all_pass
 
 LATE_S = 0.3
@@ -113,7 +113,7 @@ def seconds_under_ddp(rank: int) -> None:
 
     # The other rank is late with all of its buckets: this one has computed all, and waits.
     if rank == 0:
-        buckets, settle, tell = handle._buckets, handle._buckets._settle, told("ddp waits")
+        buckets, settle, tell = handle._reductions, handle._reductions._settle, told("ddp waits")
 
         class Waits:
             def wait(self) -> None:
@@ -151,14 +151,14 @@ def seconds_under_fsdp2(rank: int) -> None:
     assert (stats["steps"], stats["calls"]) == (3, 6)
     assert stats["exposed_seconds"] >= stats["seconds"] > 0
     if rank == 0:
-        prepare, tell = reduced.prepare, told("fsdp waits")
+        prepare, tell = scatters.prepare, told("fsdp waits")
 
         def spied(*args: Any) -> Any:
             tell()
             return prepare(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reduced, "prepare", spied)
+            patch.setattr(scatters, "prepare", spied)
             waited, whole = exposed(handle, model)
         assert LATE_S <= waited <= whole
     else:

@@ -92,7 +92,8 @@ def on_ddp(rank: int) -> None:
             dist.all_reduce(both)
         told, sent = both.tolist()
         assert abs(told - sent) <= within * sent, (method, told, sent)
-    handle = gw.attach(DDP(mlp()), algorithm="hierarchical")
+    model = DDP(mlp())
+    handle = gw.attach(model, algorithm="hierarchical")
     if rank == 0:
         assert "algorithm: hierarchical" in str(handle)
     handle.update(bits=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
@@ -171,7 +174,8 @@ def unlike_updates_are_named(rank: int) -> None:
 
 
 def wrong_arguments_are_named(rank: int) -> None:
-    handle = gw.attach(DDP(mlp()))
+    model = DDP(mlp())
+    handle = gw.attach(model)
     for match, arguments in (
         ("has no option 'density'", {"density": 0.1}),
         ("bits=9", {"bits": 9}),
@@ -187,6 +191,22 @@ def wrong_arguments_are_named(rank: int) -> None:
     assert handle.plan.version == 0
 
 
+def updates_of_what_is_gone_are_refused(rank: int) -> None:
+    group = dist.new_group()
+    model, dropped = (DDP(mlp(), process_group=group) for _ in range(2))
+    handle, of_dropped = gw.attach(model), gw.attach(dropped)
+    del dropped
+    gc.collect()
+    assert "the module of this handle is gone" in str(caught(lambda: of_dropped.update(bits=3)))
+    shards = fully_shard(mlp(), mesh=DeviceMesh.from_group(group, "cpu"))
+    handles = handle, gw.attach(shards)
+    dist.destroy_process_group(group)
+    for one in handles:
+        error = caught(lambda one=one: one.update(bits=3))
+        assert isinstance(error, gw.ConfigError), error
+        assert "process group of this handle was destroyed" in str(error)
+
+
 def a_switch_does_not_stall(rank: int) -> None:
     """A new plan in force needs no further agreement and no compilation."""
     model = DDP(mlp(), bucket_cap_mb=0.005)
@@ -196,13 +216,13 @@ def a_switch_does_not_stall(rank: int) -> None:
     update = handle.update("powersgd", rank=2)
     update.wait(60)
     dist.barrier()
-    made = handle._owner.made
-    trace = handle._comm.in_flight.begin_trace()
+    made = handle._reductions.owner.made
+    trace = handle._reductions.owner.comm.in_flight.begin_trace()
     number = until_in_force(model, update, 4)
     step(model, number)
-    handle._comm.in_flight.end_trace()
+    handle._reductions.owner.comm.in_flight.end_trace()
     assert [span.what for span in trace.spans].count("adopt: plan 1") == 1
-    assert handle._owner.made == made, "a layout was agreed on after the switch"
+    assert handle._reductions.owner.made == made, "a layout was agreed on after the switch"
 
 
 SCENARIOS = [
@@ -212,6 +232,7 @@ SCENARIOS = [
     unlike_updates_are_named,
     in_stream_order_too,
     wrong_arguments_are_named,
+    updates_of_what_is_gone_are_refused,
     a_switch_does_not_stall,
 ]
 

@@ -3,7 +3,10 @@ checkpoints of torch."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,15 @@ def dcp_takes_checkpoints_not_handles(rank: int, folder: Path) -> None:
             error = caught(lambda w=whole: dcp.save({"gradwire": w}, checkpoint_id=folder))
             assert isinstance(error, gw.ConfigError), error
             assert "handle.checkpoint()" in str(error)
+        state = handle.state_dict()
+        given = {**state}, copy.deepcopy(state)
+        for one, call in product(given, (dcp.save, dcp.async_save)):
+            error = caught(lambda o=one, call=call: call({"gradwire": o}, checkpoint_id=folder))
+            assert "handle.checkpoint()" in str(error), error
+        file = io.BytesIO()
+        torch.save(given[1], file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
         path = folder / type(handle).__name__
         app = Wrapped(handle, lambda h=handle: h.checkpoint())
         dcp.save({"gradwire": app}, checkpoint_id=path)
@@ -193,9 +205,10 @@ def errors_have_ranks_of_the_job(rank: int) -> None:
         fully_shard(module, mesh=mesh)
     handle = gw.attach(model, **OPTIONS)
     error = caught(model(batch(rank), rank == 3).square().sum().backward)
-    if rank in (1, 2):  # they share a group with rank 3
+    if rank != 3:  # rank 0 shares no group with it
         assert isinstance(error, gw.TransportError)
         assert f"rank {rank}: rank 3 has failed: rank 3: backward raised" in str(error)
+        assert "see what rank 3 raised" in str(error)
     dist.barrier()
     handle.detach()
 

@@ -43,7 +43,7 @@ def dies_in_a_gather(rank: int, where: str, keep: str) -> None:
 
     step()
     if rank == DYING:
-        start = handle.weights.start
+        start = handle._reductions.weights.start
 
         def start_and_die(spec: Any, item: Any, operation: Any, raw_bytes: int) -> Any:
             begun = start(spec, item, operation, raw_bytes)
@@ -51,7 +51,7 @@ def dies_in_a_gather(rank: int, where: str, keep: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return begun
 
-        handle.weights.start = start_and_die
+        handle._reductions.weights.start = start_and_die
     step()
 
 

@@ -73,7 +73,12 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     assert losses[-1] < 0.5 * losses[0], losses
     assert not unlike(gathered(model))
     assert [p.to_local().shape for p in model.parameters()] == shapes
-    codecs = {c for gather in handle.weights._gathers for w in gather.weights if (c := w.codec)}
+    codecs = {
+        c
+        for gather in handle._reductions.weights._gathers
+        for w in gather.weights
+        if (c := w.codec)
+    }
     assert any(codec.levels == found.weights["second.weight"] for codec in codecs)
     member = handle._members["second.weight"].aggregator
     assert member.codec.levels == found.gradients["second.weight"]
@@ -139,7 +144,7 @@ def codecs_of_weights_change_during_training(rank: int, keep: str) -> None:
     known = handle.plan.levels
 
     def codecs() -> list[Any]:
-        return [w.codec for g in handle.weights._gathers for w in g.weights if w.codec]
+        return [w.codec for g in handle._reductions.weights._gathers for w in g.weights if w.codec]
 
     def adopted(**changes: Any) -> int:
         """Bytes of a step's weights once an update is in force."""

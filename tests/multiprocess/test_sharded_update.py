@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ CHANGES: list[dict[str, Any]] = [
 CODECS = ["QSGD", "dense", "TernGrad", "TernGrad"]  # of first.weight, after each
 
 
-def all_ranks_switch_at_the_same_pass(rank: int) -> None:
+def all_ranks_switch_at_the_same_pass(
+    rank: int, made: Callable[[], torch.nn.Module] = sharded
+) -> None:
     """Ranks ask for a plan, and have prepared it, at other passes: they adopt it at the same one,
     once the last rank has prepared it."""
-    plain, ours = sharded(), sharded()
+    plain, ours = made(), made()
     handle = gw.attach(ours, bits=8, error_feedback=True)
     prepare, prepared, goes_on = Switch._prepare, threading.Event(), threading.Event()
 
@@ -78,12 +81,14 @@ def all_ranks_switch_at_the_same_pass(rank: int) -> None:
             assert difference.abs().max() < 1e-4, name
 
 
-def unlike_plans_are_refused(rank: int) -> None:
+def unlike_plans_are_refused(
+    rank: int, made: Callable[[], torch.nn.Module] = sharded, of: int | None = None
+) -> None:
     """If ranks request different plans, the next forward raises; the old plan stays."""
-    model, plain = sharded(), sharded()
+    model, plain = made(), made()
     handle = gw.attach(model, "identity")
     backward(model, 0)
-    update = handle.update("qsgd", bits=2 + rank)
+    update = handle.update("qsgd", bits=2 + (rank if of is None else of))
     assert isinstance(caught(lambda: update.wait(60)), gw.ConfigError)
     error = caught(lambda: backward(model, 1))
     assert isinstance(error, gw.ConfigError), error

@@ -43,7 +43,7 @@ def tensors(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def wrong(values: torch.Tensor) -> None:
-    gw.attach("a module")  # type: ignore[call-overload]
+    gw.attach("a module")  # type: ignore[arg-type]
     gw.all_reduce(values, step="first")  # type: ignore[arg-type]
     gw.QSGD(bits="four")  # type: ignore[arg-type]
     gw.Qsgd()  # type: ignore[attr-defined]

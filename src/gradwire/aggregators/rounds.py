@@ -162,6 +162,7 @@ class Rounds:
         if error is None and self.observe is not None:
             self._notify(self.observe)
         self.done(error, self.outcomes)
+        del self.done  # it may refer to this object: only the cyclic collector would free both
 
     def _notify(self, observe: Observer) -> None:
         seconds = time.perf_counter() - self.begun

@@ -30,7 +30,6 @@ from gradwire.bench.sharded_methods import LEARN_AT, ShardedMethod
 from gradwire.bench.sharded_truncated import TruncatedGather, TruncatedScatter
 from gradwire.bench.tasks import Score, Task
 from gradwire.bench.torch_hooks import Applied, Traffic
-from gradwire.integrations.sharded import Sharded
 
 LARGE = 1 << 16  # values of a layer that is a group of its own
 
@@ -68,7 +67,7 @@ class ShardedRun(TrainRun):
 
     def stepped(self) -> None:
         if self.learned and self.step + 1 in LEARN_AT:
-            assert isinstance(self.applied.handle, Sharded)
+            assert self.applied.handle is not None
             self.applied.handle.learn_levels()
 
     def evaluate(self) -> Score:

@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.integrations.sharded import Sharded
 
 Options = dict[str, "int | float | bool | str"]
 
@@ -86,7 +85,7 @@ class Applied:
     remove: Callable[[], None] = _nothing
     state: Callable[[], dict[str, Any]] = _stateless
     load: Callable[[dict[str, Any]], None] = _load_nothing
-    handle: gradwire.Handle | Sharded | None = None
+    handle: gradwire.Handle | None = None
     flexible: gradwire.Flexible | None = None
     setup_seconds: float = 0.0
 

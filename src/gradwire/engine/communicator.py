@@ -75,6 +75,7 @@ class Communicator:
         calls: the owner of single collectives that users call.
         backend_calls: the owner of single collectives that the backend calls.
         counted: the number of user calls without a given step; each draws its own random numbers.
+        handles: how many were attached so far; equal on all ranks.
         pools: the memory of scopes in flight.
         in_flight: the collectives in flight.
         alive: polled; False once the process group is destroyed.
@@ -114,7 +115,7 @@ class Communicator:
         self._frontier: dict[str, int] = {}
         self.streams = [Owner(self, n, name, window, True) for n, name in enumerate(_STREAMS)]
         self.calls, self.backend_calls = self.streams
-        self.counted = 0
+        self.counted = self.handles = 0
         engine.communicators.add(self)
         self.member: Member | None = None
         if self.world_size > 1:
@@ -128,6 +129,12 @@ class Communicator:
         with self._lock:
             self.counted += 1
             return self.counted - 1
+
+    def handle_name(self, module: torch.nn.Module, first: str) -> str:
+        """The name of the next handle for errors: `first`, a parameter, and what tells `module`
+        from one that is built alike."""
+        self.handles += 1
+        return f"module of {first} ({type(module).__name__}, handle {self.handles})"
 
     # ---- opening -------------------------------------------------------------------------------
 

@@ -68,12 +68,14 @@ class Watchdog:
 
     def tell_failure(self, error: BaseException, blamed: int, owner: Owner | None) -> None:
         """Tell peers that this rank has failed because of `blamed`: they end their waits, or those
-        for `owner`."""
-        key = None if owner is None else owner.key
+        for `owner`. An error that a peer in another group told of is passed on as that peer's."""
+        comm, key = self._comm, None if owner is None else owner.key
         mistake = isinstance(error, ConfigError)
-        text = _text(in_global_ranks(error, self._comm.ranks))
+        origin, text = self._in_job(comm.rank), _text(in_global_ranks(error, comm.ranks))
+        if isinstance(error, GradwireError) and error._origin is not None:
+            origin, text = error._origin
         notice = {"kind": "failed", "text": text, "blamed": blamed, "owner": key}
-        self._tell({**notice, "mistake": mistake})
+        self._tell({**notice, "mistake": mistake, "origin": origin})
 
     def opened(self, owner: Owner) -> None:
         """This rank has opened an owner, whose failure a peer may have reported already."""
@@ -233,11 +235,13 @@ class Watchdog:
 
     def _heard_failed(self, sender: int, notice: Mapping[str, Any]) -> None:
         comm, blamed = self._comm, int(notice["blamed"])
-        text = self._shown(f"rank {comm.rank}: rank {sender} has failed: ") + str(notice["text"])
+        told, origin = str(notice["text"]), int(notice["origin"])
+        text = f"rank {self._in_job(comm.rank)}: rank {origin} has failed: {told}"
         if notice.get("owner") is not None:
             mistake = bool(notice.get("mistake"))  # the user's, so a ConfigError here as well
-            error = ConfigError(text) if mistake else TransportError(text, peer=sender)
-            already_global(error)
+            peer = next((p for p in range(comm.world_size) if self._in_job(p) == origin), sender)
+            error = ConfigError(text) if mistake else TransportError(text, peer=peer)
+            already_global(error)._origin = origin, told
             owner = self._owner(str(notice["owner"]))
             if owner is None:
                 self._broken[str(notice["owner"])] = error
@@ -280,6 +284,9 @@ class Watchdog:
         text = str(in_global_ranks(error, self._comm.ranks))
         text += self._shown(f". The first to fail was rank {first}")
         return already_global(TransportError(text, peer=first))
+
+    def _in_job(self, rank: int) -> int:
+        return rank if self._comm.ranks is None else self._comm.ranks[rank]
 
     def _shown(self, text: str) -> str:
         return text_in_global_ranks(text, self._comm.ranks)

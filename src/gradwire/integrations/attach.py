@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -19,31 +19,25 @@ from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_of_bias
+from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.choices import policy_of, targets_of
+from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
 from gradwire.integrations.refused import check_module
 from gradwire.integrations.replan import Replan
-from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.saved import members_of
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.synchronised import synchronised
-from gradwire.integrations.wrapped import in_hand
+from gradwire.integrations.wrapped import in_hand, original
 from gradwire.planner import Plan, Rules, WeightRules, make_plan
 from gradwire.planner.files import PlanFile
 from gradwire.planner.rules import check_coalesce_bytes
-from gradwire.planner.weights import Weights, in_blocks
+from gradwire.planner.weights import Weights, all_in_blocks
 
 COALESCE_BYTES = 1 << 18
 
 
-@overload
-def attach(model: DistributedDataParallel, codec: Method = ..., **options: Any) -> Handle: ...
-@overload
-def attach(model: FSDPModule, codec: Method = ..., **options: Any) -> Sharded: ...
-@overload
-def attach(  # what torch.compile returns is typed as a Callable
-    model: torch.nn.Module | Callable[..., Any], codec: Method = ..., **options: Any
-) -> Handle | Sharded: ...
 def attach(
     model: torch.nn.Module | FSDPModule | Callable[..., Any],
     codec: Method = "qsgd",
@@ -63,7 +57,7 @@ def attach(
     replan: Replan | None = None,
     auto: Auto | None = None,
     **codec_options: object,
-) -> Handle | Sharded:
+) -> Handle:
     """Compress the gradients that `model` synchronises; with `weights`, what FSDP2 gathers, too.
 
     Call it on every rank, with the same arguments, after wrapping the module:
@@ -156,14 +150,13 @@ def attach(
             )
         pinned = plan if isinstance(plan, PlanFile) else PlanFile.read(plan)
         codec, codecs, weights = None, pinned.by_name(), pinned.weights_by_name()
+    given: dict[str, Any] = {
+        "codec": codec, "include": include, "exclude": exclude, "codecs": codecs,
+        "error_feedback": error_feedback,
+    }  # fmt: skip
     if isinstance(model, FSDPModule):
-        codec = in_blocks(codec, codec_options)
-        if isinstance(codecs, Mapping):
-            codecs = {pattern: in_blocks(method) for pattern, method in codecs.items()}
-    rules = Rules().changed(
-        codec_options, codec=codec, include=include, exclude=exclude, codecs=codecs,
-        error_feedback=error_feedback,
-    )  # fmt: skip
+        given = all_in_blocks(given, codec_options)
+    rules = Rules().changed(codec_options, **given)
     if isinstance(model, FSDPModule):
         if coalesce_bytes != COALESCE_BYTES:
             raise ConfigError(
@@ -246,8 +239,13 @@ class Planned:
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
         comm.agree("what is attached", [*agreed, *self.plan.describe()])
-        owner = comm.owner(f"the module of {self.named[0][0]}")
-        made = Handle(self.model, state, self.named, self.plan, owner, seed)
+        name = comm.handle_name(original(self.model.module), self.named[0][0])
+        owner = comm.owner(f"the {name}")
+        unused = self.model.find_unused_parameters
+        members = members_of(self.plan, seed, comm.rank, state.attached, unused)
+        state.attached += 1
+        reductions = Buckets(self.model, state, self.named, self.plan, members, owner)
+        made = Handle(reductions, seed, comm.rank, StateGather([self.model.process_group]))
         if adaptive is not None:
             made.adapt(*adaptive)
         if auto is not None and comm.world_size > 1:  # a single rank sends nothing

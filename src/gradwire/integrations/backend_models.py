@@ -28,7 +28,6 @@ from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.fsdp import process_groups, reduced_over
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
-from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_attach import plan_sharded
 from gradwire.integrations.sharded_plan import is_attached, not_free
 from gradwire.planner import Rules
@@ -50,7 +49,7 @@ class Models:
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
         self.settings = settings
-        self.handles: WeakKeyDictionary[torch.nn.Module, Handle | Sharded] = WeakKeyDictionary()
+        self.handles: WeakKeyDictionary[torch.nn.Module, Handle] = WeakKeyDictionary()
         self.left: Counter[str] = Counter()
         self._group = group
         self._gone = dict.fromkeys(("calls", "wire_bytes", "raw_bytes", "seconds"), 0.0)
@@ -137,7 +136,7 @@ class Models:
     def _rules(self) -> Rules:
         return Rules().changed({}, codec=self.settings.codec)
 
-    def _note(self, module: torch.nn.Module, what: str, handle: Handle | Sharded) -> None:
+    def _note(self, module: torch.nn.Module, what: str, handle: Handle) -> None:
         self.handles[module] = handle
         weakref.finalize(module, self._let_go, handle).atexit = False
         parameters = handle.plan.parameters
@@ -164,12 +163,12 @@ class Models:
             _add(found, handle)
         return found
 
-    def _let_go(self, handle: Handle | Sharded) -> None:
+    def _let_go(self, handle: Handle) -> None:
         """Called when a module is garbage-collected."""
         _add(self._gone, handle)
 
 
-def _add(totals: dict[str, float], handle: Handle | Sharded) -> None:
+def _add(totals: dict[str, float], handle: Handle) -> None:
     stats = handle.stats()
     for key in ("calls", "wire_bytes", "raw_bytes", "seconds"):
         totals[key] += stats[key]

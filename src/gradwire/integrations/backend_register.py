@@ -30,7 +30,6 @@ from gradwire.integrations.backend import Group
 from gradwire.integrations.bias import warn_once
 from gradwire.integrations.fsdp import parameter_groups, process_groups
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.sharded import Sharded
 from gradwire.integrations.sharded_plan import not_free
 from gradwire.integrations.wrapped import original, plain_name, plain_names, synchronising
 from gradwire.lang import Codec
@@ -77,7 +76,7 @@ class Registration:
     """
 
     def __init__(self, model: torch.nn.Module, arguments: _Arguments) -> None:
-        self.handle: Handle | Sharded | None = None
+        self.handle: Handle | None = None
         self.settled = False
         self._model = weakref.ref(model)
         self._arguments = arguments

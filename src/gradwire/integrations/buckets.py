@@ -3,99 +3,96 @@
 from __future__ import annotations
 
 import operator
-import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Attached, Observation, Rounds
-from gradwire.collectives import Item, Operation, prepare
+from gradwire.collectives import Collective, Item, Operation, prepare
 from gradwire.collectives.calling import future_on
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError, TransportError
-from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.automatic import Automatic
+from gradwire.errors import ConfigError
 from gradwire.integrations.backward import Backward
 from gradwire.integrations.gather import Gather, Share, Split
+from gradwire.integrations.hook import HookState
 from gradwire.integrations.memory_order import as_in_memory
-from gradwire.integrations.metrics import Sampler
-from gradwire.integrations.switch import Switch
+from gradwire.integrations.momentum import MomentumGuard
+from gradwire.integrations.oversights import Oversights
+from gradwire.integrations.reductions import Reductions, version_values
+from gradwire.integrations.rehearsal import alike, rehearse
+from gradwire.integrations.summary import Expected, expected_all_reduce
 from gradwire.integrations.torch_versions import values_of
 from gradwire.lang import rng
 from gradwire.partition import Spec
+from gradwire.planner import Plan, Rules, make_plan
+from gradwire.planner.rules import check_coalesce_bytes
 
 
-class Buckets:
-    """The reducer of a DDP module's hook.
+class Buckets(Reductions):
+    """The averages of a DDP module's buckets: the reducer of its hook.
 
     Args:
-        members: parameter -> its state, for each parameter that DDP synchronises.
+        model: the module.
+        state: of its hook.
+        named: the parameters that DDP synchronises, by name.
+        plan: the first one.
+        members: their states, by name.
         owner: of the module's scopes.
-        switch: the module's plans.
-        adopt: called when a pass begins with another plan than the one before.
-        sampler: of metrics.
 
     Attributes:
         observers: called with every parameter's average.
-        adaptation: of a policy; is given averages.
-        automatic: mode; is told of passes.
         known: the contents of the buckets of the last complete pass, in order.
         span: seconds from the first bucket's readiness to the last average, of the last pass whose
             averages were awaited.
     """
 
+    what = "a DDP module"
+
     def __init__(
         self,
-        members: Mapping[torch.Tensor, Attached],
+        model: DistributedDataParallel,
+        state: HookState,
+        named: Sequence[tuple[str, torch.Tensor]],
+        plan: Plan,
+        members: Mapping[str, Attached],
         owner: Owner,
-        switch: Switch,
-        adopt: Callable[[], None],
-        sampler: Sampler,
     ) -> None:
-        self.observers: list[Callable[[Observation], None]] = []
-        self.adaptation: Adaptation | None = None
-        self.automatic: Automatic | None = None
+        super().__init__(plan, members, [owner], owner.comm.world_size)
         self.known: list[Content] = []
         self.span: float | None = None
-        self._members = members
-        self._owner = owner
+        self.observers: list[Callable[[Observation], None]] = []
+        self._named = named
+        by_name = dict(named)  # tied weights have several
+        self._by_parameter = {by_name[name]: member for name, member in members.items()}
         self._comm = owner.comm
-        self._switch = switch
-        self._adopt = adopt
-        self._sampler = sampler
-        self._by_name = {member.name: member for member in members.values()}
-        self._lock = threading.Lock()
-        self._totals: dict[str, float] = {
-            "steps": 0,
-            "calls": 0,
-            "wire_bytes": 0,
-            "gradient_bytes": 0,
-        }
-        self._totals |= {"seconds": 0.0, "exposed_seconds": 0.0, "backward_seconds": 0.0}
-        self._totals |= {"kernel_seconds": 0.0, "kernel_calls": 0}
+        self._totals["backward_seconds"] = 0.0
         self._contents: dict[int, Content] = {}
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
         self._gather = Gather(0)
         self._pass: list[_Bucket] = []  # the buckets of this pass, in order
-        self._version = 0  # the plan version that this rank offers in this pass
-        self._least: int | None = None  # the least version that any rank offers, if known
         self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
-        self.backward = Backward(self._pass_ended, self._abandoned, self._forward)
         self._then: Callable[[], None] | None = None
         self._begun: float | None = None  # when the running pass did
         self._error: BaseException | None = None
-
-    def totals(self) -> dict[str, float]:
-        """steps, calls, {wire,gradient}_bytes, {,exposed_,backward_,kernel_}seconds, kernel_calls:
-        of `Handle.stats`."""
-        with self._lock:
-            return dict(self._totals)
+        # A module that is deleted without `detach` starts no collective any more.
+        weakref.finalize(self, setattr, owner, "closed", True).atexit = False
+        self._momentum = MomentumGuard(named)
+        self._momentum.watch(plan)
+        self._oversights = Oversights(model, named)
+        self.backward = Backward(self._pass_ended, self._abandoned, self.after_forward)
+        self.backward.watch(model)
+        self._state = state
+        state.reducer = self
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the average of `bucket`; DDP calls this during backward, which it overlaps.
@@ -106,7 +103,8 @@ class Buckets:
         buffer = values_of(bucket)
         content = self._content(bucket, buffer)
         is_last = self._arrives(content.members) or bucket.is_last()
-        self._totals["gradient_bytes"] += buffer.numel() * buffer.dtype.itemsize
+        sent = 2 * (self.ranks - 1) / self.ranks  # of each byte, in an uncompressed all-reduce
+        self.count(raw_bytes=sent * buffer.nbytes)
         ready = _Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
@@ -130,44 +128,35 @@ class Buckets:
         if not self._arrived:
             self._begin_pass()
         self._arrived.update(members)
-        return len(self._arrived) == len(self._members)
+        return len(self._arrived) == len(self.members)
 
     def _begin_pass(self) -> None:
         """Begin a pass, after all collectives of the previous one have ended. The newest plan that
         all ranks have prepared comes into force."""
-        self._totals["steps"] += 1
         self._begun = time.perf_counter()
-        if self.automatic is not None:
-            self.automatic.begin()
-        if self.adaptation is not None:
-            self.adaptation.begin(self.span)
-        self._sampler.begin(int(self._totals["steps"]))
-        before = self._switch.plan
-        self._version = self._switch.begin(self._agreed())
-        self._least, self._word = None, None
-        if self._switch.plan is not before:
-            self._adopt()
-            self._comm.in_flight.mark(f"adopt: plan {self._switch.plan.version}")
+        before = self.switch.plan
+        self.begin(self._agreed(), self.span)
+        self._word = None
+        if self.switch.plan is not before:
             for content in self._contents.values():
                 content.split = Split.of([m.aggregator for m in content.members])
-        self._gather = Gather(self._switch.plan.coalesce_bytes)
+        self._gather = Gather(self.switch.plan.coalesce_bytes)
         self._pass = []
 
-    def _agreed(self) -> int:
-        """The least version that any rank offered in the previous pass."""
-        if self._word is not None and self._version > self._switch.plan.version:
+    def _agreed(self) -> int | None:
+        """The least version that any rank offered in the previous pass, if known."""
+        if self._word is not None and self._version > self.switch.plan.version:
             values, running = self._word  # on a device: the host waits for its stream
             running.result()
             return int(values.item())
-        return self._switch.plan.version if self._least is None else self._least
+        return self._least
 
     def _tell_version(self, device: torch.device) -> None:
         """Exchange plan versions at the end of a pass in stream order, where the host sees no
         headers."""
-        values = torch.tensor([self._version], dtype=torch.int32, device=device)
-        least = Operation("all_reduce", "min")
+        values, least = version_values(self._version, device), Operation("all_reduce", "min")
         spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
-        collective = prepare(self._owner, [spec], None, least, device)
+        collective = prepare(self.owner, [spec], None, least, device)
         keys = rng.Keys(0, 0)  # nothing is drawn
         self._word = values, collective.start([Item(values, keys, 0)])
 
@@ -202,17 +191,17 @@ class Buckets:
             if error is None:
                 for in_memory, average in copied:
                     in_memory.copy_(average.view(in_memory.shape))
-                self._know(rounds.least)
+                self.know(rounds.least)
                 if self.adaptation is not None and self.adaptation.running:
                     for member, average in zip(members, gradients, strict=True):
                         self.adaptation.add(member.name, average)
             self._ended(buckets, error, outcomes)
 
         try:
-            observed = self.observers or self._sampler.running
-            plan, observe = self._switch.plan, self._observe if observed else None
+            observed = self.observers or self.sampler.running
+            plan, observe = self.switch.plan, self._observe if observed else None
             rounds = Rounds(
-                self._owner, members, gradients, plan.options, done, observe, self._version,
+                self.owner, members, gradients, plan.options, done, observe, self._version,
                 plan.version,
             )  # fmt: skip
         except Exception as error:
@@ -223,16 +212,10 @@ class Buckets:
             self._settle()
 
     def _observe(self, observation: Observation) -> None:
-        if self._sampler.running:
-            self._sampler.observe(self._by_name[observation.name], observation)
+        if self.sampler.running:
+            self.sampler.observe(self.members[observation.name], observation)
         for observer in self.observers:
             observer(observation)
-
-    def _know(self, least: int | None) -> None:
-        """Note the least version that any rank offers in this pass, from a scope's headers."""
-        if least is not None:
-            with self._lock:
-                self._least = least if self._least is None else min(self._least, least)
 
     def _expect(self, buckets: list[_Bucket]) -> bool:
         """Make the running backward, if any, wait for the buckets that are completely started."""
@@ -247,23 +230,14 @@ class Buckets:
             # An error that names a peer replaces one that does not, such as torch's own.
             if self._error is None or getattr(self._error, "peer", self) is None:
                 self._error = error or self._error
-            self._totals["calls"] += len(outcomes)
-            self._totals["wire_bytes"] += sum(o.wire_bytes for o in outcomes)
-            self._totals["kernel_seconds"] += sum(o.kernel_seconds for o in outcomes)
-            self._totals["kernel_calls"] += sum(o.kernel_calls for o in outcomes)
             for bucket in buckets:
                 bucket.left -= 1
             ended = [bucket for bucket in buckets if not bucket.left or error is not None]
             now = time.perf_counter()
-            self._totals["seconds"] += sum(now - bucket.ready for bucket in ended)
+        self.count(*outcomes, seconds=sum(now - bucket.ready for bucket in ended))
         for bucket in ended:
             if not bucket.future.done():
                 bucket.future.set_result(bucket.result)
-
-    def raw_bytes(self, nbytes: float) -> float:
-        """Bytes that each rank sends in an uncompressed all-reduce of `nbytes`."""
-        n = self._comm.world_size
-        return 2 * (n - 1) / n * nbytes
 
     def _content(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> Content:
         """The contents of `bucket`; constant once DDP has rebuilt its buckets."""
@@ -282,65 +256,119 @@ class Buckets:
         return known
 
     def _member(self, parameter: torch.Tensor) -> Attached:
-        if parameter not in self._members:
+        if parameter not in self._by_parameter:
             raise ConfigError(
                 f"DDP reduces the gradient of a parameter of shape {tuple(parameter.shape)}, "
                 f"{parameter.dtype}, that it did not synchronise at attach: detach and attach again"
             )
-        return self._members[parameter]
+        return self._by_parameter[parameter]
 
     def _pass_ended(self) -> None:
         self._settle()
-        self._sampler.end()
+        self.sampler.end()
 
     def _settle(self) -> None:
         """Wait for the averages of all started buckets; raises their error."""
         pending, self._pending = self._pending, []
         begun = time.perf_counter()
-        with self._owner.awaited():
+        with self.owner.awaited():
             for future in pending:
                 future.wait()
-        with self._lock:
-            self._totals["exposed_seconds"] += time.perf_counter() - begun
-            if pending and self._begun is not None:
-                self._totals["backward_seconds"] += begun - self._begun
-                self.span = time.perf_counter() - self._begun
-                self._begun = None
+        ended = time.perf_counter()
+        self.count(exposed_seconds=ended - begun)
+        if pending and self._begun is not None:
+            self.count(backward_seconds=begun - self._begun)
+            self.span, self._begun = ended - self._begun, None
         self._leave()
         if self._error is not None:
             raise self._error
 
-    def _forward(self) -> None:
-        """Raise a refused update after forward, since an error in backward would end training."""
-        refusal = self._switch.refusal()
-        if refusal is not None:
-            raise refusal
-
     def _abandoned(self) -> None:
         """Backward ended with an exception, so its buckets will never be complete."""
-        rank, step = self._comm.rank, self._totals["steps"]
         self._arrived.clear()
         self._pass.clear()
         self._pending.clear()
-        self._comm.fail_owner(
-            self._owner,
-            TransportError(
-                f"rank {rank}: backward raised an exception at step {step} of {self._owner.name}, "
-                f"so its gradients are not complete: see what rank {rank} raised",
-                peer=rank,
-            ),
-        )
+        self.abandon(self._sparse())
         self._leave()
 
-    def at_end(self, then: Callable[[], None]) -> None:
-        """Call `then` at the end of the running pass, or now if none is running."""
-        self._then = then
-        self._leave()
+    def _sparse(self) -> ConfigError | None:
+        """Names what DDP's reducer has raised a NotImplementedError of, before any hook."""
+        for parameter, member in self._by_parameter.items():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                return ConfigError(
+                    f"rank {self._comm.rank}: parameter {member.name} has sparse gradients in "
+                    f"{self.owner.name}, which lie in no flat bucket: compute them with "
+                    "sparse=False"
+                )
+        return None
 
     def _leave(self) -> None:
         if self._then is not None and not (self._arrived or self._pending):
             then, self._then = self._then, None
             then()
+
+    def check_living(self, verb: str) -> None:
+        if self._state.model_is_gone:
+            raise ConfigError(f"{verb}: the module of this handle is gone: attach to the new one")
+        super().check_living(verb)
+
+    # ---- plans
+
+    def adopt(self) -> None:
+        super().adopt()
+        self._momentum.watch(self.switch.plan)
+
+    def planned(self, plan: Plan, rules: Rules) -> Plan:
+        of = self.ranks, plan.options, plan.coalesce_bytes, plan.version
+        return make_plan(self._named, rules, *of)
+
+    def changed(self, plan: Plan, given: Mapping[str, Any]) -> Plan:
+        if "weights" in given:
+            raise ConfigError(
+                "update: weights are for FSDP2 modules, which gather weights; DDP sends gradients "
+                "alone: leave them out"
+            )
+        held = given.get("coalesce_bytes", plan.coalesce_bytes)
+        check_coalesce_bytes(held)
+        return replace(plan, coalesce_bytes=held)
+
+    def rehearse(self, plan: Plan) -> Sequence[Collective]:
+        contents = alike(self.owner, f"{self.owner.key}/plan {plan.version}", lambda: self.known)
+        return rehearse(self.owner, plan, contents, self.members)
+
+    def for_policy(self) -> dict[str, Any]:
+        auto, found = self.automatic, {"buckets": self._names}
+        return found | (
+            {} if auto is None else {"serial": auto.serial, "name": f"policy {auto.passes}"}
+        )
+
+    def _names(self) -> list[list[str]]:
+        """Of the parameters of each bucket, in the order of sending."""
+        return [[member.name for member in content.members] for content in self.known]
+
+    # ---- what is told of them
+
+    def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
+        self.observers.append(observer)
+        return partial(self.observers.remove, observer)
+
+    def expected(self) -> Expected:
+        steps = {name: member.step for name, member in self.members.items()}
+        return expected_all_reduce(self.switch.plan.at(steps), self._comm)
+
+    def remove(self) -> None:
+        """During a backward pass, at its end."""
+        super().remove()
+        self._then = self._removed
+        self._leave()
+
+    def _removed(self) -> None:
+        self.backward.unwatch()
+        self._momentum.unwatch()
+        self._oversights.unwatch()
+        if self._state.reducer is self:
+            self._state.reducer = None
+        self.close()
 
 
 @dataclass

@@ -20,7 +20,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import ItemsView, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -39,12 +40,13 @@ Key = tuple[str, ...]
 _DCP = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.staging",  # of async_save, in a thread of its own
 )
 
 
 def check_caller() -> None:
-    """Raise ConfigError within `dcp.save` and `dcp.load`, which keep one rank's tensor of each key:
-    by the keys of a `state_dict` they would mix the residuals of all ranks."""
+    """Raise ConfigError within `dcp.save`, `dcp.async_save` and `dcp.load`, which keep one rank's
+    tensor of each key: by the keys of a `state_dict` they would mix the residuals of all ranks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") in _DCP:
@@ -53,6 +55,21 @@ def check_caller() -> None:
                 "save {'gradwire': handle.checkpoint()}, and load with handle.load_checkpoint(path)"
             )
         frame = frame.f_back
+
+
+class OfOneRank(dict[str, Any]):
+    """A part of a `state_dict` that `check_caller` guards: DCP, which reads every dict in what it
+    saves, is refused. In a file it is a plain OrderedDict, for torch.load(weights_only=True)."""
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        check_caller()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __deepcopy__(self, memo: object) -> OfOneRank:
+        return OfOneRank(self.items())
 
 
 def to_keys(state: Mapping[str, Any], rank: int, part: int | None) -> dict[str, torch.Tensor]:

@@ -134,7 +134,7 @@ class GatheredWeights:
     # ---- statistics
 
     def stats(self) -> dict[str, int]:
-        """See `Sharded.stats`."""
+        """See `Handle.stats`."""
         with self._lock:
             totals = dict(self._totals)
         return {**totals, "weights_kept_bytes": sum(g.kept_bytes for g in self._gathers)}

@@ -1,89 +1,68 @@
-"""The handle of an attached DDP module: statistics, state, update and detach."""
+"""The handle of an attached module: update, statistics, state and detach."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import Method
-from gradwire.collectives import Options, retire
-from gradwire.collectives.calling import options_of
+from gradwire.collectives import Options
 from gradwire.controllers import Policy
-from gradwire.engine import Owner
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation, refuse_update
 from gradwire.integrations.auto import Auto
 from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
-from gradwire.integrations.bias import warn_of_bias
-from gradwire.integrations.buckets import Buckets
 from gradwire.integrations.choices import policy_of
-from gradwire.integrations.full_state import StateGather
-from gradwire.integrations.hook import HookState
-from gradwire.integrations.metrics import EVERY, Metrics
-from gradwire.integrations.momentum import MomentumGuard
-from gradwire.integrations.oversights import Oversights
-from gradwire.integrations.rehearsal import alike, rehearse
+from gradwire.integrations.full_state import StateGather, states_of
+from gradwire.integrations.learning import SMALLEST
+from gradwire.integrations.metrics import EVERY
+from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.replan import Replan
-from gradwire.integrations.saved import Saved, members_of
-from gradwire.integrations.summary import expected_all_reduce, summary
-from gradwire.integrations.switch import Switch, Update
-from gradwire.planner import Plan, Rules, make_plan
-from gradwire.planner.rules import check_coalesce_bytes
+from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
+from gradwire.integrations.saved import Saved
+from gradwire.integrations.summary import summary
+from gradwire.integrations.switch import Update
+from gradwire.planner import Plan
+from gradwire.planner.weights import Weights
 
-_STEP_BITS = 32  # bits of a handle's step counter
 _SAME: Any = object()
 
 
 class Handle(Saved):
-    """What `attach` returns for a DDP module."""
+    """What `attach` returns."""
 
     def __init__(
         self,
-        model: DistributedDataParallel,
-        state: HookState,
-        named: Sequence[tuple[str, torch.Tensor]],
-        plan: Plan,
-        owner: Owner,
+        reductions: Reductions,
         seed: int,
+        rank: int,
+        gather: StateGather,
+        layout: ResidualLayout = UNSHARDED,
+        install: Callable[[Plan], Reductions] | None = None,
     ) -> None:
-        comm = owner.comm
-        self._owner = owner
-        self._named = named
-        # Each handle of a module draws different random numbers.
-        first = state.attached << _STEP_BITS
-        state.attached += 1
-        members = members_of(plan, seed, comm.rank, first, model.find_unused_parameters)
-        gather = StateGather([model.process_group])
-        super().__init__(members, seed, comm.rank, comm.world_size, gather)
-        self._comm = comm
-        by_name = dict(named)
-        by_parameter = {by_name[name]: member for name, member in self._members.items()}
-        self._switch = Switch(plan, owner, self._rehearse)
-        self._metrics = Metrics(comm.world_size)
-        of = owner, self._switch, self._adopt, self._metrics.sampler
-        self._buckets = Buckets(by_parameter, *of)
-        self._buckets.backward.watch(model)
-        # A module that is deleted without `detach` starts no collective any more.
-        weakref.finalize(self._buckets, setattr, owner, "closed", True).atexit = False
-        self._momentum = MomentumGuard(named)
-        self._momentum.watch(plan)
-        self._oversights = Oversights(model, named)
-        self._state: HookState | None = state
-        self.automatic: Automatic | None = None
-        state.reducer = self._buckets
+        super().__init__(reductions.members, seed, rank, reductions.ranks, gather, layout)
+        self._reductions = reductions
+        self._install = install  # anew, after an exception in backward; None: that ends training
 
     @property
     def plan(self) -> Plan:
         """How each parameter is synchronised: the plan in force."""
-        return self._switch.plan
+        return self._reductions.switch.plan
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        """Of a policy; None: there is none at work."""
+        return self._reductions.adaptation
+
+    @property
+    def automatic(self) -> Automatic | None:
+        """What chooses the plan with "auto"; None: the caller did."""
+        return self._reductions.automatic
+
+    # ---- plans
 
     def update(
         self,
@@ -96,6 +75,7 @@ class Handle(Saved):
         algorithm: str | None = None,
         options: Options | None = None,
         coalesce_bytes: int | None = None,
+        weights: Weights = _SAME,
         **codec_options: object,
     ) -> Update:
         """Change arguments of `attach` during training; omitted arguments stay as they are.
@@ -115,16 +95,18 @@ class Handle(Saved):
                 it, `codec_options` change the present default codec.
             codecs: these precede the present ones; a known pattern gets the new codec.
             include, exclude, error_feedback, algorithm, options, coalesce_bytes: as in `attach`.
+            weights: of an FSDP2 module that was attached with `weights`: from the forward on that
+                follows the switch. What is kept of gathered weights stays as `attach` was told.
 
         Returns:
             The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
 
         Raises:
-            ConfigError: as `attach`. If ranks differ, the module's next forward raises it, once,
+            ConfigError: as `attach`; or the handle was detached, its module is gone, or its process
+                group was destroyed. If ranks differ, the module's next forward raises it, once,
                 on every rank, and the present plan stays in force.
         """
-        if self._state is None:
-            raise ConfigError("update: this handle was detached: attach again")
+        self._check_attached("update")
         refuse_changes(self.automatic)
         refuse_update(self.adaptation)
         rules = {
@@ -132,27 +114,25 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
+        others: dict[str, Any] = {}  # of one kind of module each
         if coalesce_bytes is not None:
-            check_coalesce_bytes(coalesce_bytes)
-        _options(options, algorithm, self.plan.options)  # raises here, not in the background
+            others["coalesce_bytes"] = coalesce_bytes
+        if weights is not _SAME:
+            others["weights"] = weights
+        on = self._reductions
+        given = on.methods(given, codec_options)
 
         def changed(before: Plan) -> Plan:
-            before = replace(
-                before,
-                options=_options(options, algorithm, before.options),
-                coalesce_bytes=before.coalesce_bytes if coalesce_bytes is None else coalesce_bytes,
-                version=before.version + 1,
-            )
-            return self._remade(before, before.rules.changed(codec_options, **given))
+            plan = with_options(replace(before, version=before.version + 1), options, algorithm)
+            plan = on.changed(plan, others)
+            return on.remade(plan, before.rules.changed(codec_options, **given))
 
-        return self._switch.ask(changed)
+        return on.switch.ask(changed)
 
-    def _remade(self, plan: Plan, rules: Rules) -> Plan:
-        """The plan with other rules."""
-        of = self._comm.world_size, plan.options, plan.coalesce_bytes, plan.version
-        made = make_plan(self._named, rules, *of)
-        warn_of_bias(made, self.world_size)  # a warning may be an error: then nothing changes
-        return made
+    def _check_attached(self, verb: str) -> None:
+        if not self._reductions.installed:
+            raise ConfigError(f"{verb}: this handle was detached: attach again")
+        self._reductions.check_living(verb)
 
     def adapt(self, policy: Policy, replan: Replan) -> None:
         """Let a policy choose methods from now on; called by `attach`, on all ranks.
@@ -160,21 +140,16 @@ class Handle(Saved):
         Raises:
             ConfigError: there is no choice around the plan's methods.
         """
-        of = self._owner, self._switch, self._remade, self._adopt
-        auto = self.automatic
-        in_order: dict[str, Any] = {}
-        if auto is not None:
-            in_order = {"serial": auto.serial, "name": f"policy {auto.passes}"}
-        adaptation = Adaptation(policy, replan, *of, buckets=self._names, **in_order)
+        self._adaptive = policy, replan
+        on = self._reductions
+        of = on.owner, on.switch, on.remade, on.adopt
+        adaptation = Adaptation(policy, replan, *of, **on.for_policy())
         if self.world_size > 1:  # a single rank sends nothing
-            self.adaptation = self._buckets.adaptation = adaptation
-
-    def _names(self) -> list[list[str]]:
-        """Of the parameters of each bucket, in the order of sending."""
-        return [[member.name for member in content.members] for content in self._buckets.known]
+            on.adaptation = adaptation
 
     def automate(self, auto: Auto) -> None:
         """Let measurements choose the plan from now on; called by `attach`, on all ranks."""
+        on = self._reductions
         named = [(p.name, p.shape) for p in self.plan.parameters]
 
         def start() -> None:
@@ -183,15 +158,42 @@ class Handle(Saved):
                     self.adapt(policy_of(auto.policy), auto.replan)
 
         def stop() -> None:
-            if self.adaptation is not None:
-                self.adaptation.close()
-            self.adaptation = self._buckets.adaptation = None
+            if on.adaptation is not None:
+                on.adaptation.close()
+            on.adaptation = None
 
         def backward() -> float:
-            return float(self._buckets.totals()["backward_seconds"])
+            return float(on.totals()["backward_seconds"])
 
-        of = self._owner, self._switch, named, self._remade, backward, start, stop
-        self.automatic = self._buckets.automatic = Automatic(auto, *of)
+        of = on.owner, on.switch, named, on.remade, backward, start, stop
+        on.automatic = Automatic(auto, *of)
+
+    def learn_levels(self, smallest: int = SMALLEST, steps: int = 2000) -> int:
+        """Fit the levels of "learnedlevels" codecs, of weights and gradients, to what they send now
+        (THESIS 5.6.2, Alg. 5.1). Collective: every rank calls it between `optimizer.step()` and
+        `zero_grad()`, after warm-up and a few times later, since the best levels change slowly.
+
+            if step in (400, 1900, 3800):
+                handle.learn_levels()
+
+        Each rank learns for some of the parameters, about half a second for each. The levels are
+        equal on all ranks, in force when it returns, kept by `update` as long as bits and rounding
+        stay, and saved in the state.
+
+        Args:
+            smallest: values of a parameter that is worth it.
+            steps: of gradient descent.
+
+        Returns:
+            How many codecs have learned.
+
+        Raises:
+            ConfigError: no codec is a "learnedlevels" that was given no levels, for a parameter of
+                this size; there are no gradients; or the handle was detached.
+        """
+        return self._reductions.learn(smallest, steps)
+
+    # ---- what it tells
 
     def observe(self, observer: Callable[[Observation], None]) -> Callable[[], None]:
         """Call `observer` with every parameter's gradient, contribution and average, as soon as the
@@ -200,69 +202,71 @@ class Handle(Saved):
         Returns:
             A function that removes the observer.
         """
-        self._buckets.observers.append(observer)
-        return partial(self._buckets.observers.remove, observer)
-
-    def _rehearse(self, plan: Plan) -> Sequence[Any]:
-        name = f"{self._owner.key}/plan {plan.version}"
-        contents = alike(self._owner, name, lambda: self._buckets.known)
-        return rehearse(self._owner, plan, contents, self._members)
-
-    def _adopt(self) -> None:
-        """Adopt a new plan, as a pass begins."""
-        for planned in self.plan.parameters:
-            self._members[planned.name].adopt(planned.aggregator)
-        self._momentum.watch(self.plan)
-        retire(self._owner)
+        return self._reductions.observe(observer)
 
     def stats(self) -> dict[str, Any]:
-        """Totals since `attach`.
+        """Totals since `attach`, or `recover`.
 
         Returns:
             steps: synchronised backward passes.
-            calls: collectives that averaged gradients: one for each round of each scope, a scope
-                being the buckets that travel together; more where a round has several ways.
+            calls: collectives of gradients. Under DDP one for each round of each scope, a scope
+                being the buckets that travel together; more where a round has several ways. Under
+                FSDP2 reduce-scatters, all-reduces between replicas, and exchanges of plan versions
+                with ranks to which no scatter sends.
             wire_bytes: sent by this rank, headers included.
-            raw_bytes: what an uncompressed all-reduce would have sent: 2 (N-1)/N of the gradients.
+            raw_bytes: what would have been sent uncompressed: 2 (N-1)/N of the gradients in an
+                all-reduce; under FSDP2 (N-1)/N, and 2 (N-1)/N of their shards between N replicas.
             ratio: raw_bytes / wire_bytes (None before anything was sent).
-            seconds: from a bucket's readiness to its average, summed over buckets (they overlap).
-            exposed_seconds: what communication added to backward: from where the module's backward
-                has computed its last gradient, and all buckets have been handed over, until the
-                last average is there, summed over passes. It is measured in the thread that waits,
-                by a callback of autograd's that runs before DDP looks at its futures; DDP's own
-                wait behind it finds them done. It includes waiting for ranks that come later, and,
-                in the first passes, for kernels to be compiled. Time in DDP's hook itself counts as
-                computing. Over NCCL the host does not wait, and this tells about nothing.
-            backward_seconds: from the first bucket's readiness to where backward has computed its
-                last gradient, summed over passes: what may hide communication.
+            seconds: summed over buckets, which overlap, from a bucket's readiness to its average;
+                under FSDP2 over collectives, from start to result.
+            exposed_seconds: what communication added to backward. Under DDP: from where the
+                module's backward has computed its last gradient, and all buckets have been handed
+                over, until the last average is there, summed over passes. It is measured in the
+                thread that waits, by a callback of autograd's that runs before DDP looks at its
+                futures; DDP's own wait behind it finds them done. Time in DDP's hook itself counts
+                as computing. FSDP2 waits for each collective where it calls it, so there it is all
+                of the time from call to result. Waits for ranks that come later are included and,
+                in the first passes, for kernels to be compiled. Over NCCL the host does not wait:
+                this is about nothing, or the time of queueing the work.
+            backward_seconds: under DDP, from the first bucket's readiness to where backward has
+                computed its last gradient, summed over passes: what may hide communication.
             kernel_seconds: of `seconds`, in kernels, and in checksums of what they wrote. Over NCCL
                 nobody on the host knows: `seconds` are those of queueing the work, and this is 0.
             kernel_calls: of kernels by this rank: on target c one for each task of a bucket (an
                 encode, merge or decode), whatever its codecs; on others one for each codec in it.
-            residual_bytes: memory of aggregators' state, mainly residuals.
+            residual_bytes: memory of aggregators' state, mainly residuals; under FSDP2 those of
+                whole parameters, on each rank.
             shared_bytes: memory shared with other ranks of this node at present: rings, which have
                 a fixed size, and this rank's messages in its store.
             lent_bytes: the part of wire_bytes that ranks of this node read in place (of all
                 handles of the process group).
-            peak_extra_bytes: peak memory beyond plain DDP's and the rings: messages in flight (of
-                all handles of the process group) and residuals.
+            peak_extra_bytes: peak memory beyond that of the module without gradwire and the rings:
+                messages in flight (of all handles of the process group) and residuals; kept
+                weights are not in it.
+            weights_calls, weights_wire_bytes, weights_raw_bytes: under FSDP2, of gathers of weights
+                through gradwire, which none of the above counts: their number, what this rank sent,
+                and what sending its shards uncompressed to N - 1 ranks would send. Gathers that are
+                left to torch are not counted. With keep="reference", gathers that sent nothing are
+                not, and exchanges of whether weights have changed are.
+            weights_kept_bytes: under FSDP2, memory of what is kept of gathered weights.
             parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
                 gradient, at most), ratio: of the plan in force.
             plan: its version.
         """
-        totals: dict[str, Any] = self._buckets.totals()
-        raw = self._buckets.raw_bytes(totals.pop("gradient_bytes"))
-        wire = totals["wire_bytes"]
+        totals: dict[str, Any] = self._reductions.totals()
+        raw, wire = totals["raw_bytes"], totals["wire_bytes"]
         residual = self._state_bytes()
-        transport = self._comm.opened  # not `transport`, which would wait for other ranks
+        comms = self._reductions.comms()
+        opened = [c.opened for c in comms if c.opened is not None]  # waits for no other rank
         return {
             **totals,
             "raw_bytes": round(raw),
             "ratio": raw / wire if wire else None,
             "residual_bytes": residual,
-            "shared_bytes": 0 if transport is None else transport.shared_bytes,
-            "lent_bytes": 0 if transport is None else transport.lent_bytes,
-            "peak_extra_bytes": self._comm.pools.peak_bytes + residual,
+            "shared_bytes": sum(transport.shared_bytes for transport in opened),
+            "lent_bytes": sum(transport.lent_bytes for transport in opened),
+            "peak_extra_bytes": sum(comm.pools.peak_bytes for comm in comms) + residual,
+            **self._reductions.facts(),
             "parameters": self._facts(),
             "plan": self.plan.version,
         }
@@ -274,7 +278,7 @@ class Handle(Saved):
 
         Of this rank; over the passes since the previous call:
 
-        - ratio: bytes of an uncompressed all-reduce / bytes sent.
+        - ratio: bytes of uncompressed collectives, as in `stats`, / bytes sent.
         - bits_per_value: a gradient's bits per value / ratio, headers included.
         - exposed_seconds: what communication added to a backward, on average; see `stats`.
 
@@ -285,7 +289,7 @@ class Handle(Saved):
           partly cancel in the average, which no rank knows exactly. With error feedback p - s is
           the residual: what later steps still send. On a rank that sums and encodes others' values,
           it includes the error of that sum. Without error feedback s is what the codec makes of p,
-          drawn anew.
+          drawn anew. Under FSDP2 the own shard is exact.
         - compression_gain: sum of |s|^2 / sum of |p|^2 (ARTOPK 3-E).
         - residual_norm: sqrt of the sum of |residual|^2; in units of the scaled loss under
           GradScaler.
@@ -306,45 +310,75 @@ class Handle(Saved):
         Raises:
             ConfigError: `every` is not a number of passes.
         """
-        totals = self._buckets.totals()
-        totals["raw_bytes"] = self._buckets.raw_bytes(totals["gradient_bytes"])
-        return self._metrics.read(totals, self._plan_now(), self._members, layers, every)
+        on = self._reductions
+        return on.metrics.read(on.totals(), self._plan_now(), self._members, layers, every)
 
     def summary(self) -> str:
-        plan = self._plan_now()
-        comms, expected = [self._comm], expected_all_reduce(plan, self._comm)
-        of = plan, self.rank, comms, expected, self.stats(), self.world_size
-        return summary("a DDP module" + (" (detached)" if self._state is None else ""), *of)
+        on = self._reductions
+        comms, what = [owner.comm for owner in on.owners], on.what
+        of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
+        return summary(what if on.installed else f"{what} (detached)", *of)
 
     summary.__doc__ = Saved.summary.__doc__
+
+    # ---- state
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), **self._reductions.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        load_others = self._reductions.loading(states_of(state))
+        super().load_state_dict(state)
+        load_others()
+
+    load_state_dict.__doc__ = Saved.load_state_dict.__doc__
 
     def _loadable(self, states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return states if self.automatic is None else without_plan(states, self.plan)
 
+    # ---- its end
+
+    def recover(self) -> None:
+        """Go on after an exception in a backward, once every rank has caught it or the error that
+        it caused there, and FSDP2 itself has recovered. Collective: every rank calls it.
+
+            except Exception:
+                model.reset_iter_state()  # FSDP2's, of the root module
+                handle.recover()
+                continue
+
+        Residuals and the plan in force are kept, an update that was not in force is dropped, and
+        statistics begin anew. What the broken pass had sent is in residuals, or lost.
+
+        Raises:
+            ConfigError: the handle was detached.
+            TransportError: the group itself is broken, or a rank did not make the call.
+        """
+        self._check_attached("recover")
+        on = self._reductions
+        if self._install is None:
+            raise ConfigError(
+                f"recover: {on.what} does not go on after an exception in backward: wrap the "
+                "module again, and attach"
+            )
+        step = max(member.step for member in self._members.values())
+        for owner in on.owners:
+            owner.comm.check()
+            if owner.comm.member is not None:
+                told = owner.comm.member.exchange(f"{owner.key}/recovery", str(step).encode())
+                step = max(map(int, told.result()))
+        for member in self._members.values():
+            member.step = step  # equal on all ranks, and random numbers that were not drawn yet
+        self.detach()
+        self._reductions = self._install(self.plan)
+        if on.adaptation is not None:
+            self.adapt(*self._adaptive)
+
     def detach(self) -> None:
-        """Return the module to plain averaging; during a backward pass, at its end.
+        """Give the module its own synchronisation back: under DDP plain averages, from the end of
+        the running backward on; under FSDP2 call it between two steps.
 
         Statistics and state stay readable.
         """
-        state, self._state = self._state, None
-        if self.automatic is not None:
-            self.automatic.close()
-        if self.adaptation is not None:
-            self.adaptation.close()
-        if state is not None:
-            self._buckets.at_end(partial(self._detach, state))
-
-    def _detach(self, state: HookState) -> None:
-        self._buckets.backward.unwatch()
-        self._momentum.unwatch()
-        self._oversights.unwatch()
-        if state.reducer is self._buckets:
-            state.reducer = None
-        self._comm.close_owner(self._owner)
-
-
-def _options(options: Options | None, algorithm: str | None, before: Options) -> Options:
-    """The options after an update; a new algorithm drops options of the previous one."""
-    if options is None and algorithm is not None and algorithm != before.algorithm:
-        return before.through(algorithm)
-    return options_of(options or before, algorithm)
+        if self._reductions.installed:
+            self._reductions.remove()

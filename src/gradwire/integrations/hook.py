@@ -34,6 +34,11 @@ class HookState:
         self.first: Callable[[], None] | None = None
         self.attached = 0
 
+    @property
+    def model_is_gone(self) -> bool:
+        """Whether the module has been deleted."""
+        return self._model() is None
+
     def divides_by_active_ranks(self) -> bool:
         """Whether the module is in a `join` that asks for averages over the ranks with inputs."""
         model = self._model()

@@ -1,5 +1,5 @@
 """Mistakes that DDP takes in silence: a warning, once for each handle, that names the parameter or
-the call.
+the call. And what `attach` refuses, if it comes later: an error.
 
 DDP fixes what it synchronises, and in which dtype, when it wraps a module, and it synchronises only
 what its own forward has begun. It trains on without a word, each rank by itself, where a script
@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.integrations.module_hook import ModuleHook
+from gradwire.integrations.refused import check_module
 from gradwire.integrations.wrapped import plain_names
 
 
@@ -34,7 +35,7 @@ class Oversights:
         self._forwards = 0
         self._said = False
         self._hooks: list[Any] = [
-            model.register_forward_hook(ModuleHook(self._look)),
+            model.register_forward_pre_hook(ModuleHook(self._look)),
             model.module.register_forward_pre_hook(ModuleHook(self._look_within)),
         ]
 
@@ -43,10 +44,13 @@ class Oversights:
         for hook in self._hooks:
             hook.remove()
 
-    def _look(self, ddp: torch.nn.Module, *_: object) -> None:
-        """Called after each forward of the DDP module."""
+    def _look(self, ddp: DistributedDataParallel, *_: object) -> None:
+        """Called before each forward of the DDP module."""
         self._forwards += 1
-        if self._said or self._forwards & (self._forwards - 1):
+        if self._forwards & (self._forwards - 1):
+            return
+        check_module(ddp)
+        if self._said:
             return
         inner: Any = ddp.module
         named = [(n, p) for n, p in inner.named_parameters() if n not in self._ignored]

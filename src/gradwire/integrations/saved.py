@@ -11,12 +11,14 @@ import torch
 from gradwire.aggregators import Attached
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
-from gradwire.integrations.checkpoint import check_caller, read_states, to_keys
+from gradwire.integrations.checkpoint import OfOneRank, check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
 from gradwire.lang import rng
 from gradwire.planner import ParameterPlan, Plan
+
+_STEP_BITS = 32  # bits of a handle's step counter
 
 
 class Saved:
@@ -28,9 +30,6 @@ class Saved:
         rank, world_size: among the ranks that take part in an average.
         gather: gathers the states of all these ranks.
         layout: how the module is sharded.
-
-    Attributes:
-        adaptation: of a policy; None: there is none at work.
     """
 
     def __init__(
@@ -48,11 +47,15 @@ class Saved:
         self.world_size = world_size
         self._gather = gather
         self._layout = layout
-        self.adaptation: Adaptation | None = None
 
     @property
     def plan(self) -> Plan:
         """How each parameter is synchronised: the plan in force."""
+        raise NotImplementedError
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        """Of a policy; None: there is none at work."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,10 +69,12 @@ class Saved:
         it is sharded.
 
         Raises:
-            ConfigError: within `dcp.save`, which takes `checkpoint` (below).
+            ConfigError: within `dcp.save`, which takes `checkpoint` (below). Given the dict, it
+                raises a CheckpointException that says the same.
         """
         check_caller()
-        return self._own_state()
+        state = self._own_state()
+        return {**state, "steps": OfOneRank(state["steps"])}
 
     def _own_state(self) -> dict[str, Any]:
         """What `state_dict` says, whoever asks: `checkpoint` may be called within `dcp.save`."""
@@ -129,6 +134,8 @@ class Saved:
           residual to its next gradient.
         - between DDP and FSDP2, and between shardings, residuals move in the same way, since they
           are of whole parameters. Residuals of replicas (HSDP) load only into the same mesh.
+        - with FSDP2 a rank's own shard is sent exactly: what a residual holds of it, from another
+          number of ranks, another sharding or DDP, is added to the next gradient.
         - state that is equal on all ranks (PowerSGD's factor, steps, the seed) is copied, and
           sharded state is put together and sharded anew.
 
@@ -234,9 +241,11 @@ class Saved:
 
 
 def members_of(
-    plan: Plan, seed: int, rank: int, first: int, may_be_unused: bool = False
+    plan: Plan, seed: int, rank: int, number: int, may_be_unused: bool = False
 ) -> dict[str, Attached]:
-    """A plan's parameters, by name; their steps count from `first`."""
+    """A plan's parameters, by name. Each handle of a module has a number, for other steps, and so
+    other random numbers."""
+    first = number << _STEP_BITS
 
     def made(p: ParameterPlan) -> Attached:
         keys = rng.parameter_keys(seed, p.name, rank)

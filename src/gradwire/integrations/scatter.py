@@ -28,7 +28,7 @@ from gradwire.lang import Codec
 from gradwire.partition import Spec
 
 if TYPE_CHECKING:
-    from gradwire.integrations.reduced import ReducedGradients
+    from gradwire.integrations.scatters import Scatters
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scatter(FSDPReduceScatter):
         last: the layout of its last call.
     """
 
-    def __init__(self, of: ReducedGradients, members: Mapping[Any, Attached]) -> None:
+    def __init__(self, of: Scatters, members: Mapping[Any, Attached]) -> None:
         self.of = of
         self.members = members
         self.last: Scattered | None = None
@@ -104,7 +104,7 @@ class Scatter(FSDPReduceScatter):
         of, (reduction, factor) = self.of, factor_of(op)
         rank, ranks, owner = of.groups.shard, of.groups.shards, of.owner
         stride, device = output_tensor.numel(), input_tensor.device
-        version = of.begin(self)
+        version = of.reduces(self)
         pieces = scattered(input_tensor.numel(), ranks)
         what = self.last = Scattered(
             tuple(_member(self.members, piece.parameter) for piece in pieces),
@@ -147,10 +147,7 @@ class Scatter(FSDPReduceScatter):
         if of.adaptation is not None:
             for piece, member in zip(pieces, what.members, strict=True):
                 of.adaptation.add(member.name, output_tensor[piece.at :][: piece.lengths[rank]])
-        if what.reaches_all:
-            of.know(least)
-        elif not of.is_told:
-            of.ask(version, device)
+        of.scattered(least, what.reaches_all, device)
         if factor != 1.0:
             output_tensor.mul_(factor)
         return None
@@ -203,7 +200,7 @@ class Replicas(dist.ProcessGroup):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, of: ReducedGradients, members: Mapping[Any, Attached]
+        self, group: dist.ProcessGroup, of: Scatters, members: Mapping[Any, Attached]
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group = group
@@ -221,10 +218,10 @@ class Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce this rank's shards of all parameters, in place."""
         of, (values,), (reduction, factor) = self.of, tensors, factor_of(opts.reduceOp)
-        owner, groups = of.replicas, of.groups
+        groups = of.groups
         shard, shards = groups.shard, groups.shards
         of_ranks = groups.replica, groups.of_replicas
-        of.begin(self)
+        of.reduces(self)
         specs, items = [], []
         for piece in scattered(values.numel() * shards, shards):
             member, device = _member(self.members, piece.parameter), values.device
@@ -241,9 +238,9 @@ class Replicas(dist.ProcessGroup):
             specs.append(spec)
             items.append(request.item(spec, member.keys, member.step, *of_ranks))
             member.step += 1
-        if specs:
-            raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
-            of.run(owner, specs, items, Operation("all_reduce", reduction), raw_bytes)
+        raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
+        operation = Operation("all_reduce", reduction)
+        of.between_replicas(specs, items, operation, raw_bytes, values.device)
         if factor != 1.0:
             values.mul_(factor)
         return Completed()

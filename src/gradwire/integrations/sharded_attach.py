@@ -14,14 +14,18 @@ from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
 from gradwire.integrations.choices import targets_of
-from gradwire.integrations.fsdp import Groups, gather_group
+from gradwire.integrations.fsdp import Groups, gather_group, process_groups
+from gradwire.integrations.full_state import StateGather
+from gradwire.integrations.handle import Handle
 from gradwire.integrations.replan import Replan
-from gradwire.integrations.sharded import Sharded
+from gradwire.integrations.residual_layout import ResidualLayout
+from gradwire.integrations.saved import members_of
+from gradwire.integrations.scatters import Scatters
 from gradwire.integrations.sharded_plan import Trained, check_gathers, make_sharded_plan, trained_of
+from gradwire.integrations.wrapped import original
 from gradwire.planner import Plan, Rules, WeightRules
 
-_STEP_BITS = 32  # bits of a handle's step counter
-# Each handle of a group draws different random numbers.
+# Handles of a group so far.
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -33,7 +37,7 @@ class PlannedShards:
     trained: Trained
     plan: Plan
 
-    def handle(self, seed: int, adaptive: tuple[Policy, Replan] | None = None) -> Sharded:
+    def handle(self, seed: int, adaptive: tuple[Policy, Replan] | None = None) -> Handle:
         """Attach, with a policy or none; raises ConfigError if ranks disagree, or the policy has no
         choice."""
         if adaptive is not None:
@@ -46,7 +50,8 @@ class PlannedShards:
             targets_of(self.plan)
             if self.trained.groups.replicas is not None:
                 raise ConfigError(
-                    "policy: the plan of a module with replicas (HSDP) cannot change: leave it out"
+                    "policy: it decides within one process group, and a module with replicas "
+                    "(HSDP) has two: leave it out"
                 )
         groups = self.trained.groups
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
@@ -57,7 +62,17 @@ class PlannedShards:
             told.append(gather_group(self.trained.records[0]))
         for group in dict.fromkeys(told):
             communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
-        made = Sharded(self.model, self.trained, self.plan, seed, count << _STEP_BITS)
+        members = members_of(self.plan, seed, groups.rank, count)
+
+        first = self.plan.parameters[0].name
+        name = communicator(groups.all[0]).handle_name(original(self.model), first)
+
+        def install(plan: Plan) -> Scatters:
+            return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
+
+        gather = StateGather(process_groups(self.trained.records[0]).all)
+        layout = ResidualLayout(groups.shards, self.trained.dims())
+        made = Handle(install(self.plan), seed, groups.rank, gather, layout, install)
         if adaptive is not None:
             made.adapt(*adaptive)
         return made

@@ -30,6 +30,7 @@ from gradwire.planner import Plan
 
 log = logging.getLogger("gradwire")
 
+_WHAT = "an update of what is attached"
 MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 
@@ -66,7 +67,8 @@ class Switch:
 
     Args:
         plan: the initial plan.
-        owner: of the rounds that use it.
+        owners: of the rounds that use it: one for each process group, so that what the first group
+            says is told to the ranks of the second.
         rehearse: prepares the collectives of a plan (integrations/rehearsal.py).
 
     Attributes:
@@ -75,11 +77,14 @@ class Switch:
     """
 
     def __init__(
-        self, plan: Plan, owner: Owner, rehearse: Callable[[Plan], Sequence[Collective]]
+        self,
+        plan: Plan,
+        owners: Sequence[Owner],
+        rehearse: Callable[[Plan], Sequence[Collective]],
     ) -> None:
         self.plan = plan
         self.newest = plan
-        self._owner = owner
+        self._owners = owners
         self._rehearse = rehearse
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # not busy
@@ -109,7 +114,7 @@ class Switch:
             if self._busy:
                 return update
             self._busy = True
-        self._owner.comm.workers.run(self._work)
+        self._owners[0].comm.workers.run(self._work)
         return update
 
     def _work(self) -> None:
@@ -126,7 +131,8 @@ class Switch:
                 self._refuse(plan, update, error)
             except BaseException as error:
                 # Peers could never switch if only this rank failed, so fail the owner everywhere.
-                self._owner.comm.fail_owner(self._owner, error)
+                for owner in self._owners:
+                    owner.comm.fail_owner(owner, error)
                 update._prepared.set_exception(error)
             else:
                 with self._lock:
@@ -136,21 +142,34 @@ class Switch:
 
     def _prepare(self, plan: Plan) -> None:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
-        comm, name = self._owner.comm, f"{self._owner.key}/plan {plan.version}"
-        what = "an update of what is attached"
-        comm.agreement(name, what, plan.describe()).result()
+        name = f"plan {plan.version}"
+        self._agree(name, plan.describe())
         # An error on one rank must reach all ranks before any of them continues.
         collectives: Sequence[Collective] = ()
         verdict = "rehearsed"
         try:
             collectives = self._rehearse(plan)
         except Exception as error:
-            verdict = f"refused by rank {comm.rank}: {type(error).__name__}: {error}"
-        comm.agreement(f"{name}, rehearsed", what, [verdict]).result()
+            rank = self._owners[0].comm.rank
+            verdict = f"refused by rank {rank}: {type(error).__name__}: {error}"
+        self._agree(f"{name}, rehearsed", [verdict])
         if verdict != "rehearsed":
-            raise ConfigError(f"{what}: {verdict}")
+            raise ConfigError(f"{_WHAT}: {verdict}")
         for collective in collectives:
             collective.prepared.reserve()
+
+    def _agree(self, name: str, said: list[str]) -> None:
+        """Compare what ranks say, over one process group after the other. A difference in the first
+        is what its ranks say in the second, whose ranks are then refused, too."""
+        refused: ConfigError | None = None
+        for owner in self._owners:
+            try:
+                owner.comm.agreement(f"{owner.key}/{name}", _WHAT, said).result()
+            except ConfigError as error:
+                refused = refused or error
+                said = [f"refused: {error}"]
+        if refused is not None:
+            raise refused
 
     def _refuse(self, plan: Plan, update: Update, error: ConfigError) -> None:
         """Refuse `plan`, on all ranks: its version gets the previous plan, and the next forward

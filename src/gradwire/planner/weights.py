@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gradwire import codecs
 from gradwire.codecs.text import parse
@@ -120,6 +120,16 @@ def in_blocks(method: M, given: Iterable[str] = ()) -> M | str:
     """A codec as a user names it, in blocks of `BLOCK` values if it has small ones by default and
     neither its text nor the keywords `given` say how large."""
     return _with_defaults(method, {"block": BLOCK}, given)
+
+
+def all_in_blocks(given: Mapping[str, Any], options: Iterable[str] = ()) -> dict[str, Any]:
+    """Arguments of `attach`: `codec` and `codecs`, if they are there, as `in_blocks` has them."""
+    found = dict(given)
+    if "codec" in found:
+        found["codec"] = in_blocks(found["codec"], options)
+    if isinstance(found.get("codecs"), Mapping):
+        found["codecs"] = {pattern: in_blocks(m) for pattern, m in found["codecs"].items()}
+    return found
 
 
 def _with_defaults(method: M, defaults: Mapping[str, object], given: Iterable[str] = ()) -> M | str:

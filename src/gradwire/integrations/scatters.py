@@ -1,0 +1,354 @@
+"""The reductions of FSDP2 modules: gradients are reduce-scattered through a codec per parameter.
+
+FSDP's collectives of every group of parameters are replaced by the objects of
+integrations/scatter.py, which run here, and, where `attach` was given `weights`, by those of
+integrations/gathered.py. A pass begins with the first reduce-scatter of a backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradwire.aggregators import Attached
+from gradwire.collectives import Collective, Item, Operation, prepare, start_round
+from gradwire.collectives.legal import uncompressed
+from gradwire.engine import Outcome, Owner
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+from gradwire.integrations.backward import Backward, running
+from gradwire.integrations.gathered import NO_STATS, GatheredWeights
+from gradwire.integrations.learning import learned, wanted
+from gradwire.integrations.reductions import Reductions, State, version_values
+from gradwire.integrations.references import Sharding
+from gradwire.integrations.rehearsal import alike
+from gradwire.integrations.scatter import Replicas, Scatter
+from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, options_for
+from gradwire.integrations.summary import Expected, expected_scatter
+from gradwire.lang import rng
+from gradwire.partition import Spec
+from gradwire.planner import Levels, Plan, Rules, WeightRules
+from gradwire.planner.weights import all_in_blocks
+
+_ADVICE = (
+    "all ranks must make the same calls in the same order; where they use different parameters, "
+    "call set_reduce_scatter_unused_params(True) of the root module"
+)
+
+
+class Scatters(Reductions):
+    """The collectives of a module's FSDP groups, installed; on all ranks together.
+
+    Args:
+        model: whose backward passes are watched.
+        trained: its parameters.
+        plan: the first one.
+        members: their states, by name.
+        seed: of random numbers.
+        name: of the module, for messages.
+
+    Attributes:
+        groups: the process groups.
+        weights: those that are gathered through codecs; None: FSDP2 gathers them.
+    """
+
+    what = "an FSDP2 module"
+    after_error = (
+        "; to go on, every rank catches it and calls the root module's reset_iter_state() and the "
+        "handle's recover()"
+    )
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        trained: Trained,
+        plan: Plan,
+        members: Mapping[str, Attached],
+        seed: int,
+        name: str,
+    ) -> None:
+        self.groups = groups = trained.groups
+        owners = [communicator(group).owner(name, advice=_ADVICE) for group in groups.all]
+        super().__init__(plan, members, owners, groups.size)
+        self._trained, self._pieces = trained, trained.shards()
+        self._records = {name: parameter for parameter, name in trained.names.items()}
+        self._pass = running()
+        self._begun: set[int] = set()  # what has reduced in this pass
+        self._in_shards: int | None = None  # the least version among ranks that share a replica
+        self._backward = Backward(_nothing, self.abandon, self.after_forward, self._reduces)
+        self._backward.watch(model)
+        self._replaced: list[tuple[Any, Any, Any]] = []
+        self._scatters: list[Scatter] = []
+        for record in trained.records:
+            of = {p: members[trained.names[p]] for p in record.fsdp_params if p in trained.names}
+            self._install(record, of)
+        self.weights: GatheredWeights | None = None
+        if plan.weights is not None and groups.shards > 1:
+            shapes = {name: tuple(p.shape) for name, p in trained.named}
+            of_shard = groups.shard, groups.shards, groups.rank, groups.size
+            sharding = Sharding(shapes, trained.dims(), *of_shard)
+            self.weights = GatheredWeights(name, trained, members, plan, seed, sharding)
+
+    def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
+        self._replaced.append((record, record._reduce_scatter_comm, record.mesh_info))
+        if self.groups.scatter is not None:
+            scatter = record._reduce_scatter_comm = Scatter(self, members)
+            self._scatters.append(scatter)
+        if self.groups.replicas is not None:
+            record.mesh_info = copy.copy(record.mesh_info)
+            between = Replicas(self.groups.replicas, self, members)
+            record.mesh_info.replicate_process_group = between
+
+    @property
+    def replicas(self) -> Owner:
+        """The owner of all-reduces between replicas."""
+        assert self.groups.replicas is not None
+        return self.owners[-1]
+
+    def remove(self) -> None:
+        """Call it between two steps."""
+        super().remove()
+        if self.weights is not None:
+            self.weights.remove()
+        self._backward.unwatch()
+        for record, scatter, mesh in self._replaced:
+            record._reduce_scatter_comm, record.mesh_info = scatter, mesh
+        self._replaced.clear()
+        self.close()
+
+    def all_owners(self) -> list[Owner]:
+        return [*self.owners, *([] if self.weights is None else [self.weights.owner])]
+
+    # ---- passes
+
+    def reduces(self, reduction: object) -> int:
+        """Called as a reduction begins; returns the plan version that this rank offers in the
+        running pass.
+
+        A pass of autograd's is one pass. Pipeline schedules reduce behind it, each group of
+        parameters once: there a pass begins with the first that has reduced already.
+        """
+        within = self._backward.enter()
+        now = running()
+        again = not within and (not self._begun or id(reduction) in self._begun)
+        if now != self._pass or again:
+            self._pass = now
+            self._begun.clear()
+            self.begin(self._least)
+            self._in_shards = self._version if self.groups.scatter is None else None
+        self._begun.add(id(reduction))
+        return self._version
+
+    def run(
+        self,
+        owner: Owner,
+        specs: Sequence[Spec],
+        items: Sequence[Item],
+        operation: Operation,
+        raw_bytes: int,
+        version: int = 0,
+    ) -> int:
+        """Run a collective to its end; returns the least plan version that this rank received."""
+        begun = time.perf_counter()
+        options = options_for(operation, self.switch.plan.options)
+        collective = prepare(owner, specs, options, operation, items[0].values.device)
+        collective.check(items)
+        ticket = owner.ticket(version)
+        try:
+            (ended,) = start_round(ticket, [(collective, items)])
+            with owner.awaited():
+                outcome: Outcome = ended.result()
+        finally:
+            ticket.close()
+        if self.weights is not None:
+            self.weights.changes.reduced()
+        waited = time.perf_counter() - begun
+        self.count(outcome, raw_bytes=raw_bytes, seconds=outcome.seconds, exposed_seconds=waited)
+        return ticket.version
+
+    def summed(self, values: torch.Tensor) -> None:
+        """Replace fp32 values, on the CPU, by their sum over all ranks."""
+        add = Operation("all_reduce", "sum")
+        (device, *_) = [s.last.device for s in self._scatters if s.last] or [values.device]
+        on_device = values.to(device)
+        spec = Spec("levels", values.numel(), torch.float32, uncompressed(add, torch.float32))
+        for owner in self.owners:
+            self.run(owner, [spec], [Item(on_device, rng.Keys(0, 0), 0)], add, 0)
+        values.copy_(on_device)
+
+    def _reduces(self, module: torch.nn.Module) -> bool:
+        """Whether a backward of the module reduces gradients, by FSDP2's equivalent of no_sync."""
+        return any(getattr(record, "reduce_grads", True) for record, *_ in self._replaced)
+
+    # ---- plan versions
+    #
+    # Ranks know the least version after two hops: scatters find that of the ranks of one replica,
+    # and an all-reduce between replicas the least of these. Whether a hop tells it is equal on all
+    # ranks of its process group, and every rank knows the least in the same passes.
+
+    def scattered(self, least: int, reaches_all: bool, device: torch.device) -> None:
+        """A reduce-scatter has ended, in which this rank received `least`.
+
+        Args:
+            reaches_all: whether every rank gets a message from every other.
+        """
+        if not reaches_all:
+            if any(s.last is not None and s.last.reaches_all for s in self._scatters):
+                return
+            least = self._ask(self.owner, self._version, device)  # no scatter tells: too few rows
+        known = self._in_shards
+        self._in_shards = least if known is None else min(known, least)
+        if self.groups.replicas is None:
+            self.know(least)
+
+    def between_replicas(
+        self, specs: Sequence[Spec], items: Sequence[Item], operation: Operation, raw_bytes: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Run an all-reduce between replicas; this rank may have no values in it."""
+        offered = self._in_shards
+        if specs:
+            least = self.run(self.replicas, specs, items, operation, raw_bytes, offered or 0)
+        elif offered is None or self._least is not None:
+            return
+        else:
+            least = self._ask(self.replicas, offered, device)
+        if offered is not None:
+            self.know(least)
+
+    def _ask(self, owner: Owner, version: int, device: torch.device) -> int:
+        """The least version that any rank of a process group offers."""
+        values, least = version_values(version, device), Operation("all_reduce", "min")
+        spec = Spec("plan version", 1, torch.int32, uncompressed(least, torch.int32))
+        self.run(owner, [spec], [Item(values, rng.Keys(0, 0), 0)], least, 0)
+        return int(values.item())
+
+    # ---- plans
+
+    def adopt(self) -> None:
+        """Gradients at once, weights from the next forward on."""
+        super().adopt()
+        if self.weights is not None:
+            self.weights.adopt(self.switch.plan)
+
+    def planned(self, plan: Plan, rules: Rules) -> Plan:
+        of = self.ranks, plan.version, plan.weights, plan.options
+        return replace(make_sharded_plan(self._trained.named, rules, *of), levels=plan.levels)
+
+    def methods(self, given: dict[str, Any], options: Mapping[str, object]) -> dict[str, Any]:
+        return all_in_blocks(given, options)
+
+    def changed(self, plan: Plan, given: Mapping[str, Any]) -> Plan:
+        if "coalesce_bytes" in given:
+            raise ConfigError(
+                "update: coalesce_bytes is for DDP's buckets; FSDP2 scatters group by group: leave "
+                "it out"
+            )
+        if "weights" not in given:
+            return plan
+        if plan.weights is None:
+            raise ConfigError(
+                "update: attach was given no weights, so FSDP2 gathers them: detach and attach "
+                "again, with weights"
+            )
+        return replace(plan, weights=WeightRules.of(given["weights"], plan.weights.keep))
+
+    def rehearse(self, plan: Plan) -> list[Collective]:
+        """Prepare them, from the scatters that all ranks last ran equally."""
+        if self.weights is not None:
+            self.weights.rehearse(plan)
+        name = f"{self.owner.key}/plan {plan.version}"
+        known = alike(self.owner, name, lambda: [s.last for s in self._scatters if s.last])
+        aggregators = {p.name: plan.levels.aggregator(p) for p in plan.parameters}
+        return [
+            prepare(self.owner, last.specs(aggregators), plan.options, last.operation, last.device)
+            for last in known
+        ]
+
+    def for_policy(self) -> dict[str, Any]:
+        def shard(name: str) -> torch.Tensor:
+            parameter = self._records[name].sharded_param
+            local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
+            return local
+
+        return {"shards": shard}
+
+    def learn(self, smallest: int, steps: int) -> int:
+        if self.groups.scatter is None or not self.installed:
+            raise ConfigError(
+                "learn_levels: this handle does not scatter the module's gradients (any more): "
+                "attach to the module itself"
+            )
+        targets = list(wanted(self.switch.plan, self._records, self.groups.shards, smallest))
+        if not targets:
+            raise ConfigError(
+                f"learn_levels: no parameter of {smallest} values or more is sent through "
+                '"learnedlevels": attach with "learnedlevels:rounding=stochastic" for gradients or '
+                'weights="learnedlevels", or give a lower `smallest`'
+            )
+        found = learned(targets, self._records, self.groups, self.summed, steps)
+        self._use(lambda levels: levels.changed(found))
+        return len(found.gradients) + len(found.weights)
+
+    def _use(self, change: Callable[[Levels], Levels]) -> None:
+        """Change the levels in force, between two passes on all ranks."""
+        self.switch.change(lambda plan: replace(plan, levels=change(plan.levels)))
+        self.adopt()
+
+    # ---- what is told of them
+
+    def facts(self) -> dict[str, Any]:
+        return NO_STATS if self.weights is None else self.weights.stats()
+
+    def expected(self) -> Expected:
+        plan, found = self.switch.plan, Expected(0, 0)
+        planned = {p.name: p for p in plan.parameters}
+        scatter = None if self.groups.scatter is None else self.owner.comm
+        between = None if self.groups.replicas is None else self.replicas.comm
+        for group in self._pieces:
+            pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
+            of_group = pieces, scatter, between, self.groups.shard
+            found += expected_scatter(*of_group, plan.options)
+        return found
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        levels, weights = self.switch.plan.levels, self.weights
+        if levels != Levels():
+            found["levels"] = levels.state()
+        if weights is not None and weights.versions.steps:
+            found["counted"] = True  # versions of weights, by the steps of an optimizer
+        kept = None if weights is None else weights.state()
+        return found if kept is None else {**found, "weights": kept}
+
+    def loading(self, states: Sequence[State]) -> Callable[[], None]:
+        weights = self.weights
+        references = None if weights is None else weights.references(list(states))
+        levels = Levels.of(states[0].get("levels"))
+
+        def load() -> None:
+            self._use(lambda _: levels)
+            if self.ranks == 1 and any(member.state for member in self.members.values()):
+                warnings.warn(
+                    "load_state_dict: a single rank reduces nothing under FSDP2, so the residuals "
+                    "of this state are dropped",
+                    stacklevel=3,
+                )
+                for member in self.members.values():
+                    member.keep({})
+            if weights is not None and references is not None:
+                weights.load(references, states[0].get("counted") is True)
+
+        return load
+
+
+def _nothing() -> None:
+    pass
