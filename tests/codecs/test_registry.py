@@ -6,14 +6,26 @@ import inspect
 import pickle
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gradwire import codecs
-from gradwire.aggregators import registry
-from gradwire.codecs import QSGD, Cast, Codec, Identity, TernGrad
+from gradwire.aggregators import DeepGradientCompression, registry
+from gradwire.codecs import (
+    QSGD,
+    Cast,
+    Codec,
+    Identity,
+    LearnedLevels,
+    RandomK,
+    TernGrad,
+    ThreeLC,
+    TopK,
+)  # fmt: skip
 from gradwire.errors import ConfigError
 from gradwire.lang import show
 from gradwire.lang.codec import code_lines
@@ -56,6 +68,8 @@ def test_a_users_codec_has_its_class_name() -> None:
     assert codecs.name_of(Mine()) == "Mine"
 
 
+LEARNED = LearnedLevels(2, levels=(0.0, 0.5, 0.75, 1.0))
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (QSGD, {}, r"codec=<class.*QSGD\(\.\.\.\), or one of the names identity"),
     (["qsgd"], {}, r"codec=\['qsgd'\]: give a codec object, or one of the names identity"),
@@ -87,6 +101,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("threelc", {"sparsity": 0.9}, "sparsity=0.9"),
     ("topk", {"density": 0.0}, "density=0.0.*above 0 and at most 1: use 1e-06 or more"),
     ("topk", {"density": True}, "density=True.*: give a number"),
+    ("topk", {"density": np.True_}, "density=np.True_.*: give a number"),
+    ("topk", {"density": np.array([0.5])}, r"density=array\(\[0.5\]\).*: give a number"),
+    ("qsgd", {"bits": np.float64(4)}, r"bits=np.float64\(4.0\) must be a whole number"),
     ("topk", {"values": "bf16"}, "values='bf16'.*'fp16' or 'fp32'"),
     ("mstopk", {"density": 1.5}, "MSTopK: density=1.5.*: use 1$"),
     ("dgc", {"density": "1%"}, "DGC: density='1%'.*: give a number"),
@@ -113,6 +130,31 @@ def test_errors_name_what_is_allowed() -> None:
     for name, options, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             codecs.get(name, **options)
+
+
+def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
+    """Ranks compare codecs by their text, and plans in files are text."""
+    for given, plain in (
+        (TopK(np.float64(0.1)), TopK(0.1)),
+        (TopK(np.float32(0.125)), TopK(0.125)),
+        (TopK(torch.tensor(0.125)), TopK(0.125)),
+        (TopK(1), TopK(1.0)),
+        (TopK(np.int64(1)), codecs.get("topk:density=1")),
+        (ThreeLC(1, np.array(80)), ThreeLC(1.0, 80)),  # type: ignore[arg-type]
+        (QSGD(np.uint8(2), torch.tensor(64), np.str_("max")), QSGD(2, 64, "max")),  # type: ignore[arg-type]
+        (RandomK(0.1, unbiased=np.True_), RandomK(0.1, unbiased=True)),  # type: ignore[arg-type]
+        (LearnedLevels(2, levels=(0, np.float64(0.5), 0.75, 1)), LEARNED),
+        (LearnedLevels(2, levels=torch.tensor(LEARNED.levels)), LEARNED),  # type: ignore[arg-type]
+    ):
+        assert given == plain, given
+        assert repr(given) == repr(plain)
+        for option in fields(given):  # type: ignore[arg-type]
+            assert type(getattr(given, option.name)) in (int, float, bool, str, tuple)
+    for name in ("lwtopk", "artopk", "globaltopk", "dgc"):
+        made = registry.get(f"{name}:density=1")
+        assert repr(made) == repr(registry.get(name, density=np.float32(1))), name
+    made = DeepGradientCompression(momentum=0, clip=1)
+    assert repr(made) == repr(DeepGradientCompression(momentum=0.0, clip=1.0))
 
 
 def test_options_go_with_a_name() -> None:

@@ -17,10 +17,10 @@ SEEDS = st.integers(0, 2**31)
 DENSITIES = (0.001, 0.1, 1.0)  # few, since each is compiled
 
 
-def sent(codec: Codec, values: torch.Tensor, key: int = 7) -> torch.Tensor:
+def sent(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") -> torch.Tensor:
     """`values` after encode and decode."""
-    payload = call(codec, "encode", values, key=key).payload
-    return call(codec, "decode", values, payload=payload, key=key).values
+    payload = call(codec, "encode", values, key=key, target=target).payload
+    return call(codec, "decode", values, payload=payload, key=key, target=target).values
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -98,6 +98,28 @@ def test_mstopk_finds_the_largest_at_any_scale() -> None:
         chosen = decoded != 0
         assert 1000 <= int(chosen.sum()) <= 1010, size
         assert torch.equal(chosen, largest(values, int(chosen.sum()))), size
+
+
+def test_mstopk_sends_the_largest_beyond_the_resolution_of_its_search() -> None:
+    """The search does not tell values apart that are 10^-9 of the largest: the selection does."""
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(3)) * 1e-4
+    for dtype, outlier in (
+        (torch.float32, 1e5), (torch.float32, math.inf), (torch.bfloat16, -1e5),
+        (torch.float16, 6e4), (torch.float16, -math.inf),
+    ):  # fmt: skip
+        given = values.to(dtype)
+        given[2777] = outlier
+        for density in (0.001, 0.01, 0.1):
+            codec = MSTopK(density, "fp32")
+            decoded = sent(codec, given, target="eager")
+            chosen = largest(given, min(layout(codec).capacity(3000), int(given.count_nonzero())))
+            chosen &= ~torch.isfinite(given) | math.isfinite(outlier)  # else only what is not
+            assert torch.equal(decoded, torch.where(chosen, given, 0)), (dtype, outlier, density)
+            overflow = sent(MSTopK(density), given, target="eager")[2777]  # sent as fp16
+            expected = given[2777].to(torch.float16).to(dtype)
+            assert torch.equal(overflow, expected), (dtype, outlier, density)
+            if density == 0.1 and dtype == torch.float32:
+                assert torch.equal(decoded, sent(codec, given)), outlier
 
 
 def test_mstopk_sends_the_first_of_many_equal_values() -> None:

@@ -80,8 +80,8 @@ def attaching(rank: int) -> None:
 
 def growing(rank: int) -> None:
     loose, unbiased = "grow without bound", ("terngrad", "qsgd:bits=1", "thc:bits=2:code=2")
-    diverging = (*unbiased, "adacomp", "qsgd:bits=2:rounding=nearest")
-    others = ("qsgd:bits=4", "qsgd:bits=2:block=32", "thc", "topk", None)
+    diverging = (*unbiased, "qsgd:bits=2:rounding=nearest")
+    others = ("qsgd:bits=4", "qsgd:bits=2:block=32", "thc", "topk", "adacomp", None)
     cases = [(given, lambda: DDP(mlp())) for given in (*diverging, *others)]
     for given, make in [*cases, ("terngrad", sharded), ("qsgd:bits=4", sharded)]:
 

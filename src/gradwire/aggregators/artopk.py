@@ -48,9 +48,9 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.aggregators import selection
-from gradwire.aggregators.checks import check_choice, check_density
+from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
-from gradwire.codecs import Cast
+from gradwire.codecs import Cast, checks
 from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
 from gradwire.lang.forms import FP16_END
 
@@ -86,7 +86,7 @@ class ARTopK(Aggregator):
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
+        checks.number(self, "density", above=0, most=1)
         check_choice(self, "leader", LEADERS)
         check_choice(self, "scope", SCOPES)
         check_choice(self, "values", _CODECS)

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.checks import check_density, check_number, check_positive
+from gradwire.aggregators.checks import check_positive
 from gradwire.aggregators.compressed import Encoded
 from gradwire.aggregators.error_feedback import (
     RESIDUAL,
@@ -45,7 +45,7 @@ from gradwire.aggregators.error_feedback import (
     unused,
 )
 from gradwire.aggregators.protocol import Averages, Context, StateSpec, Steps
-from gradwire.codecs import DGC
+from gradwire.codecs import DGC, checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec
@@ -92,8 +92,8 @@ class DeepGradientCompression(Encoded):
     serves_one_rank = True
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
-        check_number(self, "momentum", least=0, below=1)
+        checks.number(self, "density", above=0, most=1)
+        checks.number(self, "momentum", least=0, below=1)
         if self.clip is not None:
             check_positive(self, "clip", otherwise="None for no clipping")
         if type(self.warmup) is not int or self.warmup < 0:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.aggregators.checks import check_density
 from gradwire.aggregators.compressed import Encoded
-from gradwire.codecs import TopK
+from gradwire.codecs import TopK, checks
 from gradwire.lang import Codec
 
 
@@ -40,7 +39,7 @@ class LWTopK(Encoded):
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
+        checks.number(self, "density", above=0, most=1)
         _ = self.codec  # checks the rest
 
     @property

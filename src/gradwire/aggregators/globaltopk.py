@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.aggregators import selection
-from gradwire.aggregators.checks import check_density
 from gradwire.aggregators.local import keep_residual, with_residual
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
+from gradwire.codecs import checks
 from gradwire.collectives import AllReduce
 
 
@@ -47,7 +47,7 @@ class GlobalTopK(Aggregator):
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
+        checks.number(self, "density", above=0, most=1)
 
     def aggregate(self, contexts: Sequence[Context]) -> Steps:
         contexts, given = sorted(contexts, key=lambda c: c.name), contexts  # DDP's order changes

@@ -46,7 +46,7 @@ class AdaComp(Codec):
     block: int = 512
     density: float = 0.05
 
-    contracts = False  # a bin may send a magnitude above all its values
+    contracts = True  # an error may exceed its value, but not the largest, and the largest are sent
 
     def __post_init__(self) -> None:
         checks.integer(self, "block", 1, MAX_BIN)

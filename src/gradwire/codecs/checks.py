@@ -1,33 +1,44 @@
-"""Checks of codec options, with uniform error messages."""
+"""Checks of options, with uniform error messages.
+
+What passes is stored as a plain int, float, bool or str, since ranks compare options by their text:
+TopK(1), TopK(1.0) and TopK(np.float64(1)) are the same codec.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 from gradwire.errors import ConfigError
-from gradwire.lang.codec import Codec
 
 MAX_BLOCK = 65536  # the largest n of g.blocks(n)
 SMALLEST = 1e-6  # the density that is named where one of 0 or less was given
 
 
-def integer(codec: Codec, option: str, least: int, most: int, given: str = "") -> None:
+def plain(value: object) -> Any:
+    """The Python value of a scalar of numpy or torch; anything else as it is."""
+    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if scalar else value  # type: ignore[attr-defined]
+
+
+def integer(codec: object, option: str, least: int, most: int, given: str = "") -> None:
     """Raise `ConfigError` unless the option is an integer from `least` to `most`.
 
     `given` names another option that narrows the range, if there is one.
     """
-    value = getattr(codec, option)
+    value = plain(getattr(codec, option))
     if type(value) is not int or not least <= value <= most:
         because = f" for {given}={getattr(codec, given)!r}" if given else ""
         allowed = f"{least} to {most}" if least < most else str(least)
         if type(value) is not int:
             allowed = f"a whole number, {allowed}"
         raise _wrong(codec, option, allowed + because)
+    object.__setattr__(codec, option, value)
 
 
 def number(
-    codec: Codec,
+    codec: object,
     option: str,
     *,
     above: float | None = None,
@@ -36,7 +47,7 @@ def number(
     most: float | None = None,
 ) -> None:
     """Raise `ConfigError` unless the option is a number within the given bounds."""
-    value = getattr(codec, option)
+    value = plain(getattr(codec, option))
     bounds = [
         (words, bound, holds)
         for words, bound, holds in (
@@ -51,6 +62,7 @@ def number(
     if not good or not all(holds(value, bound) for _, bound, holds in bounds):
         allowed = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds)
         raise _wrong(codec, option, f"{allowed}: {_nearest(value, above, least, below, most)}")
+    object.__setattr__(codec, option, float(value))
 
 
 def _nearest(
@@ -70,14 +82,15 @@ def _nearest(
     return f"use {most:g}" if most is not None else f"give a number below {below:g}"
 
 
-def one_of(codec: Codec, option: str, allowed: Iterable[object]) -> None:
+def one_of(codec: object, option: str, allowed: Iterable[object]) -> None:
     """Raise `ConfigError` unless the option is one of the allowed values."""
-    value, allowed = getattr(codec, option), tuple(allowed)
+    value, allowed = plain(getattr(codec, option)), tuple(allowed)
     if not any(type(value) is type(one) and value == one for one in allowed):
         *others, last = map(repr, allowed)
         raise _wrong(codec, option, f"{', '.join(others)} or {last}")
+    object.__setattr__(codec, option, value)
 
 
-def _wrong(codec: Codec, option: str, allowed: str) -> ConfigError:
+def _wrong(codec: object, option: str, allowed: str) -> ConfigError:
     value = getattr(codec, option)
     return ConfigError(f"{type(codec).__name__}: {option}={value!r} must be {allowed}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire.codecs import checks
 from gradwire.errors import ConfigError
@@ -41,8 +41,10 @@ class LearnedLevels(Codec):
         checks.integer(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ("nearest", "stochastic"))
         if self.levels is not None:
-            if isinstance(self.levels, list | tuple):
-                object.__setattr__(self, "levels", tuple(self.levels))  # a list has no hash
+            levels: Any = self.levels
+            if isinstance(levels, list | tuple) or getattr(levels, "ndim", 0) == 1:
+                plain = tuple(checks.plain(level) for level in levels)  # a list has no hash
+                object.__setattr__(self, "levels", plain)
             self._check_levels()
 
     def encode(self, g: Value) -> Payload:
@@ -115,6 +117,7 @@ class LearnedLevels(Codec):
                 f"LearnedLevels: levels={self.levels!r} must begin with 0 and end with 1 "
                 "when rounding is stochastic"
             )
+        object.__setattr__(self, "levels", tuple(float(level) for level in given))
 
 
 def _reached(bounds: list[Value], unit: Value) -> Value:

@@ -13,7 +13,6 @@ from gradwire.lang.ops import (
     clamp,
     concat,
     count,
-    filter,
     floor,
     gather,
     isfinite,
@@ -40,9 +39,10 @@ class MSTopK(Codec):
 
     The paper halves the interval from 0 to the largest magnitude 25 times, with one pass over
     memory each. Here each of 13 passes counts against three thresholds and quarters the interval:
-    26 bits in all. If more than 1.01 k values reach the threshold, the first are sent. If there are
-    non-finite values, only they are sent, so none is left out. At a reducing rank every pass would
-    decode all payloads again, so the 1.01 k largest are selected exactly there.
+    26 bits in all. If more than 1.01 k values reach the threshold, as where the largest is 10^6
+    times most others, the largest are sent, of equal ones the first. If there are non-finite
+    values, only they are sent. At a reducing rank every pass would decode all payloads again, so
+    the 1.01 k largest are selected exactly there.
     """
 
     density: float = 0.01
@@ -62,7 +62,7 @@ class MSTopK(Codec):
             reached = [count(size >= low + step * j) >= k for j in range(1, PARTS)]
             low, step = low + step * sum(where(r, 1.0, 0.0) for r in reached), step / PARTS
         threshold = where(isfinite(top), low, INFINITY)
-        chosen = filter(~(size < threshold), self.room)
+        chosen = topk(size, self.room, among=~(size < threshold))
         return concat(chosen=chosen, value=STORED[self.values](gather(g, chosen)))
 
     def encode_sum(self, g: Value) -> Payload:

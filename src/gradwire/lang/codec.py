@@ -105,11 +105,11 @@ class Codec:
 
     @property
     def contracts(self) -> bool:
-        """Whether the mean squared error of one encoding is at most the squared norm of what is
-        encoded, for every input. Else error feedback, which encodes errors again, may add them up.
+        """Whether residuals stay bounded under error feedback, which encodes errors again.
 
-        Measured, on inputs that quantisers are worst at. A codec that knows says so by a property
-        or a class attribute of its own.
+        They do if the mean squared error of one encoding is at most the squared norm of what is
+        encoded, for every input. That is measured, on inputs that quantisers are worst at. A codec
+        that knows, or bounds them in another way, says so by a property or a class attribute.
         """
         from gradwire.lang.contraction import worst_error  # which knows codecs, and torch
 
