@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing as mp
 import os
 import shutil
 import warnings
@@ -109,6 +110,24 @@ def test_a_cache_that_cannot_be_used_is_replaced_with_one_warning(
     assert str(cache) in said
     if cache.is_dir():  # nothing is left behind
         assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", "")]
+
+
+def test_a_forked_worker_removes_its_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_announce", lambda reason: None)
+
+    def work() -> None:
+        kernel_cache.put(tmp_path / "none" / "kernel", b"code")
+        assert len(list(tmp_path.glob("*/kernel"))) == 1
+
+    worker = mp.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(60)
+    worker.kill()
+    assert worker.exitcode == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_the_lock_does_no_harm(

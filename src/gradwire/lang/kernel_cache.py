@@ -10,7 +10,6 @@ folder of its own, with one warning. GRADWIRE_CACHE sets another folder, for deb
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import os
@@ -22,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from gradwire.errors import ConfigError
@@ -173,10 +173,6 @@ def _announce(reason: str) -> None:
 @cache
 def _folder_of(process: int) -> Path:
     path = Path(tempfile.mkdtemp(prefix="gradwire-"))
-
-    def remove() -> None:
-        if os.getpid() == process:  # a forked child does not
-            shutil.rmtree(path, ignore_errors=True)
-
-    atexit.register(remove)
+    # not by atexit: workers that multiprocessing forks skip it; other forked children leave it be
+    Finalize(None, shutil.rmtree, (path, True), exitpriority=-1)
     return path
