@@ -93,8 +93,11 @@ def put(path: Path, data: bytes) -> Path:
     """Write a file of the folder at once; in a temporary folder if it cannot be written there."""
     try:
         return _put(path, data)
+    except IsADirectoryError:
+        reason = f"{path} is a folder: remove it"
     except OSError as error:
-        return _put(_temporary(f"{path.parent}: {error.strerror}") / path.name, data)
+        reason = f"{path.parent}: {error.strerror}"
+    return _put(_temporary(reason) / path.name, data)
 
 
 def _put(path: Path, data: bytes) -> Path:
