@@ -193,3 +193,23 @@ def test_without_a_named_cache_the_folders_of_others_are_passed_over(
     with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to it; .*others can"):
         third = kernel_cache.folder()
     assert third.stat().st_mode & 0o077 == 0
+
+
+def test_no_cache_depends_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work, temporary = (tmp_path / name for name in ("home", "work", "tmp"))
+    for path in (home, work, temporary):
+        path.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.delenv("GRADWIRE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(home))
+    assert kernel_cache.folder() == (home / ".cache" / "gradwire").resolve()
+    monkeypatch.setenv("HOME", ".")
+    assert kernel_cache.folder() == (temporary / f"gradwire-{os.getuid()}").resolve()
+    monkeypatch.setenv("GRADWIRE_CACHE", "cache")
+    with pytest.raises(ConfigError, match=r"^GRADWIRE_CACHE=cache: .*: give an absolute one"):
+        jit.load(SOURCE)
+    assert list(work.iterdir()) == []

@@ -33,13 +33,20 @@ _SEAL_NBYTES = 16
 def folder() -> Path:
     """The user's private folder for compiled code, created if needed; or a temporary one.
 
-    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control.
+    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control, or a relative path.
     """
     named = os.environ.get("GRADWIRE_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if named and not os.path.isabs(named):
+        raise ConfigError(
+            f"GRADWIRE_CACHE={named}: a relative path is another folder in each working directory: "
+            "give an absolute one"
+        )
+    # The XDG specification ignores relative paths; HOME may be one, or missing.
+    homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    own = [Path(home) / "gradwire" for home in homes if os.path.isabs(home)][:1]
     fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
     rejected = []
-    for path in [Path(named)] if named else [Path(home) / "gradwire", fallback]:
+    for path in [Path(named)] if named else [*own, fallback]:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             risk = _risk(path)
