@@ -324,7 +324,13 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
     """The table entry of each code; codes beyond the table give its last entry."""
     location = here()
     active().uses("map")
-    return _lookup([lift(x) for x in _several(numbers, "lookup", location)], 0, code)
+    given = [lift(x) for x in _several(numbers, "lookup", location)]
+    nodes = [x.node for x in given]
+    if len(nodes) < 3 or any(n.op not in ("const", "param") for n in nodes):
+        return _choose(given, 0, code)
+    first = apply("lt", code, 1.0)
+    args = (first.node.args[0], *nodes)
+    return Value(ir.node("lookup", args, location=location), first.blocked, first.within)
 
 
 def _several(numbers: object, operator: str, location: str) -> list[Any]:
@@ -334,9 +340,9 @@ def _several(numbers: object, operator: str, location: str) -> list[Any]:
     return given
 
 
-def _lookup(numbers: list[Value], first: int, code: Value) -> Value:
+def _choose(numbers: list[Value], first: int, code: Value) -> Value:
     if len(numbers) == 1:
         return numbers[0]
     half = (len(numbers) + 1) // 2
-    below = _lookup(numbers[:half], first, code)
-    return where(code < first + half, below, _lookup(numbers[half:], first + half, code))
+    below = _choose(numbers[:half], first, code)
+    return where(code < first + half, below, _choose(numbers[half:], first + half, code))
