@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing as mp
 import os
 import shutil
 import warnings
@@ -106,9 +107,28 @@ def test_a_cache_that_cannot_be_used_is_replaced_with_one_warning(
             jit._load.cache_clear()
     (said,) = [str(warning.message) for warning in caught]
     assert "compiled kernels are not kept" in said
-    assert str(cache) in said
+    place = f"{cache / library.name} is a folder: remove it"
+    assert (place if spoil is folder_for_the_library else str(cache)) in said
     if cache.is_dir():  # nothing is left behind
         assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", "")]
+
+
+def test_a_forked_worker_removes_its_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_announce", lambda reason: None)
+
+    def work() -> None:
+        kernel_cache.put(tmp_path / "none" / "kernel", b"code")
+        assert len(list(tmp_path.glob("*/kernel"))) == 1
+
+    worker = mp.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(60)
+    worker.kill()
+    assert worker.exitcode == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_the_lock_does_no_harm(
@@ -173,3 +193,23 @@ def test_without_a_named_cache_the_folders_of_others_are_passed_over(
     with pytest.warns(RuntimeWarning, match="home/gradwire: others can write to it; .*others can"):
         third = kernel_cache.folder()
     assert third.stat().st_mode & 0o077 == 0
+
+
+def test_no_cache_depends_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work, temporary = (tmp_path / name for name in ("home", "work", "tmp"))
+    for path in (home, work, temporary):
+        path.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.delenv("GRADWIRE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(home))
+    assert kernel_cache.folder() == (home / ".cache" / "gradwire").resolve()
+    monkeypatch.setenv("HOME", ".")
+    assert kernel_cache.folder() == (temporary / f"gradwire-{os.getuid()}").resolve()
+    monkeypatch.setenv("GRADWIRE_CACHE", "cache")
+    with pytest.raises(ConfigError, match=r"^GRADWIRE_CACHE=cache: .*: give an absolute one"):
+        jit.load(SOURCE)
+    assert list(work.iterdir()) == []

@@ -32,6 +32,7 @@ from gradwire.lang.ops import (
     random,
     reduce,
     sqrt,
+    table,
     uint,
     where,
 )
@@ -112,9 +113,14 @@ class SharedNoise(Codec):
         return value - noise + where(value > float("inf"), 1.0, 0.0)
 
 
+NUMBERS = [k * 37 % 101 / 7 for k in range(256)]
+THREES = [lift(k * 0.75) for k in range(32)]
+
+
 @dataclass(frozen=True)
 class Looked(Codec):
-    """Tables shorter than their codes, one read by two loops, and `where`s that are no table."""
+    """Tables shorter and longer than their codes, one read by two loops; codes of elements, of
+    blocks, and none: NaN and numbers that are not whole, negative, or beyond the table."""
 
     def encode(self, g: Any) -> Any:
         x = g.blocks(70)
@@ -122,10 +128,15 @@ class Looked(Codec):
         near = lookup([lift(v) for v in (0.0, 0.5, 1.0, 2.0, float("inf"))], code)
         error = reduce(max, abs(abs(x) - near))
         far = uint(5, near * 8.0 + where(x > 1.0, 40.0, where(x > 0.5, -3.0, 2.0)))
-        return concat(error=error, code=code, far=far, sign=uint(1, where(x < 0.0, 1, 0)))
+        odd = lookup(table(NUMBERS), x)
+        top = uint(8, reduce(max, abs(x)) * 40.0)
+        sign = uint(1, where(x < 0.0, 1, 0))
+        return concat(error=error, top=top, code=code, far=far, odd=odd, sign=sign)
 
-    def decode(self, error: Any, code: Any, far: Any, sign: Any) -> Any:
-        many = lookup([lift(k * 0.75) for k in range(32)], far)
+    def decode(self, error: Any, top: Any, code: Any, far: Any, odd: Any, sign: Any) -> Any:
+        numbers = table(NUMBERS)
+        many = lookup(THREES, far) + lookup(THREES, far * 0.7) + lookup(numbers, far * 8.3)
+        many += lookup(numbers, top) + lookup(numbers[3:], uint(8, odd)) + odd
         crossed = where(code < 3.0, 1.5, where(code < 2.0, 8.0, where(code < 6.0, 0.25, -1.0)))
         few = lookup([lift(k * k * 0.5) for k in range(5)], code)
         return (few + many + crossed) * where(sign > 0.0, -1.0, 1.0) + error
@@ -217,12 +228,11 @@ def test_block_results_of_an_earlier_sweep_are_recalled() -> None:
     assert not any(isinstance(s, Recall) for sweep in sweeps for s in sweep.steps)
 
 
-def test_wheres_that_are_a_table_become_a_lookup() -> None:
+def test_codes_of_elements_are_looked_up_by_a_step() -> None:
     programs = forms.derive(Looked(), "fp32").programs
     (sweep,) = passes.lower(programs["decode"])
     steps = [s for s in sweep.steps if isinstance(s, LookUp)]
-    # one number per code; the other `where`s are out of order or have two numbers only
-    assert sorted(len(s.numbers) for s in steps) == [8, 32]
+    assert sorted(len(s.numbers) for s in steps) == [8, 32, 256]  # one per code
     (sweep,) = passes.lower(programs["encode"])
     kinds = [type(s) for s in sweep.steps]
     assert kinds.index(Loop) < kinds.index(LookUp), "a loop computes the codes first"

@@ -120,7 +120,7 @@ FEW = [
     Case(NAMED["hardthreshold"], ("decode",), **SPARSE),
     Case(WIDTHS[-1], ("decode",), **SPARSE),  # MSTopK
     *(Case(codec, ("encode", "decode")) for codec in (WIDTHS[0], WIDTHS[6])),  # 1 and 7 bits
-    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[:3], ManyBlocks())),
+    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[:5], ManyBlocks())),
     Case(SELECTIONS[-1], ("encode_ef", "decode_sum"), **SPARSE),
 ]
 MANY = [

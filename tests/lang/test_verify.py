@@ -179,6 +179,20 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "a huge number": (lambda self, g: one(g * 10**400), None, "too large"),
     "a table of text": (lambda self, g: one(table(["a"])[0] + g), None, "not str"),
     "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of numbers"),
+    "an empty table": (lambda self, g: one(table([])[0] + g), None, "a tuple of numbers"),
+    "looked up in nothing": (lambda self, g: one(ops.lookup((), g)), None, "a tuple of numbers"),
+    "looked up in None": (lambda self, g: one(ops.lookup(None, g)), None, "a tuple of numbers"),  # type: ignore[arg-type]
+    "looked up in text": (lambda self, g: one(ops.lookup("a", g)), None, "not str"),  # type: ignore[arg-type]
+    "a number is counted": (lambda self, g: one(g + ops.count(3)), None, "not a number"),  # type: ignore[arg-type]
+    "a number is kept": (lambda self, g: concat(code=ops.keep(3, g)), None, "codes of elements"),  # type: ignore[arg-type]
+    "a number is mapped": (lambda self, g: one(map(3, g)), None, "takes a function"),  # type: ignore[arg-type]
+    "reduced by a list": (lambda self, g: one(g - reduce([], g)), None, "min, max or sum"),
+    "a list as scope": (lambda self, g: one(g + random([])), None, "'element' or"),  # type: ignore[arg-type]
+    "no text as name": (lambda self, g: one(g + random(shared="\ud800")), None, "is a name"),
+    "no name": (lambda self, g: one(g + random(shared=3)), None, "is a name"),  # type: ignore[arg-type]
+    "a power's remainder": (lambda self, g: one(pow(g, 2, 3)), None, "no operator %"),
+    "a text of a symbol": (lambda self, g: one(g + len(f"{g:.1f}")), None, "not a number"),
+    "an item is set": (lambda self, g: one(g.__setitem__(0, 1)), None, "no operator x[...] ="),
     "long table": (lambda self, g: one(ops.table([0.0] * 257)[0] + g), None, "1 to 256 numbers"),
 }
 

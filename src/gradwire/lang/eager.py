@@ -47,7 +47,7 @@ class Interpreter:
 
 
 _ROW_SCOPES = (Scope.CONSTANT, Scope.TENSOR, Scope.SELECTION, Scope.MATRIX)
-_IN_FRAME = ("alu", "cast", "keep", "reduce", "rotate", "decompose", "product", "flatten")
+_IN_FRAME = ("alu", "lookup", "cast", "keep", "reduce", "rotate", "decompose", "product", "flatten")
 
 
 @dataclass
@@ -224,6 +224,11 @@ class _Row(RowMemory):
 
     def _alu(self, n: Node, frame: _Frame) -> Tensor:
         return ALU[str(n.attr)](*(self.evaluate(a, frame) for a in n.args))
+
+    def _lookup(self, n: Node, frame: _Frame) -> Tensor:
+        x, *numbers = (self.evaluate(a, frame) for a in n.args)
+        last = len(numbers) - 1
+        return torch.stack(numbers)[torch.where(x < last, x.clamp(min=0), last).long()]
 
     def _cast(self, n: Node, frame: _Frame) -> Tensor:
         return semantics.cast(self.evaluate(n.args[0], frame), n.dtype, str(n.attr))

@@ -1,4 +1,4 @@
-"""The intermediate representation: one kind of node, nineteen operations, one kind of program.
+"""The intermediate representation: one kind of node, twenty operations, one kind of program.
 
 Vocabulary
     node       a pure computation; identical nodes are one object, so `is` means "same value"
@@ -14,6 +14,7 @@ Vocabulary
 | param | - | "factor", or int | the factor of the call, or a number of the codec's table |
 | field | - or selection or flag | FieldRef | a field of the own or a peer's payload |
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
+| lookup | x, numbers | - | number floor(x); of NaN and beyond them the last, below 0 the first |
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate, but \
 those that fp16 cannot hold become infinite |
 | cast | 1 | "saturated" | to fp16, rounded to nearest; finite values saturate |
@@ -104,8 +105,9 @@ ALU = {
 }
 
 OPS = (
-    "const", "load", "param", "field", "alu", "cast", "reduce", "random", "index", "rotate",
-    "select", "keep", "gather", "scatter", "fold", "matrix", "decompose", "product", "flatten",
+    "const", "load", "param", "field", "alu", "lookup", "cast", "reduce", "random", "index",
+    "rotate", "select", "keep", "gather", "scatter", "fold", "matrix", "decompose", "product",
+    "flatten",
 )  # fmt: skip
 UNFUSED = ("matrix", "decompose", "product", "flatten")  # these call torch on every target
 

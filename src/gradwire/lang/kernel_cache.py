@@ -10,7 +10,6 @@ folder of its own, with one warning. GRADWIRE_CACHE sets another folder, for deb
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import os
@@ -22,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from gradwire.errors import ConfigError
@@ -33,13 +33,20 @@ _SEAL_NBYTES = 16
 def folder() -> Path:
     """The user's private folder for compiled code, created if needed; or a temporary one.
 
-    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control.
+    Raises `ConfigError` if GRADWIRE_CACHE names a folder that others control, or a relative path.
     """
     named = os.environ.get("GRADWIRE_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if named and not os.path.isabs(named):
+        raise ConfigError(
+            f"GRADWIRE_CACHE={named}: a relative path is another folder in each working directory: "
+            "give an absolute one"
+        )
+    # The XDG specification ignores relative paths; HOME may be one, or missing.
+    homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    own = [Path(home) / "gradwire" for home in homes if os.path.isabs(home)][:1]
     fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
     rejected = []
-    for path in [Path(named)] if named else [Path(home) / "gradwire", fallback]:
+    for path in [Path(named)] if named else [*own, fallback]:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             risk = _risk(path)
@@ -93,8 +100,11 @@ def put(path: Path, data: bytes) -> Path:
     """Write a file of the folder at once; in a temporary folder if it cannot be written there."""
     try:
         return _put(path, data)
+    except IsADirectoryError:
+        reason = f"{path} is a folder: remove it"
     except OSError as error:
-        return _put(_temporary(f"{path.parent}: {error.strerror}") / path.name, data)
+        reason = f"{path.parent}: {error.strerror}"
+    return _put(_temporary(reason) / path.name, data)
 
 
 def _put(path: Path, data: bytes) -> Path:
@@ -173,10 +183,6 @@ def _announce(reason: str) -> None:
 @cache
 def _folder_of(process: int) -> Path:
     path = Path(tempfile.mkdtemp(prefix="gradwire-"))
-
-    def remove() -> None:
-        if os.getpid() == process:  # a forked child does not
-            shutil.rmtree(path, ignore_errors=True)
-
-    atexit.register(remove)
+    # not by atexit: workers that multiprocessing forks skip it; other forked children leave it be
+    Finalize(None, shutil.rmtree, (path, True), exitpriority=-1)
     return path

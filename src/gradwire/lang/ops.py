@@ -27,7 +27,7 @@ and `abs` shadow Python's functions on purpose.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradwire.lang import ir, shapes
@@ -91,6 +91,8 @@ _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
 
 def map(function: Callable[..., Any], *values: Value) -> Value:
     """`function` of every element; values of narrower scope are broadcast."""
+    if not callable(function):
+        raise LanguageError(here(), f"map: takes a function first, not {function!r}")
     active().uses("map")
     return lift(function(*values))
 
@@ -102,7 +104,7 @@ def reduce(function: object, value: Value) -> Value:
     NaN and never give -0; sum adds in the fixed order defined in docs/reference/wire-format.md.
     """
     location = here()
-    name = _REDUCTIONS.get(function)
+    name = next((name for known, name in _REDUCTIONS.items() if known is function), None)
     if name is None:
         raise LanguageError(location, f"reduce: takes min, max or sum, not {function!r}")
     active().uses("reduce")
@@ -130,7 +132,10 @@ def count(value: Value) -> Value:
     number of values that satisfy it."""
     location = here()
     active().uses("reduce")
+    value = lift(value)
     shapes.none(value.node, "count", location)
+    if value.node.scope is ir.Scope.CONSTANT:
+        raise LanguageError(location, "count: takes elements or conditions, not a number")
     if value.node.dtype == "bool":
         return _reduce("count", value.node, value.blocked, location)
     one = ir.node("const", attr=1.0, scope=ir.Scope.ELEMENT, location=location)
@@ -145,10 +150,8 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     the same numbers, in encode and in decode, for the contributions to a sum and for the sum.
     """
     trace = active()
-    if scope not in _SCOPES:
+    if scope not in tuple(_SCOPES):
         raise LanguageError(here(), f"random: scope is 'element' or 'block', not {scope!r}")
-    if shared is not None and not isinstance(shared, str):
-        raise LanguageError(here(), f"random: shared is a name, not {shared!r}")
     trace.uses("random")
     node = ir.node("random", attr=stream(shared), scope=_SCOPES[scope], location=here())
     return Value(node)
@@ -308,11 +311,10 @@ def table(numbers: Sequence[float]) -> list[Value]:
     A codec has one table; encode and decode may both use it.
     """
     trace, location = active(), here()
-    if not hasattr(numbers, "__iter__"):
-        raise LanguageError(location, f"table: takes a tuple of numbers, not {numbers!r}")
-    numbers = tuple(ir.single(constant(x, location)) for x in numbers)
+    given = _several(numbers, "table", location)
+    numbers = tuple(ir.single(constant(x, location)) for x in given)
     known = not trace.table or ir.same_numbers(trace.table, numbers)
-    if not 1 <= len(numbers) <= 256 or not known:
+    if len(numbers) > 256 or not known:
         raise LanguageError(location, "table: a codec has one table, of 1 to 256 numbers")
     trace.table = numbers
     return [Value(ir.node("param", attr=i)) for i in range(len(numbers))]
@@ -320,13 +322,27 @@ def table(numbers: Sequence[float]) -> list[Value]:
 
 def lookup(numbers: Sequence[Value], code: Value) -> Value:
     """The table entry of each code; codes beyond the table give its last entry."""
+    location = here()
     active().uses("map")
-    return _lookup(list(numbers), 0, code)
+    given = [lift(x) for x in _several(numbers, "lookup", location)]
+    nodes = [x.node for x in given]
+    if len(nodes) < 3 or any(n.op not in ("const", "param") for n in nodes):
+        return _choose(given, 0, code)
+    first = apply("lt", code, 1.0)
+    args = (first.node.args[0], *nodes)
+    return Value(ir.node("lookup", args, location=location), first.blocked, first.within)
 
 
-def _lookup(numbers: list[Value], first: int, code: Value) -> Value:
+def _several(numbers: object, operator: str, location: str) -> list[Any]:
+    given = list(numbers) if isinstance(numbers, Iterable) else []
+    if not given:
+        raise LanguageError(location, f"{operator}: takes a tuple of numbers, not {numbers!r}")
+    return given
+
+
+def _choose(numbers: list[Value], first: int, code: Value) -> Value:
     if len(numbers) == 1:
         return numbers[0]
     half = (len(numbers) + 1) // 2
-    below = _lookup(numbers[:half], first, code)
-    return where(code < first + half, below, _lookup(numbers[half:], first + half, code))
+    below = _choose(numbers[:half], first, code)
+    return where(code < first + half, below, _choose(numbers[half:], first + half, code))

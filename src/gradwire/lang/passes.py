@@ -16,7 +16,7 @@ The passes, in the order of `lower`:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gradwire.lang import ir
 from gradwire.lang.ir import Node, Scope
@@ -38,10 +38,9 @@ from gradwire.lang.sweeps import (
     operands,
 )
 
-MAX_LOOKUP = 64  # numbers of a table that stays in registers, or nearly
 RECOMPUTE = 2  # an element of this cost or less is recomputed instead of kept in an array
 COSTLY = 100  # the cost from which on it no longer matters
-_COST = {"random": 10, "div": 8, "sqrt": 8, "cast": 1, "alu": 1}
+_COST = {"random": 10, "div": 8, "sqrt": 8, "lookup": 4, "cast": 1, "alu": 1}
 
 
 def lower(program: ir.Function) -> tuple[Sweep, ...]:
@@ -84,7 +83,7 @@ def entry_steps(program: ir.Function) -> tuple[Step, ...]:
 
 def is_local(element: Node) -> bool:
     """Whether an element does not depend on other elements of its block or on a payload."""
-    local = ("const", "param", "load", "alu", "cast", "index")
+    local = ("const", "param", "load", "alu", "lookup", "cast", "index")
     needed = _needed([element])
     return all((n.op in local or n.scope <= Scope.TENSOR) and not looked_up(n) for n in needed)
 
@@ -326,46 +325,20 @@ def is_packed(n: Node) -> bool:
 
 @ir.memoised(lambda n: ())
 def looked_up(n: Node) -> LookUp | None:
-    """The table lookup equivalent to `where`s that compare a code with constants, or None."""
-    if n.scope is not Scope.ELEMENT or not _is_where_below(n):
+    """The step that looks numbers up for the codes of a whole array, or None."""
+    if n.op != "lookup" or n.scope is not Scope.ELEMENT or n.args[0].op != "cast":
         return None
-    compared = n.args[0].args[0]
-    if compared.op != "cast" or not compared.args[0].dtype.startswith("uint"):
+    code, numbers = n.args[0].args[0], n.args[1:]
+    if code.dtype == "trit" or code.dtype not in ir.CODES:
         return None
-    code = compared.args[0]
     size = 2 ** ir.BITS[code.dtype]
-    if size > MAX_LOOKUP:
-        return None
-    numbers = _numbers(n, compared, size)
-    if len(numbers) < 3:
-        return None
-    return LookUp(n, code, numbers + numbers[-1:] * (size - len(numbers)))
+    return LookUp(n, code, (numbers + numbers[-1:] * size)[:size])
 
 
-def _is_where_below(n: Node) -> bool:
-    """Whether it is where(x < constant, a, b)."""
-    return n.attr == "where" and n.args[0].attr == "lt" and n.args[0].args[1].op == "const"
-
-
-def _numbers(n: Node, compared: Node, most: int) -> tuple[Node, ...]:
-    """The results for `compared` = 0, 1, ...; () if `n` is not such a lookup of at most `most`."""
-    numbers: list[Node] = []
-    rest: list[object] = [n]  # nodes, and between two of them the first code of the second
-    while rest:
-        item = rest.pop()
-        if not isinstance(item, Node):
-            if item != len(numbers):
-                return ()
-        elif item.op in ("const", "param"):
-            numbers.append(item)
-        elif _is_where_below(item) and item.args[0].args[0] is compared:
-            condition, below, above = item.args
-            rest += [above, condition.args[1].attr, below]
-        else:
-            return ()
-        if len(numbers) + len(rest) // 2 > most:  # each of `rest` has a number at least
-            return ()
-    return tuple(numbers)
+def is_table(numbers: Sequence[Node]) -> bool:
+    """Whether these are numbers of the codec's table, in its order."""
+    first = numbers[0].attr
+    return isinstance(first, int) and all(n.attr == first + k for k, n in enumerate(numbers))
 
 
 @ir.memoised()

@@ -113,6 +113,7 @@ def keep(codes: Value, flag: Value) -> Value:
     """
     location = here()
     active().uses("filter")
+    codes, flag = lift(codes), lift(flag)
     stored = codes.node.dtype in ir.CODES and codes.node.scope is ir.Scope.ELEMENT
     if not stored or (flag.node.dtype, flag.node.scope) != ("uint1", ir.Scope.BLOCK):
         raise LanguageError(location, "keep: takes codes of elements, and a uint(1) of blocks")

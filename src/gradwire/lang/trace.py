@@ -125,6 +125,9 @@ class Value:
 
     __int__ = __index__ = __complex__ = __float__
 
+    def __format__(self, form: str) -> str:
+        return format(float(self), form) if form else repr(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python and numpy ask of every object
             raise AttributeError(name)
@@ -145,7 +148,9 @@ class Value:
             return apply({"gt": "lt", "ge": "le"}[name], *reversed(given))
         return apply(name, *given)
 
-    def __pow__(self, exponent: object) -> Value:
+    def __pow__(self, exponent: object, modulus: object = None) -> Value:
+        if modulus is not None:
+            raise LanguageError(here(), f"symbols have no operator %: {_OPERATORS}")
         times = integer(exponent)
         if times is None and isinstance(exponent, float) and exponent.is_integer():
             times = int(exponent)
@@ -243,7 +248,7 @@ for _name, _operator in {
     "rpow": "**", "mod": "%", "rmod": "%", "floordiv": "//", "rfloordiv": "//", "divmod": "divmod",
     "rdivmod": "divmod", "matmul": "@", "rmatmul": "@", "xor": "^", "rxor": "^", "lshift": "<<",
     "rlshift": "<<", "rshift": ">>", "rrshift": ">>", "round": "round", "trunc": "trunc",
-    "floor": "math.floor", "ceil": "math.ceil", "contains": "in",
+    "floor": "math.floor", "ceil": "math.ceil", "contains": "in", "setitem": "x[...] =",
 }.items():  # fmt: skip
     setattr(Value, f"__{_name}__", _refused(_operator))
 
@@ -371,7 +376,11 @@ def numbers_of_elements(value: Value, operator: str, location: str) -> ir.Node:
 def stream(shared: str | None = None) -> ir.Stream:
     """The next stream of random numbers, or the stream of this name that all ranks share."""
     if shared is not None:  # so its number must not depend on the order of calls
-        digest = hashlib.blake2b(shared.encode(), digest_size=8).digest()
+        try:
+            name = bytes(shared, "utf-8")
+        except (TypeError, UnicodeEncodeError):
+            raise LanguageError(here(), f"random: shared is a name, not {shared!r}") from None
+        digest = hashlib.blake2b(name, digest_size=8).digest()
         # the first 2^16 numbers are left to origins, which are hashed with the same key (rng.py)
         number = ORIGINS + int.from_bytes(digest, "little") % (2**64 - ORIGINS)
         return ir.Stream(number, shared=True)

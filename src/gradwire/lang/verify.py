@@ -178,7 +178,7 @@ def _misplaced(n: ir.Node, root: ir.Node, again: frozenset[tuple[int, Scope]]) -
             f"field of one per {scope.name.lower()}: draw it there, or use random(shared=NAME)"
         )
     if n.op == "gather" and n.args[0].scope is Scope.ELEMENT:
-        computed = ("alu", "cast", "const", "param", "index", "random")
+        computed = ("alu", "lookup", "cast", "const", "param", "index", "random")
         below = (a for a in ir.walk([n.args[0]]) if a.scope is Scope.ELEMENT)
         if any(a.op not in computed for a in below):
             return "decode can gather only what depends on positions: send the rest as entries"

@@ -51,7 +51,7 @@ def emit(programs: Iterable[ir.Function], layout: Layout, native: str) -> str:
     parts = [_text("selection.h")] if layout.variable or layout.samples else []
     if any(isinstance(n.attr, ir.Rotation) for p in programs for n in ir.walk(p.roots)):
         parts.append(_text("rotation.h"))
-    if any(passes.looked_up(n) for p in programs for n in ir.walk(p.roots)):
+    if any(n.op == "lookup" for p in programs for n in ir.walk(p.roots)):
         parts.append(_text("lookup.h"))
     parts.append(c_rows.place(layout, drawn))
     if layout.staged:

@@ -204,6 +204,15 @@ class Writer:
             names = (self.limit(a) if a.op == "const" else self.name(a) for a in n.args)
         return ALU[str(n.attr)].format(*names)
 
+    def node_lookup(self, n: Node) -> str:
+        x, *numbers = n.args
+        table = f"call->table + {numbers[0].attr}"
+        if not passes.is_table(numbers):
+            table = f"t{self.number[n]}"
+            texts = ", ".join(self.name(a) for a in numbers)
+            self.put(f"const float {table}[] = {{{texts}}};")
+        return f"number_at({table}, {len(numbers)}, {self.name(x)})"
+
     def limit(self, n: Node) -> str:
         assert isinstance(n.attr, float)
         return self.limits[literal(n.attr)]
@@ -312,6 +321,7 @@ class Writer:
 
 NODES: dict[str, Callable[..., str]] = {
     "alu": Writer.node_alu,
+    "lookup": Writer.node_lookup,
     "cast": Writer.node_cast,
     "load": Writer.node_load,
     "field": Writer.node_field,

@@ -56,7 +56,7 @@ CASTS = {
 WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
 
 # operation -> how many of its operands its rule reads in the kernel's usual place
-OPERANDS = {"alu": 3, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
+OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
 
 # dtype -> functions that load and store its bits
 LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16", "int32": "load_int32"}
@@ -276,6 +276,12 @@ class Nodes:
         ]
         return ALU[str(n.attr)].format(*operands)
 
+    def node_lookup(self, n: Node, view: int) -> str:
+        x, numbers = self.tensor(n.args[0], view), n.args[1:]
+        if passes.is_table(numbers):
+            return f"tl.load(numbers + {numbers[0].attr} + entry({x}, {len(numbers)}))"
+        return _by_halves(x, [self.value(a, view) for a in numbers])
+
     def node_cast(self, n: Node, view: int) -> str:
         x = n.args[0]
         operand = self.tensor(x, view)
@@ -392,6 +398,16 @@ class Nodes:
         return [f.name for f in self.layout.fields].index(name)
 
 
+def _by_halves(x: str, numbers: list[str], first: int = 0) -> str:
+    """The number that x stands for: literals are in no memory that could be indexed."""
+    if len(numbers) == 1:
+        return numbers[0]
+    half = (len(numbers) + 1) // 2
+    below = _by_halves(x, numbers[:half], first)
+    above = _by_halves(x, numbers[half:], first + half)
+    return f"tl.where({x} < {first + half}, {below}, {above})"
+
+
 def of_view(n: Node, view: int) -> tuple[Node, int]:
     """The key of a value: numbers of blocks and rows have no view."""
     return n, view if is_wide(n) else 0
@@ -405,6 +421,7 @@ def is_wide(n: Node) -> bool:
 Nodes.RULES = {
     "alu": Nodes.node_alu,
     "cast": Nodes.node_cast,
+    "lookup": Nodes.node_lookup,
     "field": Nodes.node_field,
     "fold": Nodes.node_fold,
     "index": Nodes.node_index,

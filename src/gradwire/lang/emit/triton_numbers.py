@@ -116,6 +116,12 @@ def to_code(x, TOP: tl.constexpr):
 
 
 @triton.jit
+def entry(x, SIZE: tl.constexpr):
+    """The position in a table of SIZE numbers that x stands for."""
+    return tl.where(x < SIZE - 1, tl.where(x < 1, 0.0, x), SIZE - 1.0).to(tl.int32)
+
+
+@triton.jit
 def to_int32(x):
     x = tl.where(x == x, x, 0.0)
     x = tl.where(x < 2147483520.0, x, 2147483520.0)
