@@ -65,7 +65,7 @@ def ddp_modules_are_compressed_by_parameter() -> None:
     handle = group().models.handles[model]
     codecs = {name: facts["codec"] for name, facts in handle.stats()["parameters"].items()}
     assert {name for name, codec in codecs.items() if codec != "dense"} == {"0.weight", "3.weight"}
-    assert not model._forward_pre_hooks
+    assert "_before_forward" not in str(model._forward_pre_hooks)  # the backend's own
     again = copy.deepcopy(DDP(mlp()))
     train(again, range(4))
     assert torch.equal(flat(again), flat(model))
