@@ -83,3 +83,28 @@ def an_exception_where_others_gather_is_told(rank: int) -> None:
         assert "backward raised an exception at step" in str(error)
         assert "of the sharded module of" in str(error)
         assert ", weights" in str(error)
+
+
+def an_exception_in_forward_is_told(rank: int, records: bool) -> None:
+    """The others gather the last layer's weights; then all go on."""
+    model = three_layers()
+    model[0].set_modules_to_forward_prefetch([model[1]])  # a gather is under way
+    handle = gw.attach(model, weights="randomshift:bits=8")
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        with torch.set_grad_enabled(records):
+            assert caught(lambda: model(x)) is None
+        if rank == DYING:
+            hook = model[0].register_forward_hook(lambda *_: 1 / 0)
+        with torch.set_grad_enabled(records):
+            error = caught(lambda: model(x))
+        if rank == DYING:
+            assert isinstance(error, ZeroDivisionError), error
+            hook.remove()
+        else:
+            assert isinstance(error, gw.TransportError), error
+            assert error.peer == DYING
+            assert f"rank {DYING}: forward raised an exception" in str(error)
+        model.reset_iter_state()
+        handle.recover()
+    model(x).square().mean().backward()

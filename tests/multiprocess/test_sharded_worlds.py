@@ -28,6 +28,7 @@ CHECKS: dict[int, list[Check]] = {
         partial(differences.nothing_drifts, weights=differences.FOUR, dtype=torch.bfloat16),
         partial(differences.nothing_drifts, weights=differences.NEAREST, dtype=None),
         differences.one_version_is_sent_once,
+        *(partial(faults.an_exception_in_forward_is_told, records=r) for r in (True, False)),
         faults.an_exception_where_others_gather_is_told,
     ],
     4: [

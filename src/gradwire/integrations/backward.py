@@ -1,4 +1,5 @@
-"""Callbacks at the end of a wrapped module's backward pass, including an early end by an error."""
+"""Callbacks at the end of a wrapped module's backward pass, and at an early end of it, or of its
+forward, by an error."""
 
 from __future__ import annotations
 
@@ -85,6 +86,34 @@ class Backward:
             Variable._execution_engine.queue_callback(_Guard(self._ended, self._abandoned))
         self._current = current
         return current != _NONE
+
+
+class Forward:
+    """The forwards of one module that end with an exception, recorded by autograd or not.
+
+    Args:
+        failed: called then.
+    """
+
+    def __init__(self, model: torch.nn.Module, failed: Callable[[], None]) -> None:
+        self._failed = failed
+        self._returned = False
+        self._hooks = [
+            model.register_forward_hook(ModuleHook(self._returns, records=False)),
+            model.register_forward_hook(ModuleHook(self._ends, records=False), always_call=True),
+        ]
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _returns(self, *_: object) -> None:
+        self._returned = True
+
+    def _ends(self, *_: object) -> None:
+        returned, self._returned = self._returned, False
+        if not returned:
+            self._failed()
 
 
 def _raise(error: Exception) -> None:

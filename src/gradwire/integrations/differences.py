@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGa
 
 from gradwire.codecs import Identity
 from gradwire.integrations.payloads import Payloads
-from gradwire.integrations.weights import Weight, WeightGather, decoding
+from gradwire.integrations.weights import Weight, WeightGather
 
 if TYPE_CHECKING:
     from gradwire.integrations.gathered import GatheredWeights
@@ -80,7 +80,7 @@ class DifferenceGather(WeightGather):
             layout.decode(payloads, every)
             self._add(every, reference, layout)
 
-        return decoding(ended, add, payloads)
+        return self._decoding(ended, add, payloads)
 
     def _difference(
         self, own: torch.Tensor, reference: torch.Tensor, layout: Payloads
@@ -158,6 +158,6 @@ class DifferenceGather(WeightGather):
             part[piece.at :][: values.numel()] = values.view(-1).to(own)
         payloads, ended = self._send(layout, part, np.zeros(len(parts), np.uint64))
         reference = own.new_empty(layout.ranks * own.numel())
-        decoding(ended, lambda: layout.decode(payloads, reference), payloads).wait()
+        self._decoding(ended, lambda: layout.decode(payloads, reference), payloads).wait()
         self.reference = reference
         self._finite = torch.isfinite(torch.stack(torch.aminmax(reference))).all()

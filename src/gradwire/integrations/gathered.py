@@ -54,6 +54,7 @@ class GatheredWeights:
         shard, shards: this rank's, and how many there are.
         keep: what is kept of gathered weights; see `attach`.
         owner: issues the gathers.
+        abandoned: whether an exception has ended a forward or backward.
         versions: counts what changes the weights.
         changes: tells all ranks so, with keep="reference".
     """
@@ -71,6 +72,7 @@ class GatheredWeights:
         self.shard, self.shards = sharding.shard, sharding.shards
         self.keep = plan.weights.keep
         self.owner = communicator(gather_group(trained.records[0])).owner(f"{what}, weights")
+        self.abandoned = False
         self.versions = Versions(self._shards)
         self.changes = Changes(self._own, self._most, self._forget_references)
         self._options = plan.options

@@ -144,8 +144,9 @@ class Reductions:
         if refusal is not None:
             raise refusal
 
-    def abandon(self, cause: GradwireError | None = None) -> None:
-        """Backward ended with an exception: tell peers, who wait for this rank's gradients.
+    def abandon(self, cause: GradwireError | None = None, what: str = "backward") -> None:
+        """Backward or forward ended with an exception: tell peers, who wait for what this rank was
+        to send.
 
         Args:
             cause: of the exception, if it is known.
@@ -156,9 +157,8 @@ class Reductions:
         for owner in owners:
             rank = owner.comm.rank
             error = known or TransportError(
-                f"rank {rank}: backward raised an exception at step {self.steps} of {owner.name}, "
-                "so its gradients are not complete: see what rank "
-                f"{rank} raised{self.after_error}",
+                f"rank {rank}: {what} raised an exception at step {self.steps} of {owner.name}, so "
+                f"its gradients are not complete: see what rank {rank} raised{self.after_error}",
                 peer=rank,
             )
             owner.comm.fail_owner(owner, error)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from gradwire.aggregators import Attached
 from gradwire.collectives import Collective, Item, Operation, prepare, start_round
 from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
-from gradwire.integrations.backward import Backward, running
+from gradwire.integrations.backward import Backward, Forward, running
 from gradwire.integrations.gathered import NO_STATS, GatheredWeights
 from gradwire.integrations.learning import learned, wanted
 from gradwire.integrations.reductions import Reductions, State, version_values
@@ -94,6 +95,8 @@ class Scatters(Reductions):
             of_shard = groups.shard, groups.shards, groups.rank, groups.size
             sharding = Sharding(shapes, trained.dims(), *of_shard)
             self.weights = GatheredWeights(name, trained, members, plan, seed, sharding)
+            # Peers gather with this rank in forward, too.
+            self._forward = Forward(model, partial(self.abandon, what="forward"))
 
     def _install(self, record: Any, members: Mapping[Any, Attached]) -> None:
         self._replaced.append((record, record._reduce_scatter_comm, record.mesh_info))
@@ -116,6 +119,7 @@ class Scatters(Reductions):
         super().remove()
         if self.weights is not None:
             self.weights.remove()
+            self._forward.unwatch()
         self._backward.unwatch()
         for record, scatter, mesh in self._replaced:
             record._reduce_scatter_comm, record.mesh_info = scatter, mesh
@@ -124,6 +128,11 @@ class Scatters(Reductions):
 
     def all_owners(self) -> list[Owner]:
         return [*self.owners, *([] if self.weights is None else [self.weights.owner])]
+
+    def abandon(self, cause: GradwireError | None = None, what: str = "backward") -> None:
+        if self.weights is not None:
+            self.weights.abandoned = True
+        super().abandon(cause, what)
 
     # ---- passes
 

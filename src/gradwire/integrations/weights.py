@@ -144,7 +144,7 @@ class WeightGather(FSDPAllGather):
         if not again:
             keeps = self.of.keep == "payload" and gathers_again(self.record)
             self.kept = payloads if keeps else None
-        return decoding(ended, lambda: layout.decode(payloads, every), payloads)
+        return self._decoding(ended, lambda: layout.decode(payloads, every), payloads)
 
     def _send(
         self, layout: Payloads, own: torch.Tensor, keys: np.ndarray
@@ -158,6 +158,23 @@ class WeightGather(FSDPAllGather):
         item = request.item(spec, rng.Keys(0, 0), 0, rank, layout.ranks)
         raw_bytes = own.nbytes * (layout.ranks - 1)
         return payloads, self.of.start(spec, item, GATHER, raw_bytes)
+
+    def _decoding(
+        self, ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
+    ) -> dist.Work:
+        """The Work of a gather of `payloads`, which `decode` decodes as it has ended."""
+
+        def decode_anywhere() -> None:
+            # What a forward allocates in torch's inference mode may be changed in no other mode.
+            with torch.inference_mode():
+                decode()
+
+        def told() -> bool:
+            return self.of.abandoned
+
+        if payloads.device.type == "cuda":
+            return InOrder(ended, decode_anywhere, payloads, told)
+        return Decoding(ended, decode_anywhere, told)
 
     def rehearse(self, codecs: Sequence[Codec | None]) -> None:
         """Compile the kernels of these codecs."""
@@ -195,21 +212,6 @@ class WeightGather(FSDPAllGather):
         return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
 
 
-def decoding(
-    ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
-) -> dist.Work:
-    """The Work of a gather of `payloads`, which `decode` decodes as it has ended."""
-
-    def decode_anywhere() -> None:
-        # What a forward allocates in torch's inference mode may be changed in no other mode.
-        with torch.inference_mode():
-            decode()
-
-    if payloads.device.type == "cuda":
-        return InOrder(ended, decode_anywhere, payloads)
-    return Decoding(ended, decode_anywhere)
-
-
 class Decoding(dist.Work):
     """The Work of a gather on the CPU: payloads are decoded as they have arrived, on the engine's
     thread.
@@ -217,10 +219,15 @@ class Decoding(dist.Work):
     Args:
         ended: the gather of the payloads.
         decode: called then.
+        told: whether an exception has ended forward or backward: then FSDP2's `reset_iter_state`
+            waits, and an error here is none of the script's any more.
     """
 
-    def __init__(self, ended: Future[Outcome], decode: Callable[[], None]) -> None:
+    def __init__(
+        self, ended: Future[Outcome], decode: Callable[[], None], told: Callable[[], bool]
+    ) -> None:
         super().__init__()
+        self._told = told
         self._decoded: Future[None] = Future()
         self._decode = decode
         ended.add_done_callback(self._arrived)
@@ -235,8 +242,10 @@ class Decoding(dist.Work):
             self._decoded.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._decoded.result()
-        return True
+        error = self._decoded.exception()
+        if error is not None and not self._told():
+            raise error
+        return error is None
 
     def is_completed(self) -> bool:
         return self._decoded.done()
@@ -249,15 +258,24 @@ class InOrder(dist.Work):
         ended: the gather, queued on another stream.
         decode: queues the decoding on the current stream.
         payloads: memory that the current stream then reads.
+        told: see `Decoding`.
     """
 
     def __init__(
-        self, ended: Future[Outcome], decode: Callable[[], None], payloads: torch.Tensor
+        self,
+        ended: Future[Outcome],
+        decode: Callable[[], None],
+        payloads: torch.Tensor,
+        told: Callable[[], bool],
     ) -> None:
         super().__init__()
+        self._told = told
         self._ended, self._decode, self._payloads = ended, decode, payloads
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        error = self._ended.exception()
+        if error is not None and self._told():
+            return False
         self._ended.result()
         self._payloads.record_stream(torch.cuda.current_stream(self._payloads.device))
         self._decode()
