@@ -149,6 +149,29 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
     assert stats["weights_calls"] == 4
     assert stats["weights_wire_bytes"] == sent * (dist.get_world_size() - 1)
     assert stats["wire_bytes"] == 0  # gradients are counted apart
+    assert stats["weights_ratio"] == stats["weights_raw_bytes"] / stats["weights_wire_bytes"]
+    assert stats["weights_exposed_seconds"] > 0 < stats["weights_seconds"]
+
+
+def errors_of_weights_are_told(rank: int, keep: str) -> None:
+    model = sharded()
+    handle = gw.attach(model, None, weights=ALL, keep=keep)
+    optimizer = sgd(model)
+    assert "weights_nmse" not in handle.metrics(every=1)
+    steps(model, optimizer, 0, 2)  # with keep="reference" the next are sent as differences
+    with torch.no_grad():
+        model(batch(2))
+    model.reshard()
+    own = model.embedding.to_local().detach().double()
+    found = handle.metrics(layers=True, every=1)
+    model.unshard()
+    decoded = model.embedding.detach().double().split(-(-5 // dist.get_world_size()))[rank]
+    model.reshard()
+    expected = ((own - decoded).square().sum() / own.square().sum()).item()
+    assert abs(found["embedding/weights_nmse"] - expected) < 1e-4 * expected
+    assert 0 < found["weights_nmse"] < 1e-3
+    assert found["weights_ratio"] > 1
+    assert found["weights_exposed_seconds"] > 0
 
 
 def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
@@ -233,6 +256,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
         2,
         weights_are_alike,
         bytes_are_those_of_the_formula,
+        *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
         *(partial(losses_fall, keep=keep) for keep in ("none", "payload", "redraw")),
         one_version_is_encoded_once,

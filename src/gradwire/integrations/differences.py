@@ -69,6 +69,7 @@ class DifferenceGather(WeightGather):
             every.copy_(reference)
             return None
         self.version = version
+        sampled = self._sample(self._layout(own), own)
         # Finite or not is the same on all ranks, since they decode the same bits.
         if reference is None or not bool(self._finite):
             layout, reference = self._as_they_are(own), None
@@ -79,6 +80,8 @@ class DifferenceGather(WeightGather):
         def add() -> None:
             layout.decode(payloads, every)
             self._add(every, reference, layout)
+            if sampled is not None:
+                sampled(every)
 
         return self._decoding(ended, add, payloads)
 

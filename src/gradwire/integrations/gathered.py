@@ -7,8 +7,10 @@ integrations/differences.py with keep="reference".
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from gradwire.groups import communicator
 from gradwire.integrations.changes import Changes
 from gradwire.integrations.differences import DifferenceGather
 from gradwire.integrations.fsdp import gather_group
+from gradwire.integrations.metrics import Sampler
 from gradwire.integrations.references import (
     References,
     Sharding,
@@ -36,8 +39,11 @@ from gradwire.lang import Codec, rng
 from gradwire.partition import Spec
 from gradwire.planner import Plan
 
-_TOTALS = {"weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0}
-NO_STATS = {**_TOTALS, "weights_kept_bytes": 0}  # of a handle that gathers no weights
+_TOTALS: dict[str, float] = {
+    "weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0,
+    "weights_seconds": 0.0, "weights_exposed_seconds": 0.0,
+}  # fmt: skip
+NO_STATS = {**_TOTALS, "weights_ratio": None, "weights_kept_bytes": 0}  # of no gathered weights
 
 
 class GatheredWeights:
@@ -49,6 +55,7 @@ class GatheredWeights:
         members: the parameters as their gradients are reduced, by name.
         plan: has rules for weights.
         sharding: of this rank.
+        sampler: of metrics.
 
     Attributes:
         shard, shards: this rank's, and how many there are.
@@ -67,12 +74,14 @@ class GatheredWeights:
         plan: Plan,
         seed: int,
         sharding: Sharding,
+        sampler: Sampler,
     ) -> None:
         assert plan.weights is not None
         self.shard, self.shards = sharding.shard, sharding.shards
         self.keep = plan.weights.keep
         self.owner = communicator(gather_group(trained.records[0])).owner(f"{what}, weights")
         self.abandoned = False
+        self.sampler = sampler
         self.versions = Versions(self._shards)
         self.changes = Changes(self._own, self._most, self._forget_references)
         self._options = plan.options
@@ -110,13 +119,25 @@ class GatheredWeights:
 
         def count(ended: Future[Outcome]) -> None:
             if ended.exception() is None:
+                outcome = ended.result()
                 with self._lock:
                     self._totals["weights_calls"] += 1
                     self._totals["weights_raw_bytes"] += raw_bytes
-                    self._totals["weights_wire_bytes"] += ended.result().wire_bytes
+                    self._totals["weights_wire_bytes"] += outcome.wire_bytes
+                    self._totals["weights_seconds"] += outcome.seconds
 
         ended.add_done_callback(count)
         return ended
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Within it FSDP2 waits for a gather to be started, or to end."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._totals["weights_exposed_seconds"] += time.perf_counter() - begun
 
     # ---- plans
 
@@ -135,11 +156,13 @@ class GatheredWeights:
 
     # ---- statistics
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float | None]:
         """See `Handle.stats`."""
         with self._lock:
             totals = dict(self._totals)
-        return {**totals, "weights_kept_bytes": sum(g.kept_bytes for g in self._gathers)}
+        raw, wire = totals["weights_raw_bytes"], totals["weights_wire_bytes"]
+        kept = sum(gather.kept_bytes for gather in self._gathers)
+        return {**totals, "weights_ratio": raw / wire if wire else None, "weights_kept_bytes": kept}
 
     def _shards(self) -> list[torch.nn.Parameter]:
         """The parameters that an optimizer has."""

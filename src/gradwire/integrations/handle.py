@@ -243,11 +243,13 @@ class Handle(Saved):
             peak_extra_bytes: peak memory beyond that of the module without gradwire and the rings:
                 messages in flight (of all handles of the process group) and residuals; kept
                 weights are not in it.
-            weights_calls, weights_wire_bytes, weights_raw_bytes: under FSDP2, of gathers of weights
-                through gradwire, which none of the above counts: their number, what this rank sent,
-                and what sending its shards uncompressed to N - 1 ranks would send. Gathers that are
-                left to torch are not counted. With keep="reference", gathers that sent nothing are
-                not, and exchanges of whether weights have changed are.
+            weights_calls, weights_wire_bytes, weights_raw_bytes, weights_ratio: under FSDP2, of
+                gathers of weights through gradwire, which none of the above counts: their number,
+                what this rank sent, and what sending its shards uncompressed to N - 1 ranks would
+                send. Gathers that are left to torch are not counted, nor those that sent nothing;
+                exchanges of whether weights have changed are.
+            weights_seconds, weights_exposed_seconds: from their start until payloads have arrived,
+                and what FSDP2 spent in starting them and in waiting for them.
             weights_kept_bytes: under FSDP2, memory of what is kept of gathered weights.
             parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
                 gradient, at most), ratio: of the plan in force.
@@ -281,6 +283,7 @@ class Handle(Saved):
         - ratio: bytes of uncompressed collectives, as in `stats`, / bytes sent.
         - bits_per_value: a gradient's bits per value / ratio, headers included.
         - exposed_seconds: what communication added to a backward, on average; see `stats`.
+        - weights_ratio, weights_exposed_seconds: of gathers of weights, under FSDP2.
 
         Of the last sampled pass, in which this rank fed p into the average, its gradient plus its
         residual, and sent s of it; sums are over all parameters but uncompressed ones:
@@ -293,6 +296,8 @@ class Handle(Saved):
         - compression_gain: sum of |s|^2 / sum of |p|^2 (ARTOPK 3-E).
         - residual_norm: sqrt of the sum of |residual|^2; in units of the scaled loss under
           GradScaler.
+        - weights_nmse: under FSDP2, sum of |w - v|^2 / sum of |w|^2 over this rank's shards w that
+          go through a codec, which all ranks decode as v: of the forward before.
         - sampled_step: which pass it was, counted from 1 as in `stats`.
 
         And what aggregators tell, such as the share of saturated values: the newest, as the mean
@@ -311,7 +316,8 @@ class Handle(Saved):
             ConfigError: `every` is not a number of passes.
         """
         on = self._reductions
-        return on.metrics.read(on.totals(), self._plan_now(), self._members, layers, every)
+        totals = on.totals() | {k: v for k, v in on.facts().items() if v is not None}
+        return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
 
     def summary(self) -> str:
         on = self._reductions

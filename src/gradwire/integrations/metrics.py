@@ -9,7 +9,7 @@ changes nothing, so training is bit-identical with it and without.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Sampler:
         # By parameter: |p|, |s|, |p - s| and |residual|, on the gradient's device.
         self._partial: dict[str, torch.Tensor] = {}
         self._norms: dict[str, torch.Tensor] = {}
+        self._weights: dict[str, torch.Tensor] = {}  # |w| and |w - s|, of the last sample
 
     def ask(self, every: int) -> None:
         """From the next pass on, sample one in `every` passes."""
@@ -86,6 +87,21 @@ class Sampler:
             fed, sent, fed - sent, kept
         )]  # fmt: skip
         self._partial[name] = torch.stack(norms)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next pass will be sampled, and so the forward before it."""
+        return bool(self._every) and self._now + 1 >= self._next and self._ranks > 1
+
+    def add_weight(self, name: str, own: torch.Tensor, sent: torch.Tensor) -> None:
+        """Sample a parameter's weights: this rank's shard, and what all ranks decode; fp32."""
+        norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (own, own - sent)]
+        self._weights[name] = torch.stack(norms)
+
+    def weights_error(self) -> dict[str, tuple[float, float]]:
+        """Of the last sample of weights, by parameter: |w|^2, |w - s|^2. Waits for the device."""
+        rows = {name: norms.square().tolist() for name, norms in dict(self._weights).items()}
+        return {name: (of, lost) for name, (of, lost) in rows.items()}
 
     def squares(self) -> dict[str, list[float]]:
         """Of the last sample, by parameter: |p|^2, |s|^2, |p - s|^2, |residual|^2. Waits for the
@@ -136,6 +152,8 @@ class Metrics:
         self._advance(totals, plan)
         squares = self.sampler.squares()
         found |= self._window | sampled(list(squares.values()))
+        errors = self.sampler.weights_error()
+        found |= weights_nmse(errors.values())
         if self.sampler.step is not None:
             found["sampled_step"] = self.sampler.step
         if layers:
@@ -146,6 +164,8 @@ class Metrics:
                     own["bits_per_value"] = 8 * payload / p.numel
                 if p.name in squares:
                     own |= sampled([squares[p.name]])
+                if p.name in errors:
+                    own |= weights_nmse([errors[p.name]])
                 found |= {f"{p.name}/{key}": value for key, value in own.items()}
         return found
 
@@ -156,6 +176,11 @@ class Metrics:
             return
         self._before = dict(totals)
         self._window = {"exposed_seconds": new["exposed_seconds"] / new["steps"]}
+        if new.get("weights_wire_bytes"):
+            self._window |= {
+                "weights_exposed_seconds": new["weights_exposed_seconds"] / new["steps"],
+                "weights_ratio": new["weights_raw_bytes"] / new["weights_wire_bytes"],
+            }
         if new["wire_bytes"]:
             ratio = new["raw_bytes"] / new["wire_bytes"]
             bits = 8 * sum(p.numel * p.dtype.itemsize for p in plan.parameters)
@@ -173,6 +198,12 @@ def sampled(squares: Sequence[Sequence[float]]) -> dict[str, float]:
     if fed > 0:
         found |= {"nmse": lost / fed, "compression_gain": sent / fed}
     return found
+
+
+def weights_nmse(errors: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """The error of gathered weights; nothing if it is not known."""
+    sums = [sum(column) for column in zip(*errors, strict=True)]
+    return {"weights_nmse": sums[1] / sums[0]} if sums and sums[0] > 0 else {}
 
 
 def round_trip(codec: Codec, values: torch.Tensor, member: Attached) -> torch.Tensor:

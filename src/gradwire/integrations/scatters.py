@@ -94,7 +94,9 @@ class Scatters(Reductions):
             shapes = {name: tuple(p.shape) for name, p in trained.named}
             of_shard = groups.shard, groups.shards, groups.rank, groups.size
             sharding = Sharding(shapes, trained.dims(), *of_shard)
-            self.weights = GatheredWeights(name, trained, members, plan, seed, sharding)
+            self.weights = GatheredWeights(
+                name, trained, members, plan, seed, sharding, self.sampler
+            )
             # Peers gather with this rank in forward, too.
             self._forward = Forward(model, partial(self.abandon, what="forward"))
 

@@ -114,7 +114,8 @@ class WeightGather(FSDPAllGather):
             return self.before(output_tensor, input_tensor, group, async_op)
         if self._next is not None and not in_backward():
             self._adopt(self._next)
-        return self.gather(output_tensor, input_tensor)
+        with self.of.exposed():
+            return self.gather(output_tensor, input_tensor)
 
     @property
     def names(self) -> list[str]:
@@ -144,7 +145,30 @@ class WeightGather(FSDPAllGather):
         if not again:
             keeps = self.of.keep == "payload" and gathers_again(self.record)
             self.kept = payloads if keeps else None
-        return self._decoding(ended, lambda: layout.decode(payloads, every), payloads)
+        sampled = None if again else self._sample(layout, own)
+
+        def decode() -> None:
+            layout.decode(payloads, every)
+            if sampled is not None:
+                sampled(every)
+
+        return self._decoding(ended, decode, payloads)
+
+    def _sample(self, layout: Payloads, own: torch.Tensor) -> Callable[[torch.Tensor], None] | None:
+        """What notes the error of this rank's values, given those of all ranks decoded, where
+        metrics are due to be sampled."""
+        sampler, values = self.of.sampler, own.clone() if self.of.sampler.due else None
+        if values is None:
+            return None
+
+        def sample(every: torch.Tensor) -> None:
+            decoded = every.view(layout.ranks, -1)[self.of.shard]
+            for weight, name, piece in zip(self.weights, self.names, layout.pieces, strict=True):
+                if weight.codec is not None and piece.lengths[self.of.shard]:
+                    part = slice(piece.at, piece.at + piece.lengths[self.of.shard])
+                    sampler.add_weight(name, values[part].float(), decoded[part].float())
+
+        return sample
 
     def _send(
         self, layout: Payloads, own: torch.Tensor, keys: np.ndarray
@@ -169,12 +193,9 @@ class WeightGather(FSDPAllGather):
             with torch.inference_mode():
                 decode()
 
-        def told() -> bool:
-            return self.of.abandoned
-
         if payloads.device.type == "cuda":
-            return InOrder(ended, decode_anywhere, payloads, told)
-        return Decoding(ended, decode_anywhere, told)
+            return InOrder(self.of, ended, decode_anywhere, payloads)
+        return Decoding(self.of, ended, decode_anywhere)
 
     def rehearse(self, codecs: Sequence[Codec | None]) -> None:
         """Compile the kernels of these codecs."""
@@ -217,17 +238,17 @@ class Decoding(dist.Work):
     thread.
 
     Args:
+        of: counts the time that waits take. Once an exception has ended a forward or backward,
+            FSDP2's `reset_iter_state` waits, and an error here is none of the script's any more.
         ended: the gather of the payloads.
         decode: called then.
-        told: whether an exception has ended forward or backward: then FSDP2's `reset_iter_state`
-            waits, and an error here is none of the script's any more.
     """
 
     def __init__(
-        self, ended: Future[Outcome], decode: Callable[[], None], told: Callable[[], bool]
+        self, of: GatheredWeights, ended: Future[Outcome], decode: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._told = told
+        self._of = of
         self._decoded: Future[None] = Future()
         self._decode = decode
         ended.add_done_callback(self._arrived)
@@ -242,8 +263,9 @@ class Decoding(dist.Work):
             self._decoded.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        error = self._decoded.exception()
-        if error is not None and not self._told():
+        with self._of.exposed():
+            error = self._decoded.exception()
+        if error is not None and not self._of.abandoned:
             raise error
         return error is None
 
@@ -255,26 +277,26 @@ class InOrder(dist.Work):
     """The Work of a gather on a GPU: payloads are decoded on the stream that waits.
 
     Args:
+        of: as of `Decoding`.
         ended: the gather, queued on another stream.
         decode: queues the decoding on the current stream.
         payloads: memory that the current stream then reads.
-        told: see `Decoding`.
     """
 
     def __init__(
         self,
+        of: GatheredWeights,
         ended: Future[Outcome],
         decode: Callable[[], None],
         payloads: torch.Tensor,
-        told: Callable[[], bool],
     ) -> None:
         super().__init__()
-        self._told = told
-        self._ended, self._decode, self._payloads = ended, decode, payloads
+        self._of, self._ended, self._decode, self._payloads = of, ended, decode, payloads
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        error = self._ended.exception()
-        if error is not None and self._told():
+        with self._of.exposed():
+            error = self._ended.exception()
+        if error is not None and self._of.abandoned:
             return False
         self._ended.result()
         self._payloads.record_stream(torch.cuda.current_stream(self._payloads.device))
