@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -128,16 +128,19 @@ def shards(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 
 
-def message_bytes(model: nn.Module, codec_of: Any) -> int:
+def message_bytes(model: nn.Module, codec_of: Any, without: Collection[str] = ()) -> int:
     """What this rank sends of its weights to each other rank, by the formula.
 
     Args:
         codec_of: by the name of a parameter; None: it is sent as it is.
+        without: groups that are not sent.
     """
     payloads: dict[str, int] = {}
     for name, p in model.named_parameters():
         own, codec = p.to_local().numel(), codec_of(name)
         group = name.split(".")[0] if name.startswith(("first", "frozen", "spare")) else ""
+        if group in without:
+            continue
         payloads.setdefault(group, 0)
         payloads[group] += 4 * own if codec is None else layout(codec).nbytes(own)
     # A message has a header of 48 bytes, and begins at a multiple of 16 bytes.

@@ -99,9 +99,11 @@ def one_version_is_encoded_once(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         found[keep] = losses, shards(model), handle.stats()["weights_calls"]
-    # Four groups; the root and what needs no gradient are gathered in forward alone.
-    forward = 2 * 2 * 4
-    assert found["payload"][2] == forward < found["none"][2] == found["redraw"][2]
+    # Four groups; the root and what needs no gradient are gathered in forward alone. Where payloads
+    # are kept, the frozen group is gathered once, and each forward asks if it has changed.
+    forwards = 2 * 2
+    assert found["payload"][2] == forwards * 3 + 1 + forwards
+    assert found["none"][2] == found["redraw"][2] > forwards * 4
     assert found["none"][0] == found["payload"][0] != found["redraw"][0]
     assert torch.equal(found["none"][1], found["payload"][1])
     assert not torch.equal(found["none"][1], found["redraw"][1])
@@ -172,6 +174,51 @@ def errors_of_weights_are_told(rank: int, keep: str) -> None:
     assert 0 < found["weights_nmse"] < 1e-3
     assert found["weights_ratio"] > 1
     assert found["weights_exposed_seconds"] > 0
+
+
+def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
+    """As with adapters: until a rank has changed them, here behind torch's back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
+    model[0].requires_grad_(False)
+    mesh = own_mesh()
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    handle = gw.attach(model, None, weights={"0.weight": "randomshift:bits=8"}, keep=keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = []
+
+    def step(trains: bool = True) -> None:
+        before = handle.stats()["weights_wire_bytes"]
+        with torch.set_grad_enabled(trains):
+            loss = model(torch.randn(4, 64)).square().mean()
+        if trains:
+            loss.backward()
+            optimizer.step()
+        sizes.append(handle.stats()["weights_wire_bytes"] - before)
+
+    def whole() -> torch.Tensor:
+        model[0].unshard()
+        found: torch.Tensor = model[0].weight.detach().clone()
+        model[0].reshard()
+        return found
+
+    for trains in (True, True, True, False, False):
+        step(trains)
+    payload = 64 * 512 // dist.get_world_size()
+    assert sizes[0] > payload > max(sizes[1:])
+    assert handle.stats()["weights_frozen_values"] == 64 * 512 + 512
+    before = whole()
+    if rank == 0:
+        model[0].weight.to_local().data.add_(1.0)
+    step()
+    step()
+    assert sizes[-2] > payload > sizes[-1]
+    after = whole()
+    assert not unlike({"frozen": after})
+    rows = after - before
+    assert 0.9 < rows[:256].mean() < 1.1
+    assert rows[256:].abs().max() < 0.05
 
 
 def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
@@ -256,6 +303,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
         2,
         weights_are_alike,
         bytes_are_those_of_the_formula,
+        *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
         *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
         *(partial(losses_fall, keep=keep) for keep in ("none", "payload", "redraw")),

@@ -7,10 +7,13 @@ nor the version counter of a tensor sees. Ranks may differ: one may leave a step
 gathers alone waits for its peers until the time-out, so ranks exchange one number before they rely
 on it.
 
+Groups of parameters none of which is trained (adapters, LoRA) change apart from the others: what is
+kept of them stays good when an optimizer has stepped.
+
     1. outside backward, a gather asks if gradients were reduced since ranks last asked, or if its
        group was gathered since then: as a forward begins. Both are equal on all ranks.
     2. each rank tells whether its weights have changed; the largest number counts
-    3. if one has changed, the weights have a new version
+    3. if one has changed, the weights have a new version, and frozen ones if one of these has
 
 Within backward no rank asks: weights are those of forward.
 
@@ -21,37 +24,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
 from gradwire.integrations.backward import in_backward
 
-_SAME, _CHANGED, _LOST = range(3)
+_SAME, _CHANGED, _FROZEN, _LOST = range(4)  # nothing; trained weights; frozen ones, too
 
 
 class Changes:
     """The versions of the weights.
 
     Args:
-        shards: this rank's, as an optimizer changes them.
+        shards: this rank's, as an optimizer changes them: frozen ones, others.
         most: the largest of all ranks' numbers; collective.
         drop: called if a rank has not got from a loaded state what others have got.
 
     Attributes:
         version: equal on all ranks.
+        frozen: the version in which frozen weights last changed.
         asked: how often they asked.
     """
 
     def __init__(
         self,
-        shards: Callable[[], Sequence[torch.Tensor]],
+        shards: Callable[[], Sequence[Sequence[torch.Tensor]]],
         most: Callable[[int, torch.device], int],
         drop: Callable[[], None],
     ) -> None:
-        self.version = 0
+        self.version = self.frozen = 0
         self.asked = 0
         self._shards, self._most, self._drop = shards, most, drop
-        self._seen: list[torch.Tensor] | None = None  # as ranks last asked; None: not known
+        self._seen: list[list[torch.Tensor]] | None = None  # as ranks last asked; None: not known
         self._changed = self._lost = False  # since a state was loaded
         self._digest: str | None = None  # of the shards as it was saved, until ranks ask
         self._reduced = False
@@ -60,36 +65,48 @@ class Changes:
         """Called as gradients are reduced."""
         self._reduced = True
 
-    def agreed(self, last: int, device: torch.device) -> int:
-        """The version of the weights that a group gathers now.
+    def agreed(self, last: int, device: torch.device, frozen: bool) -> int:
+        """The version that a group must have been gathered in, if it is not gathered now.
 
         Args:
             last: `asked`, as the group was last gathered.
+            frozen: whether no parameter of the group is trained.
         """
         if not in_backward() and (self._reduced or last == self.asked):
-            told = _LOST if self._lost else _CHANGED if self.changed else _SAME
+            told = _LOST if self._lost else self._told()
             if self._seen is None or told != _SAME:
-                self._seen = [shard.clone() for shard in self._shards()]
+                self._seen = [[shard.clone() for shard in kind] for kind in self._shards()]
             most = self._most(told, device)
             if most == _LOST:
                 self._drop()
             self.version += most != _SAME
+            self.frozen = self.version if most >= _FROZEN else self.frozen
             self._changed = self._lost = self._reduced = False
             self._digest = None
             self.asked += 1
-        return self.version
+        return self.needed(frozen)
+
+    def needed(self, frozen: bool) -> int:
+        """As `agreed`, without asking."""
+        return self.frozen if frozen else self.version
 
     @property
     def changed(self) -> bool:
         """Whether this rank's weights have changed since ranks last asked."""
-        if self._changed or self._seen is not None:
-            return self._changed or not _equal(self._seen or (), self._shards())
-        return self._digest is not None and self._digest != self.digest()
+        return self._told() != _SAME
+
+    def _told(self) -> int:
+        if self._changed:
+            return _FROZEN
+        if self._seen is None:
+            return _SAME if self._digest is None or self._digest == self.digest() else _FROZEN
+        frozen, trained = map(_equal, self._seen, self._shards())
+        return _FROZEN if not frozen else _SAME if trained else _CHANGED
 
     def digest(self) -> str:
         """A digest of this rank's shards."""
         found = hashlib.blake2b(digest_size=16)
-        for shard in self._shards():
+        for shard in chain(*self._shards()):
             found.update(shard.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         return found.hexdigest()
 

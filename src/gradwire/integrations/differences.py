@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as FSDPAllGa
 
 from gradwire.codecs import Identity
 from gradwire.integrations.payloads import Payloads
-from gradwire.integrations.weights import Weight, WeightGather
+from gradwire.integrations.weights import OLD, Weight, WeightGather
 
 if TYPE_CHECKING:
     from gradwire.integrations.gathered import GatheredWeights
@@ -42,7 +42,6 @@ class DifferenceGather(WeightGather):
 
     Attributes:
         reference: values of all ranks, with padding; None: the next gather sends all weights.
-        version: of the weights in it.
         loaded: this rank's parts of a saved reference, by parameter, until the next gather.
     """
 
@@ -51,24 +50,21 @@ class DifferenceGather(WeightGather):
     ) -> None:
         super().__init__(of, record, weights, before)
         self.reference: torch.Tensor | None = None
-        self.version: int | None = None
         self.loaded: list[torch.Tensor] | None = None
-        self._asked = 0
         self._finite: torch.Tensor | None = None  # bool[]
         self._whole: Payloads | None = None
         self._ready: torch.cuda.Event | None = None  # the reference is, on a GPU
 
     def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
-        version = self.of.changes.agreed(self._asked, own.device)
-        self._asked = self.of.changes.asked
+        needed = self.agreed(own.device)
         self._restore(own)
         if self._ready is not None:
             torch.cuda.current_stream(own.device).wait_event(self._ready)
         reference, layout = self.reference, self._layout(own)
-        if reference is not None and self.version == version:
+        if reference is not None and self.version >= needed:
             every.copy_(reference)
             return None
-        self.version = version
+        self.version = self.of.changes.version
         sampled = self._sample(self._layout(own), own)
         # Finite or not is the same on all ranks, since they decode the same bits.
         if reference is None or not bool(self._finite):
@@ -145,11 +141,11 @@ class DifferenceGather(WeightGather):
     def load(self, parts: list[torch.Tensor], current: bool) -> None:
         """Take what `state` gave; `current`: the version was the last one that ranks agreed on."""
         self.loaded = parts
-        self.version = self.of.changes.version if current else None
+        self.version = self.of.changes.version if current else OLD
 
     def forget(self) -> None:
         super().forget()
-        self.reference = self.loaded = self.version = None
+        self.reference = self.loaded = None
 
     def _restore(self, own: torch.Tensor) -> None:
         """Gather the reference as all ranks have loaded it."""

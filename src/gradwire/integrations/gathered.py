@@ -6,6 +6,7 @@ integrations/differences.py with keep="reference".
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,8 @@ _TOTALS: dict[str, float] = {
     "weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0,
     "weights_seconds": 0.0, "weights_exposed_seconds": 0.0,
 }  # fmt: skip
-NO_STATS = {**_TOTALS, "weights_ratio": None, "weights_kept_bytes": 0}  # of no gathered weights
+_OTHERS = {"weights_ratio": None, "weights_kept_bytes": 0, "weights_frozen_values": 0}
+NO_STATS = _TOTALS | _OTHERS  # of a handle that gathers no weights
 
 
 class GatheredWeights:
@@ -63,7 +65,8 @@ class GatheredWeights:
         owner: issues the gathers.
         abandoned: whether an exception has ended a forward or backward.
         versions: counts what changes the weights.
-        changes: tells all ranks so, with keep="reference".
+        changes: agrees with all ranks on what has changed, with keep="reference", and of frozen
+            weights with keep="payload".
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class GatheredWeights:
         self.abandoned = False
         self.sampler = sampler
         self.versions = Versions(self._shards)
-        self.changes = Changes(self._own, self._most, self._forget_references)
+        self.changes = Changes(self._by_kind, self._most, self._forget_references)
         self._options = plan.options
         self._sharding = sharding
         self._lock = threading.Lock()
@@ -162,7 +165,14 @@ class GatheredWeights:
             totals = dict(self._totals)
         raw, wire = totals["weights_raw_bytes"], totals["weights_wire_bytes"]
         kept = sum(gather.kept_bytes for gather in self._gathers)
-        return {**totals, "weights_ratio": raw / wire if wire else None, "weights_kept_bytes": kept}
+        once = [g for g in self._gathers if g.frozen and self.keep in ("payload", "reference")]
+        values = sum(math.prod(p._orig_size) for g in once for p in g.record.fsdp_params)
+        return {
+            **totals,
+            "weights_ratio": raw / wire if wire else None,
+            "weights_kept_bytes": kept,
+            "weights_frozen_values": values,
+        }
 
     def _shards(self) -> list[torch.nn.Parameter]:
         """The parameters that an optimizer has."""
@@ -180,9 +190,16 @@ class GatheredWeights:
     def _differences(self) -> list[DifferenceGather]:
         return [gather for gather in self._gathers if isinstance(gather, DifferenceGather)]
 
-    def _own(self) -> list[torch.Tensor]:
-        """This rank's shards, of all groups."""
-        return [getattr(shard, "_local_tensor", shard).detach() for shard in self._shards()]
+    def _by_kind(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's shards, of frozen groups and of others; the latter only if it is told when
+        they change."""
+        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for gather in self._gathers:
+            frozen = gather.frozen
+            if frozen or self._differences:
+                shards = (p.sharded_param for p in gather.record.fsdp_params)
+                kinds[not frozen].extend(getattr(s, "_local_tensor", s).detach() for s in shards)
+        return kinds
 
     def _most(self, told: int, device: torch.device) -> int:
         """The largest of what ranks tell."""

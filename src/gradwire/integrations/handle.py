@@ -251,6 +251,8 @@ class Handle(Saved):
             weights_seconds, weights_exposed_seconds: from their start until payloads have arrived,
                 and what FSDP2 spent in starting them and in waiting for them.
             weights_kept_bytes: under FSDP2, memory of what is kept of gathered weights.
+            weights_frozen_values: under FSDP2, of groups without a trained parameter, which are
+                gathered once, and again only if somebody has changed them.
             parameters: name -> codec or aggregator (or "dense"), numel, payload_bytes (of one
                 gradient, at most), ratio: of the plan in force.
             plan: its version.

@@ -81,7 +81,7 @@ def saved_references(
         if parts is not None:
             shaped = (part.view(here.shape(n)) for n, part in zip(names, parts, strict=True))
             references.update(zip(names, shaped, strict=True))
-        if gather.version == changes.version:
+        if gather.version >= changes.needed(gather.frozen):
             current += names
     kept = {"references": references, "current": current}
     return {**kept, "changed": changes.changed, "digest": changes.digest()}

@@ -10,7 +10,9 @@ recomputation and micro-batches decode the same bits (THESIS Eq. 5.2), and so do
 torch Optimizer steps, every reduction counts as a new version of the weights.
 
 Bytes sent per rank and gather: its payloads to each of N - 1 ranks; twice per step, or once with
-keep="payload", which keeps N ranks' payloads in memory: the compressed model.
+keep="payload", which keeps N ranks' payloads in memory: the compressed model. Of a group that has
+no trained parameter (adapters, LoRA) payloads are then kept until its weights have changed
+(integrations/changes.py): they are encoded and sent once.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from gradwire.integrations.gathered import GatheredWeights
 
 
+OLD = -1  # a version before all others
+
+
 @dataclass(eq=False)
 class Weight:
     """A parameter that is gathered.
@@ -59,9 +64,10 @@ class Weight:
     version: int | None = None
     step: int = 0
 
-    def draw(self, version: int) -> int:
-        """The step of the random numbers; version 0 is that of weights that nobody counts."""
-        if version != self.version or not version:
+    def draw(self, version: int, frozen: bool) -> int:
+        """The step of the random numbers; version 0 is that of weights that nobody counts. Those of
+        frozen weights stay."""
+        if not (version == self.version != 0 or (frozen and self.version is not None)):
             self.version = version
             self.step = 0 if self.member is None else self.member.step
         return self.step
@@ -79,6 +85,7 @@ class WeightGather(FSDPAllGather):
 
     Attributes:
         kept: the payloads of the last gather of a forward, with keep="payload".
+        version: of the weights, as `Changes` counts them, when they were last gathered.
     """
 
     def __init__(
@@ -95,6 +102,8 @@ class WeightGather(FSDPAllGather):
         self.kept: torch.Tensor | None = None
         self._next: list[Codec | None] | None = None
         self._payloads: Payloads | None = None
+        self.version = OLD
+        self._asked = 0
         self._draws = 0  # gathers that drew anew from the same weights
 
     def allocate(
@@ -122,6 +131,17 @@ class WeightGather(FSDPAllGather):
         """Of the parameters."""
         return ["" if weight.member is None else weight.member.name for weight in self.weights]
 
+    @property
+    def frozen(self) -> bool:
+        """Whether none of the parameters is trained."""
+        return not any(p.sharded_param.requires_grad for p in self.record.fsdp_params)
+
+    def agreed(self, device: torch.device) -> int:
+        """The version of the weights that ranks agree on as they gather."""
+        needed = self.of.changes.agreed(self._asked, device, self.frozen)
+        self._asked = self.of.changes.asked
+        return needed
+
     def use(self, codecs: Sequence[Codec | None]) -> None:
         """Gather in these codecs, of each parameter, from the next forward on; equal on all
         ranks."""
@@ -136,15 +156,17 @@ class WeightGather(FSDPAllGather):
 
     def gather(self, every: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
         """Gather this rank's values, with padding, into those of all ranks."""
-        layout = self._layout(own)
-        again = in_backward()
-        if again and self.kept is not None:
+        layout, again = self._layout(own), in_backward()
+        frozen = self.of.keep == "payload" and self.frozen
+        needed = self.agreed(own.device) if frozen else OLD
+        if self.kept is not None and (again or (frozen and self.version >= needed)):
             layout.decode(self.kept, every)
             return None
         payloads, ended = self._send(layout, own, self._keys(again))
         if not again:
-            keeps = self.of.keep == "payload" and gathers_again(self.record)
+            keeps = self.of.keep == "payload" and (frozen or gathers_again(self.record))
             self.kept = payloads if keeps else None
+            self.version = self.of.changes.version
         sampled = None if again else self._sample(layout, own)
 
         def decode() -> None:
@@ -211,7 +233,7 @@ class WeightGather(FSDPAllGather):
 
     def forget(self) -> None:
         """Draw anew from the next gather on: a state was loaded."""
-        self.kept = None
+        self.kept, self.version = None, OLD
         for weight in self.weights:
             weight.version = None
 
@@ -228,7 +250,8 @@ class WeightGather(FSDPAllGather):
         """The keys of a gather's random numbers, by parameter; `again`: in backward."""
         redraws = again and self.of.keep == "redraw"
         self._draws = self._draws + 1 if redraws else 0
-        steps = [w.draw(self.of.versions.steps) for w in self.weights]
+        frozen = self.frozen
+        steps = [w.draw(self.of.versions.steps, frozen) for w in self.weights]
         keys = np.array([w.key for w in self.weights], dtype=np.uint64)
         return rng.step_keys(keys, np.array(steps, dtype=np.int64), self._draws)
 
