@@ -27,7 +27,7 @@ SHARDED = replace(
     task_options={**OPTIONS, "width": 64, "validation_sequences": 17},
     methods=(
         *("fsdp-fp32", "fsdp-bf16", "fsdp-mixed", "gradwire:w=bf16:g=bf16", "qsdp:w=8:g=8"),
-        *("qsdp:w=8:g=8:keep=payload", "gradwire:g=qsgd:bits=4", "qsdp:w=4diff:g=4"),
+        *("qsdp:w=8:g=8:keep=none", "gradwire:g=qsgd:bits=4", "qsdp:w=4diff:g=4"),
     ),
     steps=4, evaluate_every=2, sharded=True,
 )  # fmt: skip
@@ -139,9 +139,9 @@ def test_bytes_are_those_of_formula_payloads_and_simulation(tiny: Found) -> None
     assert sent["gradwire:g=qsgd:bits=4"][0] == weights
     # Bytes of gradwires weights are those of payloads.
     for method, codec, gathers in (
-        ("gradwire:w=bf16:g=bf16", "bf16", 2),
-        ("qsdp:w=8:g=8", "randomshift:bits=8", 2),
-        ("qsdp:w=8:g=8:keep=payload", "randomshift:bits=8", 1),
+        ("gradwire:w=bf16:g=bf16", "bf16", 1),
+        ("qsdp:w=8:g=8", "randomshift:bits=8", 1),
+        ("qsdp:w=8:g=8:keep=none", "randomshift:bits=8", 2),
     ):
         row = tiny.summaries[method]
         block, root = (payload_bytes(codec, of) for of in sizes())

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire as gw
+from gradwire.integrations import sharded_attach
 from products import EXHAUSTIVE
 
 pytestmark = pytest.mark.multiprocess
@@ -140,7 +141,7 @@ def reductions_are_no_versions(rank: int, how: str) -> None:
 
 def bytes_are_those_of_the_formula(rank: int) -> None:
     model = sharded()
-    handle = gw.attach(model, "qsgd", bits=8, weights=ALL)
+    handle = gw.attach(model, "qsgd", bits=8, weights=ALL, keep="none")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -174,6 +175,18 @@ def errors_of_weights_are_told(rank: int, keep: str) -> None:
     assert 0 < found["weights_nmse"] < 1e-3
     assert found["weights_ratio"] > 1
     assert found["weights_exposed_seconds"] > 0
+
+
+def payloads_are_kept_where_they_fit(rank: int) -> None:
+    """The memory of any rank counts, and one of them may have none."""
+    free = sharded_attach.free_bytes
+    for least, keep in ((2**40, "payload"), (0, "none")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded_attach, "free_bytes", lambda device, of=(2**40, least)[rank]: of)
+            model = sharded(mesh=replicated(1))
+            handle = gw.attach(model, None, weights=ALL)
+        assert handle.plan.weights.keep == keep
+    assert free(torch.device("cpu")) > 2**20
 
 
 def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
@@ -303,6 +316,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
         2,
         weights_are_alike,
         bytes_are_those_of_the_formula,
+        payloads_are_kept_where_they_fit,
         *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
         *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),

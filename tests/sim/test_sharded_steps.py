@@ -143,7 +143,7 @@ def test_computing_hides_sending_but_not_if_the_host_waits() -> None:
     assert 0.3 + 0.2 / 8 <= beside["seconds"] <= 0.3 + 3 * 0.1 / 8
     # Ours gathers ahead in backward, whoever waits for the rest.
     ours, host = (
-        row_of("gradwire:w=identity", net=net, groups=groups, blocking=blocking, **pass_)
+        row_of("gradwire:w=identity:keep=none", net=net, groups=groups, blocking=blocking, **pass_)
         for blocking in (False, True)
     )
     assert ours["seconds"] == pytest.approx(beside["seconds"], rel=0.02)
@@ -203,7 +203,7 @@ def test_kernels_take_time() -> None:
 
 def test_weights_are_encoded_before_and_decoded_after_every_gather() -> None:
     """Curves in which a value takes a second to encode, and a thousand to decode."""
-    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8"))
+    weights, gradients = sent_by(sharded_methods.parse("qsdp:w=8:g=8:keep=none"))
     one = ShardedScenario(4, GBIT, weights, gradients, GROUPS)
     known = {**curves_of(one).codecs}
     known[str(W8)] = {**known[str(W8)], "encode": (0.0, 1.0, 0.0), "decode": (0.0, 1e3, 0.0)}

@@ -67,7 +67,7 @@ class ShardedMethod:
         if not self.ours:
             return
         try:
-            WeightRules.of(self.weights, self.options.get("keep", "none"))
+            WeightRules.of(self.weights, self.options.get("keep"))
             if self.weights is None and "keep" in self.options:
                 raise ConfigError("keep is for weights in a codec: give w=CODEC, too")
             if self.gradients is not None:

@@ -139,7 +139,7 @@ def sent_by(method: ShardedMethod) -> tuple[Weights, Gradients]:
         return Torch(4, method.ratios[0]), Torch(4, method.ratios[1])
     if not method.ours:
         return _WIDTHS[str(method.weights)], _WIDTHS[str(method.gradients)]
-    keep = method.options.get("keep", "none")
+    keep = method.options.get("keep", "payload")  # as `attach` decides where there is memory
     rules = WeightRules.of(method.weights, keep)
     coded = Coded(lambda dimensions, numel: rules.choose((), dimensions, numel), keep)
     weights: Weights = Torch(4) if method.weights is None else coded

@@ -51,7 +51,7 @@ def attach(
     options: Options | None = None,
     coalesce_bytes: int = COALESCE_BYTES,
     weights: Weights = None,
-    keep: str = "none",
+    keep: str | None = None,
     plan: PlanFile | str | os.PathLike[str] | None = None,
     policy: Policy | str | None = None,
     replan: Replan | None = None,
@@ -98,13 +98,15 @@ def attach(
             8 bits in blocks of 1024; see docs/how-to/fsdp2.md); None leaves that to FSDP2. Vectors
             and parameters of fewer than 4096 values are gathered uncompressed. Or name pattern ->
             codec, of which the first match counts; what matches none is gathered uncompressed.
-        keep: what a rank keeps of weights that it gathered for forward. "none": backward gathers
-            the same payloads again. "payload": the payloads of all ranks, so that backward gathers
-            nothing, in the memory of the compressed model. "redraw": nothing, and backward encodes
-            the weights anew (THESIS Alg. C.1), with other random numbers. "reference": the decoded
-            weights, the whole model on every rank in the dtype in which it is gathered: then each
-            new version of the weights is sent as the difference to them, for which 4 bits suffice
-            ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
+        keep: what a rank keeps of weights that it gathered for forward. "payload", the default: the
+            payloads of all ranks, so that backward gathers nothing, in the memory of the compressed
+            model; payloads of groups that are not trained are kept on, until somebody changes them.
+            "none", the default if that would take more than a quarter of the memory that is free on
+            any rank: backward gathers the same payloads again. "redraw": nothing, and backward
+            encodes the weights anew (THESIS Alg. C.1), with other random numbers. "reference": the
+            decoded weights, the whole model on every rank in the dtype in which it is gathered:
+            then each new version of the weights is sent as the difference to them, for which 4 bits
+            suffice ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
 
         plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
             is sent, in place of codec, include, exclude, codecs, error_feedback and weights.
@@ -165,7 +167,7 @@ def attach(
             )
         gathered = WeightRules.of(weights, keep)
         compressed = weights is not None
-        if keep != "none" and not compressed:
+        if keep is not None and not compressed:
             raise ConfigError(
                 f"attach: keep={keep!r} is for weights in a codec: give weights, too, such as "
                 '"randomshift:bits=8"'
@@ -176,7 +178,7 @@ def attach(
             pinned.check([p.name for p in shards.plan.parameters])
         warn_of_bias(shards.plan, shards.trained.groups.size)
         return shards.handle(seed, adaptive)
-    if weights is not None or keep != "none":
+    if weights is not None or keep is not None:
         raise ConfigError(
             "attach: weights and keep are for FSDP2 modules, which gather weights; DDP sends "
             "gradients alone: leave these arguments out"

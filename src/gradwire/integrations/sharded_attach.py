@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from gradwire.codecs import Identity
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
@@ -23,8 +27,10 @@ from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
 from gradwire.integrations.sharded_plan import Trained, check_gathers, make_sharded_plan, trained_of
 from gradwire.integrations.wrapped import original
+from gradwire.lang import layout
 from gradwire.planner import Plan, Rules, WeightRules
 
+SHARE = 0.25  # of free memory, for payloads of weights that are kept unless `keep` is given
 # Handles of a group so far.
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -53,29 +59,58 @@ class PlannedShards:
                     "policy: it decides within one process group, and a module with replicas "
                     "(HSDP) has two: leave it out"
                 )
-        groups = self.trained.groups
+        groups, plan = self.trained.groups, self.plan
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         told = [*groups.all]
-        if self.plan.weights is not None:
+        if plan.weights is not None:
             told.append(gather_group(self.trained.records[0]))
-        for group in dict.fromkeys(told):
-            communicator(group).agree("what is attached", [*agreed, *self.plan.describe()])
-        members = members_of(self.plan, seed, groups.rank, count)
-
-        first = self.plan.parameters[0].name
-        name = communicator(groups.all[0]).handle_name(original(self.model), first)
+        comms = [communicator(group) for group in dict.fromkeys(told)]
+        if plan.weights is not None and plan.weights.keep is None:
+            fits = payloads_fit(self.trained, plan)
+            for comm in comms:  # on every rank of every replica
+                if comm.member is not None:
+                    said = comm.member.exchange(
+                        f"payloads of handle {count} fit", str(fits).encode()
+                    )
+                    fits = all(one == b"True" for one in said.result())
+            keep = "payload" if fits else "none"
+            plan = replace(plan, weights=replace(plan.weights, keep=keep))
+        for comm in comms:
+            comm.agree("what is attached", [*agreed, *plan.describe()])
+        members = members_of(plan, seed, groups.rank, count)
+        name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
 
         def install(plan: Plan) -> Scatters:
             return Scatters(self.model, self.trained, plan, members, seed, f"the sharded {name}")
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
-        layout = ResidualLayout(groups.shards, self.trained.dims())
-        made = Handle(install(self.plan), seed, groups.rank, gather, layout, install)
+        residuals = ResidualLayout(groups.shards, self.trained.dims())
+        made = Handle(install(plan), seed, groups.rank, gather, residuals, install)
         if adaptive is not None:
             made.adapt(*adaptive)
         return made
+
+
+def payloads_fit(trained: Trained, plan: Plan) -> bool:
+    """Whether all ranks' payloads of weights take at most `SHARE` of this rank's free memory."""
+    nbytes = sum(
+        layout(p.weight or Identity(), p.dtype).expected_nbytes(p.numel) for p in plan.parameters
+    )
+    return nbytes <= SHARE * free_bytes(trained.records[0].device)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on a device; on the CPU, this rank's part of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        (line,) = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        found = 1024 * int(line)
+    except (OSError, ValueError):  # no Linux
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def plan_sharded(

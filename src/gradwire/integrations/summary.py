@@ -262,7 +262,7 @@ def _weights_line(plan: Plan, now: int) -> str:
     kept = {
         "payload": "the compressed model",
         "reference": "the decoded model, and differences to it are sent",
-    }.get(plan.weights.keep)
+    }.get(str(plan.weights.keep))
     if kept is None:
         return f"{text}; nothing is kept of them between gathers"
     when = "" if now else " before the first step"

@@ -39,16 +39,17 @@ class WeightRules:
             backward gathers the same payloads again; "payload", the payloads of all ranks, so that
             backward gathers nothing; "redraw", nothing, and backward encodes anew (THESIS Alg.
             C.1); "reference", the decoded weights, so that later versions are sent as differences.
+            None: "payload" where there is memory for it, else "none".
     """
 
     default: Codec | None = None
     overrides: tuple[tuple[str, Codec | None], ...] = ()
-    keep: str = "none"
+    keep: str | None = None
 
     @classmethod
-    def of(cls, weights: object, keep: str) -> WeightRules:
+    def of(cls, weights: object, keep: str | None) -> WeightRules:
         """From the arguments of `attach`; raises ConfigError for one of a wrong type or value."""
-        if keep not in KEEP:
+        if keep is not None and keep not in KEEP:
             raise ConfigError(f"keep={keep!r}: use one of {', '.join(map(repr, KEEP))}")
         if not isinstance(weights, Mapping):
             return cls(weight_codec("weights", weights), (), keep)
