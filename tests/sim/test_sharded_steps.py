@@ -151,6 +151,21 @@ def test_computing_hides_sending_but_not_if_the_host_waits() -> None:
     assert ahead == pytest.approx(7 / 8 * 0.1, rel=0.05)
 
 
+def test_a_slower_network_hardly_slows_quantised_steps() -> None:
+    """THESIS Fig. 5.3: with 200 ms of compute, from 10 to 1 Gbit/s."""
+    groups, pass_ = (((1024, 1024),),) * 10 + ((),), {"forward": 0.067, "backward": 0.133}
+    slow, fast = (
+        Net(rate, rate_of * 1e9, 5e-5) for rate, rate_of in (("1gbit", 1), ("10gbit", 10))
+    )
+    slower = {
+        method: row_of(method, net=slow, groups=groups, **pass_)["seconds"]
+        / row_of(method, net=fast, groups=groups, **pass_)["seconds"]
+        for method in ("fsdp-mixed", "qsdp:w=8:g=8", "qsdp:w=8:g=8:keep=none")
+    }
+    assert slower["fsdp-mixed"] > 2
+    assert slower["qsdp:w=8:g=8"] < slower["qsdp:w=8:g=8:keep=none"] < 1.5
+
+
 def jobs_of(waits: Waits, backward: str = "gather", blocks: int = 3) -> tuple[str, str]:
     """(jobs as lane and group, actions) of a step of equal blocks."""
     times: Sequence[Times | None] = [Times(1.0, 2.0, 0.5, 0.25)] * blocks + [Times(0.0, 0.0)]
