@@ -73,7 +73,7 @@ def what_does_not_travel_in_buckets_is_refused_by_name(rank: int) -> None:
 
 
 def what_is_refused_at_attach_is_refused_later(rank: int) -> None:
-    for forwards in (0, 1):
+    for forwards in (0, 1, 5):
         model = DDP(net())
         gw.attach(model)
         for _ in range(forwards):

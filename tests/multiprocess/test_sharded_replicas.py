@@ -118,18 +118,20 @@ def plans_switch(rank: int) -> None:
 
 
 def shards_without_values_switch(rank: int) -> None:
-    """No all-reduce tells the ranks of the second shard which version replicas offer."""
-    row = torch.nn.Linear(30, 1, bias=False)
-    ours = fully_shard(torch.nn.Sequential(row), mesh=replicated(2))
-    handle = gw.attach(ours, include=["*"], bits=8)
-    versions = []
-    for step in range(4):
-        if step == 1:
-            handle.update(bits=2).wait(60)
-            on_all("prepared")
-        ours(batch(step)).square().mean().backward()
-        versions.append(handle.plan.version)
-    assert versions == [0, 0, 1, 1]
+    """No all-reduce tells the ranks of the second shard which version replicas offer; and nothing
+    is scattered to a single shard."""
+    for replicas in (2, 4):
+        row = torch.nn.Linear(30, 1, bias=False)
+        ours = fully_shard(torch.nn.Sequential(row), mesh=replicated(replicas))
+        handle = gw.attach(ours, include=["*"], bits=8)
+        versions = []
+        for step in range(4):
+            if step == 1:
+                handle.update(bits=2).wait(60)
+                on_all("prepared")
+            ours(batch(step)).square().mean().backward()
+            versions.append(handle.plan.version)
+        assert versions == [0, 0, 1, 1], replicas
 
 
 def states_fit_the_mesh(rank: int) -> None:

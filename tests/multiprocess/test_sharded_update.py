@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from sharded_model import backward, batch, on_all, own_mesh, same, sharded
 from together import together
+from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from gradwire.integrations.switch import Switch
@@ -88,16 +90,24 @@ def unlike_plans_are_refused(
     model, plain = made(), made()
     handle = gw.attach(model, "identity")
     backward(model, 0)
-    update = handle.update("qsgd", bits=2 + (rank if of is None else of))
-    assert isinstance(caught(lambda: update.wait(60)), gw.ConfigError)
+    asked = on_all(2 + (rank if of is None else of))
+    update = handle.update("qsgd", bits=asked[rank])
+    refused = caught(lambda: update.wait(60))
+    assert isinstance(refused, gw.ConfigError)
+    told = re.findall(r"rank (\d+) has '[^']*bits=(\d)", str(refused))
+    assert len(told) == 2, refused
+    assert all(asked[int(one)] == int(bits) for one, bits in told), refused
     error = caught(lambda: backward(model, 1))
     assert isinstance(error, gw.ConfigError), error
     assert "rank" in str(error)
     expected, found = backward(plain, 1), backward(model, 1)
     assert all(same(gradient, found[name]) for name, gradient in expected.items())
+    machines = gw.Options(algorithm="hierarchical", nodes=(0,) * 7)
     for match, call in (
         ("takes a codec, not powersgd", lambda: handle.update("powersgd")),
         ("matches no parameter", lambda: handle.update(exclude=["nothing.*"])),
+        ("ranks that hold shards", lambda: handle.update(options=machines)),
+        ("keep is as `attach` was told", lambda: handle.update(keep="none")),
     ):
         error = caught(call)
         assert isinstance(error, gw.ConfigError)
@@ -133,12 +143,51 @@ def an_exception_in_one_ranks_backward_is_told(rank: int) -> None:
         assert "backward raised an exception" in str(error)
 
 
+def an_exception_as_a_plan_is_adopted(rank: int) -> None:
+    """Rank 1 has not begun the pass in which others adopt it: they go on with the same plan."""
+    model = sharded(reshard_after_forward=False, mesh=own_mesh())
+    handle = gw.attach(model, bits=8, error_feedback=True)
+    backward(model, 0)
+    handle.update(bits=4).wait(60)
+    on_all("prepared")
+    backward(model, 1)
+    hook = model.first.register_forward_hook(
+        lambda _, __, out: Fails.apply(out) if rank == 1 else out.clone()
+    )
+    assert caught(lambda: backward(model, 2)) is not None
+    hook.remove()
+    assert on_all(handle.plan.version) == [1, 0]
+    model.reset_iter_state()
+    handle.recover()
+    assert on_all(handle.plan.version) == [1, 1]
+    backward(model, 3)
+    assert "bits=4" in handle.stats()["parameters"]["first.weight"]["codec"]
+
+
+def a_group_that_is_frozen_tells_nothing(rank: int) -> None:
+    """The only one of which every rank has values."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 8), torch.nn.Linear(8, 1))
+    mesh = own_mesh()
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    handle = gw.attach(model, include=["*"], bits=8)
+    for step in range(6):
+        if step == 2:
+            model[0].requires_grad_(False)
+            handle.update(bits=4).wait(60)
+            on_all("prepared")
+        model(batch(step)).square().mean().backward()
+    assert handle.plan.version == 1
+
+
 def test_all_ranks_switch_at_the_same_pass() -> None:
     together(
         2,
         all_ranks_switch_at_the_same_pass,
         unlike_plans_are_refused,
+        a_group_that_is_frozen_tells_nothing,
         an_exception_in_one_ranks_backward_is_told,
+        an_exception_as_a_plan_is_adopted,
     )
 
 

@@ -29,6 +29,7 @@ from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
 
 _SAME: Any = object()
+_FIXED = {"seed", "keep", "plan", "policy", "replan", "auto"}  # arguments of `attach` alone
 
 
 class Handle(Saved):
@@ -114,6 +115,10 @@ class Handle(Saved):
             "error_feedback": error_feedback,
         }  # fmt: skip
         given = {name: value for name, value in rules.items() if value is not _SAME}
+        for name in _FIXED.intersection(codec_options):
+            raise ConfigError(f"update: {name} is as `attach` was told: detach and attach again")
+        if codec == "auto":
+            raise ConfigError('update: "auto" is for attach: detach and attach again')
         others: dict[str, Any] = {}  # of one kind of module each
         if coalesce_bytes is not None:
             others["coalesce_bytes"] = coalesce_bytes
@@ -202,6 +207,7 @@ class Handle(Saved):
         Returns:
             A function that removes the observer.
         """
+        self._check_attached("observe")
         return self._reductions.observe(observer)
 
     def stats(self) -> dict[str, Any]:
@@ -369,16 +375,19 @@ class Handle(Saved):
                 f"recover: {on.what} does not go on after an exception in backward: wrap the "
                 "module again, and attach"
             )
-        step = max(member.step for member in self._members.values())
+        now = max(member.step for member in self._members.values()), self.plan.version
         for owner in on.owners:
             owner.comm.check()
             if owner.comm.member is not None:
-                told = owner.comm.member.exchange(f"{owner.key}/recovery", str(step).encode())
-                step = max(map(int, told.result()))
+                told = owner.comm.member.exchange(f"{owner.key}/recovery", b"%d %d" % now).result()
+                steps, versions = zip(*(map(int, one.split()) for one in told), strict=True)
+                now = max(steps), max(versions)
         for member in self._members.values():
-            member.step = step  # equal on all ranks, and random numbers that were not drawn yet
+            member.step = now[0]  # equal on all ranks, and random numbers that were not drawn yet
+        plan = on.switch.prepared(now[1])  # some ranks may have adopted it, so all have prepared it
         self.detach()
-        self._reductions = self._install(self.plan)
+        self._reductions = self._install(plan)
+        self._reductions.adopt()
         if on.adaptation is not None:
             self.adapt(*self._adaptive)
 

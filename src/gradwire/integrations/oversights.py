@@ -47,6 +47,8 @@ class Oversights:
     def _look(self, ddp: DistributedDataParallel, *_: object) -> None:
         """Called before each forward of the DDP module."""
         self._forwards += 1
+        if any("_in_backward_optimizers" in p.__dict__ for p in self._dtypes):
+            check_module(ddp)  # else it would step with this rank's gradients alone
         if self._forwards & (self._forwards - 1):
             return
         check_module(ddp)

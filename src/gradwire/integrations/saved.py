@@ -74,7 +74,8 @@ class Saved:
         """
         check_caller()
         state = self._own_state()
-        return {**state, "steps": OfOneRank(state["steps"])}
+        kept = {name: OfOneRank(of) for name, of in state["aggregators"].items()}
+        return {**state, "steps": OfOneRank(state["steps"]), "aggregators": OfOneRank(kept)}
 
     def _own_state(self) -> dict[str, Any]:
         """What `state_dict` says, whoever asks: `checkpoint` may be called within `dcp.save`."""

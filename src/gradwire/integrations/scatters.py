@@ -30,7 +30,7 @@ from gradwire.integrations.reductions import Reductions, State, version_values
 from gradwire.integrations.references import Sharding
 from gradwire.integrations.rehearsal import alike
 from gradwire.integrations.scatter import Replicas, Scatter
-from gradwire.integrations.sharded_plan import Trained, make_sharded_plan, options_for
+from gradwire.integrations.sharded_plan import Trained, check_nodes, make_sharded_plan, options_for
 from gradwire.integrations.summary import Expected, expected_scatter
 from gradwire.lang import rng
 from gradwire.partition import Spec
@@ -82,7 +82,9 @@ class Scatters(Reductions):
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
         self._in_shards: int | None = None  # the least version among ranks that share a replica
-        self._backward = Backward(_nothing, self.abandon, self.after_forward, self._reduces)
+        # Whether a scatter of the pass before, and of this one, told it to all of these.
+        self._told = self._tells = False
+        self._backward = Backward(self._ended, self.abandon, self.after_forward, self._reduces)
         self._backward.watch(model)
         self._replaced: list[tuple[Any, Any, Any]] = []
         self._scatters: list[Scatter] = []
@@ -152,7 +154,10 @@ class Scatters(Reductions):
             self._pass = now
             self._begun.clear()
             self.begin(self._least)
-            self._in_shards = self._version if self.groups.scatter is None else None
+            # FSDP2 scatters nothing to a single shard.
+            alone = self.groups.scatter is None or self.groups.shards == 1
+            self._in_shards = self._version if alone else None
+            self._told, self._tells = self._tells, False
         self._begun.add(id(reduction))
         return self._version
 
@@ -193,6 +198,10 @@ class Scatters(Reductions):
             self.run(owner, [spec], [Item(on_device, rng.Keys(0, 0), 0)], add, 0)
         values.copy_(on_device)
 
+    def _ended(self) -> None:
+        if self.ranks == 1:  # FSDP2 reduces nothing, and this is all of a pass
+            self.begin(self._version)
+
     def _reduces(self, module: torch.nn.Module) -> bool:
         """Whether a backward of the module reduces gradients, by FSDP2's equivalent of no_sync."""
         return any(getattr(record, "reduce_grads", True) for record, *_ in self._replaced)
@@ -209,11 +218,12 @@ class Scatters(Reductions):
         Args:
             reaches_all: whether every rank gets a message from every other.
         """
+        known = self._in_shards
+        self._tells |= reaches_all
         if not reaches_all:
-            if any(s.last is not None and s.last.reaches_all for s in self._scatters):
+            if self._told or known is not None:
                 return
             least = self._ask(self.owner, self._version, device)  # no scatter tells: too few rows
-        known = self._in_shards
         self._in_shards = least if known is None else min(known, least)
         if self.groups.replicas is None:
             self.know(least)
@@ -250,6 +260,7 @@ class Scatters(Reductions):
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:
         of = self.ranks, plan.version, plan.weights, plan.options
+        check_nodes(plan.options, self.groups.shards)
         return replace(make_sharded_plan(self._trained.named, rules, *of), levels=plan.levels)
 
     def methods(self, given: dict[str, Any], options: Mapping[str, object]) -> dict[str, Any]:
@@ -359,7 +370,3 @@ class Scatters(Reductions):
                 weights.load(references, states[0].get("counted") is True)
 
         return load
-
-
-def _nothing() -> None:
-    pass

@@ -25,7 +25,13 @@ from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import members_of
 from gradwire.integrations.scatters import Scatters
-from gradwire.integrations.sharded_plan import Trained, check_gathers, make_sharded_plan, trained_of
+from gradwire.integrations.sharded_plan import (
+    Trained,
+    check_gathers,
+    check_nodes,
+    make_sharded_plan,
+    trained_of,
+)
 from gradwire.integrations.wrapped import original
 from gradwire.lang import layout
 from gradwire.planner import Plan, Rules, WeightRules
@@ -137,11 +143,7 @@ def plan_sharded(
     trained = trained_of(model, like, ours)
     if weights is not None:
         check_gathers(trained)
-    nodes, shards = None if options is None else options.nodes, trained.groups.shards
-    if nodes is not None and len(nodes) != shards:
-        raise ConfigError(
-            f"nodes={nodes}: give the machine of each of the {shards} ranks that hold shards"
-        )
+    check_nodes(options or Options(), trained.groups.shards)
     plan = make_sharded_plan(
         trained.named, rules, trained.groups.size, weights=weights, options=options
     )

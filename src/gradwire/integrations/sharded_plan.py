@@ -133,6 +133,16 @@ def not_free(where: str, record: Any) -> str | None:
     return None
 
 
+def check_nodes(options: Options, shards: int) -> None:
+    """Raise ConfigError unless `options.nodes`, if given, has a machine for every rank that holds
+    a shard."""
+    nodes = options.nodes
+    if nodes is not None and len(nodes) != shards:
+        raise ConfigError(
+            f"nodes={nodes}: give the machine of each of the {shards} ranks that hold shards"
+        )
+
+
 def check_gathers(trained: Trained) -> None:
     """Raise ConfigError if a group's weights are gathered by a script's own object."""
     for record in trained.records:

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from gradwire.collectives import Collective
 from gradwire.engine import Owner
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, already_global
 from gradwire.planner import Plan
 
 log = logging.getLogger("gradwire")
@@ -159,15 +159,21 @@ class Switch:
             collective.prepared.reserve()
 
     def _agree(self, name: str, said: list[str]) -> None:
-        """Compare what ranks say, over one process group after the other. A difference in the first
-        is what its ranks say in the second, whose ranks are then refused, too."""
+        """Compare what ranks say, over one process group after the other. Ranks of the second tell
+        each other first what was refused in the first."""
         refused: ConfigError | None = None
         for owner in self._owners:
-            try:
-                owner.comm.agreement(f"{owner.key}/{name}", _WHAT, said).result()
-            except ConfigError as error:
-                refused = refused or error
-                said = [f"refused: {error}"]
+            key, member = f"{owner.key}/{name}", owner.comm.member
+            if owner is not self._owners[0] and member is not None:
+                lines = member.exchange(f"{key}, before", str(refused or "").encode()).result()
+                line = next(filter(None, lines), None)
+                if refused is None and line is not None:
+                    refused = already_global(ConfigError(line.decode()))
+            if refused is None:
+                try:
+                    owner.comm.agreement(key, _WHAT, said).result()
+                except ConfigError as error:
+                    refused = error
         if refused is not None:
             raise refused
 
@@ -198,6 +204,11 @@ class Switch:
             self._plans = {version: change(plan) for version, plan in self._plans.items()}
             self.plan = self._plans[self.plan.version]
             self.newest = change(self.newest)
+
+    def prepared(self, version: int) -> Plan:
+        """A version that this rank has prepared, and not left behind yet."""
+        with self._lock:
+            return self._plans[version]
 
     # ---- passes --------------------------------------------------------------------------------
 
