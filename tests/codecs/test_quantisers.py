@@ -13,6 +13,7 @@ from gradwire.codecs import (
     QSGD,
     TBQ,
     Codec,
+    Float8,
     LowRank,
     OneBit,
     RandomShift,
@@ -66,6 +67,20 @@ def test_tbq_rounds_an_average_to_nearest() -> None:
     peers = [call(codec, "encode", p).payload for p in (peer, own * 0, own * 0)]
     merged = call(codec, "reduce_encode", own, peers=peers, factor=0.25)
     assert merged.values.tolist() == [1.0, 0.0, 0.0]
+
+
+# Float8 -----------------------------------------------------------------------------------------
+
+
+def test_float8_errs_by_a_sixteenth_of_a_value() -> None:
+    """Or by 2^-10 scales, which are the largest magnitude / 448, but no smaller than 2^-126."""
+    unit = gradient(3000).clamp(-1, 1)
+    unit[::100] = -1.0
+    for size in (0.0, 1e-44, 1e-36, 1e-30, 1.0, torch.finfo(torch.float32).max):
+        values = (unit * size).double()
+        error = (sent(Float8(100), values.float()).double() - values.float()).abs()
+        least = max(size / 448, 2.0**-126) * 2**-10
+        assert (error <= (values.abs() / 16).clamp(min=least) * (1 + 2**-20)).all(), size
 
 
 # Saturating -------------------------------------------------------------------------------------

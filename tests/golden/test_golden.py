@@ -25,6 +25,7 @@ CASES: dict[str, Codec] = {
     "identity": codecs.get("identity"),
     "fp16": codecs.get("fp16"),
     "bf16": codecs.get("bf16"),
+    "fp8": codecs.get("fp8", block=100),
     "qsgd": codecs.get("qsgd", rounding="stochastic"),
     "qsgd-7-max-fp32": codecs.get(
         "qsgd", bits=7, scale="max", rounding="stochastic", metadata="fp32", block=50

@@ -26,8 +26,9 @@ NUMBERS = (
     lambda a, b, c: ops.where(~(a != b) | (c >= a), a, c),
 )  # fmt: skip
 STORED: tuple[Callable[[Any], Value], ...] = (
-    ops.fp32, ops.fp32, ops.bf16, ops.fp16, ops.int32, ops.trit, lambda v: ops.uint(1, v),
-    lambda v: ops.uint(3, v), lambda v: ops.uint(8, v), lambda v: ops.bf16(v, toward="down"),
+    ops.fp32, ops.fp32, ops.bf16, ops.fp16, ops.fp8, ops.int32, ops.trit,
+    lambda v: ops.uint(1, v), lambda v: ops.uint(3, v), lambda v: ops.uint(8, v),
+    lambda v: ops.bf16(v, toward="down"),
 )  # fmt: skip
 
 

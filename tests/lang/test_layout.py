@@ -35,6 +35,7 @@ SIZES: dict[str | Codec, Callable[[int], int]] = {
     "identity": lambda n: 4 * n,
     "fp16": lambda n: 2 * n,
     "bf16": lambda n: 2 * n,
+    "fp8:block=100": lambda n: 4 * -(-n // 100) + n,
     "qsgd": lambda n: 4 * -(-n // 128) + codes(n, 128, 4),
     "terngrad": lambda n: 8 + codes(n, 1024, 2),
     "onebit:block=100": lambda n: 8 * -(-n // 100) + codes(n, 100, 1),
@@ -83,7 +84,7 @@ def test_block_and_splittable() -> None:
     assert layout(QSGD(block=100)).block == 100
     assert layout(Identity()).block == 1024
     assert layout(QSGD()).splittable
-    assert [layout(c).splittable for c in CODECS[:10]] == [True] * 8 + [False] * 2
+    assert [layout(c).splittable for c in CODECS[:11]] == [True] * 9 + [False] * 2
     assert not layout(TopK()).splittable
 
 

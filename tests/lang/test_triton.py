@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton_checks
+from test_float8 import Stored, borders
 from test_programs import CODECS as PROGRAMS
 from test_selections import CODECS as SELECTIONS
 from test_targets import NON_FINITE, SPECIAL
@@ -104,6 +105,8 @@ FEW = [
     Case(Identity(), ("encode", "reduce_encode_ef"), FP16),
     Case(Identity(), ("encode_ef", "decode"), sizes=(4096 + 1024 + 3, 1, 1024)),
     Case(NAMED["fp16"], ("encode", "decode"), BF16),
+    Case(NAMED["fp8"], ("encode", "decode", "reduce_encode_ef"), BF16),
+    Case(Stored(), ("encode_ef",), given=(borders().tolist(),)),
     Case(NAMED["onebit"], ("encode_ef", "decode_add"), BF16),
     Case(NAMED["saturating"], ("reduce_encode", "decode")),
     Case(NAMED["tbq"], ("encode_ef", "decode_sum")),

@@ -62,6 +62,8 @@ FEW = [
     (NAMED["dgc"], "encode", "sm_90"),
     (Cast("fp16"), "encode_ef", "sm_80"),
     (NAMED["adacomp"], "decode", "gfx942"),
+    (NAMED["fp8"], "encode_ef", "sm_80"),
+    (NAMED["fp8"], "encode_ef", "gfx942"),
     (NAMED["threelc"], "decode", "sm_80"),
 ]
 # all forms of one codec; for the others one form that encodes values, and one that encodes a sum,

@@ -9,6 +9,7 @@ from typing import Any
 from gradwire.codecs.adacomp import AdaComp
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.dgc import DGC
+from gradwire.codecs.float8 import Float8
 from gradwire.codecs.graddrop import GradDrop
 from gradwire.codecs.hardthreshold import HardThreshold
 from gradwire.codecs.identity import Identity
@@ -35,6 +36,7 @@ REGISTRY: dict[str, tuple[type[Codec], dict[str, Any]]] = {
     "identity": (Identity, {}),
     "fp16": (Cast, {"dtype": "fp16"}),
     "bf16": (Cast, {"dtype": "bf16"}),
+    "fp8": (Float8, {}),
     "qsgd": (QSGD, {}),
     "terngrad": (TernGrad, {}),
     "onebit": (OneBit, {}),
@@ -65,6 +67,7 @@ __all__ = [
     "AdaComp",
     "Cast",
     "Codec",
+    "Float8",
     "GradDrop",
     "HardThreshold",
     "Identity",

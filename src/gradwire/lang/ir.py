@@ -16,7 +16,7 @@ Vocabulary
 | alu | 1 to 3 | function, see ALU | arithmetic in fp32, comparisons, logic |
 | lookup | x, numbers | - | number floor(x); of NaN and beyond them the last, below 0 the first |
 | cast | 1 | rounding: "nearest", "down", "up", "zero" | to `dtype`; finite values saturate, but \
-those that fp16 cannot hold become infinite |
+those that fp16 cannot hold become infinite; in fp8, infinities become NaN |
 | cast | 1 | "saturated" | to fp16, rounded to nearest; finite values saturate |
 | reduce | 1 | "min", "max", "sum", "count"; Rank | ELEMENT to BLOCK scope, BLOCK to TENSOR |
 | random | - | Stream | uniform in [0, 1), from (key, index, stream) |
@@ -71,6 +71,7 @@ BITS = {
     "fp32": 32,
     "fp16": 16,
     "bf16": 16,
+    "fp8": 8,  # OCP E4M3: no infinities, one NaN; in payloads only
     "int32": 32,
     "uint32": 32,
     "bool": 1,
@@ -78,7 +79,7 @@ BITS = {
 }
 FLOATS = ("fp32", "fp16", "bf16")
 CODES = ("trit", *(f"uint{b}" for b in range(1, 9)))  # small integers, packed
-STORABLE = (*FLOATS, "int32", *CODES, "selection")
+STORABLE = (*FLOATS, "fp8", "int32", *CODES, "selection")
 TOP = {"trit": 2, **{f"uint{b}": 2**b - 1 for b in range(1, 9)}}  # the largest code
 
 # alu function -> (number of operands, kind of operands, kind of result)

@@ -3,7 +3,7 @@
 A payload holds the codec's fields in order, each padded to a byte, little-endian:
     tensor scope   one number
     block scope    one number per block; uint1 to uint8 take one byte each
-    element scope  block after block; fp32, fp16, bf16 and raw numbers unpacked, codes in planes
+    element scope  block after block; floats and raw numbers unpacked, codes in planes
     matrix scope   row after row
     a selection    the number of selected elements per block, two bytes each
 

@@ -15,7 +15,7 @@ it |
 | decomp(m, rank), matmul(a, b) | low-rank factors of matrix(x, columns), and their product |
 | concat(name=value, ...) | the payload: its fields in wire order |
 | uint(bits, v), trit(v), int32(v) | v converted to an integer that can be stored |
-| bf16(v), fp16(v), fp32(v), native(v) | v converted to a float that can be stored |
+| bf16(v), fp16(v), fp32(v), fp8(v), native(v) | v converted to a float that can be stored |
 | keep(codes, flag) | codes that are stored only for blocks whose flag is set |
 | table(numbers), lookup(table, code) | numbers that can change without recompiling |
 | where, clamp, floor, sqrt, inverse, isfinite, abs, share | arithmetic on symbols; a size |
@@ -58,6 +58,7 @@ __all__ = [
     "elements",
     "filter",
     "floor",
+    "fp8",
     "fp16",
     "fp32",
     "gather",
@@ -238,6 +239,12 @@ def fp16(value: object) -> Value:
 def fp32(value: object) -> Value:
     """Single precision, unchanged."""
     return _cast(value, "fp32", "stored")
+
+
+def fp8(value: object) -> Value:
+    """OCP E4M3 (3 bits of mantissa, to 448), rounded to nearest even. Finite values saturate;
+    infinities and NaN give NaN."""
+    return _cast(value, "fp8", "nearest")
 
 
 def native(value: object) -> Value:

@@ -17,10 +17,11 @@ from gradwire.lang.layout import planes
 
 TORCH = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int32": torch.int32,
+    "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
 LARGEST_INT32 = 2147483520.0  # of the fp32 numbers that int32 can hold
-LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
-NAN = {"fp16": 0x7E00, "bf16": 0x7FC0}
+LARGEST = {"fp8": 448.0, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
+NAN = {"fp8": 0x7F, "fp16": 0x7E00, "bf16": 0x7FC0}
 
 Tensor = torch.Tensor
 
@@ -49,7 +50,10 @@ def cast(x: Tensor, dtype: str, rounding: str) -> Tensor:
         x = torch.where(torch.isnan(x), x, bits.view(torch.float32))
     # set the canonical NaN: torch's conversions give different bits
     narrow = x.to(TORCH[dtype])
-    narrow.view(torch.int16).masked_fill_(torch.isnan(x), NAN[dtype])
+    if dtype == "fp8":  # which has no infinities
+        narrow.view(torch.uint8).masked_fill_(~torch.isfinite(x), NAN[dtype])
+    else:
+        narrow.view(torch.int16).masked_fill_(torch.isnan(x), NAN[dtype])
     return narrow
 
 

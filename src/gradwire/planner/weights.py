@@ -99,7 +99,7 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         return None
     if not isinstance(given, str | Codec):
         raise ConfigError(f"{argument}={given!r:.60}: give a codec by name, a Codec, or None")
-    advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest" or "bf16"'
+    advice = 'use "randomshift:bits=8", "qsgd:rounding=nearest", "fp8" or "bf16"'
     try:
         codec = codecs.get(_with_defaults(in_blocks(given), {"metadata": "fp32"}))
         what = layout(codec)

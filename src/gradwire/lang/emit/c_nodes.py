@@ -19,8 +19,9 @@ MAX_NESTED = 4  # `where`s within one another in an integer expression
 
 REGISTER = {
     "fp32": "float", "bool": "int", "uint32": "uint32_t", "bf16": "uint32_t", "fp16": "uint32_t",
+    "fp8": "uint32_t",
 }  # fmt: skip
-MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "int32": "i32"}
+MEMORY = {"fp32": "f32", "bf16": "u16", "fp16": "u16", "fp8": "uint8_t", "int32": "i32"}
 VALUES = {"fp32": "float", "bf16": "uint16_t", "fp16": "uint16_t"}
 
 ALU = {
@@ -52,10 +53,13 @@ CASTS = {
     ("bf16", "up"): "to_bf16_up({})",
     ("fp16", "nearest"): "to_fp16_nearest({})",
     ("fp16", "saturated"): "to_fp16_saturated({})",
+    ("fp8", "nearest"): "to_fp8({})",
     ("int32", "zero"): "to_int32({})",
     ("code", "zero"): "to_uint({}, {zero}, {top})",
 }
-WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
+WIDENINGS = {
+    "bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp8": "from_fp8({})", "fp32": "{}",
+}  # fmt: skip
 
 
 def streams(programs: Iterable[ir.Function]) -> tuple[ir.Stream, ...]:

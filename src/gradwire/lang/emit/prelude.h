@@ -128,6 +128,17 @@ INLINE uint32_t to_fp16_saturated(float x) {
   return (r & 0x7fff) == 0x7c00 && is_finite(x) ? r - 1 : r;
 }
 
+/* E4M3: no infinities, so that these become NaN too. */
+INLINE uint32_t to_fp8(float x) {
+  const uint32_t u = bits_of(x), magnitude = u & 0x7fffffff;
+  uint32_t normal = (magnitude - (120u << 23) + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
+  /* subnormal: adding 2^14 leaves the rounded multiple of 2^-9 in the lowest bits */
+  uint32_t small = bits_of(float_of(magnitude) + 0x1p14f) - 0x46800000;
+  uint32_t r = magnitude < 0x3c800000 ? small : normal;
+  r = magnitude >= 0x43e00000 ? 0x7e : r;
+  return magnitude >= 0x7f800000 ? 0x7f : r | (u >> 31) << 7;
+}
+
 /* A constant that the compiler does not know: gcc 12 makes a comparison and a choice of a limit that
    it knows, and one instruction of one that lies in a register. */
 INLINE float limit(float x) {
@@ -154,6 +165,14 @@ INLINE float from_fp16(uint32_t h) {
   const float scaled = float_of((h & 0x7fff) << 13) * 0x1p112f;
   const uint32_t magnitude = (h & 0x7c00) == 0x7c00 ? 0x7f800000 | (h & 0x3ff) << 13 : bits_of(scaled);
   return float_of(magnitude | (h & 0x8000) << 16);
+}
+
+INLINE float from_fp8(uint32_t h) {
+  const uint32_t low = h & 0x7f;
+  /* a subnormal float as an operand, as in from_fp16, would be slow here: these are common */
+  uint32_t magnitude = low < 8 ? bits_of((float)(int32_t)low * 0x1p-9f) : (low << 20) + (120u << 23);
+  magnitude = low == 0x7f ? 0x7fc00000 : magnitude;
+  return float_of(magnitude | (h & 0x80) << 24);
 }
 
 /* Ask for memory that the next group will read, while this one computes. */

@@ -50,17 +50,25 @@ CASTS = {
     ("bf16", "up"): "to_bf16_up({})",
     ("fp16", "nearest"): "to_fp16_nearest({})",
     ("fp16", "saturated"): "to_fp16_saturated({})",
+    ("fp8", "nearest"): "to_fp8({})",
     ("int32", "zero"): "to_int32({})",
     ("code", "zero"): "to_code({}, {top}.0)",
 }
-WIDENINGS = {"bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp32": "{}"}
+WIDENINGS = {
+    "bf16": "from_bf16({})", "fp16": "from_fp16({})", "fp8": "from_fp8({})", "fp32": "{}",
+}  # fmt: skip
 
 # operation -> how many of its operands its rule reads in the kernel's usual place
 OPERANDS = {"alu": 3, "lookup": 1, "cast": 1, "keep": 2, "gather": 1, "reduce": 1, "rotate": 1}
 
 # dtype -> functions that load and store its bits
-LOADS = {"fp32": "load32", "fp16": "load16", "bf16": "load16", "int32": "load_int32"}
-STORES = {"fp32": "store32", "fp16": "store16", "bf16": "store16", "int32": "store_int32"}
+LOADS = {
+    "fp32": "load32", "fp16": "load16", "bf16": "load16", "fp8": "load8", "int32": "load_int32",
+}  # fmt: skip
+STORES = {
+    "fp32": "store32", "fp16": "store16", "bf16": "store16", "fp8": "store8",
+    "int32": "store_int32",
+}  # fmt: skip
 
 
 def literal(value: float) -> str:

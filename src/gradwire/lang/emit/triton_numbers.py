@@ -110,6 +110,18 @@ def to_fp16_saturated(x):
 
 
 @triton.jit
+def to_fp8(x):
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    normal = (magnitude - 0x3C000000 + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    # subnormal: adding 2^14 leaves the rounded multiple of 2^-9 in the lowest bits
+    small = bits_of(float_of(magnitude) + 16384.0) - 0x46800000
+    r = tl.where(magnitude < 0x3C800000, small, normal)
+    r = tl.where(magnitude >= 0x43E00000, 0x7E, r) | (bits >> 31 << 7)
+    return tl.where(magnitude >= INFINITY, 0x7F, r)
+
+
+@triton.jit
 def to_code(x, TOP: tl.constexpr):
     x = tl.where(x > 0.0, x, 0.0)
     return tl.where(x < TOP, x, TOP).to(tl.int32)
@@ -147,6 +159,15 @@ def from_fp16(h):
     special = (h & 0x7C00) == 0x7C00
     magnitude = tl.where(special, INFINITY | (h & 0x3FF) << 13, scaled)
     return float_of(magnitude | (h & 0x8000) << 16)
+
+
+@triton.jit
+def from_fp8(h):
+    h = h.to(tl.uint32)
+    low = h & 0x7F
+    small = bits_of(low.to(tl.int32).to(tl.float32) * 0.001953125)
+    magnitude = tl.where(low < 8, small, (low << 20) + 0x3C000000)
+    return float_of(tl.where(low == 0x7F, NAN, magnitude) | (h & 0x80) << 24)
 
 
 # random numbers: lang/rng.py ---------------------------------------------------------------------
