@@ -137,6 +137,23 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "elements and entries": (lambda self, g: one(g + gather(g, largest(g))), None, "do not mix"),
     "no size": (lambda self, g: concat(c=topk(g, 5)), None, "size is share"),
     "no rank": (lambda self, g: one(g - sort(g)[share(0.1, 0)]), None, "at least 1"),
+    "a huge sample": (lambda self, g: one(g - sort(g, 2**64)[share(0.1)]), None, "1 to 2147483647"),
+    "a huge window": (lambda self, g: one(g - sort(g, 10**400)[share(1)]), None, "1 to 2147483647"),
+    "a huge share": (
+        lambda self, g: concat(c=topk(g, share(0.1, 2**31))),
+        None,
+        "least=2147483648",
+    ),
+    "a huge matrix": (
+        lambda self, g: one(ops.elements(ops.matrix(g, 10**30))),
+        None,
+        "columns=10000",
+    ),
+    "a huge rank": (
+        lambda self, g: concat(p=ops.decomp(ops.matrix(g, 8), 10**30)[0]),
+        None,
+        "1 to 2147483647",
+    ),
     "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "has two names"),
     "a matrix": (
         lambda self, g: concat(code=fp32(ops.matrix(g, 8))),

@@ -26,6 +26,7 @@ MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
 ORIGINS = 2**16
 MAX_POWER = 16
+MAX_SIZE = 2**31 - 1  # of what kernels count in 32 bits
 
 
 @dataclass
@@ -282,6 +283,15 @@ def integer(number: object) -> int | None:
     """A whole number of Python or numpy, as Python's; None for anything else."""
     whole = isinstance(number, Integral) and not isinstance(number, bool)
     return int(number) if whole else None  # type: ignore[call-overload]
+
+
+def size(number: object, least: int, option: str, location: str) -> int:
+    """A whole number from `least` to `MAX_SIZE`, as Python's; anything else is a
+    `LanguageError`."""
+    whole = integer(number)
+    if whole is None or not least <= whole <= MAX_SIZE:
+        raise LanguageError(location, f"{option}={number!r} must be {least} to {MAX_SIZE}")
+    return whole
 
 
 def apply(function: str, *operands: object) -> Value:
