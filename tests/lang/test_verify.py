@@ -154,6 +154,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
         None,
         "1 to 2147483647",
     ),
+    "a value as inverse": (lambda self, g: one(ops.rotate(g, g)), None, "use True or False"),  # type: ignore[arg-type]
+    "text as inverse": (lambda self, g: one(ops.rotate(g, "no")), None, "inverse='no': use True"),  # type: ignore[arg-type]
+    "an array as full": (
+        lambda self, g: one(ops.rotate(g, full=np.arange(3))),  # type: ignore[arg-type]
+        None,
+        "full=array([0, 1, 2]): use",
+    ),
+    "a truth as share": (lambda self, g: concat(c=topk(g, share(True))), None, "not bool"),
     "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "has two names"),
     "a matrix": (
         lambda self, g: concat(code=fp32(ops.matrix(g, 8))),

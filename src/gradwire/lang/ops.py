@@ -293,6 +293,9 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
     """
     location = here()
     active().uses("rotate")
+    for option, given in (("inverse", inverse), ("full", full)):
+        if type(given) is not bool:
+            raise LanguageError(location, f"rotate: {option}={given!r}: use True or False")
     rotation = ir.Rotation(stream("rotate"), inverse, full)
     node = numbers_of_elements(value, "rotate", location)
     return Value(
