@@ -83,7 +83,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "a tensor": (lambda self, g: one(torch.ones(3) * g), None, "gradwire.lang.ops"),
     "a string": (lambda self, g: concat(code=g + "1"), None, "not str"),
     "width": (lambda self, g: concat(code=uint(9, g)), None, "1 to 8 bits"),
-    "rounding": (lambda self, g: one(ops.bf16(g, toward="zero")), None, "nearest, down"),
+    "rounding": (
+        lambda self, g: one(ops.bf16(g, toward="zero")),
+        None,
+        "'nearest', 'down' or 'up'",
+    ),
     "scope": (lambda self, g: one(g + random("row")), None, "'element' or"),
     "names": (lambda self, g: concat(sign=g), lambda self, code: code, "payload has"),
     "nothing": (lambda self, g: one(g), lambda self, code: None, "return elements"),
@@ -212,6 +216,24 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "a number is kept": (lambda self, g: concat(code=ops.keep(3, g)), None, "codes of elements"),  # type: ignore[arg-type]
     "a number is mapped": (lambda self, g: one(map(3, g)), None, "takes a function"),  # type: ignore[arg-type]
     "reduced by a list": (lambda self, g: one(g - reduce([], g)), None, "min, max or sum"),
+    "an array as scope": (lambda self, g: one(g + random(np.arange(3))), None, "'element' or"),  # type: ignore[arg-type]
+    "a value as origin": (lambda self, g: one(g + ops.index(g)), None, "'parameter' or 'block'"),
+    "an array as direction": (
+        lambda self, g: one(ops.bf16(g, toward=np.arange(3))),  # type: ignore[arg-type]
+        None,
+        "'nearest', 'down' or 'up'",
+    ),
+    "a table of one number": (lambda self, g: one(table(np.array(1.0))[0] + g), None, "a tuple of"),  # type: ignore[arg-type]
+    "looked up in a number": (
+        lambda self, g: one(ops.lookup(torch.tensor(1.0), g)),
+        None,
+        "a tuple",
+    ),  # type: ignore[arg-type]
+    "the codec's name": (
+        lambda self, g: concat(self=g),
+        lambda self, **fields: fields["self"],
+        "field self: decode has its codec by that name",
+    ),
     "a list as scope": (lambda self, g: one(g + random([])), None, "'element' or"),  # type: ignore[arg-type]
     "no text as name": (lambda self, g: one(g + random(shared="\ud800")), None, "is a name"),
     "no name": (lambda self, g: one(g + random(shared=3)), None, "is a name"),  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ and `abs` shadow Python's functions on purpose.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gradwire.lang import ir, shapes
@@ -149,11 +149,9 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     encode again, as the rank that encoded the payload drew them. With `shared=NAME`, all ranks draw
     the same numbers, in encode and in decode, for the contributions to a sum and for the sum.
     """
-    trace = active()
-    if scope not in tuple(_SCOPES):
-        raise LanguageError(here(), f"random: scope is 'element' or 'block', not {scope!r}")
+    trace, name = active(), _name(scope, _SCOPES, "random: scope")
     trace.uses("random")
-    node = ir.node("random", attr=stream(shared), scope=_SCOPES[scope], location=here())
+    node = ir.node("random", attr=stream(shared), scope=_SCOPES[name], location=here())
     return Value(node)
 
 
@@ -162,10 +160,9 @@ def index(of: str = "parameter") -> Value:
 
     Arithmetic is fp32, so positions beyond 2^24 are not exact.
     """
-    if of not in ("parameter", "block"):
-        raise LanguageError(here(), f"index: of is 'parameter' or 'block', not {of!r}")
+    name = _name(of, ("parameter", "block"), "index: of")
     active().uses("index")
-    attr = "block" if of == "block" else None
+    attr = "block" if name == "block" else None
     return Value(
         ir.node("index", (), attr, dtype="uint32", scope=ir.Scope.ELEMENT, location=here())
     )
@@ -202,6 +199,15 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
     return Value(cast, value.blocked, value.within)
 
 
+def _name(given: object, known: Iterable[str], option: str) -> str:
+    """One of the known names, as Python's text."""
+    names = tuple(known)
+    if not isinstance(given, str) or given not in names:
+        *others, last = (repr(name) for name in names)
+        raise LanguageError(here(), f"{option} is {', '.join(others)} or {last}, not {given!r}")
+    return str(given)
+
+
 def uint(bits: int, value: object) -> Value:
     """An unsigned integer of 1 to 8 bits: rounded toward zero, clamped; NaN gives 0."""
     width = integer(bits)
@@ -224,9 +230,7 @@ def trit(value: object) -> Value:
 
 def bf16(value: object, toward: str = "nearest") -> Value:
     """bfloat16, rounded to nearest even, or outward: `toward="down"` or `"up"`. Saturates."""
-    if toward not in ("nearest", "down", "up"):
-        raise LanguageError(here(), f"bf16: toward is nearest, down or up, not {toward!r}")
-    return _cast(value, "bf16", toward)
+    return _cast(value, "bf16", _name(toward, ("nearest", "down", "up"), "bf16: toward"))
 
 
 def fp16(value: object) -> Value:
@@ -337,7 +341,11 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
 
 
 def _several(numbers: object, operator: str, location: str) -> list[Any]:
-    given = list(numbers) if isinstance(numbers, Iterable) else []
+    try:
+        each: Iterator[Any] = iter(numbers)  # type: ignore[call-overload]
+    except TypeError:  # also of an array without a dimension
+        each = iter(())
+    given = list(each)
     if not given:
         raise LanguageError(location, f"{operator}: takes a tuple of numbers, not {numbers!r}")
     return given
