@@ -207,10 +207,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "an array": (lambda self, g: one(np.ones(3) * g), None, "not ndarray"),
     "a huge number": (lambda self, g: one(g * 10**400), None, "too large"),
     "a table of text": (lambda self, g: one(table(["a"])[0] + g), None, "not str"),
-    "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of numbers"),
-    "an empty table": (lambda self, g: one(table([])[0] + g), None, "a tuple of numbers"),
-    "looked up in nothing": (lambda self, g: one(ops.lookup((), g)), None, "a tuple of numbers"),
-    "looked up in None": (lambda self, g: one(ops.lookup(None, g)), None, "a tuple of numbers"),  # type: ignore[arg-type]
+    "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of 1 to"),
+    "an empty table": (lambda self, g: one(table([])[0] + g), None, "a tuple of 1 to"),
+    "looked up in nothing": (lambda self, g: one(ops.lookup((), g)), None, "a tuple of 1 to"),
+    "looked up in None": (lambda self, g: one(ops.lookup(None, g)), None, "a tuple of 1 to"),  # type: ignore[arg-type]
     "looked up in text": (lambda self, g: one(ops.lookup("a", g)), None, "not str"),  # type: ignore[arg-type]
     "a number is counted": (lambda self, g: one(g + ops.count(3)), None, "not a number"),  # type: ignore[arg-type]
     "a number is kept": (lambda self, g: concat(code=ops.keep(3, g)), None, "codes of elements"),  # type: ignore[arg-type]
@@ -229,6 +229,17 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
         None,
         "a tuple",
     ),  # type: ignore[arg-type]
+    "looked up in a dict": (lambda self, g: one(ops.lookup({3: 1, 1: 2}, g)), None, "a tuple of"),  # type: ignore[dict-item]
+    "looked up in a set": (lambda self, g: one(ops.lookup({3.0, 1.0}, g)), None, "a tuple of"),  # type: ignore[arg-type]
+    "looked up in many": (lambda self, g: one(ops.lookup([g] * 257, g)), None, "numbers, not more"),
+    "text among two": (lambda self, g: one(ops.lookup([1.0, 2.0], "0")), None, "not str"),  # type: ignore[arg-type,list-item]
+    "text of one": (lambda self, g: one(ops.lookup([1.0], "0")), None, "not str"),  # type: ignore[arg-type,list-item]
+    "a condition of one": (lambda self, g: one(ops.lookup([1.0], g > 0)), None, "must be a number"),  # type: ignore[list-item]
+    "a selection of one": (
+        lambda self, g: one(ops.lookup([1.0], largest(g))),  # type: ignore[list-item]
+        None,
+        "must be a number, not selection",
+    ),
     "the codec's name": (
         lambda self, g: concat(self=g),
         lambda self, **fields: fields["self"],
@@ -292,6 +303,24 @@ def test_numbers_of_numpy_and_powers_work() -> None:
 
     a, b = (show(make(method, decoded), "ir") for method in (numpys, pythons))
     assert a == b
+
+
+def test_one_or_two_numbers_are_looked_up_as_more_are() -> None:
+    @dataclass(frozen=True)
+    class Looked(Codec):
+        numbers: tuple[Any, ...]
+
+        def encode(self, g: Any) -> Any:
+            known: Any = 1.5
+            return concat(a=ops.lookup(self.numbers, g), b=ops.lookup(self.numbers, known) * g)
+
+        def decode(self, a: Any, b: Any) -> Any:
+            return a + b
+
+    values = torch.tensor([math.nan, -1.0, 0.5, 1.0, 7.0, math.inf])
+    for numbers in ((3.0,), (3.0, 5.0)):
+        few, many = (Looked(numbers), Looked(numbers + numbers[-1:] * 2))
+        assert torch.equal(*(encode(codec, values, target="eager") for codec in (few, many)))
 
 
 def test_a_list_is_no_option_and_a_key_has_64_bits() -> None:

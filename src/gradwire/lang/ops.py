@@ -27,7 +27,8 @@ and `abs` shadow Python's functions on purpose.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
 from gradwire.lang import ir, shapes
@@ -85,6 +86,7 @@ __all__ = [
     "where",
 ]
 
+MAX_TABLE = 256
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
 
@@ -321,8 +323,8 @@ def table(numbers: Sequence[float]) -> list[Value]:
     given = _several(numbers, "table", location)
     numbers = tuple(ir.single(constant(x, location)) for x in given)
     known = not trace.table or ir.same_numbers(trace.table, numbers)
-    if len(numbers) > 256 or not known:
-        raise LanguageError(location, "table: a codec has one table, of 1 to 256 numbers")
+    if not known:
+        raise LanguageError(location, "table: a codec has one table of numbers")
     trace.table = numbers
     return [Value(ir.node("param", attr=i)) for i in range(len(numbers))]
 
@@ -332,6 +334,7 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
     location = here()
     active().uses("map")
     given = [lift(x) for x in _several(numbers, "lookup", location)]
+    given *= 2 if len(given) == 1 else 1  # one number per code, too
     nodes = [x.node for x in given]
     if len(nodes) < 3 or any(n.op not in ("const", "param") for n in nodes):
         return _choose(given, 0, code)
@@ -342,18 +345,22 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
 
 def _several(numbers: object, operator: str, location: str) -> list[Any]:
     try:
-        each: Iterator[Any] = iter(numbers)  # type: ignore[call-overload]
+        each: Iterator[Any] = iter(() if isinstance(numbers, Mapping | Set) else numbers)  # type: ignore[call-overload]
     except TypeError:  # also of an array without a dimension
         each = iter(())
-    given = list(each)
-    if not given:
-        raise LanguageError(location, f"{operator}: takes a tuple of numbers, not {numbers!r}")
+    given = list(islice(each, MAX_TABLE + 1))
+    if not 1 <= len(given) <= MAX_TABLE:
+        found = "more" if given else repr(numbers)
+        raise LanguageError(
+            location, f"{operator}: takes a tuple of 1 to {MAX_TABLE} numbers, not {found}"
+        )
     return given
 
 
-def _choose(numbers: list[Value], first: int, code: Value) -> Value:
+def _choose(numbers: list[Value], first: int, code: object) -> Value:
     if len(numbers) == 1:
         return numbers[0]
     half = (len(numbers) + 1) // 2
     below = _choose(numbers[:half], first, code)
-    return where(code < first + half, below, _choose(numbers[half:], first + half, code))
+    within = apply("lt", code, float(first + half))
+    return where(within, below, _choose(numbers[half:], first + half, code))

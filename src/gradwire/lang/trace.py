@@ -301,11 +301,12 @@ def apply(function: str, *operands: object) -> Value:
     _, kind, _ = ir.ALU[function]
     for position, value in enumerate(values):
         wants_bool = kind == "bool" or (kind == "choice" and position == 0)
-        if (value.node.dtype == "bool") != wants_bool:
+        dtype = value.node.dtype
+        if dtype == "selection" or (dtype == "bool") != wants_bool:
             wanted = "a condition" if wants_bool else "a number"
             raise LanguageError(
                 location,
-                f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}",
+                f"{function}: operand {position + 1} must be {wanted}, not {dtype}",
             )
     nodes = meet([as_number(v.node) for v in values], location)
     result = ir.alu(function, *nodes, location=location)
