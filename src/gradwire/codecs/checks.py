@@ -18,8 +18,12 @@ SMALLEST = 1e-6  # the density that is named where one of 0 or less was given
 
 def plain(value: object) -> Any:
     """The Python value of a scalar of numpy or torch; anything else as it is."""
-    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if scalar else value  # type: ignore[attr-defined]
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # of a tensor without memory, on "meta"
+        return value
 
 
 def integer(codec: object, option: str, least: int, most: int, given: str = "") -> None:
@@ -92,5 +96,5 @@ def one_of(codec: object, option: str, allowed: Iterable[object]) -> None:
 
 
 def _wrong(codec: object, option: str, allowed: str) -> ConfigError:
-    value = getattr(codec, option)
-    return ConfigError(f"{type(codec).__name__}: {option}={value!r} must be {allowed}")
+    shown = " ".join(repr(getattr(codec, option)).split())  # of a parameter, two lines
+    return ConfigError(f"{type(codec).__name__}: {option}={shown} must be {allowed}")
