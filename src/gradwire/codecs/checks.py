@@ -6,7 +6,9 @@ TopK(1), TopK(1.0) and TopK(np.float64(1)) are the same codec.
 
 from __future__ import annotations
 
+import math
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,15 +28,19 @@ def plain(value: object) -> Any:
         return value
 
 
-def integer(codec: object, option: str, least: int, most: int, given: str = "") -> None:
-    """Raise `ConfigError` unless the option is an integer from `least` to `most`.
+def integer(
+    codec: object, option: str, least: int, most: int | None = None, given: str = ""
+) -> None:
+    """Raise `ConfigError` unless the option is an integer from `least` to `most`, if that is given.
 
     `given` names another option that narrows the range, if there is one.
     """
     value = plain(getattr(codec, option))
-    if type(value) is not int or not least <= value <= most:
+    if type(value) is not int or value < least or (most is not None and value > most):
         because = f" for {given}={getattr(codec, given)!r}" if given else ""
-        allowed = f"{least} to {most}" if least < most else str(least)
+        allowed = str(least) if most == least else f"{least} to {most}"
+        if most is None:
+            allowed = f"at least {least}"
         if type(value) is not int:
             allowed = f"a whole number, {allowed}"
         raise _wrong(codec, option, allowed + because)
@@ -52,6 +58,8 @@ def number(
 ) -> None:
     """Raise `ConfigError` unless the option is a number within the given bounds."""
     value = plain(getattr(codec, option))
+    if type(value) is int and abs(value) > sys.float_info.max:
+        value = math.inf if value > 0 else -math.inf
     bounds = [
         (words, bound, holds)
         for words, bound, holds in (
