@@ -251,7 +251,7 @@ def test_options_are_checked() -> None:
         "orthogonal": ["lu", None, True],
     }
     for option, value in ((option, value) for option, of in wrong.items() for value in of):
-        with pytest.raises(gw.ConfigError, match=f"PowerSGD: {option}={value!r}: "):
+        with pytest.raises(gw.ConfigError, match=f"PowerSGD: {option}={value!r} must be "):
             PowerSGD(**{option: value})
 
 

@@ -355,17 +355,17 @@ def test_what_it_mends_it_accepts() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"bits": 9}, "THC: bits=9: give a whole number from 2 to 8"),
+    ({"bits": 9}, "THC: bits=9 must be 2 to 8"),
     ({"bits": 1}, "bits=1"),
-    ({"bits": 3}, "code=4: give a whole number from 2 to 3 = bits"),
+    ({"bits": 3}, "code=4 must be 2 to 3 for bits=3"),
     ({"bits": 4.0}, "bits=4.0"),
     ({"code": 1}, "code=1"),
-    ({"rotation": "half"}, "use partial, full, none"),
-    ({"chunk": 1000}, "such as 1024"),
-    ({"chunk": 1 << 17}, "such as 65536"),
-    ({"chunk": 0}, "such as 2"),
-    ({"chunk": "64"}, "give a power of two"),
-    ({"saturate": 1}, "use True or False"),
+    ({"rotation": "half"}, "rotation='half' must be 'partial', 'full' or 'none'"),
+    ({"chunk": 1000}, "a power of two, such as 1024"),
+    ({"chunk": 1 << 17}, "chunk=131072 must be 2 to 65536"),
+    ({"chunk": 3}, "such as 4"),
+    ({"chunk": "64"}, "chunk='64' must be a whole number"),
+    ({"saturate": 1}, "saturate=1 must be False or True"),
 ]
 
 

@@ -365,10 +365,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bits": 0.1}, "TopKC: bits=0.1: .*chunk=161 or more"),
     ({"bits": 1e-9}, "bits=1e-09: .*use bits=0.00025 or more, and chunk=65536"),
     ({"bits": 1e-320}, "use bits=0.00025 or more, and chunk=65536"),
-    ({"chunk": 1}, "from 2 to 65536"),
-    ({"chunk": 64.0}, "from 2 to 65536"),
+    ({"chunk": 1}, "2 to 65536"),
+    ({"chunk": 64.0}, "a whole number, 2 to 65536"),
     ({"values": "int8"}, "'fp16', 'bf16' or 'fp32'"),
-    ({"permuted": 1}, "use True or False"),
+    ({"permuted": 1}, "permuted=1 must be False or True"),
     ({"scope": "bucket"}, "scope='bucket' must be 'layer' or 'model'"),
 ]
 

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from gradwire import codecs
-from gradwire.aggregators import DeepGradientCompression, registry
+from gradwire.aggregators import (
+    THC,
+    ARTopK,
+    Compressed,
+    DeepGradientCompression,
+    LWTopK,
+    PowerSGD,
+    TopKC,
+    registry,
+)  # fmt: skip
 from gradwire.codecs import (
     QSGD,
     Cast,
@@ -104,6 +113,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("topk", {"density": np.True_}, "density=np.True_.*: give a number"),
     ("topk", {"density": np.array([0.5])}, r"density=array\(\[0.5\]\).*: give a number"),
     ("qsgd", {"bits": np.float64(4)}, r"bits=np.float64\(4.0\) must be a whole number"),
+    ("topk", {"density": torch.empty((), device="meta")}, "density=tensor.*meta.*: give a number"),
+    (
+        "qsgd",
+        {"bits": torch.empty((), device="meta")},
+        "bits=tensor.*meta.* must be a whole number",
+    ),
+    ("qsgd", {"scale": np.zeros((), [("a", "i4")])[()]}, "scale=np.void.*'minmax', 'max' or 'l2'"),
+    ("qsgd", {"bits": torch.nn.Parameter(torch.tensor(4.0))}, "bits=Parameter .* must be a whole"),
     ("topk", {"values": "bf16"}, "values='bf16'.*'fp16' or 'fp32'"),
     ("mstopk", {"density": 1.5}, "MSTopK: density=1.5.*: use 1$"),
     ("dgc", {"density": "1%"}, "DGC: density='1%'.*: give a number"),
@@ -154,8 +171,25 @@ def test_options_are_plain_numbers_whatever_they_are_given_as() -> None:
     for name in ("lwtopk", "artopk", "globaltopk", "dgc"):
         made = registry.get(f"{name}:density=1")
         assert repr(made) == repr(registry.get(name, density=np.float32(1))), name
-    made = DeepGradientCompression(momentum=0, clip=1)
-    assert repr(made) == repr(DeepGradientCompression(momentum=0.0, clip=1.0))
+    text = np.str_
+    aggregators: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [
+        (PowerSGD, (torch.tensor(2), np.True_, text("qr")), (2, True, "qr")),
+        (ARTopK, (1, np.array("auto"), text("layer"), text("fp32")), (1, "auto", "layer", "fp32")),
+        (THC, (np.uint8(6), torch.tensor(4), text("full"), np.int64(64), np.False_),
+         (6, 4, "full", 64, False)),
+        (TopKC, (4, np.int64(64), text("bf16"), np.True_, text("model")),
+         (4.0, 64, "bf16", True, "model")),
+        (LWTopK, (1, text("fp32")), (1.0, "fp32")),
+        (Compressed, (TopK(), text("ring"), np.array("model")), (TopK(), "ring", "model")),
+        (DeepGradientCompression, (0.1, 0, 1, np.int64(3), text("fp32")),
+         (0.1, 0.0, 1.0, 3, "fp32")),
+    ]  # fmt: skip
+    for made, options, plains in aggregators:
+        assert made(*options) == made(*plains)
+        assert repr(made(*options)) == repr(made(*plains))
+    for wrong in (np.zeros(1), np.array(["auto"]), np.zeros((), [("a", "i4")])[()]):
+        with pytest.raises(ConfigError, match=r"^ARTopK: leader=.*, 'variance' or 'auto'$"):
+            ARTopK(leader=wrong)  # type: ignore[arg-type]
 
 
 def test_options_go_with_a_name() -> None:

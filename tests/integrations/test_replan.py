@@ -1,6 +1,12 @@
-"""The windows of a policy's decisions and checks."""
+"""The windows of a policy's decisions and checks, and the options of what adapts."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
 
 import gradwire as gw
 from gradwire.integrations.replan import CHECKS
@@ -28,6 +34,31 @@ def test_each_window_has_its_passes_and_no_other() -> None:
         expected = sorted(n for window in windows for n in window)
         # so no two overlap
         assert expected == [n for n in passes if replan.sums(n)], replan
+
+
+def test_options_are_plain_and_refused_in_one_line() -> None:
+    """Ranks compare them by their text."""
+    text: Any = np.str_("time")
+    given: list[tuple[Any, Any]] = [
+        (gw.Replan(np.int64(9), np.int64(9), 2, weigh=text), gw.Replan(9, 9, 2, weigh="time")),
+        (gw.Auto(seconds=3, trial=np.int64(8)), gw.Auto()),
+        (gw.Triggers(gain=torch.tensor(0.5), check=np.int8(3)), gw.Triggers(gain=0.5, check=3)),
+    ]
+    for one, same in given:
+        assert one == same
+        assert repr(one) == repr(same)
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (gw.Replan, {"every": 0}, "Replan: every=0 must be at least 1"),
+        (gw.Replan, {"alpha": 10**400}, "Replan: alpha=10+ must be above 0 and below inf: give"),
+        (gw.Replan, {"stale": np.ones(2)}, r"stale=array\(\[1., 1.\]\) must be above 1"),
+        (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 1"),
+        (gw.Auto, {"close": True}, "Auto: close=True must be above 1: give a number"),
+        (gw.Triggers, {"share": "all"}, "Triggers: share='all' must be above 0: give a number"),
+        (gw.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
+    ]
+    for made, options, message in wrong:
+        with pytest.raises(gw.ConfigError, match=f"^.*{message}.*$"):
+            made(**options)
 
 
 def test_a_period_has_checks_that_sum_as_much_as_a_decision() -> None:

@@ -55,6 +55,6 @@ def test_plans_take_turns() -> None:
 
 
 def test_an_unknown_weight_is_refused() -> None:
-    with pytest.raises(gw.ConfigError, match="weigh='size': use one of bytes, priority, time"):
+    with pytest.raises(gw.ConfigError, match="weigh='size' must be 'bytes', 'priority' or 'time'"):
         gw.Replan(weigh="size")
     assert weighing.AFTER > 1

@@ -57,9 +57,9 @@ def at_8(g: Any, change: Callable[..., Any]) -> Any:
 Method = Callable[..., Any]
 # name -> (encode, decode, part of the message)
 CASES: dict[str, tuple[Method, Method | None, str]] = {
-    "columns": (lambda self, g: sent(*factors(g, 2, 0)), None, "columns=0 must be 1 or more"),
+    "columns": (lambda self, g: sent(*factors(g, 2, 0)), None, "columns=0 must be 1 to"),
     "no whole columns": (lambda self, g: sent(*factors(g, 2, 8.0)), None, "columns=8.0"),  # type: ignore[arg-type]
-    "rank": (lambda self, g: sent(*decomp(matrix(g, 8), 0)), None, "rank=0 must be 1 or more"),
+    "rank": (lambda self, g: sent(*decomp(matrix(g, 8), 0)), None, "rank=0 must be 1 to"),
     "high rank": (
         lambda self, g: sent(*decomp(matrix(g, 8), 9)),
         None,

@@ -83,7 +83,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "a tensor": (lambda self, g: one(torch.ones(3) * g), None, "gradwire.lang.ops"),
     "a string": (lambda self, g: concat(code=g + "1"), None, "not str"),
     "width": (lambda self, g: concat(code=uint(9, g)), None, "1 to 8 bits"),
-    "rounding": (lambda self, g: one(ops.bf16(g, toward="zero")), None, "nearest, down"),
+    "rounding": (
+        lambda self, g: one(ops.bf16(g, toward="zero")),
+        None,
+        "'nearest', 'down' or 'up'",
+    ),
     "scope": (lambda self, g: one(g + random("row")), None, "'element' or"),
     "names": (lambda self, g: concat(sign=g), lambda self, code: code, "payload has"),
     "nothing": (lambda self, g: one(g), lambda self, code: None, "return elements"),
@@ -137,6 +141,31 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "elements and entries": (lambda self, g: one(g + gather(g, largest(g))), None, "do not mix"),
     "no size": (lambda self, g: concat(c=topk(g, 5)), None, "size is share"),
     "no rank": (lambda self, g: one(g - sort(g)[share(0.1, 0)]), None, "at least 1"),
+    "a huge sample": (lambda self, g: one(g - sort(g, 2**64)[share(0.1)]), None, "1 to 2147483647"),
+    "a huge window": (lambda self, g: one(g - sort(g, 10**400)[share(1)]), None, "1 to 2147483647"),
+    "a huge share": (
+        lambda self, g: concat(c=topk(g, share(0.1, 2**31))),
+        None,
+        "least=2147483648",
+    ),
+    "a huge matrix": (
+        lambda self, g: one(ops.elements(ops.matrix(g, 10**30))),
+        None,
+        "columns=10000",
+    ),
+    "a huge rank": (
+        lambda self, g: concat(p=ops.decomp(ops.matrix(g, 8), 10**30)[0]),
+        None,
+        "1 to 2147483647",
+    ),
+    "a value as inverse": (lambda self, g: one(ops.rotate(g, g)), None, "use True or False"),  # type: ignore[arg-type]
+    "text as inverse": (lambda self, g: one(ops.rotate(g, "no")), None, "inverse='no': use True"),  # type: ignore[arg-type]
+    "an array as full": (
+        lambda self, g: one(ops.rotate(g, full=np.arange(3))),  # type: ignore[arg-type]
+        None,
+        "full=array([0, 1, 2]): use",
+    ),
+    "a truth as share": (lambda self, g: concat(c=topk(g, share(True))), None, "not bool"),
     "stored twice": (lambda self, g: twice(uint(4, g)), lambda self, a, b: a, "has two names"),
     "a matrix": (
         lambda self, g: concat(code=fp32(ops.matrix(g, 8))),
@@ -178,15 +207,44 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, str]] = {
     "an array": (lambda self, g: one(np.ones(3) * g), None, "not ndarray"),
     "a huge number": (lambda self, g: one(g * 10**400), None, "too large"),
     "a table of text": (lambda self, g: one(table(["a"])[0] + g), None, "not str"),
-    "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of numbers"),
-    "an empty table": (lambda self, g: one(table([])[0] + g), None, "a tuple of numbers"),
-    "looked up in nothing": (lambda self, g: one(ops.lookup((), g)), None, "a tuple of numbers"),
-    "looked up in None": (lambda self, g: one(ops.lookup(None, g)), None, "a tuple of numbers"),  # type: ignore[arg-type]
+    "no table": (lambda self, g: one(table(3.0)[0] + g), None, "a tuple of 1 to"),
+    "an empty table": (lambda self, g: one(table([])[0] + g), None, "a tuple of 1 to"),
+    "looked up in nothing": (lambda self, g: one(ops.lookup((), g)), None, "a tuple of 1 to"),
+    "looked up in None": (lambda self, g: one(ops.lookup(None, g)), None, "a tuple of 1 to"),  # type: ignore[arg-type]
     "looked up in text": (lambda self, g: one(ops.lookup("a", g)), None, "not str"),  # type: ignore[arg-type]
     "a number is counted": (lambda self, g: one(g + ops.count(3)), None, "not a number"),  # type: ignore[arg-type]
     "a number is kept": (lambda self, g: concat(code=ops.keep(3, g)), None, "codes of elements"),  # type: ignore[arg-type]
     "a number is mapped": (lambda self, g: one(map(3, g)), None, "takes a function"),  # type: ignore[arg-type]
     "reduced by a list": (lambda self, g: one(g - reduce([], g)), None, "min, max or sum"),
+    "an array as scope": (lambda self, g: one(g + random(np.arange(3))), None, "'element' or"),  # type: ignore[arg-type]
+    "a value as origin": (lambda self, g: one(g + ops.index(g)), None, "'parameter' or 'block'"),
+    "an array as direction": (
+        lambda self, g: one(ops.bf16(g, toward=np.arange(3))),  # type: ignore[arg-type]
+        None,
+        "'nearest', 'down' or 'up'",
+    ),
+    "a table of one number": (lambda self, g: one(table(np.array(1.0))[0] + g), None, "a tuple of"),  # type: ignore[arg-type]
+    "looked up in a number": (
+        lambda self, g: one(ops.lookup(torch.tensor(1.0), g)),
+        None,
+        "a tuple",
+    ),  # type: ignore[arg-type]
+    "looked up in a dict": (lambda self, g: one(ops.lookup({3: 1, 1: 2}, g)), None, "a tuple of"),  # type: ignore[dict-item]
+    "looked up in a set": (lambda self, g: one(ops.lookup({3.0, 1.0}, g)), None, "a tuple of"),  # type: ignore[arg-type]
+    "looked up in many": (lambda self, g: one(ops.lookup([g] * 257, g)), None, "numbers, not more"),
+    "text among two": (lambda self, g: one(ops.lookup([1.0, 2.0], "0")), None, "not str"),  # type: ignore[arg-type,list-item]
+    "text of one": (lambda self, g: one(ops.lookup([1.0], "0")), None, "not str"),  # type: ignore[arg-type,list-item]
+    "a condition of one": (lambda self, g: one(ops.lookup([1.0], g > 0)), None, "must be a number"),  # type: ignore[list-item]
+    "a selection of one": (
+        lambda self, g: one(ops.lookup([1.0], largest(g))),  # type: ignore[list-item]
+        None,
+        "must be a number, not selection",
+    ),
+    "the codec's name": (
+        lambda self, g: concat(self=g),
+        lambda self, **fields: fields["self"],
+        "field self: decode has its codec by that name",
+    ),
     "a list as scope": (lambda self, g: one(g + random([])), None, "'element' or"),  # type: ignore[arg-type]
     "no text as name": (lambda self, g: one(g + random(shared="\ud800")), None, "is a name"),
     "no name": (lambda self, g: one(g + random(shared=3)), None, "is a name"),  # type: ignore[arg-type]
@@ -245,6 +303,24 @@ def test_numbers_of_numpy_and_powers_work() -> None:
 
     a, b = (show(make(method, decoded), "ir") for method in (numpys, pythons))
     assert a == b
+
+
+def test_one_or_two_numbers_are_looked_up_as_more_are() -> None:
+    @dataclass(frozen=True)
+    class Looked(Codec):
+        numbers: tuple[Any, ...]
+
+        def encode(self, g: Any) -> Any:
+            known: Any = 1.5
+            return concat(a=ops.lookup(self.numbers, g), b=ops.lookup(self.numbers, known) * g)
+
+        def decode(self, a: Any, b: Any) -> Any:
+            return a + b
+
+    values = torch.tensor([math.nan, -1.0, 0.5, 1.0, 7.0, math.inf])
+    for numbers in ((3.0,), (3.0, 5.0)):
+        few, many = (Looked(numbers), Looked(numbers + numbers[-1:] * 2))
+        assert torch.equal(*(encode(codec, values, target="eager") for codec in (few, many)))
 
 
 def test_a_list_is_no_option_and_a_key_has_64_bits() -> None:

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.aggregators import selection
-from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.protocol import Aggregator, Context, StateSpec, Steps
 from gradwire.codecs import Cast, checks
 from gradwire.collectives import AllGather, AllReduce, Broadcast, Request
@@ -87,9 +86,9 @@ class ARTopK(Aggregator):
 
     def __post_init__(self) -> None:
         checks.number(self, "density", above=0, most=1)
-        check_choice(self, "leader", LEADERS)
-        check_choice(self, "scope", SCOPES)
-        check_choice(self, "values", _CODECS)
+        checks.one_of(self, "leader", LEADERS)
+        checks.one_of(self, "scope", SCOPES)
+        checks.one_of(self, "values", _CODECS)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         return {_WAITED: StateSpec((1,))} if self.leader == "auto" else {}

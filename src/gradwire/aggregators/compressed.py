@@ -11,6 +11,7 @@ import torch
 
 from gradwire import algorithms
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
+from gradwire.codecs import checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
@@ -84,11 +85,11 @@ class Compressed(Encoded):
     scope: str = "layer"
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise ConfigError(f"{self.codec}: scope={self.scope!r} must be 'layer' or 'model'")
+        checks.one_of(self, "scope", SCOPES)
         if self.algorithm is not None:
             if not isinstance(self.algorithm, str):
                 raise ConfigError(f"{self.codec}: algorithm={self.algorithm!r}: give a name")
+            object.__setattr__(self, "algorithm", checks.plain(self.algorithm))
             algorithms.get(self.algorithm)
 
     def __str__(self) -> str:

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.checks import check_positive
 from gradwire.aggregators.compressed import Encoded
 from gradwire.aggregators.error_feedback import (
     RESIDUAL,
@@ -46,8 +45,8 @@ from gradwire.aggregators.error_feedback import (
 )
 from gradwire.aggregators.protocol import Averages, Context, StateSpec, Steps
 from gradwire.codecs import DGC, checks
+from gradwire.codecs.topk import STORED
 from gradwire.collectives import AllReduce
-from gradwire.errors import ConfigError
 from gradwire.lang import Codec
 
 VELOCITY = "velocity"
@@ -95,18 +94,9 @@ class DeepGradientCompression(Encoded):
         checks.number(self, "density", above=0, most=1)
         checks.number(self, "momentum", least=0, below=1)
         if self.clip is not None:
-            check_positive(self, "clip", otherwise="None for no clipping")
-        if type(self.warmup) is not int or self.warmup < 0:
-            raise ConfigError(
-                f"{type(self).__name__}: warmup={self.warmup!r} must be a number of steps: use 0 "
-                "for none"
-            )
-        if self.warmup >= _STEPS:
-            raise ConfigError(
-                f"{type(self).__name__}: warmup={self.warmup!r} would never end: use "
-                f"{_STEPS - 1} steps at most"
-            )
-        _ = self.codec  # checks `values`
+            checks.number(self, "clip", above=0, below=math.inf)
+        checks.integer(self, "warmup", 0, _STEPS - 1)
+        checks.one_of(self, "values", STORED)
 
     @property
     def codec(self) -> Codec:  # type: ignore[override]

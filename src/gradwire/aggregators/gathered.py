@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from gradwire.aggregators.compressed import Encoded
 from gradwire.codecs import TopK, checks
+from gradwire.codecs.topk import STORED
 from gradwire.lang import Codec
 
 
@@ -40,7 +41,7 @@ class LWTopK(Encoded):
 
     def __post_init__(self) -> None:
         checks.number(self, "density", above=0, most=1)
-        _ = self.codec  # checks the rest
+        checks.one_of(self, "values", STORED)
 
     @property
     def codec(self) -> Codec:  # type: ignore[override]

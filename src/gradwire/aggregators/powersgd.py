@@ -43,8 +43,8 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.aggregators.protocol import Aggregator, Averages, Context, StateSpec, Steps
+from gradwire.codecs import checks
 from gradwire.collectives import AllReduce
-from gradwire.errors import ConfigError
 from gradwire.lang.lowrank import Factored, lowrank, product
 
 _BASIS = "basis"  # Q
@@ -76,13 +76,9 @@ class PowerSGD(Aggregator):
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 1:
-            raise ConfigError(f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1")
-        if type(self.warm) is not bool:
-            raise ConfigError(f"PowerSGD: warm={self.warm!r}: give True or False")
-        if self.orthogonal not in _ORTHOGONAL:
-            known = " or ".join(map(repr, _ORTHOGONAL))
-            raise ConfigError(f"PowerSGD: orthogonal={self.orthogonal!r}: use {known}")
+        checks.integer(self, "rank", 1)
+        checks.one_of(self, "warm", (False, True))
+        checks.one_of(self, "orthogonal", _ORTHOGONAL)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         if not self.warm or not self.shrinks(shape):

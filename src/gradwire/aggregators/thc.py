@@ -38,7 +38,7 @@ import torch
 from gradwire.aggregators.local import keep_residual, run_local, step_keys, with_residual
 from gradwire.aggregators.local_codecs import Ends, Restored, Rounded, Turned
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
-from gradwire.codecs import Saturating
+from gradwire.codecs import Saturating, checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 from gradwire.lang import layout
@@ -72,25 +72,14 @@ class THC(Aggregator):
     feeds_back = True
 
     def __post_init__(self) -> None:
-        for name, most in (("bits", 8), ("code", self.bits)):
-            value = getattr(self, name)
-            if type(value) is not int or not 2 <= value <= most:
-                why = " = bits" if name == "code" else ""
-                raise ConfigError(
-                    f"THC: {name}={value!r}: give a whole number from 2 to {most}{why}"
-                )
-        if self.rotation not in _ROTATIONS:
-            raise ConfigError(f"THC: rotation={self.rotation!r}: use {', '.join(_ROTATIONS)}")
-        chunk = self.chunk
-        if type(chunk) is not int or not 2 <= chunk <= 65536 or chunk & (chunk - 1):
-            near = 1024
-            if type(chunk) is int:
-                near = 1 << min(max(round(math.log2(max(chunk, 2))), 1), 16)
-            raise ConfigError(
-                f"THC: chunk={chunk!r}: give a power of two from 2 to 65536, such as {near}"
-            )
-        if type(self.saturate) is not bool:
-            raise ConfigError(f"THC: saturate={self.saturate!r}: use True or False")
+        checks.integer(self, "bits", 2, 8)
+        checks.integer(self, "code", 2, self.bits, given="bits")
+        checks.one_of(self, "rotation", _ROTATIONS)
+        checks.integer(self, "chunk", 2, 65536)
+        if self.chunk & (self.chunk - 1):
+            near = 1 << round(math.log2(self.chunk))
+            raise ConfigError(f"THC: chunk={self.chunk} must be a power of two, such as {near}")
+        checks.one_of(self, "saturate", (False, True))
 
     @property
     def most(self) -> int:

@@ -44,12 +44,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators.checks import check_choice
 from gradwire.aggregators.chunks import gather_chunks, largest_chunks, scatter_chunks
 from gradwire.aggregators.local import keep_residual, run_local, with_residual
 from gradwire.aggregators.local_codecs import ChunkSquares
 from gradwire.aggregators.protocol import Aggregator, Context, Steps
-from gradwire.codecs import Cast
+from gradwire.codecs import Cast, checks
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
 
@@ -86,22 +85,12 @@ class TopKC(Aggregator):
     needs_feedback = True
 
     def __post_init__(self) -> None:
-        check_choice(self, "values", _CODEC)
-        check_choice(self, "scope", SCOPES)
-        if type(self.permuted) is not bool:
-            raise ConfigError(f"TopKC: permuted={self.permuted!r}: use True or False")
-        if self.chunk is not None and not (
-            type(self.chunk) is int and 2 <= self.chunk <= _MOST_CHUNK
-        ):
-            raise ConfigError(
-                f"TopKC: chunk={self.chunk!r}: give a whole number from 2 to {_MOST_CHUNK}, or None"
-            )
-        most, real = 8 * self.width, type(self.bits) in (int, float)
-        if not real or not 0 < self.bits <= most:
-            raise ConfigError(
-                f"TopKC: bits={self.bits!r}: give a number above 0 and at most {most}, which the "
-                f"values take as {self.values}"
-            )
+        checks.one_of(self, "values", _CODEC)
+        checks.one_of(self, "scope", SCOPES)
+        checks.one_of(self, "permuted", (False, True))
+        if self.chunk is not None:
+            checks.integer(self, "chunk", 2, _MOST_CHUNK)
+        checks.number(self, "bits", above=0, most=8 * self.width)
         if self.bits * self.size <= _SQUARE_BITS:
             mend = f"use bits={_LEAST_BITS} or more, and chunk={_MOST_CHUNK}"
             if self.bits * _MOST_CHUNK > _SQUARE_BITS:

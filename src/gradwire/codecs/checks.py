@@ -6,7 +6,9 @@ TopK(1), TopK(1.0) and TopK(np.float64(1)) are the same codec.
 
 from __future__ import annotations
 
+import math
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,19 +20,27 @@ SMALLEST = 1e-6  # the density that is named where one of 0 or less was given
 
 def plain(value: object) -> Any:
     """The Python value of a scalar of numpy or torch; anything else as it is."""
-    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if scalar else value  # type: ignore[attr-defined]
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # of a tensor without memory, on "meta"
+        return value
 
 
-def integer(codec: object, option: str, least: int, most: int, given: str = "") -> None:
-    """Raise `ConfigError` unless the option is an integer from `least` to `most`.
+def integer(
+    codec: object, option: str, least: int, most: int | None = None, given: str = ""
+) -> None:
+    """Raise `ConfigError` unless the option is an integer from `least` to `most`, if that is given.
 
     `given` names another option that narrows the range, if there is one.
     """
     value = plain(getattr(codec, option))
-    if type(value) is not int or not least <= value <= most:
+    if type(value) is not int or value < least or (most is not None and value > most):
         because = f" for {given}={getattr(codec, given)!r}" if given else ""
-        allowed = f"{least} to {most}" if least < most else str(least)
+        allowed = str(least) if most == least else f"{least} to {most}"
+        if most is None:
+            allowed = f"at least {least}"
         if type(value) is not int:
             allowed = f"a whole number, {allowed}"
         raise _wrong(codec, option, allowed + because)
@@ -48,6 +58,8 @@ def number(
 ) -> None:
     """Raise `ConfigError` unless the option is a number within the given bounds."""
     value = plain(getattr(codec, option))
+    if type(value) is int and abs(value) > sys.float_info.max:
+        value = math.inf if value > 0 else -math.inf
     bounds = [
         (words, bound, holds)
         for words, bound, holds in (
@@ -92,5 +104,5 @@ def one_of(codec: object, option: str, allowed: Iterable[object]) -> None:
 
 
 def _wrong(codec: object, option: str, allowed: str) -> ConfigError:
-    value = getattr(codec, option)
-    return ConfigError(f"{type(codec).__name__}: {option}={value!r} must be {allowed}")
+    shown = " ".join(repr(getattr(codec, option)).split())  # of a parameter, two lines
+    return ConfigError(f"{type(codec).__name__}: {option}={shown} must be {allowed}")

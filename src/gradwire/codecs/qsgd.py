@@ -74,8 +74,8 @@ class QSGD(Codec):
     metadata: str = "bf16"
 
     def __post_init__(self) -> None:
-        least = 1 if self.scale == "minmax" else 2
         checks.one_of(self, "scale", ("minmax", "max", "l2"))
+        least = 1 if self.scale == "minmax" else 2
         checks.integer(self, "bits", least, 8, given="scale")
         checks.integer(self, "block", 1, checks.MAX_BLOCK)
         checks.one_of(self, "rounding", ROUNDINGS)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from gradwire import codecs as codec_table
+from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
-from gradwire.errors import ConfigError
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
@@ -64,16 +64,10 @@ class Auto:
     def __post_init__(self) -> None:
         object.__setattr__(self, "codecs", tuple(self.codecs))
         for option in ("trial", "watch"):
-            value = getattr(self, option)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"Auto: {option}={value!r}: give a number of passes, 1 or more")
-        for option, least, most in (
-            ("seconds", 0, math.inf), ("close", 1, math.inf), ("changed", 0, math.inf),
-            ("share", 0, 1),
-        ):  # fmt: skip
-            value = getattr(self, option)
-            if not isinstance(value, int | float) or not least < value <= most:
-                raise ConfigError(f"Auto: {option}={value!r}: give a number above {least}")
+            checks.integer(self, option, 1)
+        for option, above in (("seconds", 0), ("close", 1), ("changed", 0)):
+            checks.number(self, option, above=above)
+        checks.number(self, "share", above=0, most=1)
         _ = self.known_codecs
 
     @property

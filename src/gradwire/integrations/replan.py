@@ -10,10 +10,10 @@ Checks sum as many passes per period as a decision, and look at two choices per 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
-
+from gradwire.codecs.checks import integer, number, one_of
 from gradwire.controllers.error import METRICS
 from gradwire.errors import ConfigError
 
@@ -59,26 +59,19 @@ class Replan:
 
     def __post_init__(self) -> None:
         for name in ("every", "average", *([] if self.first is None else ["first"])):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"Replan: {name}={value!r}: give a number of passes, 1 or more")
+            integer(self, name, 1)
         if self.average > min(self.every, self.begins):
             raise ConfigError(
                 f"Replan: average={self.average}: at most every={self.every}, and first="
                 f"{self.begins}"
             )
-        if not isinstance(self.mixed, bool):
-            raise ConfigError(f"Replan: mixed={self.mixed!r}: use True or False")
-        if self.weigh not in WEIGHTS:
-            raise ConfigError(f"Replan: weigh={self.weigh!r}: use one of {', '.join(WEIGHTS)}")
-        if self.metric not in METRICS:
-            raise ConfigError(f"Replan: metric={self.metric!r}: use one of {', '.join(METRICS)}")
-        for name, least, most in (("alpha", 0, np.inf), ("share", 0, 1.0), ("stale", 1, np.inf)):
-            value = getattr(self, name)
-            if name == "stale" and value is None:
-                continue
-            if not isinstance(value, int | float) or not least < value <= most or value == np.inf:
-                raise ConfigError(f"Replan: {name}={value!r}: give a number above {least}")
+        one_of(self, "mixed", (False, True))
+        one_of(self, "weigh", WEIGHTS)
+        one_of(self, "metric", METRICS)
+        number(self, "alpha", above=0, below=math.inf)
+        number(self, "share", above=0, most=1)
+        if self.stale is not None:
+            number(self, "stale", above=1, below=math.inf)
 
     @property
     def begins(self) -> int:

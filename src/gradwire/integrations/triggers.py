@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.errors import ConfigError
+from gradwire.codecs import checks
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Triggers:
 
     def __post_init__(self) -> None:
         for name in ("gain", "link", "share"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"Triggers: {name}={value!r}: give a share above 0")
+            checks.number(self, name, above=0)
         for name, least in (("check", 1), ("rest", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigError(f"Triggers: {name}={value!r}: give a number of steps")
+            checks.integer(self, name, least)

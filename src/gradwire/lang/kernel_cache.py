@@ -41,8 +41,9 @@ def folder() -> Path:
             f"GRADWIRE_CACHE={named}: a relative path is another folder in each working directory: "
             "give an absolute one"
         )
-    # The XDG specification ignores relative paths; HOME may be one, or missing.
-    homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    # The XDG specification ignores relative paths; HOME may be one, empty or missing.
+    home = os.path.expanduser("~/.cache") if os.environ.get("HOME", "~") else ""
+    homes = os.environ.get("XDG_CACHE_HOME", ""), home
     own = [Path(home) / "gradwire" for home in homes if os.path.isabs(home)][:1]
     fallback = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
     rejected = []

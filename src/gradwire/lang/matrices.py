@@ -11,9 +11,9 @@ from gradwire.lang.trace import (
     Value,
     active,
     as_number,
-    integer,
     lift,
     numbers_of_elements,
+    size,
     stream,
     whole,
 )
@@ -22,9 +22,7 @@ from gradwire.lang.trace import (
 def matrix(value: Value, columns: int) -> Value:
     """The elements as a matrix of `columns` columns; its last row is padded with zeros."""
     location = here()
-    width = integer(columns)
-    if width is None or width < 1:
-        raise LanguageError(location, f"matrix: columns={columns!r} must be 1 or more")
+    width = size(columns, 1, "matrix: columns", location)
     value = whole(value, "matrix", location)
     node, shape = numbers_of_elements(value, "matrix", location), shapes.of_row(width)
     return Value(ir.node("matrix", (node,), shape, scope=ir.Scope.MATRIX, location=location))
@@ -40,9 +38,7 @@ def decomp(value: Value, rank: int) -> tuple[Value, Value]:
     node = lift(value).node
     if node.op != "matrix":
         raise LanguageError(location, "decomp: takes matrix(x, columns)")
-    number = integer(rank)
-    if number is None or number < 1:
-        raise LanguageError(location, f"decomp: rank={rank!r} must be 1 or more")
+    number = size(rank, 1, "decomp: rank", location)
     shapes.factors(node, number, location)
     drawn = stream("decomp")
     left, right = (

@@ -27,7 +27,8 @@ and `abs` shadow Python's functions on purpose.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
 from gradwire.lang import ir, shapes
@@ -86,6 +87,7 @@ __all__ = [
     "where",
 ]
 
+MAX_TABLE = 256
 _REDUCTIONS: dict[object, str] = {builtins.min: "min", builtins.max: "max", builtins.sum: "sum"}
 _SCOPES = {"element": ir.Scope.ELEMENT, "block": ir.Scope.BLOCK}
 
@@ -150,11 +152,9 @@ def random(scope: str = "element", shared: str | None = None) -> Value:
     encode again, as the rank that encoded the payload drew them. With `shared=NAME`, all ranks draw
     the same numbers, in encode and in decode, for the contributions to a sum and for the sum.
     """
-    trace = active()
-    if scope not in tuple(_SCOPES):
-        raise LanguageError(here(), f"random: scope is 'element' or 'block', not {scope!r}")
+    trace, name = active(), _name(scope, _SCOPES, "random: scope")
     trace.uses("random")
-    node = ir.node("random", attr=stream(shared), scope=_SCOPES[scope], location=here())
+    node = ir.node("random", attr=stream(shared), scope=_SCOPES[name], location=here())
     return Value(node)
 
 
@@ -163,10 +163,9 @@ def index(of: str = "parameter") -> Value:
 
     Arithmetic is fp32, so positions beyond 2^24 are not exact.
     """
-    if of not in ("parameter", "block"):
-        raise LanguageError(here(), f"index: of is 'parameter' or 'block', not {of!r}")
+    name = _name(of, ("parameter", "block"), "index: of")
     active().uses("index")
-    attr = "block" if of == "block" else None
+    attr = "block" if name == "block" else None
     return Value(
         ir.node("index", (), attr, dtype="uint32", scope=ir.Scope.ELEMENT, location=here())
     )
@@ -203,6 +202,15 @@ def _cast(value: object, dtype: str, rounding: str) -> Value:
     return Value(cast, value.blocked, value.within)
 
 
+def _name(given: object, known: Iterable[str], option: str) -> str:
+    """One of the known names, as Python's text."""
+    names = tuple(known)
+    if not isinstance(given, str) or given not in names:
+        *others, last = (repr(name) for name in names)
+        raise LanguageError(here(), f"{option} is {', '.join(others)} or {last}, not {given!r}")
+    return str(given)
+
+
 def uint(bits: int, value: object) -> Value:
     """An unsigned integer of 1 to 8 bits: rounded toward zero, clamped; NaN gives 0."""
     width = integer(bits)
@@ -225,9 +233,7 @@ def trit(value: object) -> Value:
 
 def bf16(value: object, toward: str = "nearest") -> Value:
     """bfloat16, rounded to nearest even, or outward: `toward="down"` or `"up"`. Saturates."""
-    if toward not in ("nearest", "down", "up"):
-        raise LanguageError(here(), f"bf16: toward is nearest, down or up, not {toward!r}")
-    return _cast(value, "bf16", toward)
+    return _cast(value, "bf16", _name(toward, ("nearest", "down", "up"), "bf16: toward"))
 
 
 def fp16(value: object) -> Value:
@@ -300,6 +306,9 @@ def rotate(value: Value, inverse: bool = False, full: bool = False) -> Value:
     """
     location = here()
     active().uses("rotate")
+    for option, given in (("inverse", inverse), ("full", full)):
+        if type(given) is not bool:
+            raise LanguageError(location, f"rotate: {option}={given!r}: use True or False")
     rotation = ir.Rotation(stream("rotate"), inverse, full)
     node = numbers_of_elements(value, "rotate", location)
     return Value(
@@ -321,8 +330,8 @@ def table(numbers: Sequence[float]) -> list[Value]:
     given = _several(numbers, "table", location)
     numbers = tuple(ir.single(constant(x, location)) for x in given)
     known = not trace.table or ir.same_numbers(trace.table, numbers)
-    if len(numbers) > 256 or not known:
-        raise LanguageError(location, "table: a codec has one table, of 1 to 256 numbers")
+    if not known:
+        raise LanguageError(location, "table: a codec has one table of numbers")
     trace.table = numbers
     return [Value(ir.node("param", attr=i)) for i in range(len(numbers))]
 
@@ -332,6 +341,7 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
     location = here()
     active().uses("map")
     given = [lift(x) for x in _several(numbers, "lookup", location)]
+    given *= 2 if len(given) == 1 else 1  # one number per code, too
     nodes = [x.node for x in given]
     if len(nodes) < 3 or any(n.op not in ("const", "param") for n in nodes):
         return _choose(given, 0, code)
@@ -341,15 +351,23 @@ def lookup(numbers: Sequence[Value], code: Value) -> Value:
 
 
 def _several(numbers: object, operator: str, location: str) -> list[Any]:
-    given = list(numbers) if isinstance(numbers, Iterable) else []
-    if not given:
-        raise LanguageError(location, f"{operator}: takes a tuple of numbers, not {numbers!r}")
+    try:
+        each: Iterator[Any] = iter(() if isinstance(numbers, Mapping | Set) else numbers)  # type: ignore[call-overload]
+    except TypeError:  # also of an array without a dimension
+        each = iter(())
+    given = list(islice(each, MAX_TABLE + 1))
+    if not 1 <= len(given) <= MAX_TABLE:
+        found = "more" if given else repr(numbers)
+        raise LanguageError(
+            location, f"{operator}: takes a tuple of 1 to {MAX_TABLE} numbers, not {found}"
+        )
     return given
 
 
-def _choose(numbers: list[Value], first: int, code: Value) -> Value:
+def _choose(numbers: list[Value], first: int, code: object) -> Value:
     if len(numbers) == 1:
         return numbers[0]
     half = (len(numbers) + 1) // 2
     below = _choose(numbers[:half], first, code)
-    return where(code < first + half, below, _choose(numbers[half:], first + half, code))
+    within = apply("lt", code, float(first + half))
+    return where(within, below, _choose(numbers[half:], first + half, code))

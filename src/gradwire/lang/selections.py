@@ -6,7 +6,6 @@ Codecs import them from ops.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 from gradwire.lang import ir
 from gradwire.lang.source import LanguageError, here
@@ -15,9 +14,10 @@ from gradwire.lang.trace import (
     active,
     apply,
     as_number,
-    integer,
+    constant,
     lift,
     numbers_of_elements,
+    size,
     stream,
     whole,
 )
@@ -25,12 +25,11 @@ from gradwire.lang.trace import (
 
 def share(fraction: float, least: int = 1) -> ir.Size:
     """A size: floor(fraction * n) of n values, but at least `least` and at most n."""
-    known, most = isinstance(fraction, Real), integer(least)
-    if not known or most is None or not 0.0 <= fraction <= 1.0 or most < 0:
-        raise LanguageError(
-            here(), f"share({fraction!r}, {least!r}): takes a fraction of 0 to 1 and an integer"
-        )
-    return ir.Size(float(fraction) + 0.0, most)  # 0.0 for -0.0
+    location = here()
+    known = constant(fraction, location)
+    if not 0.0 <= known <= 1.0:
+        raise LanguageError(location, f"share: fraction={fraction!r} must be 0 to 1")
+    return ir.Size(known + 0.0, size(least, 0, "share: least", location))  # 0.0 for -0.0
 
 
 def topk(key: Value, k: ir.Size, among: Value | None = None) -> Value:
@@ -131,12 +130,12 @@ class Sorted:
     every: int
     location: str
 
-    def __getitem__(self, size: ir.Size) -> Value:
-        if not isinstance(size, ir.Size):
-            raise LanguageError(self.location, f"sort(x)[k]: k is share(...), not {size!r}")
-        if size.least < 1:
+    def __getitem__(self, k: ir.Size) -> Value:
+        if not isinstance(k, ir.Size):
+            raise LanguageError(self.location, f"sort(x)[k]: k is share(...), not {k!r}")
+        if k.least < 1:
             raise LanguageError(self.location, "sort(x)[k]: k must be at least 1")
-        rank = ir.Rank(self.every, size, stream())
+        rank = ir.Rank(self.every, k, stream())
         return Value(
             ir.node("reduce", (self.node,), rank, scope=ir.Scope.TENSOR, location=self.location)
         )
@@ -151,8 +150,6 @@ def sort(value: Value, every: int = 1) -> Sorted:
     """
     location = here()
     active().uses("sort")
-    window = integer(every)
-    if window is None or window < 1:
-        raise LanguageError(location, f"sort: every={every!r} must be 1 or more")
+    window = size(every, 1, "sort: every", location)
     value = whole(value, "sort", location)
     return Sorted(numbers_of_elements(value, "sort", location), window, location)

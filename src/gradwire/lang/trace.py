@@ -26,6 +26,7 @@ MAX_BLOCK = 65536
 MAX_SELECTION_BLOCK = 32768
 ORIGINS = 2**16
 MAX_POWER = 16
+MAX_SIZE = 2**31 - 1  # of what kernels count in 32 bits
 
 
 @dataclass
@@ -284,6 +285,15 @@ def integer(number: object) -> int | None:
     return int(number) if whole else None  # type: ignore[call-overload]
 
 
+def size(number: object, least: int, option: str, location: str) -> int:
+    """A whole number from `least` to `MAX_SIZE`, as Python's; anything else is a
+    `LanguageError`."""
+    whole = integer(number)
+    if whole is None or not least <= whole <= MAX_SIZE:
+        raise LanguageError(location, f"{option}={number!r} must be {least} to {MAX_SIZE}")
+    return whole
+
+
 def apply(function: str, *operands: object) -> Value:
     """An alu operation on symbols and numbers; checks the kinds of the operands."""
     location = here()
@@ -291,11 +301,12 @@ def apply(function: str, *operands: object) -> Value:
     _, kind, _ = ir.ALU[function]
     for position, value in enumerate(values):
         wants_bool = kind == "bool" or (kind == "choice" and position == 0)
-        if (value.node.dtype == "bool") != wants_bool:
+        dtype = value.node.dtype
+        if dtype == "selection" or (dtype == "bool") != wants_bool:
             wanted = "a condition" if wants_bool else "a number"
             raise LanguageError(
                 location,
-                f"{function}: operand {position + 1} must be {wanted}, not {value.node.dtype}",
+                f"{function}: operand {position + 1} must be {wanted}, not {dtype}",
             )
     nodes = meet([as_number(v.node) for v in values], location)
     result = ir.alu(function, *nodes, location=location)

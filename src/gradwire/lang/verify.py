@@ -41,7 +41,10 @@ def payload(codec: Codec, result: object) -> None:
             _definition(codec, "decode"),
             f"decode takes ({', '.join(taken)}), but the payload has ({', '.join(names)})",
         )
+    own = set(inspect.signature(type(codec).decode).parameters) - {p.name for p in parameters}
     for name, value in result.fields:
+        if name in own:
+            raise LanguageError(at, f"field {name}: decode has its codec by that name: use another")
         n = value.node
         if n.dtype not in ir.STORABLE or n.scope is Scope.CONSTANT:
             problem = f"field {name}: a {n.dtype} cannot be stored"
