@@ -476,9 +476,31 @@ MUTANTS = (
     Mutant(
         "weights_not_encoded_anew", "a forward after a step uses the weights before it",
         "integrations/weights.py",
-        "if again and self.kept is not None:",
+        "if self.kept is not None and (again or (frozen and self.version >= needed)):",
         "if self.kept is not None:",
         ("multiprocess/test_sharded_weights.py",),
+    ),
+    Mutant(
+        "frozen_weights_sent_always", "weights that nobody trains are sent in every step",
+        "integrations/weights.py",
+        'frozen = self.of.keep == "payload" and self.frozen',
+        "frozen = False",
+        ("multiprocess/test_sharded_weights.py",),
+    ),
+    Mutant(
+        "recovered_with_another_plan", "after an exception ranks go on with plans of their own",
+        "integrations/handle.py",
+        "plan = on.switch.prepared(now[1])",
+        "plan = self.plan",
+        ("multiprocess/test_sharded_update.py",),
+        hangs=True,
+    ),
+    Mutant(
+        "one_shard_tells_no_version", "an update of replicas of one shard never comes into force",
+        "integrations/scatters.py",
+        "self.groups.scatter is None or self.groups.shards == 1",
+        "self.groups.scatter is None",
+        ("multiprocess/test_sharded_replicas.py",),
     ),
     Mutant(
         "weights_draw_the_same_numbers", "rounding errors of weights never average out",

@@ -167,7 +167,7 @@ def ended_rounds_leave_nothing_to_the_collector(rank: int) -> None:
     try:
         for _ in range(2):
             step(model)
-        assert until(lambda: not (alive(Rounds) or alive(Observation)), seconds=20)
+        assert until(lambda: not (alive(Rounds) or alive(Observation)))
     finally:
         gc.enable()
         stop()

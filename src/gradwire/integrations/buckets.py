@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradwire.collectives.legal import uncompressed
 from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError
 from gradwire.integrations.backward import Backward
+from gradwire.integrations.bucket import Bucket, Content, lengths_in
 from gradwire.integrations.gather import Gather, Share, Split
 from gradwire.integrations.hook import HookState
 from gradwire.integrations.memory_order import as_in_memory
@@ -78,7 +79,7 @@ class Buckets(Reductions):
         self._contents: dict[int, Content] = {}
         self._arrived: set[Attached] = set()  # parameters of the buckets of this pass so far
         self._gather = Gather(0)
-        self._pass: list[_Bucket] = []  # the buckets of this pass, in order
+        self._pass: list[Bucket] = []  # the buckets of this pass, in order
         self._word: tuple[torch.Tensor, Future[Outcome]] | None = None  # `_least` on a device
         self._pending: list[torch.futures.Future[torch.Tensor]] = []
         self._then: Callable[[], None] | None = None
@@ -105,7 +106,7 @@ class Buckets(Reductions):
         is_last = self._arrives(content.members) or bucket.is_last()
         sent = 2 * (self.ranks - 1) / self.ranks  # of each byte, in an uncompressed all-reduce
         self.count(raw_bytes=sent * buffer.nbytes)
-        ready = _Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
+        ready = Bucket(buffer, bucket.buffer(), content, future_on(buffer.device))
         self._pass.append(ready)
         # All ranks combine and start the same buckets in the same order, whatever the timing.
         for shares in self._gather.add(content.split, content.nbytes, is_last):
@@ -217,13 +218,13 @@ class Buckets(Reductions):
         for observer in self.observers:
             observer(observation)
 
-    def _expect(self, buckets: list[_Bucket]) -> bool:
+    def _expect(self, buckets: list[Bucket]) -> bool:
         """Make the running backward, if any, wait for the buckets that are completely started."""
         self._pending += [bucket.future for bucket in buckets if not bucket.unstarted]
         return self.backward.enter()
 
     def _ended(
-        self, buckets: list[_Bucket], error: BaseException | None, outcomes: Sequence[Outcome]
+        self, buckets: list[Bucket], error: BaseException | None, outcomes: Sequence[Outcome]
     ) -> None:
         """A scope has ended; called once per scope."""
         with self._lock:
@@ -250,7 +251,7 @@ class Buckets(Reductions):
         ):
             members = [self._member(p) for p in parameters]
             split = Split.of([member.aggregator for member in members])
-            lengths = _lengths(buffer, parameters)
+            lengths = lengths_in(buffer, parameters)
             known = Content(parameters, members, lengths, buffer.dtype, buffer.device, split)
             self._contents[bucket.index()] = known
         return known
@@ -369,59 +370,3 @@ class Buckets(Reductions):
         if self._state.reducer is self:
             self._state.reducer = None
         self.close()
-
-
-@dataclass
-class Content:
-    """The constant contents of a bucket: not its gradients, whose memory may be replaced.
-
-    Attributes:
-        lengths: number of values of each parameter in the buffer, in order.
-        dtype, device: of the buffer; complex gradients are pairs of values.
-        split: the parameters by scope, under the plan in force.
-    """
-
-    parameters: list[torch.Tensor]
-    members: list[Attached]
-    lengths: list[int]
-    dtype: torch.dtype
-    device: torch.device
-    split: Split
-
-    @property
-    def nbytes(self) -> int:
-        """Of the buffer."""
-        return self.dtype.itemsize * sum(self.lengths)
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """A bucket of DDP in flight.
-
-    Attributes:
-        buffer: its values; complex ones as pairs.
-        result: DDP's own tensor, which shares the memory.
-        ready: time.perf_counter when DDP submitted it.
-        left, unstarted: number of its scopes that have not ended, or not started.
-    """
-
-    buffer: torch.Tensor
-    result: torch.Tensor
-    content: Content
-    future: torch.futures.Future[torch.Tensor]
-    ready: float = field(default_factory=time.perf_counter)
-    left: int = 0
-    unstarted: int = 0
-
-    def __post_init__(self) -> None:
-        self.left = self.unstarted = bool(self.content.split.bucket) + bool(
-            self.content.split.model
-        )
-
-
-def _lengths(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """The number of values of each gradient in the bucket: two per complex value, while
-    `GradBucket.gradients` counts one."""
-    lengths = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
-    assert sum(lengths) == buffer.numel(), f"a bucket of {buffer.numel()} values for {lengths}"
-    return lengths

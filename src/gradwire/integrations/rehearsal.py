@@ -24,7 +24,7 @@ from gradwire.integrations.gather import Gather, Split
 from gradwire.planner import Plan
 
 if TYPE_CHECKING:
-    from gradwire.integrations.buckets import Content
+    from gradwire.integrations.bucket import Content
 
 
 class Known(Protocol):
