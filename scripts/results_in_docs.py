@@ -20,7 +20,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/how-to/choosing.md", "docs/reference/benchmarks.md")
+PAGES = (
+    "README.md", "docs/how-to/choosing.md", "docs/how-to/fsdp2.md", "docs/reference/benchmarks.md",
+)  # fmt: skip
 PLACE = re.compile(
     r"(<!-- results_table\.py (.*?) -->\n).*?(<!-- end of results_table\.py -->)", re.DOTALL
 )

@@ -3,6 +3,7 @@
     python scripts/results_table.py                     # of bench/results/*.jsonl
     python scripts/results_table.py a.jsonl b.jsonl --task gpt
     python scripts/results_table.py a.jsonl --gains     # a line per method, a column per network
+    python scripts/results_table.py a.jsonl --steps      # step times, of all runs at once
 
 A table per run, task and number of ranks. Times to the target and gains are those of the
 report, by the same rules: the gain is the time to the target of the best 16-bit baseline on the
@@ -17,12 +18,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradwire.bench.baselines import FULL
+from gradwire.bench.baselines import FULL, Baselines
 from gradwire.bench.report import learning
 from gradwire.bench.report.gain import Gain, Standing, of_summaries, times
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lengths import length
-from gradwire.bench.report.quantities import DASH, digits, network, rate, seconds
+from gradwire.bench.report.quantities import DASH, digits, network, rate, seconds, size
 from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
@@ -52,6 +53,34 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
         which = "" if task is None else f" of the task {task!r}"
         raise ConfigError(f"there are no summary rows of `gradwire bench train`{which}")
     return "\n\n".join(made)
+
+
+def steps(rows: Iterable[Row], task: str | None = None) -> str:
+    """A table of medians of steps, methods x networks, in brackets over that of the best 16-bit
+    baseline on the network. Unlike gains they may come from several runs of the same training.
+
+    Raises:
+        ConfigError: no row is a summary of `bench train`, or none is of this task.
+    """
+    trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
+    runs = _runs(trained)
+    if not runs:
+        raise ConfigError("there are no summary rows of `gradwire bench train`")
+    bars = [Baselines.of_rows(run).best(_summaries(run), "step_seconds") for run in runs]
+    heads = ["method", "sent per step", *(network(run[0]["net"]) for run in runs)]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for first in _summaries(runs[0]):
+        cells = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
+        for run, bar in zip(runs, bars, strict=True):
+            mine = next((r for r in _summaries(run) if r["method"] == first["method"]), None)
+            cells.append(DASH if mine is None else _step(mine, bar))
+        lines.append(_line(cells))
+    return "\n".join([*lines, "", *_commands(trained)])
+
+
+def _step(row: Row, bar: Row | None) -> str:
+    over = "" if bar is None else f" ({row['step_seconds'] / bar['step_seconds']:.2f})"
+    return seconds(row["step_seconds"]) + over
 
 
 def _about(rows: Sequence[Row]) -> str:
@@ -175,10 +204,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="default: bench/results/*.jsonl")
     parser.add_argument("--task", help="only this task")
     parser.add_argument("--gains", action="store_true", help="methods x networks, gains alone")
+    parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
     told = parser.parse_args(arguments)
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
-        print(tables([row for file in files for row in read(file)], told.task, told.gains))
+        rows = [row for file in files for row in read(file)]
+        print(steps(rows, told.task) if told.steps else tables(rows, told.task, told.gains))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

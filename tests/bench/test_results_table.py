@@ -80,6 +80,23 @@ def test_gains_have_a_line_per_method_and_a_column_per_network(made: Any) -> Non
     assert "**" not in made(train_rows(step=0.1, losses=(3.0,)))[1]
 
 
+def test_steps_of_several_runs_are_one_table(made: Any) -> None:
+    def told(net: str, step: float) -> list[dict[str, Any]]:
+        run = {**RUN, "command": f"gradwire bench train --net {net}"}
+        return [{**row, "run": run} for row in train_rows(net, step=step, losses=(3.0,))]
+
+    code, out, _ = made([*told("10gbit,1ms", 2.0), *told("100mbit,1ms", 0.1)], "--steps")
+    assert code == 0
+    head, _, full, half, ours, *rest = out.splitlines()
+    slow, fast = "100 Mbit/s, 1 ms latency", "10 Gbit/s, 1 ms latency"
+    assert head == f"| method | sent per step | {slow} | {fast} |"
+    assert full.endswith("| 1.00 s (2.00) | 1.00 s (2.00) |")
+    assert half.endswith("| 500 ms (1.00) | 500 ms (1.00) |")
+    assert ours.endswith("| 100 ms (0.20) | 2.00 s (4.00) |")
+    assert sum("gradwire bench train --net" in line for line in rest) == 2
+    assert made([KERNEL], "--steps")[0] == 2
+
+
 def test_timing_only_and_not_finite_rows_are_named(made: Any) -> None:
     rows = train_rows()
     for row in rows:
