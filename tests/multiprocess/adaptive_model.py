@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharded_model import replicated
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -29,11 +30,13 @@ class Scaled(nn.Linear):
 
 
 def model_of(kind: str, group: Any = None) -> Any:
-    """Under "ddp" or "fsdp2", in a group of its own unless given."""
+    """Under "ddp" or "fsdp2", in a group of its own unless given; or "hsdp", two replicas."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         Scaled(64, 128, 100.0), nn.ReLU(), Scaled(128, 256, 1.0), nn.ReLU(), Scaled(256, 64, 0.01)
     )
+    if kind == "hsdp":
+        return fully_shard(model, mesh=replicated(2))
     group = group or dist.new_group()
     if kind == "fsdp2":
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adaptive_model import MATRICES, OFTEN, methods, model_of, until_decided
 from sharded_model import (
     Model,
     backward,
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
+from gradwire.integrations import deciding
 from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
@@ -134,6 +136,36 @@ def shards_without_values_switch(rank: int) -> None:
         assert versions == [0, 0, 1, 1], replicas
 
 
+def a_policy_decides_for_all_replicas(rank: int) -> None:
+    """From averages over all ranks; a failure in one replica leaves the plan in all."""
+    model = model_of("hsdp")
+    how: dict[str, Any] = {"policy": "lgreco", "replan": OFTEN, "weights": "randomshift:bits=5"}
+    handle: Any = gw.attach(model, "qsgd:bits=4", **how)
+    summed: dict[str, torch.Tensor] = {}
+    decided = handle.adaptation._window
+
+    def window(kind: str) -> Any:
+        made = decided(kind)
+        if kind == "gradients" and not summed:
+            summed.update(made.values)
+        return made
+
+    handle.adaptation._window = window
+    until_decided(model, handle, 2, 1)
+    chosen = [methods(handle), {p.name: str(p.weight) for p in handle.plan.parameters}]
+    assert len({str(of) for of in on_all(chosen)}) == 1
+    assert len({chosen[0][name] for name in MATRICES}) > 1
+    mine = [summed[name].tolist() for name in MATRICES]  # this rank's shards, in windows of all
+    assert [of for i, of in enumerate(on_all(mine)) if i % 2 == rank % 2] == [mine] * 2
+    before, at = handle.plan.parameters, len(handle.adaptation.history)
+    with pytest.MonkeyPatch.context() as monkey:
+        if rank == 3:
+            monkey.setattr(deciding, "table", lambda *_: 1 / 0)
+        until_decided(model, handle, at + 2, 1)
+    assert handle.plan.parameters == before
+    assert all("the plan stays" in row["line"] for row in handle.adaptation.history[at:])
+
+
 def states_fit_the_mesh(rank: int) -> None:
     """In the same mesh resuming is bit-identical; in another, residuals are refused."""
     how = {"density": 0.1, "error_feedback": True}
@@ -174,6 +206,7 @@ def test_what_is_compressed_is_what_was_asked_for() -> None:
         steps_without_the_hop,
         plans_switch,
         shards_without_values_switch,
+        a_policy_decides_for_all_replicas,
         states_fit_the_mesh,
         replicas_decode_the_same_weights,
         replicas_learn_the_same_levels,

@@ -74,12 +74,25 @@ def test_differences_are_told(tmp_path: Path) -> None:
     assert "the plans are equal" in same.out
 
 
+def test_a_plan_is_shown_with_bits_per_value(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.json")
+    plan_of("qsgd:bits=4", codecs={"conv.*": "powersgd:rank=2"}, error_feedback=True).save(path)
+    rows = {row["parameter"]: row for row in rows_of("plan", "show", path)}
+    factors = 4 * 2 * (8 + 4 * 9)  # bytes of two fp32 columns for each side of 8 x 36
+    assert rows["conv.weight"]["bits"] == 8 * factors / (8 * 36)
+    assert rows["list.[0].weight"]["method"] == "qsgd, error feedback"
+    assert 4 < rows["list.[0].weight"]["bits"] < 5
+    assert rows["norm.bias"]["bits"] == 32
+    assert "3 parameters, 2,368 values, " in run("plan", "show", path).out
+
+
 BAD_FILES = [
     (None, "no plan: "),
     ("{", "no plan: "),
     ("[]", "no plan of format 1"),
     ('{"gradwire_plan": 2, "parameters": {}}', "no plan of format 1"),
     ('{"gradwire_plan": 1, "parameters": {"a": 3}}', "parameter a has no 'gradient'"),
+    ('{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "shape": 3}}}', "shape 3"),
     (
         '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgx"}}}',
         "parameter a: unknown codec or aggregator 'qsgx'",

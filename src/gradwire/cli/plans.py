@@ -72,6 +72,23 @@ def decide(
         out.say(rows[-1]["detail"])
 
 
+@plan.command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],
+    json_file: Json = None,
+) -> None:
+    """How a plan sends each parameter, in how many bits per value."""
+    from gradwire.planner.files import PlanFile, shown
+
+    with output(json_file) as out:
+        rows = out.rows(shown(PlanFile.read(file)), ["parameter", "numel", "method", "bits"])
+        known = [row for row in rows if row["numel"]]
+        numel = sum(row["numel"] for row in known)
+        if known:
+            bits = sum(row["bits"] * row["numel"] for row in known) / numel
+            out.say(f"{len(rows)} parameters, {numel:,} values, {bits:.2f} bits per value")
+
+
 @plan.command("diff")
 def diff(
     a: Annotated[Path, typer.Argument(help="A file that handle.plan.save wrote.")],

@@ -29,7 +29,7 @@ from gradwire.controllers import Policy
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
 from gradwire.integrations.choices import GRADIENTS, Methods, targets_of, with_methods
-from gradwire.integrations.deciding import Decider, Ruling, Window
+from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch
@@ -54,6 +54,7 @@ class Adaptation:
         buckets: of DDP: names of the parameters of each, in the order of sending.
         serial: where decisions run, one after the other; a queue of its own unless given.
         name: of its messages; another for each policy that a handle has had.
+        ranks: that decide; those of the owner unless given.
 
     Attributes:
         running: whether averages of the running pass are summed.
@@ -79,6 +80,7 @@ class Adaptation:
         buckets: Callable[[], Names] | None = None,
         serial: Serial | None = None,
         name: str = "policy",
+        ranks: Deciders | None = None,
     ) -> None:
         if not policy.bounded:
             replan = replace(replan, stale=None)
@@ -93,7 +95,8 @@ class Adaptation:
         self._trial: BucketTrial | None = None
         self._weights: dict[str, float] | None = None  # None: no trial has ended
         pieces = shards is not None
-        of = owner, self._name, pieces
+        self._ranks = ranks or Deciders(owner.comm)
+        of = self._ranks, self._name, pieces
         self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
         named = self._targets[GRADIENTS].shapes if GRADIENTS in self._targets else ()
         here = owner.comm.rank, owner.comm.world_size
@@ -208,7 +211,7 @@ class Adaptation:
 
     def _is_stale(self, window: Window, kind: str, grown: float | None) -> bool:
         assert self.replan.stale is not None
-        if grown is not None and self._owner.comm.rank == 0:
+        if grown is not None and self._ranks.tells:
             said = "pass %d: %s: the plan's error over uniform's is %.3f times what was planned"
             log.debug(said, window.number, kind, grown)
         return grown is not None and grown >= self.replan.stale
@@ -244,7 +247,7 @@ class Adaptation:
         row = {"pass": number, "of": kind, "line": line, "changed": changed}
         with self._lock:
             self.history.append({**row, "seconds": seconds, **more})
-        if self._owner.comm.rank == 0:
+        if self._ranks.tells:
             said = "pass %d: %s: %s; %d parameters change"
             log.info(said, number, kind, line, changed)
 

@@ -5,8 +5,10 @@
     2. ranks exchange tables
     3. rank 0 asks the policy, and tells its ruling to all
 
+Under HSDP each replica does so, with equal values; what the first one finds holds in all.
+
 A check is alike: its tables have the errors of two choices, the plan in force and the uniform one.
-If a step fails on one rank, it fails on all. What a policy remembers is on rank 0.
+If a step fails on one rank, it fails on all. What a policy remembers is on rank 0 of each replica.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from gradwire.controllers import Budget, Layer, Policy, error
 from gradwire.controllers.layer import plan_error
 from gradwire.controllers.losses import losses
 from gradwire.controllers.tables import table
-from gradwire.engine import Owner
+from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.integrations.choices import Target
 from gradwire.integrations.replan import Replan
+from gradwire.planner.links import exchanged
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,34 @@ class Chosen:
     ratio: float
 
 
+@dataclass(frozen=True)
+class Deciders:
+    """The ranks that decide together.
+
+    Attributes:
+        parts: of one replica, each of which has some of the values; None: this rank has all.
+        copies: of all replicas, with the same values; None: there is one replica.
+    """
+
+    parts: Communicator | None
+    copies: Communicator | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank asks the policy, for its replica."""
+        return self.parts is None or self.parts.rank == 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank is the one that speaks for all."""
+        return self.asks and (self.copies is None or self.copies.rank == 0)
+
+
 class Decider:
     """This rank's part in decisions about one target.
 
     Args:
+        ranks: that decide.
         key: of its exchanges, the same on all ranks.
         pieces: whether each rank has a shard of every parameter.
     """
@@ -101,12 +128,12 @@ class Decider:
         policy: Policy,
         replan: Replan,
         target: Target,
-        owner: Owner,
+        ranks: Deciders,
         key: str,
         pieces: bool,
     ) -> None:
         self.policy = policy
-        self._replan, self._target, self._owner, self._pieces = replan, target, owner, pieces
+        self._replan, self._target, self._ranks, self._pieces = replan, target, ranks, pieces
         self._key = f"{key}/{target.kind}"
         self._exchanges = 0
         self._last: Chosen | None = None  # on rank 0
@@ -147,31 +174,18 @@ class Decider:
         tables: Callable[[], dict[str, Any]],
         answer: Callable[[list[dict[str, Any]]], dict[str, Any]],
     ) -> dict[str, Any]:
-        """What rank 0 answers to the tables of all ranks."""
+        """What rank 0 of the first replica answers to the tables of its ranks."""
         self._exchanges += 1
-        key = f"{self._key} {self._exchanges}"
-        every = self._exchanged(f"{key}/tables", self._told(tables))
-        mine: dict[str, Any] = {}
-        if self._owner.comm.rank == 0:
-            mine = self._told(lambda: answer(every))
-        return self._exchanged(f"{key}/answer", mine)[0]
-
-    def _told(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            return make()
-        except Exception as failed:  # other ranks wait for this one
-            return {"failed": f"rank {self._owner.comm.rank}: {failed}"}
-
-    def _exchanged(self, key: str, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank tells; raises ConfigError if one has failed."""
-        member = self._owner.comm.member
-        assert member is not None  # several ranks
-        parts = member.exchange(key, json.dumps(told).encode()).result()
-        every = [json.loads(part) for part in parts]
-        failed = next((one["failed"] for one in every if "failed" in one), None)
+        key, ranks = f"{self._key} {self._exchanges}", self._ranks
+        every = _exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
+        mine: dict[str, Any] = _failed(every) or {}
+        if ranks.asks and not mine:
+            mine = _told(ranks.parts, lambda: answer(every))
+        found = _exchanged(ranks.copies, f"{key}/ruling", _exchanged(ranks.parts, key, mine)[0])
+        failed = _failed(found)
         if failed is not None:
-            raise ConfigError(failed)
-        return every
+            raise ConfigError(failed["failed"])
+        return found[0]
 
     # ---- tables, as JSON has them
 
@@ -256,7 +270,7 @@ class Decider:
         Args:
             methods: those in force.
         """
-        if self._owner.comm.rank != 0:
+        if not self._ranks.tells:
             return {}
         found: dict[str, Any] = {"memory": self.policy.memory()}
         if self._last is not None and dict(self._last.methods) == dict(methods):
@@ -270,6 +284,25 @@ class Decider:
         if "planned_error" in saved:
             of = float(saved["planned_error"]), float(saved["planned_ratio"])
             self._last = Chosen(methods, *of)
+
+
+def _told(comm: Communicator | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return make()
+    except Exception as failed:  # other ranks wait for this one
+        return {"failed": f"rank {0 if comm is None else comm.rank}: {failed}"}
+
+
+def _failed(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the first rank tells that has failed."""
+    return next((one for one in every if "failed" in one), None)
+
+
+def _exchanged(comm: Communicator | None, key: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank tells."""
+    if comm is None:
+        return [told]
+    return [json.loads(part) for part in exchanged(comm, key, json.dumps(told))]
 
 
 def _norm(parts: Sequence[Any]) -> np.ndarray:

@@ -144,7 +144,7 @@ class Scatter(FSDPReduceScatter):
             sample.take(of.sampler, rank)
         for piece, end in zip(pieces, [*(p.at for p in pieces[1:]), stride], strict=True):
             output_tensor[piece.at + piece.lengths[rank] : end].zero_()  # padding, seen by hooks
-        if of.adaptation is not None:
+        if of.adaptation is not None and of.groups.of_replicas == 1:
             for piece, member in zip(pieces, what.members, strict=True):
                 of.adaptation.add(member.name, output_tensor[piece.at :][: piece.lengths[rank]])
         of.scattered(least, what.reaches_all, device)
@@ -241,6 +241,9 @@ class Replicas(dist.ProcessGroup):
         raw_bytes = 2 * values.nbytes * (groups.of_replicas - 1) // groups.of_replicas
         operation = Operation("all_reduce", reduction)
         of.between_replicas(specs, items, operation, raw_bytes, values.device)
+        if of.adaptation is not None:
+            for spec, item in zip(specs, items, strict=True):
+                of.adaptation.add(spec.name, item.values)
         if factor != 1.0:
             values.mul_(factor)
         return Completed()

@@ -24,6 +24,7 @@ from gradwire.engine import Outcome, Owner
 from gradwire.errors import ConfigError, GradwireError
 from gradwire.groups import communicator
 from gradwire.integrations.backward import Backward, Forward, running
+from gradwire.integrations.deciding import Deciders
 from gradwire.integrations.gathered import NO_STATS, GatheredWeights
 from gradwire.integrations.learning import learned, wanted
 from gradwire.integrations.reductions import Reductions, State, version_values
@@ -299,7 +300,9 @@ class Scatters(Reductions):
             local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
             return local
 
-        return {"shards": shard}
+        parts = None if self.groups.scatter is None else self.owner.comm
+        copies = None if self.groups.replicas is None else self.replicas.comm
+        return {"shards": shard, "ranks": Deciders(parts, copies)}
 
     def learn(self, smallest: int, steps: int) -> int:
         if self.groups.scatter is None or not self.installed:

@@ -60,11 +60,6 @@ class PlannedShards:
                     f"policy: Replan(weigh={adaptive[1].weigh!r}) is for DDP, which has buckets"
                 )
             targets_of(self.plan)
-            if self.trained.groups.replicas is not None:
-                raise ConfigError(
-                    "policy: it decides within one process group, and a module with replicas "
-                    "(HSDP) has two: leave it out"
-                )
         groups, plan = self.trained.groups, self.plan
         count = _counts[groups.all[0]] = _counts.get(groups.all[0], 0) + 1
         agreed = [f"seed {seed}", f"handle {count} on sharded modules of this group"]

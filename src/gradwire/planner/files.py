@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gradwire import codecs
 from gradwire.aggregators import Aggregator, ErrorFeedback, registry
@@ -28,13 +31,13 @@ class PlanFile:
         gradients: how each parameter's gradient is averaged, as text.
         feedback: parameters with error feedback.
         weights: the codec in which each parameter is gathered, as text; of FSDP2.
-        numel: values of each parameter.
+        shapes: of the parameters.
     """
 
     gradients: Mapping[str, str]
     feedback: frozenset[str] = frozenset()
     weights: Mapping[str, str] = field(default_factory=dict)
-    numel: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> PlanFile:
@@ -51,7 +54,7 @@ class PlanFile:
             {p.name: registry.text(p.inner) for p in plan.parameters},
             frozenset(p.name for p in plan.parameters if isinstance(p.aggregator, ErrorFeedback)),
             {p.name: weight(p) for p in plan.parameters if plan.weights is not None},
-            {p.name: p.numel for p in plan.parameters},
+            {p.name: p.shape for p in plan.parameters},
         )
 
     @classmethod
@@ -73,11 +76,14 @@ class PlanFile:
         for name, row in rows.items():
             if not isinstance(row, dict) or not isinstance(row.get("gradient"), str):
                 raise ConfigError(f"{path}: parameter {name} has no 'gradient': {row!r:.60}")
+            shape = row.get("shape", [])
+            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+                raise ConfigError(f"{path}: parameter {name} has the shape {shape!r:.60}")
         made = cls(
             {name: row["gradient"] for name, row in rows.items()},
             frozenset(name for name, row in rows.items() if row.get("error_feedback")),
             {name: row["weight"] for name, row in rows.items() if "weight" in row},
-            {name: row["numel"] for name, row in rows.items() if "numel" in row},
+            {name: tuple(row["shape"]) for name, row in rows.items() if "shape" in row},
         )
         for name in rows:
             try:
@@ -93,7 +99,7 @@ class PlanFile:
         for name, text in self.gradients.items():
             rows[name] = {"gradient": text, "error_feedback": name in self.feedback}
             rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
-            rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
+            rows[name] |= {"shape": list(self.shapes[name])} if name in self.shapes else {}
         text = json.dumps({"gradwire_plan": _FORMAT, "parameters": rows}, indent=1)
         write_whole(path, text + "\n")
 
@@ -125,14 +131,29 @@ class PlanFile:
                 raise ConfigError(f"plan: the module has no parameter {name}, which the file has")
 
 
+def shown(plan: PlanFile) -> Iterator[dict[str, Any]]:
+    """A row for each parameter: parameter, numel, method, and bits, those that a value takes in a
+    payload of its fp32 gradient (None: the file has no shape of it)."""
+    for name in plan.gradients:
+        numel, bits = _numel(plan, name), None
+        if numel:
+            sent = plan.aggregator(name).payload_bytes(tuple(plan.shapes[name]), torch.float32)
+            bits = 8 * sent / numel
+        yield {"parameter": name, "numel": numel, "method": _told(plan, name), "bits": bits}
+
+
 def differences(a: PlanFile, b: PlanFile) -> Iterator[dict[str, Any]]:
     """A row for each parameter that two plans treat differently: parameter, numel, and `a` and `b`,
     what each does with it (None: it has no such parameter)."""
     for name in dict.fromkeys([*a.gradients, *b.gradients]):
         found = [_told(plan, name) for plan in (a, b)]
         if found[0] != found[1]:
-            numel = a.numel.get(name, b.numel.get(name))
+            numel = _numel(a, name) or _numel(b, name)
             yield {"parameter": name, "numel": numel, "a": found[0], "b": found[1]}
+
+
+def _numel(plan: PlanFile, name: str) -> int | None:
+    return math.prod(plan.shapes[name]) if name in plan.shapes else None
 
 
 def _told(plan: PlanFile, name: str) -> str | None:
