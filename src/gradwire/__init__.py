@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from gradwire.integrations.backend_register import register
     from gradwire.integrations.flexible import Flexible
     from gradwire.integrations.handle import Handle
+    from gradwire.integrations.probe import Probe, probe
     from gradwire.integrations.replan import Replan
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
@@ -96,6 +97,7 @@ __all__ = [
     "OneBit",
     "Options",
     "PowerSGD",
+    "Probe",
     "RandomK",
     "RandomShift",
     "Replan",
@@ -112,6 +114,7 @@ __all__ = [
     "attach",
     "broadcast",
     "load_state_dict",
+    "probe",
     "reduce_scatter",
     "register",
     "state_dict",
@@ -143,6 +146,7 @@ _HOMES = {
     "integrations.flexible": ("Flexible",),
     "integrations.handle": ("Handle",),
     "integrations.auto": ("Auto",),
+    "integrations.probe": ("Probe", "probe"),
     "integrations.replan": ("Replan",),
     "integrations.triggers": ("Triggers",),
 }

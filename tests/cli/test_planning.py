@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,24 @@ def test_a_slow_network_and_a_fast_one(file: Path) -> None:
         assert all(row["ranks"] == 3 and row["net"] == net for row in found)
 
 
+def test_the_shapes_of_a_saved_plan(file: Path, tmp_path: Path) -> None:
+    sizes = {"a": [256, 1024], "b": [4096, 512], "c": [64, 64], "bias": [64], "none": [0, 4]}
+    rows = {name: {"gradient": "qsgd", "shape": shape} for name, shape in sizes.items()}
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps({"gradwire_plan": 1, "parameters": rows}))
+    given = ["--net", "100mbit,1ms", "--curves", str(file)]
+    found = rows_of("plan", "--shapes", str(saved), *given)
+    assert [row["numel"] for row in found if row["part"] == "layer"] == [4096, 1 << 18, 1 << 21]
+    assert {row["model"] for row in found} == {str(saved)}
+    saved.write_text(json.dumps({"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd"}}}))
+    assert "parameter a has no 'shape'" in run("plan", "--shapes", str(saved), *given).err
+    both = run("plan", "--shapes", str(saved), "--model", "1e6", *given)
+    assert "give --model or --shapes" in both.err
+
+
 MISTAKES = [
-    (["--model", "resnet50"], "give --model and --net"),
-    (["--net", "1gbit"], "give --model and --net"),
+    (["--model", "resnet50"], "give --model or --shapes, and --net"),
+    (["--net", "1gbit"], "give --model or --shapes, and --net"),
     (["--model", "resnet50", "--net", "quick"], "network 'quick'"),
     (["--model", "resnet", "--net", "1gbit"], "neither a model nor a size"),
     (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),

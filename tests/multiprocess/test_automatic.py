@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +31,14 @@ HALF = WantedSetting("bf16", "sra", 2, rank=1, seconds=1.0)
 CODED = WantedSetting("qsgd:bits=4", "sra", exclude=("2.weight",), rank=2, seconds=1.0)
 
 
-def made() -> tuple[DDP, gw.Handle]:
+def model_of() -> DDP:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
-    model = DDP(net)
-    return model, gw.attach(model, "auto", auto=QUICK)
+    return DDP(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)))
+
+
+def made(auto: gw.Auto = QUICK) -> tuple[DDP, gw.Handle]:
+    model = model_of()
+    return model, gw.attach(model, "auto", auto=auto)
 
 
 def step(model: DDP, number: int) -> None:
@@ -165,8 +169,18 @@ def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
             handle.update(bits=3)
         found = ended(handle)
         assert found[0] == "a plan of the test's"
-        assert f"tried: {HALF}: 3e+04 ms; {CODED}: 1000 ms" in found[1]
+        assert f"tried: {HALF}: 3e+04 ms, " in found[1]
         assert "does not pay" not in found[1]
+        half, coded = next(row["tried"] for row in auto.history if "tried" in row)
+        assert coded == {**half, "setting": str(CODED), "seconds": 1.0}
+        assert half["seconds"] == 30.0
+        # A pass takes a second by the test's clock, in which nothing is backward or communication.
+        assert 1.0 < half["expected_seconds"] <= 2.0
+        told = handle.history()
+        assert [row["line"] for row in told if row["by"] == "auto"] == found
+        assert [row["line"] for row in told if row["by"] == "lgreco"]
+        assert [row["step"] for row in told] == sorted(row["step"] for row in told)
+        assert str(handle).endswith(f"lgreco, step {told[-1]['step']}: {told[-1]['line']}")
 
 
 def it_says_that_compression_does_not_pay(rank: int) -> None:
@@ -201,6 +215,71 @@ def changed_links_make_a_new_plan(rank: int) -> None:
         assert any("changed from 1 ms" in line and "to 5 ms" in line for line in said)
 
 
+def slower_passes_make_a_new_plan(rank: int) -> None:
+    """A plan is made anew once two looks saw slower passes; one look is not enough."""
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey, [FULL], [HALF])
+        slow: list[int] = []
+        model, handle = made(replace(QUICK, watch=6))
+        auto = handle.automatic
+        assert auto is not None
+        Clock(model, monkey, lambda: slow)
+        train(model, handle, lambda: auto._usual is not None)
+        slow.append(1)
+        train(model, handle, lambda: auto._changes == 1)
+        assert auto.setting == FULL
+        slow.clear()
+        for _ in range(6):
+            train(model, handle, lambda: True)
+        train(model, handle, lambda: auto._changes == 0)
+        assert auto.setting == FULL
+        slow.append(1)
+        train(model, handle, lambda: auto.setting == HALF)
+        assert any("passes take 3e+04 ms, no longer 1000" in line for line in ended(handle))
+
+
+def a_measured_plan_stays(rank: int) -> None:
+    """The planner's choice, without a trial or a watch."""
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey, [CODED, HALF])
+        model = model_of()
+        handle = gw.attach(model, plan="measured")
+        train(model, handle, lambda: "qsgd" in handle.plan.parameters[0].how.lower())
+        for _ in range(8):
+            train(model, handle, lambda: True)
+        assert handle.adaptation is None
+        found = ended(handle)
+        assert len(found) == 2
+        assert "(as planned)" in found[1]
+    error = caught(lambda: gw.attach(model_of(), "topk", plan="measured"))
+    assert "leave it out" in str(error)
+
+
+def links_are_probed(rank: int) -> None:
+    found = gw.probe(seconds=0.2, codecs=["qsgd:bits=4"])
+    assert found.links.ranks == 2
+    assert found.links.worst_alpha > 0
+    assert len(set(found.machines)) == 1
+    assert any("QSGD" in name for name in found.kernels)
+    assert str(found).startswith("2 ranks on 1 machine; latency ")
+    assert all(one == found for one in on_all(found))
+    assert "seconds=0" in str(caught(lambda: gw.probe(seconds=0)))
+
+
+def without_links_the_reference_stays(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey)
+
+        def fails(*_: Any) -> Any:
+            raise gw.ConfigError("Links: alpha has a number that is negative or not finite")
+
+        monkey.setattr(automatic, "measure_links", fails)
+        model, handle = made()
+        train(model, handle, lambda: any("in use" in line for line in lines(handle)))
+        said = ended(handle)
+        assert "bf16 by sra, since nothing can be planned: the links cannot be measured" in said[0]
+
+
 def without_a_plan_the_reference_stays(rank: int) -> None:
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey)
@@ -231,7 +310,7 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
     for said, call in (
         ('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto())),
         ("share=2", lambda: gw.Auto(share=2)),
-        ("trial=0", lambda: gw.Auto(trial=0)),
+        ("trial=-1", lambda: gw.Auto(trial=-1)),
         ("zip", lambda: gw.Auto(codecs=["zip"])),
     ):
         error = caught(call)
@@ -247,6 +326,10 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         it_tries_and_settles_on_what_is_faster,
         it_says_that_compression_does_not_pay,
         changed_links_make_a_new_plan,
+        slower_passes_make_a_new_plan,
+        a_measured_plan_stays,
+        links_are_probed,
+        without_links_the_reference_stays,
         without_a_plan_the_reference_stays,
         what_does_not_go_with_it_is_named,
     )

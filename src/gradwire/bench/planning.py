@@ -37,6 +37,7 @@ class WantedPlan:
 
     Attributes:
         model, ranks, net, per_node, cores, backward: see gradwire.sim.Scenario.
+        shapes: of the parameters, if `model` is only a name for them.
         codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
         threads, file, fresh: as of gradwire.bench.simulate.WantedCollectives.
     """
@@ -51,6 +52,7 @@ class WantedPlan:
     threads: int = 1
     file: Path | None = None
     fresh: bool = False
+    shapes: models.Shapes | None = None
 
 
 @stamped
@@ -63,7 +65,7 @@ def run(wanted: WantedPlan, advance: workers.Advance | None = None) -> Iterator[
     """
     check_threads(wanted.threads)
     chosen = [codec_of(text) for text in wanted.codecs]
-    shapes = models.shapes(wanted.model)
+    shapes = models.shapes(wanted.model) if wanted.shapes is None else wanted.shapes
     network = Network.parse(wanted.net, emulated=False)
     net = Net(wanted.net, network.rate_bits_per_s, network.latency_s)
     cores = math.inf if wanted.cores is None else wanted.cores

@@ -20,6 +20,10 @@ def decide(
     model: Annotated[
         str | None, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,512x512.")
     ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option("--shapes", help="In place of --model: a file that handle.plan.save wrote."),
+    ] = None,
     net: Annotated[
         str | None, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")
     ] = None,
@@ -48,18 +52,22 @@ def decide(
     """Which gradients to compress on a network, in which setting; or that 16 bits are best."""
     if context.invoked_subcommand is not None:
         return
-    if model is None and net is None and json_file is None:
+    if model is None and shapes is None and net is None and json_file is None:
         typer.echo(context.get_help())
         return
-    if model is None or net is None:
-        raise ConfigError("plan: give --model and --net, as in --model resnet50 --net 1gbit,1ms")
+    if (model is None) == (shapes is None) or net is None:
+        raise ConfigError(
+            "plan: give --model or --shapes, and --net, as in --model resnet50 --net 1gbit,1ms"
+        )
     from gradwire.bench import planning
+    from gradwire.planner.files import PlanFile
 
     if curves is not None and (fresh or not curves.exists()):
         writable("--curves", curves)
+    given = None if shapes is None else PlanFile.read(shapes).every_shape(shapes)
     wanted = planning.WantedPlan(
-        model, net, names("--codec", codec_name) or [], ranks, per_node, cores, backward, threads,
-        curves, fresh,
+        model or str(shapes), net, names("--codec", codec_name) or [], ranks, per_node, cores,
+        backward, threads, curves, fresh, given,
     )  # fmt: skip
     with output(json_file) as out:
         rows = out.quiet(lambda advance: planning.run(wanted, advance))

@@ -55,6 +55,7 @@ class Adaptation:
         serial: where decisions run, one after the other; a queue of its own unless given.
         name: of its messages; another for each policy that a handle has had.
         ranks: that decide; those of the owner unless given.
+        record: is given each row of the history.
 
     Attributes:
         running: whether averages of the running pass are summed.
@@ -81,6 +82,7 @@ class Adaptation:
         serial: Serial | None = None,
         name: str = "policy",
         ranks: Deciders | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         if not policy.bounded:
             replan = replace(replan, stale=None)
@@ -91,7 +93,7 @@ class Adaptation:
         self._targets = targets_of(switch.plan, replan.mixed)
         self._owner, self._switch = owner, switch
         self._remade, self._adopt, self._shards, self._buckets = remade, adopt, shards, buckets
-        self._name = f"{owner.key}/{name}"
+        self._name, self._record = f"{owner.key}/{name}", record
         self._trial: BucketTrial | None = None
         self._weights: dict[str, float] | None = None  # None: no trial has ended
         pieces = shards is not None
@@ -244,9 +246,10 @@ class Adaptation:
         self, number: int, kind: str, line: str, changed: int, begun: float, **more: Any
     ) -> None:
         seconds = time.perf_counter() - begun
-        row = {"pass": number, "of": kind, "line": line, "changed": changed}
+        row = {"pass": number, "of": kind, "line": line, "changed": changed, "seconds": seconds}
         with self._lock:
-            self.history.append({**row, "seconds": seconds, **more})
+            self.history.append({**row, **more})
+        self._record({"by": self.policy.name, **row, **more})
         if self._ranks.tells:
             said = "pass %d: %s: %s; %d parameters change"
             log.info(said, number, kind, line, changed)

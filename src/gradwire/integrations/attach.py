@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,9 @@ def attach(
             suffice ("randomshift:bits=4"), backward gathers nothing, and errors do not add up.
 
         plan: a file that `handle.plan.save` wrote, of the same model: it says how each parameter
-            is sent, in place of codec, include, exclude, codecs, error_feedback and weights.
+            is sent, in place of codec, include, exclude, codecs, error_feedback and weights. Or
+            "measured", for DDP: as "auto", but what costs that were measured at attach, and four
+            passes, let expect to be fastest is used from then on: nothing is tried or watched.
 
         policy: changes methods per parameter while training runs, at no more than the error that
             `codec` would make everywhere: gw.LGreco() or another policy, or its name with options
@@ -133,6 +135,14 @@ def attach(
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
     model = in_hand(model)
+    if plan == "measured":
+        if codec not in ("qsgd", "auto"):
+            raise ConfigError(
+                f'attach: codec={codec!r:.60}: plan="measured" chooses it: leave it out, or say '
+                "between which by auto=gw.Auto(codecs=...)"
+            )
+        codec, plan = "auto", None
+        auto = replace(auto or Auto(), trial=0, watch=0, policy=None)
     automatic = codec == "auto"
     if automatic:
         _check_automatic(model, codec_options, policy, replan, error_feedback, algorithm)

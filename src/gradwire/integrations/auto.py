@@ -41,10 +41,13 @@ class Auto:
         policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
         replan: when the policy decides.
         seconds: in which links are measured, at attach.
-        trial: passes of each setting in each of two turns, beyond two that are not timed.
-        close: settings are tried that are expected to take at most so many times the best's time.
-        watch: passes between two looks at the links.
-        changed: the share by which latency or bandwidth must have changed for a new plan.
+        trial: passes of each setting in each of two turns, beyond two that are not timed. 0: none
+            is tried, the planner decides.
+        close: settings are tried that are expected to take at most so many times the best's time,
+            and the best without compression.
+        watch: passes between two looks at links and passes. 0: what was decided stays.
+        changed: the share by which latency, bandwidth or a pass must have changed, in two looks one
+            after the other, for a new plan.
         share: of time and bandwidth that watching the links may take.
 
     Raises:
@@ -58,13 +61,13 @@ class Auto:
     trial: int = 8
     close: float = 1.3
     watch: int = 50
-    changed: float = 0.5
+    changed: float = 0.2
     share: float = 0.01
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codecs", tuple(self.codecs))
         for option in ("trial", "watch"):
-            checks.integer(self, option, 1)
+            checks.integer(self, option, 0)
         for option, above in (("seconds", 0), ("close", 1), ("changed", 0)):
             checks.number(self, option, above=above)
         checks.number(self, "share", above=0, most=1)
@@ -133,7 +136,8 @@ def plan(
     backward: float,
     coalesces: bool,
 ) -> tuple[list[WantedSetting], str]:
-    """(the settings worth trying, the best first; the planner's verdict).
+    """(the settings worth trying, the best first, with the best one without compression; the
+    planner's verdict).
 
     Args:
         known: as of `costs`.
@@ -149,7 +153,8 @@ def plan(
     hopeful = [
         one
         for one in choice.of_codec
-        if one.seconds <= auto.close * choice.best.seconds or one == choice.best
+        if one.seconds <= auto.close * choice.best.seconds
+        or one in (choice.best, choice.uncompressed)
     ]
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
     return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)

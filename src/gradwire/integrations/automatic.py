@@ -2,10 +2,11 @@
 
     1. attach: ranks measure their links, and rank 0 its kernels; gradients are sent in 16 bits
     2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes
-    3. if several settings are expected to be close, each is in force for some passes, twice; the
-       slowest rank's median pass counts. A less exact codec must save `MARGIN`
+    3. what is expected to be close to the best, and the best without compression, are each in force
+       for some passes, twice; the slowest rank's median pass counts. A less exact codec must save
+       `MARGIN`
     4. a policy may then choose bits per parameter (integrations/adaptation.py)
-    5. the links are watched; if they have changed, again from 2
+    5. links and passes are watched; if they have changed in two looks, again from 2
 
 All of it runs in the background. Ranks take each step at the same pass, and learn from each other
 what they decide by. If a step fails, the plan in force stays, and one line says so.
@@ -18,6 +19,7 @@ import logging
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,8 +39,10 @@ from gradwire.sim import Curves
 
 log = logging.getLogger("gradwire")
 
+LOOKS = 2  # in succession that must see a change
 _FIRST = 4  # passes before the first plan; DDP rebuilds its buckets after the first
 _TURNS = 2
+_REMEMBERED, _FEWEST = 20, 5  # passes, and those that make a median
 
 
 class Automatic:
@@ -48,11 +52,14 @@ class Automatic:
         owner, switch: of the handle.
         named: (name, shape) of every parameter.
         remade: a plan with other rules.
-        backward: seconds in which gradients were computed so far, summed over passes.
+        spent: seconds so far, summed over passes: in which gradients were computed, and in which
+            training then waited for averages.
         start, stop: a policy, as a pass begins.
+        record: is given each row of the history.
 
     Attributes:
-        history: what was decided, in order: pass, line.
+        history: what was decided, in order: pass; line; and where settings were tried, tried: of
+            each its setting, the seconds of a pass, and those expected (None: unknown).
         setting: what was decided last.
         serial: where decisions run.
     """
@@ -64,28 +71,34 @@ class Automatic:
         switch: Switch,
         named: Sequence[tuple[str, tuple[int, ...]]],
         remade: Callable[[Plan, Rules], Plan],
-        backward: Callable[[], float],
+        spent: Callable[[], tuple[float, float]],
         start: Callable[[], None],
         stop: Callable[[], None],
+        record: Callable[[dict[str, Any]], None],
     ) -> None:
         self.history: list[dict[str, Any]] = []
         self.setting = HALF_PRECISION
         self.passes = 0
         self._auto, self._owner, self._switch, self._named = auto, owner, switch, list(named)
-        self._remade, self._backward = remade, backward
+        self._remade, self._record = remade, record
         self._start_policy, self._stop_policy = start, stop
         self._given = switch.plan  # rules and options of the user's
         self._comm = owner.comm
         self.serial = Serial(owner.comm.workers)
         self._lock = threading.Lock()
-        self._began: float | None = None  # when the running pass did
+        self._pace = Pace(spent)
         self._turns: PlanTurns | None = None
         self._wanted: list[WantedSetting] = []
         self._settling: int | None = None  # the version that ends a trial
         self._settled = False
         self._messages = 0
         self._closed = False
-        self._links = measure_links(self._comm, auto.seconds)
+        self._links = Links.of(self._comm.world_size, [])
+        self._unknown = ""  # why the links are not known
+        try:
+            self._links = measure_links(self._comm, auto.seconds)
+        except ConfigError as error:  # a figure that makes no sense: alike on all ranks
+            self._unknown = f"the links cannot be measured: {error}"
         self._costs: Curves | Exception | None = None  # of rank 0's machine
         if self._comm.rank == 0:
             try:
@@ -94,6 +107,8 @@ class Automatic:
                 self._costs = error
         self._told(None)  # nobody trains meanwhile
         self._base: Links | None = None  # of the watch, as the plan was made
+        self._usual: tuple[int, float] | None = None  # seconds of a pass with this version
+        self._changes = 0  # successive looks that saw a change
         self._watch = LinkWatch(self._comm, self._links, auto.share)
 
     def close(self) -> None:
@@ -105,16 +120,16 @@ class Automatic:
 
     def begin(self) -> None:
         """Called as a pass begins, on the same pass on all ranks."""
-        now, version = time.perf_counter(), self._switch.plan.version
+        version = self._switch.plan.version
         with self._lock:
             self.passes += 1
-            began, self._began = self._began, now
-            if self._turns is not None and began is not None:
-                self._turns.passed(version, now - began)
+            took = self._pace.passed(version)
+            if self._turns is not None and took is not None:
+                self._turns.passed(version, took)
             if self._settling is not None and version >= self._settling:
                 self._settling, self._settled = None, True
                 self._start_policy()
-            elif self._settled and self.passes % self._auto.watch == 0:
+            elif self._settled and self._auto.watch and self.passes % self._auto.watch == 0:
                 self._submit(self._look)
             if self.passes == _FIRST:
                 self._submit(self._plan)
@@ -134,25 +149,28 @@ class Automatic:
     # ---- in the background
 
     def _plan(self) -> None:
-        passes = max(self.passes - 1, 1)
         told: dict[str, Any] = {}
         if self._comm.rank == 0:
             machines = self._comm.topology.machines
-            measured = self._named, self._links, machines, self._backward() / passes
+            backward, rest = self._pace.usual()
+            measured = self._named, self._links, machines, backward
             try:
+                if self._unknown:
+                    raise ConfigError(self._unknown)
                 if not isinstance(self._costs, Curves):
                     raise ConfigError(f"no costs of kernels: {self._costs}")
                 coalesces = bool(self._given.coalesce_bytes)
                 wanted, line = plan(self._auto, self._costs, *measured, coalesces)
-                told = {"wanted": [one.told() for one in wanted], "line": line}
+                told = {"wanted": [one.told() for one in wanted], "line": line, "rest": rest}
             except Exception as error:  # rather than none: the reference
                 line = f"{HALF_PRECISION}, since nothing can be planned: {error}"
                 told = {"wanted": [HALF_PRECISION.told()], "line": line}
         told, *_ = self._told(told)
         self._wanted = [WantedSetting.read(one) for one in told["wanted"]]
+        self._rest: float | None = told.get("rest")
         self._note(told["line"])
-        if len(self._wanted) == 1:
-            self._settle(0, "no other setting is close")
+        if len(self._wanted) == 1 or not self._auto.trial:
+            self._settle(0, "as planned" if len(self._wanted) > 1 else "no other setting is close")
             return
 
         def ask(number: int) -> int:
@@ -171,37 +189,67 @@ class Automatic:
         for number in exact[1:]:
             if slowest[number] < (1 - MARGIN) * slowest[best]:
                 best = number
-        pairs = zip(self._wanted, slowest, strict=True)
-        self._settle(best, "tried: " + "; ".join(f"{s}: {1e3 * t:.4g} ms" for s, t in pairs))
+        expected = [self._expected(one) for one in self._wanted]
+        tried = [
+            {"setting": str(of), "seconds": took, "expected_seconds": wanted}
+            for of, took, wanted in zip(self._wanted, slowest, expected, strict=True)
+        ]
+        self._settle(best, "tried: " + "; ".join(map(_tried, tried)), tried=tried)
 
-    def _settle(self, number: int, why: str) -> None:
+    def _expected(self, wanted: WantedSetting) -> float | None:
+        """Seconds of a pass, with what is neither backward nor communication."""
+        if self._rest is None or wanted.seconds is None:
+            return None
+        return self._rest + wanted.seconds
+
+    def _settle(self, number: int, why: str, **more: Any) -> None:
         chosen = self._wanted[number]
         with self._lock:
             self._settled = False
             self._settling = self._ask(chosen)
-        self.setting, self._base = chosen, None
+        self.setting, self._base, self._usual, self._changes = chosen, None, None, 0
         level = logging.INFO if chosen.rank > HALF_PRECISION.rank else logging.WARNING
         what = "" if level == logging.INFO else "compression does not pay here; "
-        self._note(f"{what}in use from now on: {chosen} ({why})", level)
+        self._note(f"{what}in use from now on: {chosen} ({why})", level, **more)
 
     def _look(self) -> None:
-        """Compare the links with those of the plan."""
+        """Compare links and passes with those of the plan."""
         newest = self._watch.newest if self._comm.rank == 0 else None
-        (text, *_) = self._told(None if newest is None else newest.text())
-        if text is None:
+        mine = None if newest is None else newest.text(), self._pace.of_version()
+        every = self._told(mine)
+        texts, paces = zip(*every, strict=True)
+        said = [] if texts[0] is None else self._links_changed(Links.read(texts[0]))
+        if None not in paces and len({version for version, _ in paces}) == 1:
+            said += self._pace_changed(*max(paces))
+        self._changes = self._changes + 1 if said else 0
+        if self._changes < LOOKS:
             return
-        links = Links.read(text)
+        self._note("; ".join(said))
+        self._settled = False
+        self._stop_policy()
+        self._plan()
+
+    def _links_changed(self, links: Links) -> list[str]:
+        """What to say of them, if they have."""
         if self._base is None:
             self._base = links
-        elif links.changed(self._base, self._auto.changed):
-            before, after = (
-                f"{one.worst_alpha * 1e3:.3g} ms and {8e-6 / max(one.worst_beta, 1e-15):.4g} Mbit/s"
-                for one in (self._base, links)
-            )
-            self._note(f"the links have changed from {before} to {after}")
-            self._links, self._settled = links, False
-            self._stop_policy()
-            self._plan()
+        if not links.changed(self._base, self._auto.changed):
+            return []
+        before, after = (
+            f"{one.worst_alpha * 1e3:.3g} ms and {8e-6 / max(one.worst_beta, 1e-15):.4g} Mbit/s"
+            for one in (self._base, links)
+        )
+        self._links, self._unknown = links, ""
+        return [f"the links have changed from {before} to {after}"]
+
+    def _pace_changed(self, version: int, pace: float) -> list[str]:
+        """What to say of the slowest rank's passes, if they have changed under the same plan."""
+        if self._usual is None or self._usual[0] != version:
+            self._usual = version, pace
+        usual = self._usual[1]
+        if max(pace, usual) <= (1 + self._auto.changed) * min(pace, usual):
+            return []
+        return [f"passes take {1e3 * pace:.4g} ms, no longer {1e3 * usual:.4g}"]
 
     def _ask(self, wanted: WantedSetting) -> int:
         """Request a plan of this setting; its version."""
@@ -223,10 +271,56 @@ class Automatic:
         key = f"{self._owner.key}/auto {self._messages}"
         return [json.loads(text) for text in exchanged(self._comm, key, json.dumps(mine))]
 
-    def _note(self, line: str, level: int = logging.INFO) -> None:
-        self.history.append({"pass": self.passes, "line": line})
+    def _note(self, line: str, level: int = logging.INFO, **more: Any) -> None:
+        row = {"pass": self.passes, "line": line, **more}
+        self.history.append(row)
+        self._record({"by": "auto", **row})
         if self._comm.rank == 0:
             log.log(level, "pass %d: auto: %s", self.passes, line)
+
+
+class Pace:
+    """What the last passes took.
+
+    Args:
+        spent: see `Automatic`.
+    """
+
+    def __init__(self, spent: Callable[[], tuple[float, float]]) -> None:
+        self._spent = spent
+        self._began: tuple[float, float, float] | None = None
+        # version of the plan, seconds, of it in backward, and of it neither there nor in waiting
+        self._passes: deque[tuple[int, float, float, float]] = deque(maxlen=_REMEMBERED)
+
+    def passed(self, version: int) -> float | None:
+        """A pass begins, so one has ended, with this plan: its seconds; None at the first."""
+        now = (time.perf_counter(), *self._spent())
+        before, self._began = self._began, now
+        if before is None:
+            return None
+        took, backward, waited = (b - a for a, b in zip(before, now, strict=True))
+        self._passes.append((version, took, backward, took - backward - waited))
+        return took
+
+    def usual(self) -> tuple[float, float]:
+        """Medians: seconds of a backward, and of what is neither backward nor communication."""
+        passes = list(self._passes)
+        if not passes:
+            return 0.0, 0.0
+        rest = statistics.median(of[3] for of in passes)
+        return statistics.median(of[2] for of in passes), max(rest, 0.0)
+
+    def of_version(self) -> tuple[int, float] | None:
+        """The version of the newest plan and the median of its passes; None: there are too few."""
+        passes = list(self._passes)
+        took = [of[1] for of in passes if of[0] == passes[-1][0]]
+        return (passes[-1][0], statistics.median(took)) if len(took) >= _FEWEST else None
+
+
+def _tried(of: Mapping[str, Any]) -> str:
+    expected = of["expected_seconds"]
+    wanted = "" if expected is None else f", {1e3 * expected:.4g} expected"
+    return f"{of['setting']}: {1e3 * of['seconds']:.4g} ms{wanted}"
 
 
 def without_plan(states: Sequence[Mapping[str, Any]], plan: Plan) -> list[Mapping[str, Any]]:

@@ -29,6 +29,7 @@ from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
 
 _SAME: Any = object()
+_TOLD = 3  # of the newest decisions in a summary
 _FIXED = {"seed", "keep", "plan", "policy", "replan", "auto"}  # arguments of `attach` alone
 
 
@@ -148,7 +149,7 @@ class Handle(Saved):
         self._adaptive = policy, replan
         on = self._reductions
         of = on.owner, on.switch, on.remade, on.adopt
-        adaptation = Adaptation(policy, replan, *of, **on.for_policy())
+        adaptation = Adaptation(policy, replan, *of, record=on.decided, **on.for_policy())
         if self.world_size > 1:  # a single rank sends nothing
             on.adaptation = adaptation
 
@@ -167,10 +168,11 @@ class Handle(Saved):
                 on.adaptation.close()
             on.adaptation = None
 
-        def backward() -> float:
-            return float(on.totals()["backward_seconds"])
+        def spent() -> tuple[float, float]:
+            totals = on.totals()
+            return totals["backward_seconds"], totals["exposed_seconds"]
 
-        of = on.owner, on.switch, named, on.remade, backward, start, stop
+        of = on.owner, on.switch, named, on.remade, spent, start, stop, on.decided
         on.automatic = Automatic(auto, *of)
 
     def learn_levels(self, smallest: int = SMALLEST, steps: int = 2000) -> int:
@@ -327,11 +329,20 @@ class Handle(Saved):
         totals = on.totals() | {k: v for k, v in on.facts().items() if v is not None}
         return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
 
+    def history(self) -> list[dict[str, Any]]:
+        """What a policy and "auto" have decided so far, in order. Of each decision: step (passes
+        until then), by (the policy's name, or "auto"), line (what was decided, and why), and what
+        else there is (docs/how-to/adaptive.md, docs/how-to/automatic.md); as JSON has it.
+        """
+        return [dict(row) for row in self._reductions.decisions]
+
     def summary(self) -> str:
         on = self._reductions
         comms, what = [owner.comm for owner in on.owners], on.what
         of = self._plan_now(), self.rank, comms, on.expected(), self.stats(), self.world_size
-        return summary(what if on.installed else f"{what} (detached)", *of)
+        decided = [f"  {row['by']}, step {row['step']}: {row['line']}" for row in on.decisions]
+        found = summary(what if on.installed else f"{what} (detached)", *of)
+        return "\n".join([found, *decided[-_TOLD:]])
 
     summary.__doc__ = Saved.summary.__doc__
 

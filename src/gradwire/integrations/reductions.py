@@ -49,6 +49,7 @@ class Reductions:
         metrics, sampler: of passes.
         adaptation: of a policy, which is given averages; None: there is none at work.
         automatic: mode, which is told of passes; None: it is not asked for.
+        decisions: of both, see `Handle.history`.
     """
 
     what: ClassVar[str]  # is attached, in words
@@ -64,6 +65,7 @@ class Reductions:
         self.switch = Switch(plan, self.owners, self.rehearse)
         self.adaptation: Adaptation | None = None
         self.automatic: Automatic | None = None
+        self.decisions: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0) | dict.fromkeys(_SECONDS, 0.0)
         self._version = plan.version  # that this rank offers in the running pass
@@ -164,6 +166,10 @@ class Reductions:
             owner.comm.fail_owner(owner, error)
 
     # ---- plans
+
+    def decided(self, row: Mapping[str, Any]) -> None:
+        """Note a decision of a policy or of automatic mode."""
+        self.decisions.append({"step": self.steps, **row})
 
     def adopt(self) -> None:
         """Run as the plan in force says, from the running pass on."""

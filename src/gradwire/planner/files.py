@@ -121,6 +121,20 @@ class PlanFile:
         """For `attach`; None: the plan leaves weights alone."""
         return {exactly(name): self.weight(name) for name in self.weights} or None
 
+    def every_shape(self, path: str | os.PathLike[str]) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all parameters that have values.
+
+        Raises:
+            ConfigError: the file of this path does not have them.
+        """
+        for name in self.gradients:
+            if name not in self.shapes:
+                raise ConfigError(
+                    f"{path}: parameter {name} has no 'shape': save the plan with this version"
+                )
+        found = tuple(self.shapes[name] for name in self.gradients)
+        return tuple(shape for shape in found if math.prod(shape))
+
     def check(self, names: list[str]) -> None:
         """Raise ConfigError unless the file has exactly these parameters."""
         for name in names:

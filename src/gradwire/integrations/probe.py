@@ -1,0 +1,91 @@
+"""`gw.probe`: what the network between the ranks of a job costs, and codecs on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from gradwire.errors import ConfigError
+from gradwire.groups import communicator
+from gradwire.integrations.auto import Auto, costs
+from gradwire.planner.links import SECONDS, Links, exchanged, measure_links
+from gradwire.sim.curves import Curve
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured; the same on all ranks.
+
+    Attributes:
+        links: latency in seconds (`alpha`) and seconds per byte (`beta`) between all ranks,
+            [from][to].
+        machines: the number of each rank's machine.
+        kernels: codec -> kernel -> (seconds of a call, per value, per value and payload), on rank
+            0's machine.
+    """
+
+    links: Links
+    machines: tuple[int, ...]
+    kernels: Mapping[str, Mapping[str, Curve]]
+
+    def __str__(self) -> str:
+        links, machines = self.links, len(set(self.machines))
+        if links.ranks == 1:
+            return "1 rank, which has no link"
+        return (
+            f"{links.ranks} ranks on {machines} machine{'s' * (machines > 1)}; latency "
+            f"{1e3 * links.typical_alpha:.3g} ms, {1e3 * links.worst_alpha:.3g} ms at most; "
+            f"{_rate(links.typical_beta)}, {_rate(links.worst_beta)} at least"
+        )
+
+
+def probe(
+    group: dist.ProcessGroup | None = None,
+    codecs: Sequence[str] = ("qsgd:bits=4",),
+    seconds: float = SECONDS,
+) -> Probe:
+    """Measure the links between all ranks of a group, and what codecs cost; collective.
+
+        print(gw.probe())
+
+    Costs of kernels are measured once per machine, some seconds for each codec, and kept in the
+    user's cache. `gradwire probe` does the same without a job of one's own.
+
+    Args:
+        group: None: the default group.
+        codecs: by name, with options in the name.
+        seconds: what measuring the links should take; slow networks take longer.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` is not above
+            0, a link's figure that makes no sense, or rank 0 cannot measure kernels.
+        TransportError: a peer failed or did not come.
+    """
+    wanted, comm = Auto(codecs=tuple(codecs)), communicator(group)
+    links = measure_links(comm, seconds)
+    told = ""
+    if comm.rank == 0:
+        try:
+            told = json.dumps({"kernels": costs(wanted).codecs})
+        except Exception as error:  # other ranks wait for it
+            told = json.dumps({"failed": f"rank 0 cannot measure kernels: {error}"})
+    machines: Sequence[int] = (0,)
+    if comm.world_size > 1:
+        owner = comm.owner("probe")
+        told = exchanged(comm, f"{owner.key}/kernels", told)[0]
+        comm.close_owner(owner)
+        machines = comm.topology.machines
+    found = json.loads(told)
+    if "failed" in found:
+        raise ConfigError(found["failed"])
+    kernels = {
+        codec: {k: tuple(c) for k, c in of.items()} for codec, of in found["kernels"].items()
+    }
+    return Probe(links, tuple(machines), kernels)
+
+
+def _rate(beta: float) -> str:
+    return f"{8e-6 / beta:.4g} Mbit/s" if beta else "no measurable time per byte"
