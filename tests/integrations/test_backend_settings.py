@@ -133,7 +133,9 @@ assert dist.Backend.backend_list.count("gradwire") == 1
     _run(script, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
-def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_registered_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     """In a process where torch has not loaded it."""
     others = [name for name in dist.Backend.backend_list if name != "gradwire"]
     monkeypatch.setattr(dist.Backend, "backend_list", others)
@@ -141,6 +143,7 @@ def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         autoload()
         assert dist.Backend.backend_list.count("gradwire") == 1
+    assert not recwarn.list
 
 
 def _run(script: str, environment: dict[str, str]) -> None:
