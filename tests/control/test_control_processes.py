@@ -10,13 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from control_ranks import Ears, channels, until
 
+from ends import forkserver
 from gradwire.control import Channel
+from gradwire.control import channel as control_channel
 from gradwire.control import host as control_host
 from gradwire.control.host import Gone, Host
 from gradwire.errors import ConfigError
@@ -194,56 +199,60 @@ if rank == 2:  # it leaves by the last line
         assert [rank.ends() for rank in started] == ["", "", ""]
 
 
-def test_the_end_of_a_training_script() -> None:
-    """Rank 0 hosts the store, comes last to the agreement, and exits at once; no rank destroys the
-    group."""
-    script = """
-import os, sys
-import torch.distributed as dist
-from datetime import timedelta
-from gradwire.control import Channel, channel as module
-module._HEARD_S = 3.0  # of a machine that is slow
 class Deaf:
     heard = tick = lambda *_: None
-rank = int(sys.argv[1])
-os.environ.update(MASTER_ADDR="127.0.0.1")
-if rank == 0:
-    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
-    print(store.port, flush=True)
-else:
-    store = dist.TCPStore("127.0.0.1", int(input()), 2, False, timedelta(seconds=60))
-dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-channel = Channel()
-member = channel.join(dist.distributed_c10d._get_default_store(), rank, 2, 60.0, Deaf())
-dist.barrier()
-if rank == 0:
-    input()
-agreed = member.agree("a", "the plan", [])
-if rank == 1:
-    print("asked", flush=True)
-agreed.result(60)
-if rank == 0:
-    channel.close()
-    os._exit(0)
-input()
-member.tell({"end": rank})
-member.leave({})
-"""
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    )  # fmt: skip
-    assert first.stdout is not None
-    assert second.stdin is not None
-    assert second.stdout is not None
-    second.stdin.write(first.stdout.readline())
-    second.stdin.flush()
-    assert second.stdout.readline() == "asked\n"
-    errors = [process.communicate("\n", timeout=90)[1] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), errors
+
+
+def training_script(rank: int, pipe: Connection, errors: Path) -> None:
+    """Until its last line; what it writes to standard error is in the file `errors`."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    control_channel._HEARD_S = 3.0  # of a machine that is slow
+    port = 0 if rank == 0 else pipe.recv()
+    wait = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait, wait_for_workers=rank != 0)
+    if rank == 0:
+        pipe.send(store.port)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    channel = Channel()
+    default = dist.distributed_c10d._get_default_store()
+    member = channel.join(default, rank, 2, 60.0, Deaf())
+    dist.barrier()
+    if rank == 0:
+        pipe.recv()
+    agreed = member.agree("a", "the plan", [])
+    if rank == 1:
+        pipe.send("asked")
+    agreed.result(60)
+    if rank == 0:
+        channel.close()
+        os._exit(0)
+    pipe.recv()
+    member.tell({"end": rank})
+    member.leave({})
+
+
+def test_the_end_of_a_training_script(tmp_path: Path) -> None:
+    """Rank 0 hosts the store, comes last to the agreement, and exits at once; no rank destroys the
+    group."""
+    context, paths = forkserver(), [tmp_path / str(rank) for rank in range(2)]
+    (first, theirs), (second, others) = context.Pipe(), context.Pipe()
+    processes = [
+        context.Process(target=training_script, args=(rank, pipe, path))
+        for rank, (pipe, path) in enumerate(zip((theirs, others), paths, strict=True))
+    ]
+    for process in processes:
+        process.start()
+    try:
+        second.send(first.recv())
+        assert second.recv() == "asked"
+        for pipe, process in zip((first, second), processes, strict=True):
+            pipe.send("go on")
+            process.join(90)
+        errors = [path.read_text() for path in paths]
+        assert [process.exitcode for process in processes] == [0, 0], errors
+    finally:
+        for process in processes:
+            process.kill()
     # torch may add its own stack trace, for an operation in flight.
     assert not any("gradwire:" in text for text in errors), errors
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.integrations import backend
+from gradwire.integrations.backend_entry import autoload
 from gradwire.integrations.backend_scope import lacking
 from gradwire.integrations.backend_settings import from_environment
 from gradwire.lang import gpu
-from products import one_in
+from products import EXHAUSTIVE, one_in
 
 
 def test_every_variable_is_read() -> None:
@@ -119,6 +120,7 @@ if "{first}" in ("torch", "gradwire"):
     _run(script, {})
 
 
+@EXHAUSTIVE
 def test_without_autoloading() -> None:
     script = """
 import torch.distributed as dist
@@ -129,6 +131,19 @@ autoload()
 assert dist.Backend.backend_list.count("gradwire") == 1
 """
     _run(script, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+
+
+def test_it_is_registered_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """In a process where torch has not loaded it."""
+    others = [name for name in dist.Backend.backend_list if name != "gradwire"]
+    monkeypatch.setattr(dist.Backend, "backend_list", others)
+    monkeypatch.delattr(dist.Backend, "GRADWIRE")
+    for _ in range(2):
+        autoload()
+        assert dist.Backend.backend_list.count("gradwire") == 1
+    assert not recwarn.list
 
 
 def _run(script: str, environment: dict[str, str]) -> None:

@@ -215,7 +215,7 @@ class Transposed(nn.Module):
         return (self.matrix * of_matrix).sum() + (self.filters * of_filters).sum()
 
 
-ORDERED = ["powersgd:rank=2", "topkc:bits=4:chunk=16", "dgc:density=0.1", "qsgd:bits=4"]
+ORDERED = ["powersgd:rank=2", "dgc:density=0.1", "qsgd:bits=4"]
 
 
 def values_travel_in_the_order_of_their_parameter(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire as gw
 from gradwire.integrations.wrapped import original, plain_name, plain_names
+from products import EXHAUSTIVE
 from ranks import all_pass, as_processes, caught
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -96,9 +98,13 @@ WRAPPED = {
 }
 
 
-def wrapped_modules_are_found(rank: int) -> None:
-    for what, make in WRAPPED.items():
-        model = make()
+# Others wrap in two ways what these wrap in one.
+WITHIN = ("compiled DDP", "DDP of a compiled module", "Fabric", ".module", "FSDP2 in a wrapper")
+
+
+def wrapped_modules_are_found(rank: int, names: Sequence[str]) -> None:
+    for what in names:
+        model = WRAPPED[what]()
         # Names are those of the bare model, and so are patterns.
         handle = gw.attach(model, bits=8, exclude=["0.*"], codecs={"2.weight": "qsgd:bits=4"})
         planned = {p.name: p.how.split(",")[0] for p in handle.plan.parameters}
@@ -121,7 +127,7 @@ def compiling_changes_no_gradient(rank: int) -> None:
     found = []
     for make in (lambda: DDP(mlp()), lambda: compiled(DDP(mlp())), lambda: DDP(compiled(mlp()))):
         model = make()
-        gw.attach(model, bits=2, error_feedback=True)
+        gw.attach(model, bits=4, error_feedback=True)
         train(model, 3)
         found.append([p.grad.clone() for p in model.parameters()])
     for other in found[1:]:
@@ -132,9 +138,9 @@ def compiling_changes_no_gradient(rank: int) -> None:
 def a_state_moves_into_a_compiled_model(rank: int) -> None:
     torch._dynamo.reset()
     bare = DDP(mlp())
-    handle = gw.attach(bare, bits=2, error_feedback=True)
+    handle = gw.attach(bare, bits=4, error_feedback=True)
     train(bare)
-    other = gw.attach(DDP(compiled(mlp())), bits=2, error_feedback=True)
+    other = gw.attach(DDP(compiled(mlp())), bits=4, error_feedback=True)
     other.load_state_dict(handle.state_dict())
 
 
@@ -193,7 +199,14 @@ SCENARIOS = [
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
 def test_wrapped_modules() -> None:
-    all_pass(2, SCENARIOS, timeout=30, deadline=150)
+    names = [name for name in WRAPPED if name not in WITHIN]
+    all_pass(2, SCENARIOS, names, timeout=30, deadline=150)
+
+
+@pytest.mark.multiprocess
+@EXHAUSTIVE
+def test_modules_within_others() -> None:
+    all_pass(2, [wrapped_modules_are_found], WITHIN, timeout=30, deadline=150)
 
 
 def registered(rank: int) -> None:
@@ -201,9 +214,7 @@ def registered(rank: int) -> None:
     for wrap in (
         DDP,
         lambda module: compiled(DDP(module)),
-        lambda module: DDP(compiled(module)),
         sharded,
-        lambda module: sharded(compiled(module)),
         lambda module: compiled(sharded(module)),
         lambda module: Holder(module=DDP(module)),
     ):

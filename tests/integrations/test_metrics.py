@@ -19,6 +19,7 @@ import gradwire as gw
 from gradwire.aggregators import Aggregator, Context, Steps
 from gradwire.collectives import AllReduce
 from gradwire.errors import ConfigError
+from products import EXHAUSTIVE
 from ranks import all_pass, as_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -30,6 +31,7 @@ METHODS: list[dict[str, Any]] = [
     {"codec": "powersgd", "rank": 2},
     {"codec": "artopk", "density": 0.05},
 ]
+CASES = [(False, method) for method in METHODS] + [(True, method) for method in METHODS[:3]]
 SAMPLED = {"nmse", "compression_gain", "residual_norm", "sampled_step"}
 COUNTED = {"ratio", "bits_per_value", "exposed_seconds"}
 
@@ -54,11 +56,10 @@ def trains(model: nn.Module, steps: int, optimizer: Any = None) -> Any:
     return optimizer
 
 
-def weights(rank: int, measured: bool) -> list[list[bytes]]:
-    """Of every method after some steps, with metrics in each or without."""
+def weights(rank: int, measured: bool, every: bool) -> list[list[bytes]]:
+    """Of methods after some steps, with metrics in each or without."""
     found = []
-    cases = [(False, method) for method in METHODS] + [(True, method) for method in METHODS[:3]]
-    for sharded, method in cases:
+    for sharded, method in CASES if every else CASES[::6]:
         model, handle = attached(sharded, **method)
         optimizer = None
         for _ in range(3):
@@ -77,9 +78,12 @@ def weights(rank: int, measured: bool) -> list[list[bytes]]:
     return found
 
 
-def test_training_is_bit_identical_with_metrics() -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
+def test_training_is_bit_identical_with_metrics(every: bool) -> None:
     """In processes of their own: each handle of a process draws other numbers."""
-    with_metrics, without = (as_processes(2, weights, measured) for measured in (True, False))
+    with_metrics, without = (
+        as_processes(2, weights, measured, every) for measured in (True, False)
+    )
     assert with_metrics == without
 
 

@@ -14,7 +14,7 @@ import gradwire as gw
 from products import one_in
 from ranks import as_processes
 
-STEPS = 100
+STEPS = 60
 Trained = tuple[list[float], float, int]
 
 

@@ -68,7 +68,7 @@ def every_argument_can_change(rank: int) -> None:
     model = DDP(mlp(), bucket_cap_mb=0.005)
     handle = gw.attach(model, bits=4, error_feedback=True, coalesce_bytes=0)
     changes: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, str]]] = [
-        ((), {"bits": 3}, {"0.weight": "QSGD(bits=3"}),
+        ((), {"bits": 2}, {"0.weight": "QSGD(bits=2"}),
         (("topk",), {"density": 0.05}, {"0.weight": "TopK(density=0.05", "0.bias": "dense"}),
         ((), {"codecs": {"0.weight": "qsgd:bits=8"}},
          {"0.weight": "QSGD(bits=8", "2.weight": "TopK"}),
@@ -113,12 +113,12 @@ def one_plan_per_pass(rank: int, group: Any) -> None:
     model = DDP(mlp(), bucket_cap_mb=0.005, process_group=group)
     handle = gw.attach(model, bits=4, coalesce_bytes=0)
     draw = random.Random(rank)
-    asked = {k: 5 * k + draw.randrange(4) for k in range(1, 7)}  # update -> the step it comes at
+    asked = {k: 5 * k + draw.randrange(4) for k in range(1, 5)}  # update -> the step it comes at
     versions = []
-    for number in range(45):
+    for number in range(30):
         for k, at in asked.items():
             if at == number:
-                handle.update(bits=2 + k % 7)
+                handle.update(bits=(2, 8, 4)[k % 3])
         time.sleep(draw.uniform(0, 0.01))
         step(model, number)
         versions.append(handle.plan.version)
@@ -159,7 +159,7 @@ def unlike_updates_are_named(rank: int) -> None:
     handle = gw.attach(model)
     for number in range(2):
         step(model, number)
-    update = handle.update(bits=3 if rank else 2)
+    update = handle.update(bits=8 if rank else 2)
     waited = caught(lambda: update.wait(60))
     assert isinstance(waited, gw.ConfigError)
     assert "0.weight" in str(waited)
@@ -168,8 +168,8 @@ def unlike_updates_are_named(rank: int) -> None:
     assert len(told) == 1
     assert isinstance(told[0], gw.ConfigError)
     assert handle.plan.parameters[0].codec == gw.QSGD(bits=4)
-    until_in_force(model, handle.update(bits=5), 6)
-    assert handle.plan.parameters[0].codec == gw.QSGD(bits=5)
+    until_in_force(model, handle.update(bits=8), 6)
+    assert handle.plan.parameters[0].codec == gw.QSGD(bits=8)
     replicas_agree(model)
 
 

@@ -79,11 +79,12 @@ def in_backward(tensor: torch.Tensor, action: Callable[[], None]) -> None:
 def raising(rank: int) -> dict[str, End]:
     """How each case ends on this rank."""
     found = {}
-    for where in ("at its start", "in its middle"):
-        for modules, coalesce in ((1, 0), (1, 1 << 18), (2, 0)):
-            case = f"{where}, {modules} modules, coalesce_bytes={coalesce}"
-            found[case] = raises_in_backward(rank, where, modules, coalesce)
-            dist.barrier()
+    for where, modules, coalesce in (
+        ("in its middle", 1, 0), ("at its start", 1, 1 << 18), ("in its middle", 2, 0)
+    ):  # fmt: skip
+        case = f"{where}, {modules} modules, coalesce_bytes={coalesce}"
+        found[case] = raises_in_backward(rank, where, modules, coalesce)
+        dist.barrier()
     return found
 
 
@@ -207,7 +208,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def two_modules_of_ddps_own_ways(rank: int) -> None:
     for way in WAYS:
-        for codec in (None, "qsgd"):
+        for codec in (None, "qsgd") if way == "rebuilt buckets" else (None,):
             try:
                 pairs(way, codec)
             except BaseException as error:

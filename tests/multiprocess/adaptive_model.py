@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire as gw
 
 OFTEN = gw.Replan(every=6, first=4, average=2, share=1.0)
+FOUR = "qsgd:bits=4:block=1024"  # under DDP the kernels that FSDP2 has by default, too
 MATRICES = ("0.weight", "2.weight", "4.weight")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import MATRICES, OFTEN, methods, model_of, steps, until_decided
+from adaptive_model import FOUR, MATRICES, OFTEN, methods, model_of, steps, until_decided
 from sharded_model import dumped, loaded, on_all, unlike
 from together import Check, together
 
@@ -71,7 +71,7 @@ def a_stale_plan_is_renewed_before_its_period_ends(rank: int, kind: str) -> None
     """Gradients of the first and the last layer change places after the first decision."""
     model = model_of(kind)
     seldom = gw.Replan(every=40, first=4, average=4, share=1.0)
-    handle: Any = gw.attach(model, "qsgd:bits=4", policy=gw.LGreco(), replan=seldom)
+    handle: Any = gw.attach(model, FOUR, policy=gw.LGreco(), replan=seldom)
     until_decided(model, handle, 1, 1)
     layers = list(model.module if kind == "ddp" else model)
     layers[0].scale, layers[4].scale = layers[4].scale, layers[0].scale
@@ -92,7 +92,7 @@ def accordion_remembers_norms_between_decisions_and_in_a_state(rank: int, policy
     """Norms stay as they are, so from the second decision on no layer is critical."""
     model = model_of("ddp")
     often = gw.Replan(every=8, average=4, share=1.0)
-    handle: Any = gw.attach(model, "qsgd:bits=4", policy=policy, replan=often)
+    handle: Any = gw.attach(model, FOUR, policy=policy, replan=often)
     until_decided(model, handle, 3, 1)
     first, second, *_ = handle.adaptation.history
     assert not first["early"]
@@ -104,7 +104,7 @@ def accordion_remembers_norms_between_decisions_and_in_a_state(rank: int, policy
     assert set(norms) == (set(MATRICES) if rank == 0 else set())
     before = methods(handle)
     handle.detach()
-    again: Any = gw.attach(model, "qsgd:bits=4", policy=policy, replan=often)
+    again: Any = gw.attach(model, FOUR, policy=policy, replan=often)
     again.load_state_dict(state)
     until_decided(model, again, 1, 0)
     if policy == "accordion":  # without its memory, all layers would be critical again
@@ -166,7 +166,7 @@ def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> N
 
     model = model_of("ddp")
     policy = Broken() if what == "policy" else gw.LGreco()
-    handle: Any = gw.attach(model, policy=policy, replan=OFTEN)
+    handle: Any = gw.attach(model, FOUR, policy=policy, replan=OFTEN)
     before = handle.plan.parameters
     with pytest.MonkeyPatch.context() as monkey:
         if what == "tables" and rank == where:
@@ -214,30 +214,36 @@ CHECKS: dict[int, list[Check]] = {
     2: [
         *of(
             a_policy_changes_the_plan,
-            ("ddp", "qsgd:bits=4", False),
-            ("ddp", "powersgd:rank=4", False),
-            ("ddp", "qsgd:bits=4", True, True),
+            ("ddp", FOUR, True, True),
             ("fsdp2", "topk:density=0.05", True),
         ),
-        *of(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",), ("fsdp2",)),
+        *of(a_stale_plan_is_renewed_before_its_period_ends, ("ddp",)),
+        *of(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion",)),
         *of(
-            accordion_remembers_norms_between_decisions_and_in_a_state,
-            ("accordion",),
-            ("accordion-lgreco",),
+            a_policy_chooses_bits_of_weights,
+            ("qsgd:bits=4", "randomshift:bits=5", "none"),
+            (None, "randomshift:bits=5", "payload"),
         ),
-        *of(a_policy_chooses_bits_of_weights, ("qsgd:bits=4", "randomshift:bits=5", "none")),
         weights_that_are_sent_as_differences_stay_as_they_are,
         *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy")),
         mixed_choices_need_error_feedback_and_ddp,
         bad_input_is_named,
         a_single_rank_has_nothing_to_decide,
     ],
-    3: [
+    3: of(a_policy_changes_the_plan, ("fsdp2", "qsgd:bits=4", False)),
+}
+MORE: dict[int, list[Check]] = {
+    2: [
         *of(
             a_policy_changes_the_plan,
-            ("ddp", "topk:density=0.05", True),
-            ("fsdp2", "qsgd:bits=4", False),
+            ("ddp", "qsgd:bits=4", False),
+            ("ddp", "powersgd:rank=4", False),
         ),
+        *of(a_stale_plan_is_renewed_before_its_period_ends, ("fsdp2",)),
+        *of(accordion_remembers_norms_between_decisions_and_in_a_state, ("accordion-lgreco",)),
+    ],
+    3: [
+        *of(a_policy_changes_the_plan, ("ddp", "topk:density=0.05", True)),
         *of(a_policy_chooses_bits_of_weights, (None, "qsgd:bits=4:rounding=nearest", "payload")),
     ],
 }
@@ -246,3 +252,9 @@ CHECKS: dict[int, list[Check]] = {
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_a_policy_changes_the_plan(ranks: int) -> None:
     together(ranks, *CHECKS[ranks])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", MORE)
+def test_a_policy_changes_other_plans(ranks: int) -> None:
+    together(ranks, *MORE[ranks])

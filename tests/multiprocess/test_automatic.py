@@ -20,7 +20,7 @@ import gradwire as gw
 from gradwire.integrations import automatic
 from gradwire.integrations.auto import WantedSetting
 from gradwire.planner.links import Links
-from gradwire.sim import Curves
+from gradwire.sim import Curves, kernel_costs
 from ranks import caught
 
 pytestmark = pytest.mark.multiprocess
@@ -119,10 +119,13 @@ def ended(handle: gw.Handle) -> list[str]:
 
 
 def it_measures_and_decides(rank: int) -> None:
-    model, handle = made()
-    assert handle.plan.parameters[0].how == "Cast(dtype='bf16')"
-    train(model, handle, lambda: any("in use from now on" in line for line in lines(handle)))
-    assert "links:" in ended(handle)[0]
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(kernel_costs, "VALUES", (1 << 10, 1 << 12))
+        monkey.setattr(kernel_costs, "_ARRAY", 1 << 16)
+        model, handle = made()
+        assert handle.plan.parameters[0].how == "Cast(dtype='bf16')"
+        train(model, handle, lambda: any("in use from now on" in line for line in lines(handle)))
+        assert "links:" in ended(handle)[0]
 
 
 def a_state_loads_whatever_plan_was_in_force(rank: int) -> None:

@@ -49,7 +49,7 @@ def saves(rank: int, path: str) -> dict[str, float]:
     Training resumes from it bit for bit."""
     model, handle, optimizer = made()
     steps(model, optimizer, 0, 2)
-    handle.learn_levels(500, 100)
+    handle.learn_levels(2000, 100)
     save(path, model, optimizer, handle)
     owed = {name: owed_of(handle, name) for name, m in handle._members.items() if m.state}
     expected = steps(model, optimizer, 2, 4)
@@ -69,7 +69,7 @@ def owed_of(handle: Any, name: str) -> float:
 def moves(rank: int, path: str, owed: dict[str, float]) -> None:
     model, handle, optimizer = made()
     load(path, model, optimizer, handle)
-    assert len(handle.plan.levels.gradients) == 3
+    assert len(handle.plan.levels.gradients) == 2
     if dist.get_world_size() > 1:
         for name, expected in owed.items():
             assert owed_of(handle, name) == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -139,10 +139,10 @@ def test_training_resumes_bit_for_bit_and_at_another_number_of_ranks(tmp_path: P
         ),
     )
     together(3, partial(moves, path=two, owed=owed))
-    together(1, partial(moves, path=two, owed=owed))
 
 
 @pytest.mark.exhaustive
 def test_training_goes_on_at_fewer_ranks(tmp_path: Path) -> None:
     ((owed, *_),) = together(3, partial(saves, path=str(tmp_path)))
-    together(2, partial(moves, path=str(tmp_path), owed=owed))
+    for ranks in (2, 1):
+        together(ranks, partial(moves, path=str(tmp_path), owed=owed))

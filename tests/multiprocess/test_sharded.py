@@ -22,7 +22,7 @@ def exactly_what_was_asked_for(rank: int, codec: str, reshard: bool | int) -> No
     """Excluded weights, biases and parameters without gradients are bit-identical to FSDP2's."""
     plain, ours = (sharded(reshard_after_forward=reshard) for _ in range(2))
     handle = gw.attach(
-        ours, codec, exclude=["second.weight"], codecs={"spare.weight": "qsgd:bits=3"}
+        ours, codec, exclude=["second.weight"], codecs={"spare.weight": "qsgd:bits=4:block=1024"}
     )
     compressed = {"embedding", "first.weight", "frozen.weight", "spare.weight"}  # once thawed
     told = handle.stats()["parameters"]

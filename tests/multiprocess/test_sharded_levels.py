@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiprocess
 
 WEIGHTS = {"*.weight": "learnedlevels:bits=3:block=128"}
 GRADIENTS = {"codec": "learnedlevels:bits=3:block=128:rounding=stochastic"}
-SMALLEST = 500  # the tests' weights are small
+SMALLEST = 2000  # the tests' weights are small
 
 
 def made(weights: Any = WEIGHTS, keep: str = "none", **options: Any) -> tuple[Any, Any, Any]:
@@ -57,17 +57,18 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
     losses = steps(model, optimizer, 0, 3)
     shapes = [p.to_local().shape for p in model.parameters()]
     even = errors(model)
-    assert learned(handle) == 7  # the frozen layer has no gradient
+    assert learned(handle) == 5  # the frozen layer has no gradient
     found = handle.plan.levels
-    assert set(found.weights) == {f"{n}.weight" for n in ("first", "frozen", "second", "spare")}
-    assert set(found.gradients) == {f"{n}.weight" for n in ("first", "second", "spare")}
+    assert set(found.weights) == {f"{n}.weight" for n in ("first", "frozen", "second")}
+    assert set(found.gradients) == {f"{n}.weight" for n in ("first", "second")}
     assert len({str(state) for state in on_all(found.state())}) == 1
     for levels in (*found.weights.values(), *found.gradients.values()):
         assert len(levels) == 8
         assert list(levels) == sorted(levels)
     if keep != "reference":  # which has the even levels' weights until an optimizer steps
         fitted = errors(model)
-        changed = [name for name in even if "embedding" not in name]
+        learns = [tuple(getattr(model, n).weight.shape) for n in ("first", "frozen", "second")]
+        changed = [name for name in even if name.endswith(tuple(map(str, learns)))]
         assert all(fitted[name] < even[name] for name in changed), (even, fitted)
     losses += steps(model, optimizer, 3, 6)
     assert losses[-1] < 0.5 * losses[0], losses
@@ -179,7 +180,7 @@ def bad_input_is_named(rank: int) -> None:
     assert "has no gradient" in str(caught(lambda: learned(handle)))
     steps(model, optimizer, 0, 1)
     assert "no parameter of 100000 values" in str(caught(handle.learn_levels))
-    assert learned(handle) == 7
+    assert learned(handle) == 5
     handle.detach()
     assert "detach" not in str(caught(handle.stats))
     assert "any more" in str(caught(lambda: learned(handle)))
@@ -194,7 +195,6 @@ def test_levels_are_learned_and_codecs_change_during_training() -> None:
         partial(levels_are_learned_and_equal_on_all_ranks, keep="none"),
         partial(codecs_of_weights_change_during_training, keep="none"),
         partial(resuming_is_bit_identical, keep="reference"),
-        partial(codecs_of_weights_change_during_training, keep="reference"),
         bad_input_is_named,
     )
 

@@ -40,7 +40,7 @@ def two_levels_train_as_one(rank: int, inside: str, keep: str) -> None:
     losses = train(model, 5)
     assert losses[-1] < 0.5 * losses[0], losses
     assert "hierarchical" in str(handle.plan.describe()[0])
-    update = handle.update("qsgd:bits=3")
+    update = handle.update("identity")
     update.wait(60)
     on_all("prepared")
     for step in range(3):

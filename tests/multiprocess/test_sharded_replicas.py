@@ -114,7 +114,7 @@ def steps_without_the_hop(rank: int) -> None:
 def plans_switch(rank: int) -> None:
     """On all ranks at the same pass; refused on all, whether ranks of one replica or replicas ask
     for something else."""
-    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2)[0])
+    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2)[0], changes=1)
     for of in (rank % 2, rank // 2):
         unlike_plans_are_refused(rank, lambda: hybrid(2)[0], of)
 
@@ -201,7 +201,7 @@ def states_fit_the_mesh(rank: int) -> None:
 def test_what_is_compressed_is_what_was_asked_for() -> None:
     together(
         4,
-        *(partial(exactly_what_was_asked_for, replicas=2, codec=c) for c in ("identity", "qsgd")),
+        partial(exactly_what_was_asked_for, replicas=2, codec="qsgd"),
         partial(nothing_is_lost, replicas=2),
         steps_without_the_hop,
         plans_switch,
@@ -211,6 +211,19 @@ def test_what_is_compressed_is_what_was_asked_for() -> None:
         replicas_decode_the_same_weights,
         replicas_learn_the_same_levels,
         replicas_have_one_state,
+    )
+
+
+def every_plan_switches(rank: int) -> None:
+    all_ranks_switch_at_the_same_pass(rank, lambda: hybrid(2)[0])
+
+
+@pytest.mark.exhaustive
+def test_identity_is_exact_and_every_plan_switches() -> None:
+    together(
+        4,
+        partial(exactly_what_was_asked_for, replicas=2, codec="identity"),
+        every_plan_switches,
     )
 
 

@@ -30,7 +30,7 @@ CODECS = ["QSGD", "dense", "TernGrad", "TernGrad"]  # of first.weight, after eac
 
 
 def all_ranks_switch_at_the_same_pass(
-    rank: int, made: Callable[[], torch.nn.Module] = sharded
+    rank: int, made: Callable[[], torch.nn.Module] = sharded, changes: int = len(CHANGES)
 ) -> None:
     """Ranks ask for a plan, and have prepared it, at other passes: they adopt it at the same one,
     once the last rank has prepared it."""
@@ -58,7 +58,7 @@ def all_ranks_switch_at_the_same_pass(
 
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr(Switch, "_prepare", held)
-        for number, (change, codec) in enumerate(zip(CHANGES, CODECS, strict=True)):
+        for number, (change, codec) in enumerate(zip(CHANGES[:changes], CODECS, strict=False)):
             passes(rank)
             update = handle.update(**change)
             passes(ranks - 1 - rank)  # as many on all ranks
@@ -90,7 +90,7 @@ def unlike_plans_are_refused(
     model, plain = made(), made()
     handle = gw.attach(model, "identity")
     backward(model, 0)
-    asked = on_all(2 + (rank if of is None else of))
+    asked = on_all(8 - 6 * (rank if of is None else of))
     update = handle.update("qsgd", bits=asked[rank])
     refused = caught(lambda: update.wait(60))
     assert isinstance(refused, gw.ConfigError)

@@ -34,18 +34,19 @@ from products import EXHAUSTIVE
 pytestmark = pytest.mark.multiprocess
 
 FOUR = {"*": "randomshift:bits=4"}
+GIVEN = (
+    ALL,
+    {"*": "qsgd:bits=8:rounding=nearest"},
+    {"*": "randomshift:bits=8:block=256"},
+    {"*": "fp8"},
+)
 
 
-def weights_are_alike(rank: int) -> None:
-    for dtype in (None, torch.bfloat16):
+def weights_are_alike(rank: int, dtypes: Any = (None, torch.bfloat16), given: Any = GIVEN) -> None:
+    for dtype in dtypes:
         policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
         plain = gathered(sharded(policy))
-        for weights in (
-            ALL,
-            {"*": "qsgd:bits=8:rounding=nearest"},
-            {"*": "randomshift:bits=8:block=256"},
-            {"*": "fp8"},
-        ):
+        for weights in given:
             said = weights, dtype
             nearby = 2**-4 if weights == {"*": "fp8"} else 0
             model = sharded(policy)
@@ -316,18 +317,29 @@ def replicas_decode_the_same_weights(rank: int) -> None:
 def test_all_ranks_hold_the_same_weights() -> None:
     together(
         2,
-        weights_are_alike,
+        partial(weights_are_alike, dtypes=(None,), given=GIVEN[:2]),
+        partial(weights_are_alike, dtypes=(torch.bfloat16,), given=GIVEN[2:]),
         bytes_are_those_of_the_formula,
         payloads_are_kept_where_they_fit,
         *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
         *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
-        *(partial(losses_fall, keep=keep) for keep in ("none", "payload", "redraw")),
+        partial(losses_fall, keep="redraw"),
         one_version_is_encoded_once,
         *(partial(reductions_are_no_versions, how=how) for how in ("while unsharded", "on meta")),
         partial(it_does_not_matter_when_weights_are_resharded, reshard=False),
         resuming_is_bit_identical,
-        *(partial(micro_batches_after_a_resume, keep=keep) for keep in ("none", "reference")),
+        partial(micro_batches_after_a_resume, keep="reference"),
+    )
+
+
+@EXHAUSTIVE
+def test_weights_are_alike_however_they_are_kept() -> None:
+    together(
+        2,
+        weights_are_alike,
+        *(partial(losses_fall, keep=keep) for keep in ("none", "payload")),
+        partial(micro_batches_after_a_resume, keep="none"),
     )
 
 

@@ -106,7 +106,7 @@ def checkpoints_have_the_residuals_of_all_columns(rank: int, path: str) -> None:
 
     def made() -> tuple[Model, Any]:
         model = parallel(mesh)
-        return model, gw.attach(model, "qsgd:bits=2", error_feedback=True)
+        return model, gw.attach(model, "qsgd:bits=4", error_feedback=True)
 
     model, handle = made()
     backward(model, mesh, 0)

@@ -35,7 +35,7 @@ def check(program: Program, found: list[worlds.Found], steps: int = STEPS) -> No
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2, 3))])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=EXHAUSTIVE), 3, 5])
 def test_threads(ranks: int, seed: int) -> None:
     program = Program.of(seed, ranks)
     check(program, worlds.by_threads(program, 0, STEPS, deadline=120))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from products import EXHAUSTIVE
@@ -10,6 +12,7 @@ from stress.faults import BOUND_S, BY_PROCESSES, BY_THREADS, SOON_S, Fault
 from stress.programs import Program
 
 RANKS = (2, 3, 5)
+LINKED = [kind for kind in BY_PROCESSES if kind != "drop"]
 
 
 def threads(seed: int, ranks: int, kind: str, bound: float) -> str | None:
@@ -27,10 +30,10 @@ def processes(kind: str, shm: bool, bound: float) -> str | None:
     return found and f"{fault}, shm={shm}: {found}"
 
 
-def in_processes(turn: int, bound: float, but: str = "") -> list[str]:
-    """Every kind over one of two transports; broken connections do not affect shared memory."""
+def in_processes(turn: int, bound: float, chosen: Collection[str] = BY_PROCESSES) -> list[str]:
+    """Kinds over one of two transports; broken connections do not affect shared memory."""
     kinds = [(kind, kind != "drop" and (i + turn) % 2 == 0) for i, kind in enumerate(BY_PROCESSES)]
-    return [said for kind, shm in kinds if kind != but and (said := processes(kind, shm, bound))]
+    return [said for kind, shm in kinds if kind in chosen and (said := processes(kind, shm, bound))]
 
 
 @pytest.mark.parametrize("seed", [10, *(pytest.param(n, marks=EXHAUSTIVE) for n in range(11, 20))])
@@ -41,11 +44,17 @@ def test_threads(seed: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=EXHAUSTIVE)])
-def test_processes(turn: int) -> None:
+@pytest.mark.parametrize(
+    ("turn", "kinds"),
+    [
+        (0, ("scope", "destroy", "die")),
+        *(pytest.param(turn, LINKED, marks=EXHAUSTIVE) for turn in (0, 1)),
+    ],
+)
+def test_processes(turn: int, kinds: Collection[str]) -> None:
     """But for dropped links: peers who only wait for the rank in the store, as it may happen on a
     busy machine, have no link that would tell them, and wait for the timeout."""
-    wrong = in_processes(turn, BOUND_S, but="drop")
+    wrong = in_processes(turn, BOUND_S, kinds)
     assert not wrong, "\n".join(wrong)
 
 

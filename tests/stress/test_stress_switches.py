@@ -21,10 +21,10 @@ seeds = pytest.mark.parametrize(
 @seeds
 @pytest.mark.parametrize(("ranks", "shm"), one_in(6, product([3, 2, 5], [False, True])))
 def test_no_pass_has_two_plans(ranks: int, shm: bool, seed: int) -> None:
-    run = Run.of(seed, ranks, steps=50, updates=6)
+    run = Run.of(seed, ranks, steps=25, updates=3)
     found = switches.found_of(run, shm)
     assert switches.wrong(run, found) is None, run
-    assert all(end.value.versions[-1] == 6 for end in found)
+    assert all(end.value.versions[-1] == 3 for end in found)
 
 
 @seeds
