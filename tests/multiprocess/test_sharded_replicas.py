@@ -93,6 +93,30 @@ def nothing_is_lost(rank: int, replicas: int) -> None:
         torch.testing.assert_close(sent[name] + owed, total[name], rtol=0, atol=1e-4)
 
 
+def what_is_owed_is_sent(rank: int) -> None:
+    """Residuals of both hops are sent once the new plan has none; with two ways to average."""
+    for sums in (False, True):
+        (plain, _), (ours, _) = hybrid(2), hybrid(2)
+        if sums:
+            for model in (plain, ours):
+                model.set_force_sum_reduction_for_comms(True)
+                model.set_gradient_divide_factor(3.0)
+        handle = gw.attach(ours, "topk", density=0.1, error_feedback=True)
+        total: dict[str, Any] = {}
+        sent: dict[str, Any] = {}
+        for step in range(4):
+            if step == 2:
+                handle.update(codec=None).wait(60)
+                on_all("prepared")
+            for kept, model in ((total, plain), (sent, ours)):
+                for name, gradient in backward(model, step, spare=True).items():
+                    if gradient is not None:
+                        kept[name] = kept.get(name, 0.0) + gradient.double()
+        assert handle.plan.version == 1
+        for name, expected in total.items():
+            torch.testing.assert_close(sent[name], expected, rtol=0, atol=1e-4)
+
+
 def steps_without_the_hop(rank: int) -> None:
     """Without the hop in some steps, an option of FSDP2; and back to plain FSDP2."""
     (plain, _), (ours, _) = hybrid(2), hybrid(2)
@@ -203,6 +227,7 @@ def test_what_is_compressed_is_what_was_asked_for() -> None:
         4,
         partial(exactly_what_was_asked_for, replicas=2, codec="qsgd"),
         partial(nothing_is_lost, replicas=2),
+        what_is_owed_is_sent,
         steps_without_the_hop,
         plans_switch,
         shards_without_values_switch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,17 +99,21 @@ class Attached:
         """The same parameter with another aggregator and initial state, for a rehearsal."""
         return Attached(self.name, self.shape, aggregator, self.keys, self.rotation, step)
 
-    def add_owed(self, *parts: torch.Tensor) -> None:
+    def add_owed(self, *parts: torch.Tensor, weights: Sequence[float] = ()) -> None:
         """Add the owed residual, if any, to a finite gradient, which consists of `parts`; not to
-        one that may be of an unused parameter."""
+        one that may be of an unused parameter.
+
+        Args:
+            weights: of the owed values of each part; 1 unless given.
+        """
         if OWED not in self.state:
             return
         if self.may_be_unused and not any(part.any() for part in parts):
             return
         if all(part.isfinite().all() for part in parts):
             owed = self.state.pop(OWED).split([part.numel() for part in parts])
-            for part, share in zip(parts, owed, strict=True):
-                part += share.to(part.device)
+            for part, share, weight in zip(parts, owed, weights or [1.0] * len(parts), strict=True):
+                part += weight * share.to(part.device)
 
     def keep(self, states: Mapping[str, torch.Tensor]) -> None:
         """Set the state, loaded or carried over."""

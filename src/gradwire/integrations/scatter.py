@@ -122,7 +122,12 @@ class Scatter(FSDPReduceScatter):
                 input_tensor[at * stride + piece.at :][:length]
                 for at, length in enumerate(piece.lengths)
             ]
-            member.add_owed(*stretches)
+            weights = [1.0] * ranks
+            if (
+                of.groups.of_replicas > 1
+            ):  # the own shard's owes to the scatter's result
+                weights[rank] = (ranks if reduction == "avg" else 1) / factor
+            member.add_owed(*stretches, weights=weights)
             own = stretches[rank]
             home = output_tensor[piece.at :][: piece.lengths[rank]]
             residual = _residual(member, home, device, of.groups)
