@@ -126,6 +126,14 @@ def on_fsdp(rank: int) -> None:
     handle.detach()
     assert str(handle) == text.replace("FSDP2 module", "FSDP2 module (detached)", 1)
 
+    model = sharded()
+    handle = gw.attach(model, bits=4, weights={"*": "bf16"})
+    model[0].requires_grad_(False)
+    told = expected(handle)
+    assert told == measured(handle, model)
+    of_weights = handle.stats()["weights_wire_bytes"] / 4
+    assert f"{told:,} bytes of gradients and {of_weights:,.0f} of weights per step" in str(handle)
+
 
 def one_rank(rank: int) -> None:
     handle = gw.attach(DDP(mlp()))

@@ -161,6 +161,14 @@ def blocks_have_1024_values_by_default(rank: int) -> None:
     assert of["second.weight"] == gw.QSGD(bits=3, block=1024)
 
 
+def tied_weights_go_by_every_name(rank: int) -> None:
+    """The last layer's matrix is the embedding."""
+    handle = gw.attach(sharded(), exclude=["again.*"], weights={"again.weight": "bf16"})
+    (tied,) = [p for p in handle.plan.parameters if p.name == "embedding"]
+    assert (tied.codec, tied.weight) == (None, gw.codecs.get("bf16"))
+    assert not any(p.name == "again.weight" for p in handle.plan.parameters)
+
+
 def a_detached_module_is_fsdp2s(rank: int) -> None:
     model, plain = sharded(), sharded()
     gw.attach(model).detach()
@@ -178,5 +186,6 @@ def test_what_is_compressed_is_what_was_asked_for() -> None:
         policies,
         counts,
         blocks_have_1024_values_by_default,
+        tied_weights_go_by_every_name,
         a_detached_module_is_fsdp2s,
     )

@@ -125,6 +125,8 @@ OURS: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
             ("the machine of each of the 2 ranks", {"options": TOO_FEW}),
             ("matches no parameter", {"exclude": ["decoder.*"]}),
             ("sends a part of the values", {"weights": "topk:density=0.1"}),
+            ("sends a part of the values", {"weights": "randomk:density=0.1"}),
+            ("OneBit(block=1024) is for gradients", {"weights": "onebit"}),
             ("rounding=stochastic", {"weights": "qsgd:bits=8"}),
             ("weights='powersgd'", {"weights": "powersgd"}),
             ("matches no parameter", {"weights": {"nothing.*": "bf16"}}),

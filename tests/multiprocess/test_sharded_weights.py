@@ -237,6 +237,25 @@ def frozen_weights_are_sent_once(rank: int, keep: str) -> None:
     assert rows[256:].abs().max() < 0.05
 
 
+def weights_frozen_later_are_those_of_then(rank: int) -> None:
+    """And again, after a time in which they were trained: payloads of before are out of date."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    mesh = own_mesh()
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    gw.attach(model, None, weights={"*": "identity"}, keep="payload")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 64)
+    for trained in (True, False, True, False):
+        model[0].requires_grad_(trained)
+        first, bias, second, offset = [p.full_tensor().detach() for p in model.parameters()]
+        found = model(x)
+        torch.testing.assert_close(found, (x @ first.T + bias) @ second.T + offset)
+        found.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def it_does_not_matter_when_weights_are_resharded(rank: int, reshard: bool | int) -> None:
     """With a number, backward gathers decoded values as they are, from fewer ranks."""
 
@@ -322,6 +341,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
         bytes_are_those_of_the_formula,
         payloads_are_kept_where_they_fit,
         *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
+        weights_frozen_later_are_those_of_then,
         *(partial(errors_of_weights_are_told, keep=keep) for keep in ("none", "reference")),
         partial(losses_are_those_of_fsdp, dtype=None, tolerance=0),
         partial(losses_fall, keep="redraw"),

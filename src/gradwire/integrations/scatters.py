@@ -78,7 +78,7 @@ class Scatters(Reductions):
         self.groups = groups = trained.groups
         owners = [communicator(group).owner(name, advice=_ADVICE) for group in groups.all]
         super().__init__(plan, members, owners, groups.size)
-        self._trained, self._pieces = trained, trained.shards()
+        self._trained = trained
         self._records = {name: parameter for parameter, name in trained.names.items()}
         self._pass = running()
         self._begun: set[int] = set()  # what has reduced in this pass
@@ -336,7 +336,7 @@ class Scatters(Reductions):
         planned = {p.name: p for p in plan.parameters}
         scatter = None if self.groups.scatter is None else self.owner.comm
         between = None if self.groups.replicas is None else self.replicas.comm
-        for group in self._pieces:
+        for group in self._trained.shards():
             pieces = [(planned[name], lengths, dtype) for name, lengths, dtype in group]
             of_group = pieces, scatter, between, self.groups.shard
             found += expected_scatter(*of_group, plan.options)

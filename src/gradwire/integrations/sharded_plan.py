@@ -32,8 +32,8 @@ class Trained:
     """The parameters that have gradients.
 
     Attributes:
-        named: names, and meta tensors of the unsharded shapes.
-        names: by FSDP's record of the parameter.
+        named: names, and meta tensors of the unsharded shapes; a tied parameter has several.
+        names: the first ones, by FSDP's record of the parameter.
         records: FSDP's records of groups of parameters.
         groups: the process groups, common to all.
     """
@@ -89,7 +89,7 @@ def make_sharded_plan(
             )
         if p.codec is not None:
             check_defined(options.algorithm, p.codec, SCATTER.verb)
-    return plan if weights is None else _with_weights(plan, weights)
+    return plan if weights is None else _with_weights(plan, weights, named)
 
 
 def options_for(operation: Operation, options: Options) -> Options:
@@ -102,11 +102,16 @@ def options_for(operation: Operation, options: Options) -> Options:
     return options.through("sra")  # between replicas, and of single numbers
 
 
-def _with_weights(plan: Plan, weights: WeightRules) -> Plan:
-    weights.check((p.name,) for p in plan.parameters)
+def _with_weights(
+    plan: Plan, weights: WeightRules, named: Sequence[tuple[str, torch.Tensor]]
+) -> Plan:
+    names: dict[torch.Tensor, tuple[str, ...]] = {}
+    for name, parameter in named:
+        names[parameter] = (*names.get(parameter, ()), name)
+    weights.check(names.values())
     parameters = []
-    for p in plan.parameters:
-        codec = weights.choose((p.name,), len(p.shape), p.numel)
+    for p, known in zip(plan.parameters, names.values(), strict=True):
+        codec = weights.choose(known, len(p.shape), p.numel)
         if codec is not None and p.dtype not in FLOATS:
             raise ConfigError(
                 f"weights: parameter {p.name} is of {p.dtype}, and codecs take float32, float16 "
@@ -165,9 +170,9 @@ def trained_of(
     model: torch.nn.Module, like: Groups | None, ours: Callable[[dist.ProcessGroup], bool]
 ) -> Trained:
     """The parameters of `model` that have gradients; arguments as of `plan_sharded`."""
-    names_of: dict[Any, str] = {}
-    for name, parameter in plain_names(model.named_parameters()):
-        names_of.setdefault(parameter, name)
+    names_of: dict[Any, list[str]] = {}
+    for name, parameter in plain_names(model.named_parameters(remove_duplicate=False)):
+        names_of.setdefault(parameter, []).append(name)
     found: dict[Groups, str] = {}
     named: list[tuple[str, torch.Tensor]] = []
     names: dict[Any, str] = {}
@@ -192,11 +197,11 @@ def trained_of(
             if parameter.sharded_param.is_floating_point():
                 trained |= parameter.sharded_param.requires_grad
                 # During backward, modules hold unsharded parameters; then FSDP knows the names.
-                name = names_of.get(parameter.sharded_param) or plain_name(parameter._param_fqn)
-                names[parameter] = name
+                known = names_of.get(parameter.sharded_param) or [plain_name(parameter._param_fqn)]
+                names[parameter] = known[0]
                 dtype = parameter.sharded_param.dtype
                 shape = torch.empty(parameter._orig_size, dtype=dtype, device="meta")
-                named.append((name, shape))
+                named += [(name, shape) for name in known]
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise ConfigError(

@@ -177,20 +177,23 @@ def summary(
     rows = _groups(plan, rank, ranks)
     total = sum(p.numel for p in plan.parameters)
     size = f"{len(plan.parameters)} parameters, {total:,} values"
+    of = "" if plan.weights is None else " of gradients"
     lines = [
         f"gradwire on {what}: {size}; rank {rank} of {ranks}; plan {plan.version}",
         *_table(["codec", "parameters", "values", "bits per value", "error feedback"], rows),
-        f"  {_bytes_line(expected, ranks)}",
+        f"  bytes{of} per step and rank: {_sent(expected, ranks)}",
     ]
     if stats["steps"]:
-        each = stats["wire_bytes"] / stats["steps"]
-        lines.append(f"  so far: {stats['steps']:,} steps, {each:,.0f} bytes per step and rank")
+        each = f"{stats['wire_bytes'] / stats['steps']:,.0f} bytes{of}"
+        if plan.weights is not None:
+            each += f" and {stats['weights_wire_bytes'] / stats['steps']:,.0f} of weights"
+        lines.append(f"  so far: {stats['steps']:,} steps, {each} per step and rank")
     run = f"  algorithm: {plan.options.algorithm}; transport: "
     used = [comm for comm in comms if comm.world_size > 1] or comms[:1]
     lines.append(run + ", ".join(dict.fromkeys(map(transport_name, used))))
     lines.append(f"  {_residual_line(plan, rank, ranks, stats['residual_bytes'])}")
     if plan.weights is not None:
-        lines.append(f"  {_weights_line(plan, stats['weights_kept_bytes'])}")
+        lines.append(f"  {_weights_line(plan, stats)}")
     return "\n".join(lines)
 
 
@@ -228,15 +231,15 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return found
 
 
-def _bytes_line(expected: Expected, ranks: int) -> str:
+def _sent(expected: Expected, ranks: int) -> str:
     if ranks == 1:
-        return "bytes per step and rank: 0: one rank sends nothing"
+        return "0: one rank sends nothing"
     raw = f"{expected.raw_bytes:,} uncompressed"
     if expected.wire_bytes is None:
-        return f"bytes per step and rank: {_UNKNOWN} ({raw})"
+        return f"{_UNKNOWN} ({raw})"
     less = expected.raw_bytes / max(expected.wire_bytes, 1)
     ratio = f", {less:.1f} times as many" if expected.wire_bytes else ""
-    return f"bytes per step and rank: about {expected.wire_bytes:,} expected ({raw}{ratio})"
+    return f"about {expected.wire_bytes:,} expected ({raw}{ratio})"
 
 
 def _residual_line(plan: Plan, rank: int, ranks: int, now: int) -> str:
@@ -252,7 +255,7 @@ def _residual_line(plan: Plan, rank: int, ranks: int, now: int) -> str:
     return f"residuals and other state of this rank: {now:,} bytes{later}"
 
 
-def _weights_line(plan: Plan, now: int) -> str:
+def _weights_line(plan: Plan, stats: dict[str, Any]) -> str:
     """Of the codecs of weights, and of the memory of what is kept of them."""
     assert plan.weights is not None
     coded = [p for p in plan.parameters if p.weight is not None]
@@ -265,7 +268,8 @@ def _weights_line(plan: Plan, now: int) -> str:
     }.get(str(plan.weights.keep))
     if kept is None:
         return f"{text}; nothing is kept of them between gathers"
-    when = "" if now else " before the first step"
+    now = stats["weights_kept_bytes"]
+    when = "" if now or stats["steps"] else " before the first step"
     return f"{text}; every rank keeps {kept}: {now:,} bytes{when}"
 
 

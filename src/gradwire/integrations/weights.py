@@ -85,7 +85,8 @@ class WeightGather(FSDPAllGather):
 
     Attributes:
         kept: the payloads of the last gather of a forward, with keep="payload".
-        version: of the weights, as `Changes` counts them, when they were last gathered.
+        version: of the weights, as `Changes` counts them, when they were last gathered; OLD if
+            nobody told when they changed.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class WeightGather(FSDPAllGather):
         if not again:
             keeps = self.of.keep == "payload" and (frozen or gathers_again(self.record))
             self.kept = payloads if keeps else None
-            self.version = self.of.changes.version
+            self.version = self.of.changes.version if frozen else OLD
         sampled = None if again else self._sample(layout, own)
 
         def decode() -> None:

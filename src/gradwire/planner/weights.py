@@ -17,10 +17,12 @@ from gradwire import codecs
 from gradwire.codecs.text import parse
 from gradwire.errors import ConfigError
 from gradwire.lang import Codec, layout
+from gradwire.lang.ir import Scope
 from gradwire.planner.rules import matches
 
 SMALL = 4096
 BLOCK = 1024  # of sharded modules' codecs: blocks of some 16,000 lose accuracy (THESIS 5.6.1)
+_OF_GRADIENTS = codecs.OneBit, codecs.TBQ, codecs.Saturating  # signs, and what is not scaled
 KEEP = ("none", "payload", "redraw", "reference")
 
 M = TypeVar("M")
@@ -92,8 +94,8 @@ def weight_codec(argument: str, given: object) -> Codec | None:
     from zero, so "qsgd" has fp32 metadata by default.
 
     Raises:
-        ConfigError: it is no codec, or none for weights: those must all arrive, and ranks decode
-            them without the encoder's random numbers.
+        ConfigError: it is no codec, or none for weights: those must all arrive, with their size,
+            and ranks decode them without the encoder's random numbers.
     """
     if given is None or given == "none":
         return None
@@ -105,7 +107,12 @@ def weight_codec(argument: str, given: object) -> Codec | None:
         what = layout(codec)
     except ConfigError as error:
         raise ConfigError(f"{argument}={given!r:.60}: {error}; {advice}") from error
-    if what.variable or any(f.shape is not None for f in what.fields):
+    if isinstance(codec, _OF_GRADIENTS):
+        raise ConfigError(
+            f"{argument}: {codec} is for gradients, and loses the size of a weight; {advice}"
+        )
+    each = any(f.scope is Scope.ELEMENT for f in what.fields)  # something of each value
+    if what.variable or any(f.shape is not None for f in what.fields) or not each:
         raise ConfigError(
             f"{argument}: {codec} sends a part of the values: weights must all arrive; {advice}"
         )
