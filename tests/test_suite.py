@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ def test_broken(n):
 def suite(folder: Path, broken: int) -> tuple[int, str]:
     (folder / "test_some.py").write_text(TESTS.format(broken=broken))
     command = [sys.executable, SUITE, "-n", "1", "--dist", "loadgroup", "-p", "no:cacheprovider"]
+    few = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     done = subprocess.run(
-        [*command, folder], check=False, cwd=folder, capture_output=True, text=True
-    )
+        [*command, folder],
+        check=False, cwd=folder, env={**os.environ, **few}, capture_output=True, text=True,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
+from command_line import wrongly_refused
 from gradwire.bench import train
 from gradwire.bench.train_config import TrainConfig
-from gradwire.cli import program
 from gradwire.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "validation_sequences": 16}
@@ -78,14 +76,7 @@ def refused(call: Callable[[Any], object], cases: Iterable[tuple[Any, str]]) -> 
     assert not faults, "\n".join(faults)
 
 
-def refused_by_command(
-    capsys: pytest.CaptureFixture[str], command: list[str], cases: Iterable[tuple[list[str], str]]
-) -> None:
-    """Assert that a command line refuses every list of arguments with its complaint."""
-    faults = []
-    for arguments, complaint in cases:
-        code = program.run([*command, *arguments])
-        told = " ".join(capsys.readouterr().err.split())
-        if code != program.BAD_INPUT or complaint not in told:
-            faults.append(f"{arguments}: code {code}, {told}")
+def refused_by_command(command: list[str], cases: Iterable[tuple[list[str], str]]) -> None:
+    """Assert that a command line refuses every list of arguments with its complaint, one line."""
+    faults = wrongly_refused(([*command, *arguments], told) for arguments, told in cases)
     assert not faults, "\n".join(faults)

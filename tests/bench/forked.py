@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from ends import forkserver
 from gradwire import lab
+
+prepare: Callable[[], object] | None = None  # a function of a module, which each rank calls first
 
 
 class Loopback:
@@ -62,14 +64,16 @@ class Loopback:
     ) -> Any:  # fmt: skip
         assert stdout is stderr
         assert list(argv[:2]) == [sys.executable, "-m"]
-        arguments = (argv[2:], dict(environment), stdout.name)
+        arguments = (argv[2:], dict(environment), stdout.name, prepare)
         process = forkserver().Process(target=_rank, args=arguments)
         process.start()
         self.ranks.append(process)
         return SimpleNamespace(poll=lambda: process.exitcode)
 
 
-def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
+def _rank(
+    argv: list[str], environment: dict[str, str], log: str, before: Callable[[], object] | None
+) -> None:
     """`python -m` with these arguments; it ends with its parent, as in a lab."""
     os.environ.clear()
     os.environ.update(environment)
@@ -78,6 +82,8 @@ def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
+    if before is not None:
+        before()
     sys.argv = ["", *argv[1:]]
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 

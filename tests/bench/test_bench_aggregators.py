@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from bench_runs import refused
 
 from gradwire.aggregators import PowerSGD, registry
-from gradwire.bench import aggregators, methods
+from gradwire.bench import aggregators, methods, tasks
 from gradwire.bench.aggregators_worker import _Measured
 from gradwire.bench.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]
 
 
+SMALL = partial(tasks.get, data="digits", channels=8, hidden=128)
+
+
+def with_small_tasks() -> None:
+    tasks.get = SMALL  # type: ignore[assignment]
+
+
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, object]]:
-    return {row["method"]: row for row in aggregators.run(METHODS, "image", quick=True)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tasks, "get", SMALL)
+        patched.setattr(forked, "prepare", with_small_tasks)
+        return {row["method"]: row for row in aggregators.run(METHODS, "image", quick=True)}
 
 
 @pytest.mark.multiprocess

@@ -164,9 +164,8 @@ def test_the_command_writes_rows_and_prints_the_grid(
     assert "holds the rows of a run that ended" in " ".join(capsys.readouterr().err.split())
 
 
-def test_wrong_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_refused_in_one_line() -> None:
     refused_by_command(
-        capsys,
         ["bench", "grid", "--net", "none"],
         [
             (["--grid", "bytes"], "--grid bytes: use one of bits, low, learned, blocks, fake"),

@@ -40,7 +40,7 @@ def _given_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_have_the_names_of_methods() -> None:
-    where = planner_grid.in_lab(KNOWN, 4, Network.parse("1gbit,1ms"), ((1, 1 << 20),))
+    where = planner_grid.in_lab(KNOWN, 3, Network.parse("1gbit,1ms"), ((1, 1 << 18),))
     choice = choose(where, [CODEC])
     wanted = planner_grid._wanted(choice)
     assert wanted[0].codec == choice.best.setting.codec
@@ -79,8 +79,8 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_of_the_ablation_in_the_simulator() -> None:
-    model = ",".join(["512x512", "512"] * 6)
-    rows = list(ablation.run(ranks=4, model=model, lab=False))
+    model = ",".join(["512x512", "512"] * 4)
+    rows = list(ablation.run(ranks=2, model=model, lab=False))
     assert [row["part"] for row in rows] == [
         "none", "kernels", "pipelining", "batching", "bulk", "selective",
     ]  # fmt: skip

@@ -111,6 +111,7 @@ def flexible_resumes(rank: int) -> None:
     dist.barrier()
 
 
+@EXHAUSTIVE
 @pytest.mark.multiprocess
 def test_flexible_resumes_whatever_density_was_in_force() -> None:
     as_processes(2, flexible_resumes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -101,12 +101,17 @@ def test_mistakes_are_named() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_the_program_ends_with_the_exit_code() -> None:
-    command = [sys.executable, "-m", "gradwire.cli", "codec", "show", "qsdg"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (said,) = done.stderr.splitlines()
+def test_the_program_ends_with_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `python -m gradwire.cli`."""
+    monkeypatch.setattr(sys, "argv", ["gradwire", "codec", "show", "qsdg"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gradwire.cli", run_name="__main__")
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (said,) = told.err.splitlines()
     assert "qsdg" in said
 
 

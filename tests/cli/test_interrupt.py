@@ -29,7 +29,7 @@ SHAPED = ["lab", "run", "--nodes", "2", "--net", "10mbit,1ms", "--", "sleep", "6
 ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 # (signal, command, what it prints before the signal, processes that it then has)
 CASES = [
-    (signal.SIGINT, SLEEP, RANKS, 4),
+    pytest.param(signal.SIGINT, SLEEP, RANKS, 4, marks=EXHAUSTIVE),
     (signal.SIGTERM, SLEEP, RANKS, 4),
     pytest.param(signal.SIGINT, SHAPED, RANKS, 4, marks=pytest.mark.lab),
 ]

@@ -6,6 +6,7 @@ block's info string may say otherwise:
     ```python continues      as without; it says so to who reads the source
     ```python new            begins another program: new names, no process group
     ```python ranks=1        rank 0 alone runs it
+    ```python slow           other tests run its feature: a run without slow blocks compiles it only
     ```python fails=NAME     it must raise that error
     ```python NAME.py        a program of its own, kept under that name so that others import it;
                              args=... are its arguments, separated by commas; it begins and ends
@@ -34,7 +35,9 @@ RANKS = 2
 
 
 def run(
-    pages: Sequence[Page], inspect: Callable[[int, dict[str, Any]], Any] | None = None
+    pages: Sequence[Page],
+    inspect: Callable[[int, dict[str, Any]], Any] | None = None,
+    slow: bool = True,
 ) -> list[list[list[Any]]]:
     """Run the blocks of pages, one page after the other in the same two processes.
 
@@ -45,6 +48,8 @@ def run(
         AssertionError: a block fails; the error names its page and line.
     """
     given = [[block for block in page.blocks if block.kind == "python"] for page in pages]
+    if not slow:
+        given = [[block for block in blocks if not _is_slow(block)] for blocks in given]
     # This process hosts the store of each program, as the launcher does under torchrun.
     hosts = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -60,6 +65,11 @@ def run(
         # rank still waits for ("connectFullMesh failed: Connection closed by peer").
         found = as_processes(RANKS, _rank, named, ports, inspect, deadline=280.0, backend=None)
     return [list(of_page) for of_page in zip(*found, strict=True)]
+
+
+def _is_slow(block: Block) -> bool:
+    compile(block.text, f"block{block.line}.py", "exec")
+    return "slow" in block.words
 
 
 def _rank(

@@ -69,7 +69,7 @@ PROGRAMS = [path for path in PAGES[1:] if any(b.kind == "python" for b in Page.r
 
 @pytest.mark.multiprocess
 def test_blocks_run() -> None:
-    blocks.run([Page.read(path) for path in PROGRAMS])
+    blocks.run([Page.read(path) for path in PROGRAMS], slow=False)
 
 
 @EXHAUSTIVE

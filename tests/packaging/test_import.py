@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from products import EXHAUSTIVE
 
 SOURCE = Path(gradwire.__file__).parent
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -122,6 +123,7 @@ print((time.perf_counter() - begin) / (begin - first))
 # ---- faults, in the true course of `import torch`
 
 
+@EXHAUSTIVE
 def test_registering_may_fail(tmp_path: Path) -> None:
     """`import torch` goes on, with one warning that gives the reason.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,7 @@ import textwrap
 import venv
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -77,23 +79,25 @@ def run(command: list[str], seconds: float, cwd: Path, **environment: str) -> st
     return done.stdout + done.stderr
 
 
-def isolation() -> list[str]:
-    """With build isolation, as for users; without it if there is no package index."""
+def an_index() -> bool:
+    """Whether there is a package index, which build isolation needs."""
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "hatchling"]
     with tempfile.TemporaryDirectory() as folder:
         try:
             run([*fetch, "--dest", folder], 30, Path(folder))
         except (AssertionError, subprocess.TimeoutExpired):
-            return ["--no-isolation"]
-    return []
+            return False
+    return True
 
 
-def build(folder: Path, *options: str, **environment: str) -> tuple[Path, str]:
-    """The wheel of this checkout, which is not changed, and the build's output."""
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), *options]
-    said = run(command, 240, ROOT, **environment)
+def build(folder: Path, isolated: bool = False, **environment: str) -> Path:
+    """The wheel of this checkout, which is not changed."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    if isolated:
+        command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder)]
+    run(command, 240, ROOT, **environment)
     (made,) = folder.glob("*.whl")
-    return made, said
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +110,11 @@ def levels(pytestconfig: pytest.Config) -> list[str]:
 def wheel(
     levels: list[str], tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Path:
-    """A wheel with a few kernels; built with isolation only in an exhaustive run."""
+    """A wheel with a few kernels; built as users build it, but where there is no package index."""
     wanted = {"GRADWIRE_BUILD": KERNELS, "GRADWIRE_BUILD_ISA": " ".join(levels)}
     with host_network():
-        how = isolation() if pytestconfig.getoption("exhaustive") else ["--no-isolation"]
-        return build(tmp_path_factory.mktemp("wheel"), *how, **wanted)[0]
+        isolated = pytestconfig.getoption("exhaustive") and an_index()
+        return build(tmp_path_factory.mktemp("wheel"), isolated, **wanted)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +174,7 @@ def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
     called, compiler = tmp_path / "called", tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     compiler.chmod(0o755)
-    made, _ = build(tmp_path, "--no-isolation", GRADWIRE_BUILD="", GRADWIRE_CC=str(compiler))
+    made = build(tmp_path, GRADWIRE_BUILD="", GRADWIRE_CC=str(compiler))
     assert not called.exists()
     assert made.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(made) as archive:
@@ -179,19 +183,34 @@ def test_a_wheel_has_no_kernels_unless_asked(tmp_path: Path) -> None:
     assert "gradwire/py.typed" in names
 
 
+IMPOSSIBLE = (
+    (
+        {"GRADWIRE_BUILD": "all", "GRADWIRE_CC": "no-such-compiler"},
+        "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is not a",
+    ),
+    (
+        {"GRADWIRE_BUILD": "identity nonsense"},
+        "GRADWIRE_BUILD=identity nonsense asks for prebuilt kernels: ",
+    ),
+)
+
+
+def test_kernels_that_cannot_be_built_end_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    kernels = runpy.run_path(str(ROOT / "hatch_build.py"))["Kernels"]
+    hook = kernels(str(ROOT), {}, None, None, "", "wheel")
+    for environment, reason in IMPOSSIBLE:
+        with mock.patch.dict(os.environ, environment), pytest.raises(SystemExit) as ended:
+            hook.initialize("standard", {})
+        assert reason in str(ended.value)
+        assert hook.made is None
+
+
+@EXHAUSTIVE
 def test_kernels_that_cannot_be_built_end_the_build(tmp_path: Path) -> None:
-    for environment, reason in (
-        (
-            {"GRADWIRE_BUILD": "all", "GRADWIRE_CC": "no-such-compiler"},
-            "GRADWIRE_BUILD=all asks for prebuilt kernels: GRADWIRE_CC=no-such-compiler is not a",
-        ),
-        (
-            {"GRADWIRE_BUILD": "identity nonsense"},
-            "GRADWIRE_BUILD=identity nonsense asks for prebuilt kernels: ",
-        ),
-    ):
+    for environment, reason in IMPOSSIBLE:
         with pytest.raises(AssertionError) as caught:
-            build(tmp_path, "--no-isolation", **environment)
+            build(tmp_path, **environment)
         assert reason in str(caught.value)
         assert "Traceback" not in str(caught.value)
         assert not list(tmp_path.iterdir())

@@ -75,7 +75,7 @@ def plans(draw: st.DrawFn) -> tuple[int, dict[Key, list[int]], int]:
     return world_size, draw(st.dictionaries(keys, sizes, max_size=8)), draw(st.integers(0, 1 << 20))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(plans())
 def test_any_messages_in_any_order_arrive_as_over_loopback(
     plan: tuple[int, dict[Key, list[int]], int],
