@@ -25,6 +25,12 @@ def one_in(n: int, values: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=[EXHAUSTIVE] if i % n else []) for i, row in enumerate(rows)]
 
 
+def exhaustive(*values: Any) -> list[Any]:
+    """For `parametrize`: values that `make test` skips; a tuple has one for each argument."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*row, marks=EXHAUSTIVE) for row in rows]
+
+
 def in_turn(first: Iterable[Any], second: Sequence[Any], always: int = 0) -> list[Any]:
     """The product of two axes, for `parametrize`, where each case is expensive.
 

@@ -16,6 +16,7 @@ from gradwire.aggregators.artopk import LEADERS, SCOPES
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.engine.message import ALIGNMENT
 from gradwire.lang import layout
+from products import exhaustive
 from ranks import as_threads
 
 SHAPES: list[Shape] = [(20, 30), (1,), (7,), (3, 4, 5), (200,), (0,), ()]
@@ -83,12 +84,14 @@ def whole(rank: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
         (2, 0.1, torch.float32, "round_robin", "layer"),
         (3, 0.01, torch.float16, "variance", "layer"),
         (5, 0.1, torch.bfloat16, "auto", "layer"),
-        (8, 0.01, torch.bfloat16, "round_robin", "model"),
         (3, 0.1, torch.float32, "auto", "model"),
-        (2, 1, torch.float16, "auto", "bucket"),
         (3, 0.1, torch.float16, "round_robin", "bucket"),
-        (5, 0.01, torch.float32, "variance", "bucket"),
-        (2, 1, torch.bfloat16, "variance", "model"),
+        *exhaustive(
+            (8, 0.01, torch.bfloat16, "round_robin", "model"),
+            (2, 1, torch.float16, "auto", "bucket"),
+            (5, 0.01, torch.float32, "variance", "bucket"),
+            (2, 1, torch.bfloat16, "variance", "model"),
+        ),
     ],
 )
 def test_it_is_the_algorithm(
@@ -190,7 +193,7 @@ def test_auto_takes_turns_where_norms_are_equal() -> None:
         (2, 0.1, "fp16", "round_robin"),
         (3, 0.01, "fp32", "variance"),
         (5, 1, "fp16", "auto"),
-        (3, 0.1, "fp32", "round_robin"),
+        *exhaustive((3, 0.1, "fp32", "round_robin")),
     ],
 )
 def test_bytes_are_those_of_the_formula(
@@ -231,9 +234,8 @@ def test_bytes_are_those_of_the_formula(
         (2, torch.nan, "round_robin", "layer"),
         (0, torch.inf, "round_robin", "model"),
         (1, -torch.inf, "variance", "layer"),
-        (2, torch.inf, "variance", "model"),
-        (0, torch.nan, "auto", "layer"),
         (1, torch.nan, "auto", "model"),
+        *exhaustive((2, torch.inf, "variance", "model"), (0, torch.nan, "auto", "layer")),
     ],
 )
 def test_what_is_not_finite_travels_and_leaves_state_as_it_was(

@@ -16,6 +16,7 @@ from gradwire.codecs import DGC
 from gradwire.engine import HEADER_BYTES, Communicator
 from gradwire.lang import layout
 from gradwire.planner import Rules, make_plan
+from products import exhaustive
 from ranks import as_threads
 
 SHAPES: list[Shape] = [(60, 50), (7,), (11, 20, 3), (0,), ()]
@@ -58,9 +59,11 @@ class Reference:
         (2, 0.1, 0.9, None, 0, torch.float32),
         (3, 0.02, 0.0, 4.0, 4, torch.float32),
         (5, 0.05, 0.5, 4.0, 0, torch.float16),
-        (8, 0.02, 0.9, None, 4, torch.float16),
-        (2, 0.05, 0.0, None, 4, torch.float16),
-        (3, 0.1, 0.9, 4.0, 4, torch.float32),
+        *exhaustive(
+            (8, 0.02, 0.9, None, 4, torch.float16),
+            (2, 0.05, 0.0, None, 4, torch.float16),
+            (3, 0.1, 0.9, 4.0, 4, torch.float32),
+        ),
     ],
 )
 def test_it_is_the_algorithm(
@@ -104,7 +107,7 @@ def test_it_is_the_algorithm(
                     torch.testing.assert_close(mine[step][2][at].double(), model.u[at], **close)
 
 
-@pytest.mark.parametrize(("ranks", "momentum"), [(2, 0.9), (3, 0.0), (5, 0.9)])
+@pytest.mark.parametrize(("ranks", "momentum"), [(2, 0.9), (3, 0.0), *exhaustive((5, 0.9))])
 def test_nothing_is_lost(ranks: int, momentum: float) -> None:
     """With fp16 values: momentum * u + gradients + residuals before == N * average + after."""
 

@@ -17,6 +17,7 @@ from gradwire.collectives import AllReduce, Broadcast
 from gradwire.engine import Communicator, Outcome
 from gradwire.lang import rng
 from gradwire.transport import Hub
+from products import exhaustive
 from ranks import as_threads
 
 
@@ -80,7 +81,7 @@ def ends(how: str, at: int, ranks: int) -> list[tuple[BaseException | None, floa
     return as_threads(ranks, body, Hub(ranks, timeout=60), timeout=120)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *exhaustive(2)])
 def test_every_rank_ends_in_an_error_that_says_where(ranks: int) -> None:
     """And not since messages are missing, which is a TransportError."""
 

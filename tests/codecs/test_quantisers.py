@@ -37,7 +37,7 @@ def sent(codec: Codec, values: torch.Tensor, key: int = 7, target: str = "c") ->
 
 def test_onebit_sends_the_means_of_each_sign() -> None:
     for block, size in product([1, 64, 1000, None], [1e-25, 1.0, 1e30]):
-        values = gradient(3001) * size
+        values = gradient(201 if block == 1 else 3001) * size
         decoded = sent(OneBit(block), values)
         whole = block or len(values)
         for x, y in zip(values.double().split(whole), decoded.double().split(whole), strict=True):
@@ -253,7 +253,7 @@ def test_dithered_errors_are_uniform_whatever_the_value() -> None:
     values[1:] = values[1:] * 0.999 + 0.0009  # off the grid's points but at the ends
     values[-1] = 1.0
     even = (torch.arange(draws) + 0.5).view(-1, 1) / draws - 0.5
-    for bits, scale in ((2, "minmax"), (3, "max"), (4, "minmax"), (5, "max"), (8, "minmax")):
+    for bits, scale in ((2, "minmax"), (3, "max"), (8, "minmax")):
         codec = QSGD(bits, 64, scale, "dithered", "fp32")
         error = (drawn(codec, values, draws).double() - values) * (codec.top / 2)  # in steps
         assert float(error.abs().max()) <= 0.5 + 1e-4, codec
@@ -275,7 +275,7 @@ def test_dithered_payloads_are_those_of_stochastic_rounding() -> None:
 def test_dithered_magnitudes_up_to_half_the_largest_float_stay_finite() -> None:
     values = torch.linspace(-1.7e38, 1.7e38, 300)
     for bits in (1, 4, 8):
-        for key in range(50):
+        for key in range(16):
             decoded = sent(QSGD(bits, rounding="dithered"), values, key, target="eager")
             assert bool(torch.isfinite(decoded).all()), (bits, key)
 

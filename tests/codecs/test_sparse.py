@@ -34,7 +34,7 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     seed=SEEDS, n=st.integers(1, 3000), density=st.sampled_from(DENSITIES), ties=st.booleans(),
     bad=st.integers(0, 3),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_topk_is_exact(seed: int, n: int, density: float, ties: bool, bad: int) -> None:
     values = gradient(n, seed=seed)
     if ties:
@@ -56,7 +56,7 @@ def test_dgc_selects_the_largest_of_its_candidates() -> None:
 
 def test_counts_are_within_a_fifth_of_k() -> None:
     faults = []
-    for seed in range(2):
+    for seed in range(1):
         values = torch.randn(MILLION, generator=torch.Generator().manual_seed(seed))
         for codec in (DGC(), DGC(0.01), GradDrop(), GradDrop(0.001)):
             share = int((sent(codec, values, key=seed) != 0).sum()) / MILLION
@@ -83,7 +83,7 @@ def test_graddrop_has_room_for_a_quarter_more() -> None:
 
 
 @given(seed=SEEDS, n=st.integers(200, 20_000), density=st.just(0.1))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_mstopk_is_within_a_hundredth_of_k(seed: int, n: int, density: float) -> None:
     values = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     count = int((sent(MSTopK(density, "fp32"), values) != 0).sum())
@@ -109,7 +109,7 @@ def test_mstopk_sends_the_largest_beyond_the_resolution_of_its_search() -> None:
     ):  # fmt: skip
         given = values.to(dtype)
         given[2777] = outlier
-        for density in (0.001, 0.01, 0.1):
+        for density in (0.001, 0.1):
             codec = MSTopK(density, "fp32")
             decoded = sent(codec, given, target="eager")
             chosen = largest(given, min(layout(codec).capacity(3000), int(given.count_nonzero())))
@@ -137,7 +137,7 @@ def test_non_finite_values_are_always_sent() -> None:
 
 
 @given(seed=SEEDS, threshold=st.sampled_from((1e-5, 0.01, 5.0)))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_hardthreshold_sends_values_that_reach_it(seed: int, threshold: float) -> None:
     values = gradient(2000, seed=seed)
     reached = values.abs() >= torch.tensor(threshold, dtype=torch.float32)

@@ -130,11 +130,15 @@ def test_what_is_not_defined_says_what_to_use() -> None:
 
 
 @pytest.mark.parametrize("algorithm", REGISTRY)
-def test_every_other_codec_runs_in_every_algorithm(algorithm: str) -> None:
-    """With a residual, which keeps what is lost; law 1."""
-    made = torch.Generator().manual_seed(0)
+def test_every_other_codec_runs_in_every_algorithm(
+    algorithm: str, pytestconfig: pytest.Config
+) -> None:
+    """With a residual, which keeps what is lost; law 1. `make test` has each codec in two."""
+    made, turn = torch.Generator().manual_seed(0), [*REGISTRY].index(algorithm)
     data = [torch.randn(3000, generator=made) for _ in range(3)]
     allowed = [name for name in CODECS if name != "tbq" or algorithm in RESTRICTIONS["tbq"][1]]
+    if not pytestconfig.getoption("exhaustive"):
+        allowed = [name for name in allowed if ([*CODECS].index(name) - turn) % 3 == 0]
 
     def body(comm: Communicator) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = []

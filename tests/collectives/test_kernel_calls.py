@@ -15,7 +15,7 @@ from gradwire.partition import Spec
 from ranks import as_threads
 
 MIX: list[Codec] = [
-    *(QSGD(bits=bits) for bits in range(2, 9)),
+    *(QSGD(bits=bits) for bits in (2, 4, 8)),
     TopK(density=0.05),
     OneBit(),
     Identity(),

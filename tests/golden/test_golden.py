@@ -112,7 +112,7 @@ def default_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # of which `make test` compiles encode with the users' flags; lang/test_targets.py has the others
-COMPILED = ("qsgd", "onebit", "threelc", "topk", "rotated")
+COMPILED = ("qsgd", "threelc", "topk")
 
 
 def payload_text(name: str, target: str) -> str:

@@ -28,7 +28,7 @@ def _updated(pytestconfig: pytest.Config) -> None:
 
 
 SAMPLE = runs.sampled(CASES)
-EACH = [pytest.param(n, marks=[EXHAUSTIVE] if n == 4 else []) for n in WORLD_SIZES]
+EACH = [pytest.param(n, marks=[EXHAUSTIVE] if n in (4, 8) else []) for n in WORLD_SIZES]
 
 
 def of(ranks: int, cases: Sequence[Case]) -> list[Case]:
@@ -49,9 +49,10 @@ def test_collectives_in_order(ranks: int, pytestconfig: pytest.Config) -> None:
 
 def test_results_do_not_depend_on_execution_options(pytestconfig: pytest.Config) -> None:
     """Each codec with one of them in turn."""
-    some = [c for c in of(2, CASES) if c.segments == 1 and c.way in ("sra", "ring")]
-    every: list[dict[str, object]] = [{"target": "eager"}, {"threads": 3}, {"batched": False}]
     exhaustive = pytestconfig.getoption("--exhaustive")
+    ways = ("sra", "ring")[: 1 + exhaustive]
+    some = [c for c in of(2, CASES) if c.segments == 1 and c.way in ways]
+    every: list[dict[str, object]] = [{"target": "eager"}, {"threads": 3}, {"batched": False}]
     for turn, options in enumerate(every):
         compare(runs.lines(some if exhaustive else some[turn::3], **options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 import warnings
@@ -25,7 +26,9 @@ PATIENCE = 120.0  # seconds; ends a hang, and no test on a busy machine
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, no prebuilt kernels, and none in memory; returns the cache's folder."""
+    """An empty cache, no prebuilt kernels, and none in memory; forms are compiled one by one, as
+    for users. Returns the cache's folder."""
+    monkeypatch.setattr(native.Library, "ready", inspect.unwrap(native.Library.ready))
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("GRADWIRE_KERNELS", "no-such-folder")
     module = sys.modules["gradwire.lang.kernels"]  # the package also has a function of this name

@@ -248,8 +248,8 @@ def test_the_same_sources_give_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_ALWAYS", ())  # they take seconds to compile
-    units = build.units([("identity", codecs.get("identity"))], ["fp32"])
-    made = []
+    text = c.prelude() + native.source(codecs.get("identity"), "fp32", ["encode"])
+    units, made = [build.Unit("identity fp32", text, ("encode",))], []
     for folder in (tmp_path / "a", tmp_path / "deeper" / "b"):
         (row,) = build.build(units, isa.supported()[:1], folder, jobs=1)
         made.append(Path(row["file"]).read_bytes())

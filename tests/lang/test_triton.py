@@ -99,7 +99,7 @@ NAMED = {codecs.name_of(codec): codec for codec in reversed(CODECS)}
 FP16, BF16 = DTYPES[1:]
 SPARSE = {"sizes": (0,), "given": ()}  # an interpreted launch is slow, and selections take many
 FEW = [
-    wide(QSGD(rounding="stochastic"), MOST),
+    wide(QSGD(rounding="stochastic"), ("decode_sum", "encode_ef")),
     Case(QSGD(), ("decode", "decode_sum"), BF16),  # redraws
     Case(QSGD(bits=7, scale="l2", block=50, rounding="nearest"), ("encode", "decode_add"), FP16),
     Case(Identity(), ("encode", "reduce_encode_ef"), FP16),
@@ -122,9 +122,9 @@ FEW = [
     Case(NAMED["graddrop"], ("decode",), **SPARSE),
     Case(NAMED["hardthreshold"], ("decode",), **SPARSE),
     Case(WIDTHS[-1], ("decode",), **SPARSE),  # MSTopK
-    *(Case(codec, ("encode", "decode")) for codec in (WIDTHS[0], WIDTHS[6])),  # 1 and 7 bits
-    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[:5], ManyBlocks())),
-    Case(SELECTIONS[-1], ("encode_ef", "decode_sum"), **SPARSE),
+    Case(WIDTHS[0], ("encode", "decode")),  # 1 bit
+    *(Case(codec, ("reduce_encode", "decode")) for codec in (*PROGRAMS[2:4], ManyBlocks())),
+    Case(SELECTIONS[-1], ("decode_sum",), **SPARSE),
 ]
 MANY = [
     *(wide(codec, forms) for codec in CODECS for forms in (MOST, REST)),
