@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from compiling import in_groups
 from loopback import own_loopback
 
 TESTS = Path(__file__).parent
@@ -61,15 +60,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def forms_in_groups(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Compile forms one by one, as users do, in exhaustive runs only."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not pytestconfig.getoption("exhaustive"):
-            in_groups(patch)
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

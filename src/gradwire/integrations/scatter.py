@@ -123,9 +123,7 @@ class Scatter(FSDPReduceScatter):
                 for at, length in enumerate(piece.lengths)
             ]
             weights = [1.0] * ranks
-            if (
-                of.groups.of_replicas > 1
-            ):  # the own shard's owes to the scatter's result
+            if of.groups.of_replicas > 1:  # the own shard's owes to the scatter's result
                 weights[rank] = (ranks if reduction == "avg" else 1) / factor
             member.add_owed(*stretches, weights=weights)
             own = stretches[rank]

@@ -53,6 +53,11 @@ def kernel_flags() -> tuple[str, ...]:
     return tuple(os.environ.get("GRADWIRE_KERNEL_FLAGS", "").split())
 
 
+def optimises() -> bool:
+    """Whether the codecs' kernels are optimised."""
+    return "-O0" not in kernel_flags()
+
+
 def load(source: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The library compiled from `source` with `more` flags, from the cache if it is there.
 

@@ -26,6 +26,13 @@ _ARGUMENTS = (
 
 RUNNER = "run_series"  # of emit/series.c
 
+# Without optimisation a compilation takes what the prelude takes, so forms that go together are
+# compiled together.
+_TOGETHER = (
+    ("encode", "encode_ef", "decode"),
+    ("decode_add", "decode_sum", "reduce_encode", "reduce_encode_ef"),
+)
+
 
 def source(codec: Codec, dtype: torch.dtype | str = "fp32", names: Sequence[str] = FORMS) -> str:
     """The C source of the codec's kernels, without the prelude that all kernels share.
@@ -80,16 +87,19 @@ class Library:
 
     def ready(self, names: Sequence[str]) -> None:
         """Compile those of these forms that are missing, in parallel. Raises `jit.CompileError`."""
-        missing = [name for name in dict.fromkeys(names) if name not in self._functions]
+        missing = {name for name in names if name not in self._functions}
         if not missing:
             return
-        with ThreadPoolExecutor(len(missing), "gradwire-compile") as at:
-            self._functions.update(zip(missing, at.map(self._compiled, missing), strict=True))
+        groups = [(form,) for form in FORMS] if jit.optimises() else _TOGETHER
+        wanted = [group for group in groups if missing & {*group}]
+        with ThreadPoolExecutor(len(wanted), "gradwire-compile") as at:
+            for found in at.map(self._compiled, wanted):
+                self._functions.update(found)
 
-    def _compiled(self, form: str) -> ctypes._NamedFuncPointer:
-        text = c.prelude() + source(self._codec, self._dtype, [form])
-        found = prebuilt.compiled(text, [form], self._why_compiled, jit.kernel_flags())
-        return _typed(found[form])
+    def _compiled(self, names: Sequence[str]) -> prebuilt.Functions:
+        text = c.prelude() + source(self._codec, self._dtype, names)
+        found = prebuilt.compiled(text, names, self._why_compiled, jit.kernel_flags())
+        return {name: _typed(function) for name, function in found.items()}
 
     def address(self, form: str) -> int:
         """The address of the form's function, compiled if needed. Raises `jit.CompileError`."""
