@@ -28,7 +28,7 @@ def test_a_wrong_option_is_told_before_anything_is_launched() -> None:
         lambda text: methods.parse(text).check(),
         [
             ("auto:pause=1", "no option 'pause'; known: codecs, policy, seconds"),
-            ("auto:trial=0", "trial=0"),
+            ("auto:trial=-1", "trial=-1"),
             ("flexible:density=0.1", "no option 'density'; known: steps, seconds, gain"),
             ("flexible:gain=0", "gain=0"),
             ("flexible:steps=1.5", "steps=1.5"),

@@ -51,7 +51,7 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
         (gw.Replan, {"every": 0}, "Replan: every=0 must be at least 1"),
         (gw.Replan, {"alpha": 10**400}, "Replan: alpha=10+ must be above 0 and below inf: give"),
         (gw.Replan, {"stale": np.ones(2)}, r"stale=array\(\[1., 1.\]\) must be above 1"),
-        (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 1"),
+        (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 0"),
         (gw.Auto, {"close": True}, "Auto: close=True must be above 1: give a number"),
         (gw.Triggers, {"share": "all"}, "Triggers: share='all' must be above 0: give a number"),
         (gw.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),

@@ -71,7 +71,7 @@ def levels_are_learned_and_equal_on_all_ranks(rank: int, keep: str) -> None:
         changed = [name for name in even if name.endswith(tuple(map(str, learns)))]
         assert all(fitted[name] < even[name] for name in changed), (even, fitted)
     losses += steps(model, optimizer, 3, 6)
-    assert losses[-1] < 0.5 * losses[0], losses
+    assert min(losses[3:]) < 0.5 * losses[0], losses
     assert not unlike(gathered(model))
     assert [p.to_local().shape for p in model.parameters()] == shapes
     codecs = {

@@ -60,7 +60,7 @@ def bytes_are_those_of_the_formula(rank: int) -> None:
     def sent(algorithm: Any, codec_of: Any) -> int:
         """By the formula, of one collective for every group."""
         total = 0
-        for group in handle._reductions._pieces:
+        for group in handle._reductions._trained.shards():
             sizes = [
                 sum(
                     layout(codec_of(name) or gw.Identity(), torch.float32).nbytes(lengths[r])
