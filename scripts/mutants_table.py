@@ -509,7 +509,28 @@ MUTANTS = (
         "                versions.steps = 1",
         ("multiprocess/test_sharded_weights.py",),
     ),
+    Mutant(
+        "frozen_later_is_never_gathered_anew", "a group frozen during training lacks its last step",
+        "integrations/weights.py",
+        "self.of.changes.version if frozen else OLD",
+        "self.of.changes.version",
+        ("multiprocess/test_sharded_weights.py",),
+    ),
+    Mutant(
+        "hsdp_owes_a_fraction", "a rank's own residual is lost as an update drops compression",
+        "integrations/scatter.py",
+        'weights[rank] = (ranks if reduction == "avg" else 1) / factor',
+        "weights[rank] = 1.0",
+        ("multiprocess/test_sharded_replicas.py",),
+    ),
     # Policies and the planner.
+    Mutant(
+        "hsdp_policy_sees_one_replica", "replicas plan from averages that differ",
+        "integrations/scatter.py",
+        "if of.adaptation is not None and of.groups.of_replicas == 1:",
+        "if of.adaptation is not None:",
+        ("multiprocess/test_sharded_replicas.py",),
+    ),
     Mutant(
         "policy_rounds_errors_down", "a plan exceeds its budget",
         "controllers/knapsack_bins.py",
