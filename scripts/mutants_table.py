@@ -125,7 +125,7 @@ MUTANTS = (
         "lang/eager.py",
         'first = int(self.row["start"]) + part.first * self.layout.block',
         "first = part.first * self.layout.block",
-        ("laws/test_collective_laws.py::test_every_law",),
+        ("lang/test_targets.py::test_forms_of_a_codec",),
     ),
     Mutant(
         "eager_sums_peers_by_rank", "peers behind the own rank are taken for others",
