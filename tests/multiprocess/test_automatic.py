@@ -153,6 +153,7 @@ def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
     """The codec wins: bf16 passes of one rank are slower."""
     with pytest.MonkeyPatch.context() as monkey:
         planned(monkey, [HALF, CODED])
+        monkey.setattr(automatic.Pace, "usual", lambda _: (0.5, 0.25))
         model, handle = made()
         auto = handle.automatic
         assert auto is not None
@@ -177,8 +178,7 @@ def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
         half, coded = next(row["tried"] for row in auto.history if "tried" in row)
         assert coded == {**half, "setting": str(CODED), "seconds": 1.0}
         assert half["seconds"] == 30.0
-        # A pass takes a second by the test's clock, in which nothing is backward or communication.
-        assert 1.0 < half["expected_seconds"] <= 2.0
+        assert half["expected_seconds"] == 0.25 + 1.0  # the rest of a pass, and as planned
         told = handle.history()
         assert [row["line"] for row in told if row["by"] == "auto"] == found
         assert [row["line"] for row in told if row["by"] == "lgreco"]
@@ -319,6 +319,17 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         error = caught(call)
         assert isinstance(error, gw.ConfigError), said
         assert said in str(error)
+
+
+def test_the_pace_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent = iter([0.0, 9.0, 10.0, 11.0, 13.0, 14.0, 15.0]), iter(range(7))
+    monkeypatch.setattr(automatic, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    pace = automatic.Pace(lambda: (0.25 * (n := next(spent)), 0.5 * n))
+    assert [pace.passed(version) for version in (0, 0, 1, 1)] == [None, 9.0, 1.0, 1.0]
+    assert pace.usual() == (0.25, 0.25)
+    assert pace.of_version() is None  # two passes are too few
+    assert [pace.passed(1) for _ in range(3)] == [2.0, 1.0, 1.0]
+    assert pace.of_version() == (1, 1.0)
 
 
 def test_ranks_plan_try_settle_and_adapt_together() -> None:

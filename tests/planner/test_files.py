@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +86,12 @@ def test_a_plan_is_shown_with_bits_per_value(tmp_path: Path) -> None:
     assert 4 < rows["list.[0].weight"]["bits"] < 5
     assert rows["norm.bias"]["bits"] == 32
     assert "3 parameters, 2,368 values, " in run("plan", "show", path).out
+    saved = json.loads(Path(path).read_text())
+    for row in saved["parameters"].values():
+        assert row["numel"] == math.prod(row.pop("shape"))  # older files have numel alone
+    Path(path).write_text(json.dumps(saved))
+    old = rows_of("plan", "show", path)
+    assert [(row["numel"], row["bits"]) for row in old] == [(288, None), (2048, None), (32, None)]
 
 
 BAD_FILES = [

@@ -90,7 +90,7 @@ def show(
 
     with output(json_file) as out:
         rows = out.rows(shown(PlanFile.read(file)), ["parameter", "numel", "method", "bits"])
-        known = [row for row in rows if row["numel"]]
+        known = [row for row in rows if row["bits"] is not None]
         numel = sum(row["numel"] for row in known)
         if known:
             bits = sum(row["bits"] * row["numel"] for row in known) / numel

@@ -216,8 +216,8 @@ def _check_automatic(
     """Raise ConfigError for what does not go with "auto"."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            'attach: "auto" is for DDP modules; give an FSDP2 module a codec (`gradwire sim '
-            "--sharded` predicts what it saves)"
+            'attach: "auto" and plan="measured" are for DDP modules; give an FSDP2 module a codec '
+            "(`gradwire sim --sharded` predicts what it saves)"
         )
     given = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
     given["error_feedback"] = error_feedback or None

@@ -31,12 +31,13 @@ class PlanFile:
         gradients: how each parameter's gradient is averaged, as text.
         feedback: parameters with error feedback.
         weights: the codec in which each parameter is gathered, as text; of FSDP2.
-        shapes: of the parameters.
+        numel, shapes: values and shape of each parameter.
     """
 
     gradients: Mapping[str, str]
     feedback: frozenset[str] = frozenset()
     weights: Mapping[str, str] = field(default_factory=dict)
+    numel: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +55,7 @@ class PlanFile:
             {p.name: registry.text(p.inner) for p in plan.parameters},
             frozenset(p.name for p in plan.parameters if isinstance(p.aggregator, ErrorFeedback)),
             {p.name: weight(p) for p in plan.parameters if plan.weights is not None},
+            {p.name: p.numel for p in plan.parameters},
             {p.name: p.shape for p in plan.parameters},
         )
 
@@ -83,6 +85,7 @@ class PlanFile:
             {name: row["gradient"] for name, row in rows.items()},
             frozenset(name for name, row in rows.items() if row.get("error_feedback")),
             {name: row["weight"] for name, row in rows.items() if "weight" in row},
+            {name: row["numel"] for name, row in rows.items() if "numel" in row},
             {name: tuple(row["shape"]) for name, row in rows.items() if "shape" in row},
         )
         for name in rows:
@@ -99,6 +102,7 @@ class PlanFile:
         for name, text in self.gradients.items():
             rows[name] = {"gradient": text, "error_feedback": name in self.feedback}
             rows[name] |= {"weight": self.weights[name]} if name in self.weights else {}
+            rows[name] |= {"numel": self.numel[name]} if name in self.numel else {}
             rows[name] |= {"shape": list(self.shapes[name])} if name in self.shapes else {}
         text = json.dumps({"gradwire_plan": _FORMAT, "parameters": rows}, indent=1)
         write_whole(path, text + "\n")
@@ -149,10 +153,10 @@ def shown(plan: PlanFile) -> Iterator[dict[str, Any]]:
     """A row for each parameter: parameter, numel, method, and bits, those that a value takes in a
     payload of its fp32 gradient (None: the file has no shape of it)."""
     for name in plan.gradients:
-        numel, bits = _numel(plan, name), None
-        if numel:
-            sent = plan.aggregator(name).payload_bytes(tuple(plan.shapes[name]), torch.float32)
-            bits = 8 * sent / numel
+        shape, bits = plan.shapes.get(name), None
+        numel = plan.numel.get(name) if shape is None else math.prod(shape)
+        if shape is not None and numel:
+            bits = 8 * plan.aggregator(name).payload_bytes(shape, torch.float32) / numel
         yield {"parameter": name, "numel": numel, "method": _told(plan, name), "bits": bits}
 
 
@@ -162,12 +166,8 @@ def differences(a: PlanFile, b: PlanFile) -> Iterator[dict[str, Any]]:
     for name in dict.fromkeys([*a.gradients, *b.gradients]):
         found = [_told(plan, name) for plan in (a, b)]
         if found[0] != found[1]:
-            numel = _numel(a, name) or _numel(b, name)
+            numel = a.numel.get(name, b.numel.get(name))
             yield {"parameter": name, "numel": numel, "a": found[0], "b": found[1]}
-
-
-def _numel(plan: PlanFile, name: str) -> int | None:
-    return math.prod(plan.shapes[name]) if name in plan.shapes else None
 
 
 def _told(plan: PlanFile, name: str) -> str | None:
