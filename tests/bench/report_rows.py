@@ -105,6 +105,51 @@ COMPARED: dict[str, Any] = {
 }  # fmt: skip
 
 
+def adapted(
+    policy: str = "uniform", gain: float = 1.0, bits: int = 4, at: int | None = 150
+) -> dict[str, Any]:
+    """A row of `bench adapt`: a plan of two layers with a choice."""
+    row: dict[str, Any] = {
+        "policy": policy, "family": "bits", "task": "gpt", "at": at,
+        "sigma": 2.0 if at is None else None, "seed": 0 if at is None else None,
+        "reference": f"qsgd:bits={bits}", "error_metric": "l2", "layers": 3, "choices": 14,
+        "ratio": 32 / bits * gain, "uniform_ratio": 32 / bits, "of_uniform": gain,
+        "error": 1 / bits, "budget": None if policy == "accordion" else 1 / bits,
+        "error_l2": 1 / bits, "error_squared": 0.01, "global_error": 0.1, "solve_seconds": 0.02,
+        "bits_by_layer": {"a.weight": bits + 0.25, "b.weight": (bits + 0.25) / gain},
+        "fallback": None,
+    }  # fmt: skip
+    return row
+
+
+CHOSEN: dict[str, Any] = {
+    "ranks": 4, "net": "1gbit,1ms", "nbytes": 65536, "method": "qsgd:bits=4", "algorithm": "sra",
+    "segments": None, "expected_seconds": 0.009, "seconds": 0.01, "best_method": "gradwire:bf16",
+    "best_seconds": 0.008, "ratio": 1.25, "compress": True, "best_compresses": False,
+    "decline_ratio": 1.0, "partition_ratio": None, "error": -0.1, "settings": 7,
+}  # fmt: skip
+ABLATED: dict[str, Any] = {
+    "where": "lab", "part": "none", "method": "gradwire:qsgd:bits=4", "model": "gpt", "ranks": 4,
+    "net": "1gbit,1ms", "numel": 4_886_528, "step_seconds": 0.5, "synchronisation_seconds": 0.4,
+    "cut": None,
+}  # fmt: skip
+UNSOLVED = {
+    **adapted("bayes"),
+    **dict.fromkeys(
+        ("ratio", "uniform_ratio", "of_uniform", "error", "budget", "error_l2", "error_squared",
+         "global_error", "solve_seconds", "bits_by_layer")
+    ),
+    "fallback": "bayes needs optuna",
+}  # fmt: skip
+ADAPTED = [
+    *(adapted("uniform", bits=bits) for bits in (3, 4)),
+    *(adapted("lgreco", 1.25, bits=bits) for bits in (3, 4)),
+    adapted("accordion", 1.5),
+    {**adapted("threshold", 0.9), "bits_by_layer": None},
+    UNSOLVED,
+]
+
+
 def error_row(
     method: str = "qsgd:bits=4",
     feedback: bool = False,

@@ -14,6 +14,7 @@ from bench_runs import refused
 from gradwire.bench import adapt, record
 from gradwire.bench.adapt_tables import averages, recorded_layers, seeded_layers
 from gradwire.bench.recording import Recording
+from gradwire.bench.report import page
 from gradwire.controllers import Bits, Budget, Density, Layer, Rank
 from gradwire.controllers.losses import losses
 from gradwire.errors import ConfigError
@@ -53,9 +54,12 @@ def test_rows_of_a_recording(folder: Path) -> None:
         assert row["of_uniform"] == row["ratio"] / row["uniform_ratio"]
         assert row["error"] == row[f"error_{row['error_metric']}"]
         assert row["global_error"] ** 2 == pytest.approx(row["error_squared"])
+        if row["policy"] == "uniform" and row["reference"] == "qsgd:bits=4":
+            assert set(row["bits_by_layer"].values()) == {4.25}  # vectors have no choice
         if row["budget"] is not None:
             assert row["error"] <= row["budget"]
             assert row["of_uniform"] >= 1
+    assert page.render(rows).count("How many bits does each layer get?") >= 2  # by both metrics
     by = {(r["at"], r["family"], r["reference"], r["error_metric"], r["policy"]): r for r in rows}
     for key, row in by.items():
         if key[-1] == "accordion":

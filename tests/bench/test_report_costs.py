@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from report_rows import (
+    ABLATED,
+    ADAPTED,
     AGGREGATORS,
+    CHOSEN,
     COMPARED,
     DECISION,
     ERRORS,
     LAYERS,
     METHODS,
     RUN,
+    adapted,
     aggregator_row,
     error_row,
     train_rows,
@@ -38,6 +42,46 @@ def test_decisions_are_told_by_method_and_seed() -> None:
     assert auto.title == "What has auto decided, seed 0?"
     assert cells(auto) == [["9", "bf16 by sra <measured>"], ["1,009", "qsgd:bits=4 by ring"]]
     assert policy.title == "What has gradwire:qsgd:bits=4:policy=lgreco decided, seed 1?"
+
+
+def test_policies_are_told_by_gain_error_and_layer() -> None:
+    gain, curve, bits, more = questions(ADAPTED)
+    assert gain.answers == [
+        "bits around qsgd:bits=3: lgreco, 1.25 times.",
+        "bits around qsgd:bits=4: lgreco, 1.25 times.",
+    ]
+    assert cells(gain)[1] == [
+        "bits", "qsgd:bits=3", "lgreco", "13.3", "1.25", "1.00", "0.100", "20.0 ms"
+    ]  # fmt: skip
+    assert gain.figure is not None
+    assert "accordion" not in gain.figure.svg  # it keeps to no budget
+    assert curve.figure is not None
+    assert "accordion" in curve.figure.svg
+    assert cells(bits) == [["1", "a.weight", "3.25", "3.25"], ["2", "b.weight", "3.25", "2.60"]]
+    assert cells(more)[1] == ["2", "b.weight", "4.25", "3.40", "2.83"]
+    about = page.sections(ADAPTED)[1].about
+    assert about[1:] == ["bayes: bayes needs optuna."]
+    # Of uniform plans alone there is nothing to tell by layer, and a single reference has no curve.
+    (alone,) = questions([adapted()])
+    assert alone.answers == ["No policy sends less."]
+
+
+def test_choices_and_parts_are_told_with_losses() -> None:
+    near = {**CHOSEN, "ratio": 1.1, "error": 0.3, "best_compresses": True, "partition_ratio": 1.01}
+    (choice,) = questions([CHOSEN, near])
+    assert choice.answers == [
+        (
+            "Of 2 choices, 1 took at most 15 % longer than the fastest setting that was measured, "
+            "the worst 1.25 times as long."
+        ),
+        "It compressed, or declined to, as the fastest did in 1 of 2.",
+        "Its partition was at most 5.0 % slower than another one in 1 of 1.",
+        "What it expected was within 20 % of what was measured in 1 of 2.",
+    ]
+    worse = {**ABLATED, "part": "pipelining", "cut": -0.25, "synchronisation_seconds": 0.5}
+    (parts,) = questions([ABLATED, worse])
+    assert parts.answers == ["lab, pipelining: 25 % more than before."]
+    assert [row[4] for row in cells(parts)] == ["–", "-25 %"]
 
 
 def test_errors_are_told_with_and_without_error_feedback() -> None:

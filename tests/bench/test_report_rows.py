@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from report_rows import (
+    ABLATED,
+    ADAPTED,
     AGGREGATORS,
+    CHOSEN,
     COLLECTIVE,
     COMPARED,
     DECISION,
@@ -25,6 +28,7 @@ from report_rows import (
     SWEPT,
     TRANSPORT,
     VALIDATED,
+    adapted,
     sharded_rows,
     train_rows,
 )
@@ -44,6 +48,9 @@ FILES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {  # rows, and which 
     "sharded": (sharded_rows(losses=(3.0, 3.1)), [0, 6, -3]),
     "validation": ([COMPARED, {**COMPARED, "net": "none"}], [0]),
     "decisions": ([DECISION, {**DECISION, "step": 50}], [0]),
+    "adapt": ([*ADAPTED, adapted(at=None)], [0, 2, 4, 6, 7]),
+    "planner": ([CHOSEN, {**CHOSEN, "nbytes": 1 << 20, "partition_ratio": 1.01}], [0, 1]),
+    "ablation": ([ABLATED, {**ABLATED, "part": "kernels", "cut": 0.5}], [0, 1]),
     "error": ([*ERRORS, *LAYERS], [0, 3, 4]),
     "aggregators": (AGGREGATORS, [0, 1]),
     "collectives": ([{**COLLECTIVE, "method": "torch-fp16-hook"}, COLLECTIVE], [0, 1]),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from machines import IDENTITY, QSGD
 
+from gradwire.bench.tasks.gpt import Gpt
 from gradwire.errors import ConfigError
 from gradwire.sim import models
 from gradwire.sim.buckets import ddp_buckets
@@ -16,6 +17,7 @@ from gradwire.sim.buckets import ddp_buckets
 TOTALS = [
     ("resnet50", 25_557_032),  # torchvision's table
     ("vgg16", 138_357_544),
+    ("vgg19", 143_667_240),
     ("bert-base", 109_482_240),  # the hub's BertModel, uncased
     ("bert-large", 335_141_888),
     ("gpt2", 124_439_808),
@@ -28,7 +30,8 @@ def test_models_have_their_known_numbers_of_parameters() -> None:
         assert models.numel(models.shapes(name)) == total, name
     # about what its paper says
     assert models.numel(models.shapes("transformer-xl")) == pytest.approx(151e6, rel=0.005)
-    assert {name for name, _ in TOTALS} | {"transformer-xl"} == set(models.MODELS)
+    assert {name for name, _ in TOTALS} | {"transformer-xl", "gpt"} == set(models.MODELS)
+    assert models.shapes("gpt") == tuple(tuple(one.shape) for one in Gpt().model(0).parameters())
     assert models.shapes(" ResNet50 ") == models.shapes("resnet50")
 
 

@@ -11,9 +11,10 @@ on top of those before:
 Measured in the lab as a step of `gradwire doctor --ranks`, whose computing is a pause, and
 simulated. "batching" is the bulk part without coordinated rounds.
 
-A row: where ("lab" or "simulator"), part, method, ranks, net, numel, step_seconds (lab; medians),
-synchronisation_seconds (averaging alone; in the simulator, from the start of backward to the last
-average, less backward), cut (of synchronisation_seconds of the part before; None for the first).
+A row: where ("lab" or "simulator"), part, method, model, ranks, net, numel, step_seconds (lab;
+medians), synchronisation_seconds (averaging alone; in the simulator, from the start of backward to
+the last average, less backward), cut (of synchronisation_seconds of the part before; None for the
+first).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def run(
     where = replace(in_lab(known, ranks, network, shapes), cores=cores, backward=backward)
     best = choose(where, [chosen]).of(chosen).setting
     parts = _parts(best)
-    context = {"ranks": ranks, "net": str(network), "numel": models.numel(shapes)}
+    context = {
+        "model": model, "ranks": ranks, "net": str(network), "numel": models.numel(shapes),
+    }  # fmt: skip
 
     def rows(place: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         before: float | None = None

@@ -16,6 +16,8 @@ Rows, one per task, point, reference, family, metric and policy:
                                   of the plan by both metrics, and its L2 norm as one vector
     reference, at, sigma, seed    the point of a recording (else null); of seeded tables (else null)
     layers, choices               of the tables, choices in all
+    bits_by_layer                 payload bits per value, of the layers that have a choice; null of
+                                  methods of `adapt_whole`
     fallback                      why the uniform plan was proposed, or nothing; else null
 
 Accordion's levels are the reference and a higher one with a bit less, or half the density or rank.
@@ -60,7 +62,7 @@ ACCORDION = (Accordion.name, AccordionLGreco.name)
 POLICIES = (*registry.REGISTRY, *adapt_whole.NAMES)
 FIGURES = (
     "ratio", "uniform_ratio", "of_uniform", "error", "budget", "error_l2", "error_squared",
-    "global_error", "solve_seconds",
+    "global_error", "solve_seconds", "bits_by_layer",
 )  # fmt: skip
 QUICK = {Bayes.name: "bayes:trials=20"}
 MODELS = ("resnet50", "transformer-xl", "bert-base")
@@ -254,6 +256,7 @@ def _whole_rows(
             "error_squared": by["squared"],
             "global_error": global_l2(found.errors),
             "solve_seconds": found.seconds,
+            "bits_by_layer": None,
             "fallback": found.fallback or None,
         }
 
@@ -279,5 +282,10 @@ def _figures(layers: Sequence[Layer], found: Proposal, bounded: bool) -> Row:
         "error_squared": plan_error(layers, found.choices, "squared"),
         "global_error": plan_global_error(layers, found.choices),
         "solve_seconds": found.seconds,
+        "bits_by_layer": {
+            one.label: round(8 * int(one.nbytes[choice]) / one.numel, 3)
+            for one, choice in zip(layers, found.choices, strict=True)
+            if len(one.methods) > 1
+        },
         "fallback": found.fallback or None,
     }

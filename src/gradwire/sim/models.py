@@ -132,10 +132,10 @@ def _bottleneck(width: int, into: int, projects: bool) -> Iterator[Shape]:
         yield from _norm(4 * width)
 
 
-def _vgg16() -> Parts:
-    """Simonyan and Zisserman 2014, configuration D."""
+def _vgg(most: int) -> Parts:
+    """Simonyan and Zisserman 2014, up to 3 (D) or 4 (E) convolutions of a width."""
     into = 3
-    for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+    for width, layers in ((64, 2), (128, 2), (256, most), (512, most), (512, most)):
         for _ in range(layers):
             yield BlockShapes((_convolution(width, into, 3), (width,)))
             into = width
@@ -165,6 +165,18 @@ def _gpt2() -> Parts:
     yield from _norm(width)
 
 
+def _gpt() -> Parts:
+    """The task `gpt` of `gradwire bench train`."""
+    width = 256
+    yield from ((256, width), (64, width))
+    for _ in range(6):
+        attention = _linear(3 * width, width) + _linear(width, width)
+        inner = _linear(4 * width, width) + _linear(width, 4 * width)
+        yield BlockShapes(_norm(width) + attention + _norm(width) + inner)
+    yield from _norm(width)
+    yield (256, width)
+
+
 def _transformer_xl() -> Parts:
     """Dai et al. 2019, standard, on WikiText-103; the adaptive softmax is tied to the embedding."""
     words, width, inner = 267735, 410, 2100
@@ -192,9 +204,11 @@ def _llama_7b() -> Parts:
 
 MODELS: dict[str, Callable[[], Parts]] = {
     "resnet50": _resnet50,
-    "vgg16": _vgg16,
+    "vgg16": lambda: _vgg(3),
+    "vgg19": lambda: _vgg(4),
     "bert-base": lambda: _bert(12, 768),
     "bert-large": lambda: _bert(24, 1024),
+    "gpt": _gpt,
     "gpt2": _gpt2,
     "transformer-xl": _transformer_xl,
     "llama-7b": _llama_7b,

@@ -112,6 +112,10 @@ INTEGERS = Value("a list of integers", _lists(INTEGER.allows))
 NUMBERS = Value("a list of numbers or nulls", _lists(NUMBER.or_null().allows))
 TIMES = Value("a list of numbers of 0 or more or nulls", _lists(AMOUNT.or_null().allows))
 FLAG = Value("true or false", lambda value: isinstance(value, bool))
+LAYERS = Value(
+    "an object of numbers of 0 or more",
+    lambda value: isinstance(value, dict) and all(map(_is_amount, value.values())),
+)
 OPTIONS = Value("an object", lambda value: isinstance(value, dict))
 PLAIN = Value("a text or a number", lambda v: isinstance(v, bool | str) or _is_number(v))
 NETWORK = Value("a network as RATE,LATENCY", _is_network)
@@ -128,7 +132,7 @@ _NAMED = {
     "text": TEXT, "number": NUMBER, "amount": AMOUNT, "integer": INTEGER, "count": COUNT,
     "positive": POSITIVE, "spread": SPREAD, "amounts": AMOUNTS, "integers": INTEGERS,
     "numbers": NUMBERS, "times": TIMES, "flag": FLAG, "options": OPTIONS, "plain": PLAIN,
-    "network": NETWORK,
+    "network": NETWORK, "layers": LAYERS,
 }  # fmt: skip
 
 
@@ -197,6 +201,26 @@ KINDS = (
     ),
     _kind(
         "decisions", "", f"{_TRAIN} seed:integer step:count line:text", _TRAIN_MORE, row="decision"
+    ),
+    _kind(
+        "bench adapt", "policy family error_metric",
+        "policy:text family:text task:text reference:text error_metric:text layers:positive "
+        "choices:positive ratio:amount? uniform_ratio:amount? of_uniform:amount? error:amount? "
+        "budget:amount? error_l2:amount? error_squared:amount? global_error:amount? "
+        "solve_seconds:amount? fallback:text?",
+        "at:count? sigma:amount? seed:count? bits_by_layer:layers?",
+    ),
+    _kind(
+        "bench planner", "partition_ratio decline_ratio",
+        "ranks:positive net:text nbytes:positive method:text algorithm:text "
+        "segments:count? expected_seconds:amount seconds:amount best_method:text "
+        "best_seconds:amount ratio:amount compress:flag best_compresses:flag "
+        "decline_ratio:amount partition_ratio:amount? error:number settings:count",
+    ),
+    _kind(
+        "bench ablation", "where part cut",
+        "where:text part:text method:text ranks:positive net:text numel:count "
+        "step_seconds:amount? synchronisation_seconds:amount cut:number?", "model:text",
     ),
     _kind("bench error", "nmse error_feedback", _ERROR, _ERROR_MORE, row="total"),
     _kind("bench error", "nmse error_feedback", f"{_ERROR} layer:text", _ERROR_MORE, row="layer"),

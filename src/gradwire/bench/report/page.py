@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from gradwire.bench.report import (
+    adapting,
     aggregators,
     collectives,
     doctor,
@@ -20,6 +21,7 @@ from gradwire.bench.report import (
     learning,
     origin,
     others,
+    planning,
     sharded_simulation,
     simulation,
     svg,
@@ -42,6 +44,9 @@ _RUN = (
 _MAKERS = {
     "bench train": training.sections,
     "decisions": others.decisions,
+    "bench adapt": adapting.sections,
+    "bench planner": planning.choices,
+    "bench ablation": planning.ablations,
     "bench error": errors.sections,
     "bench aggregators": aggregators.sections,
     "bench collectives": collectives.sections,
