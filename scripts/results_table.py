@@ -3,7 +3,9 @@
     python scripts/results_table.py                     # of bench/results/*.jsonl
     python scripts/results_table.py a.jsonl b.jsonl --task gpt
     python scripts/results_table.py a.jsonl --gains     # a line per method, a column per network
-    python scripts/results_table.py a.jsonl --steps      # step times, of all runs at once
+    python scripts/results_table.py a.jsonl --steps     # step times, of all runs at once
+    python scripts/results_table.py a.jsonl --choices   # of `bench planner`, by network
+    python scripts/results_table.py a.jsonl --parts     # of `bench ablation`, by model
 
 A table per run, task and number of ranks. Times to the target and gains are those of the
 report, by the same rules: the gain is the time to the target of the best 16-bit baseline on the
@@ -19,11 +21,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradwire.bench.baselines import FULL, Baselines
-from gradwire.bench.report import learning
+from gradwire.bench.report import learning, planning
 from gradwire.bench.report.gain import Gain, Standing, of_summaries, times
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lengths import length
-from gradwire.bench.report.quantities import DASH, digits, network, rate, seconds, size
+from gradwire.bench.report.quantities import (
+    DASH,
+    digits,
+    network,
+    percent,
+    rate,
+    seconds,
+    size,
+)
 from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError
 
@@ -81,6 +91,54 @@ def steps(rows: Iterable[Row], task: str | None = None) -> str:
 def _step(row: Row, bar: Row | None) -> str:
     over = "" if bar is None else f" ({row['step_seconds'] / bar['step_seconds']:.2f})"
     return seconds(row["step_seconds"]) + over
+
+
+def choices(rows: Iterable[Row]) -> str:
+    """A table of the rows of `bench planner`.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = sort(rows)["bench planner"]
+    if not found:
+        raise ConfigError("there are no rows of `gradwire bench planner`")
+    heads = ["network", "gradient", "choice", "took", "expected", "off by", "fastest", "ratio"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for (net,), mine in grouped(found, "net").items():
+        named = network(str(net))
+        for row in mine:
+            off = percent(1 + row["error"])
+            cells = [named, size(row["nbytes"]), f"`{row['method']}` by {row['algorithm']}"]
+            cells += [seconds(row["seconds"]), seconds(row["expected_seconds"])]
+            cells += [off if abs(row["error"]) <= planning.TRUE else f"**{off}**"]
+            cells += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
+            lines.append(_line(cells))
+            named = ""
+    return "\n".join([*lines, "", *_commands(found)])
+
+
+def parts(rows: Iterable[Row]) -> str:
+    """A table of the rows of `bench ablation`: parts x models, in the lab and in the simulator.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = sort(rows)["bench ablation"]
+    if not found:
+        raise ConfigError("there are no rows of `gradwire bench ablation`")
+    columns = grouped(found, "model", "net", "ranks", "where")
+    heads = ["part", *(f"{model}, {net}, {ranks} ranks, {where}"
+                       for model, net, ranks, where in columns)]  # fmt: skip
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for part in dict.fromkeys(row["part"] for row in found):
+        mine = [next((r for r in of if r["part"] == part), None) for of in columns.values()]
+        lines.append(_line([part, *(DASH if row is None else _part(row) for row in mine)]))
+    return "\n".join([*lines, "", *_commands(found)])
+
+
+def _part(row: Row) -> str:
+    cut = "" if row["cut"] is None else f" ({percent(1 - row['cut'])})"
+    return seconds(row["synchronisation_seconds"]) + cut
 
 
 def _about(rows: Sequence[Row]) -> str:
@@ -205,11 +263,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--task", help="only this task")
     parser.add_argument("--gains", action="store_true", help="methods x networks, gains alone")
     parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
+    parser.add_argument("--choices", action="store_true", help="of the planner, by network")
+    parser.add_argument("--parts", action="store_true", help="of the ablation, by model")
     told = parser.parse_args(arguments)
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
         rows = [row for file in files for row in read(file)]
-        print(steps(rows, told.task) if told.steps else tables(rows, told.task, told.gains))
+        if told.choices or told.parts:
+            print(choices(rows) if told.choices else parts(rows))
+        else:
+            print(steps(rows, told.task) if told.steps else tables(rows, told.task, told.gains))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import KERNEL, METHODS, RUN, train_rows
+from report_rows import ABLATED, CHOSEN, KERNEL, METHODS, RUN, train_rows
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "results_table.py"
 
@@ -128,3 +128,24 @@ def test_rows_without_summaries_are_refused(made: Any) -> None:
     assert (code, out) == (2, "")
     assert "no summary rows of `gradwire bench train`" in err
     assert "of the task 'image'" in made(train_rows(), "--task", "image")[2]
+
+
+def test_choices_and_parts_have_tables(made: Any) -> None:
+    far = {**CHOSEN, "nbytes": 1 << 20, "error": 0.3, "run": RUN}
+    code, out, _ = made([{**CHOSEN, "run": RUN}, far], "--choices")
+    assert code == 0
+    first, second = out.splitlines()[2:4]
+    assert first == (
+        "| 1 Gbit/s, 1 ms latency | 65.5 kB | `qsgd:bits=4` by sra | 10.0 ms | 9.00 ms | -10.00 % "
+        "| `bf16` | 1.25× |"
+    )
+    assert second.startswith("|  | 1.05 MB |")
+    assert "**+30.00 %**" in second
+    parts = [{**ABLATED, "run": RUN}, {**ABLATED, "part": "kernels", "cut": 0.5, "run": RUN}]
+    code, out, _ = made([*parts, {**parts[0], "where": "simulator"}], "--parts")
+    assert code == 0
+    assert out.splitlines()[2:4] == [
+        "| none | 400 ms | 400 ms |",
+        "| kernels | 400 ms (-50.00 %) | – |",
+    ]
+    assert made([KERNEL], "--parts")[0] == made([KERNEL], "--choices")[0] == 2
