@@ -133,6 +133,21 @@ ABLATED: dict[str, Any] = {
     "net": "1gbit,1ms", "numel": 4_886_528, "step_seconds": 0.5, "synchronisation_seconds": 0.4,
     "cut": None,
 }  # fmt: skip
+_PROBED = {"ranks": 2, "net": "1gbit,1ms", "cached": True}
+_LINK = {**_PROBED, "measured": "2026-01-01T00:00:00"}
+PROBED: list[dict[str, Any]] = [
+    {"part": "pair", "from": 0, "to": 1, "alpha": 1e-3, "beta": 8e-9, "bandwidth": 1e9, **_LINK},
+    {"part": "pair", "from": 1, "to": 0, "alpha": 2e-3, "beta": 4e-9, "bandwidth": 2e9, **_LINK},
+    {"part": "send", "bytes": 1000, "seconds": 1e-3, **_LINK},
+    {"part": "send", "bytes": 1_000_000, "seconds": 9e-3, **_LINK},
+    *(
+        {
+            "part": "curve", "codec": "qsgd:bits=4", "form": form, "call": 1e-5, "value": 1e-9,
+            "payload": 2e-9, "threads": 1, **_PROBED,
+        }
+        for form in ("encode", "decode", "decode_add")
+    ),
+]  # fmt: skip
 UNSOLVED = {
     **adapted("bayes"),
     **dict.fromkeys(

@@ -12,9 +12,9 @@ import pytest
 from bench_runs import refused
 
 from gradwire import lab
-from gradwire.bench import probe, simulate
+from gradwire.bench import probe
+from gradwire.bench.report import page
 from gradwire.cli.program import run
-from gradwire.errors import ConfigError
 from products import EXHAUSTIVE
 
 Row = dict[str, Any]
@@ -117,7 +117,6 @@ def test_hosts_and_networks_are_kept_apart(tmp_path: Path) -> None:
 def test_a_cached_result_says_so_and_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(probe, "cache_file", lambda hosts, net: tmp_path / "known.json")
     probe.keep(tmp_path / "known.json", pairs(2, 1e-3, 1e-8))
     known = NoCurves()
@@ -125,10 +124,10 @@ def test_a_cached_result_says_so_and_is_drawn(
         str(c): {"encode": (1e-5, 1e-9, 0.0)} for c in probe.plan(names=["qsgd"]).codecs
     }
     monkeypatch.setattr(probe.curves, "measured", lambda *args, **options: known)
-    rows, plot = tmp_path / "rows.jsonl", tmp_path / "probe.svg"
+    rows = tmp_path / "rows.jsonl"
     for environment in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(environment, raising=False)
-    arguments = ["probe", "--codec", "qsgd", "--json", str(rows), "--plot", str(plot)]
+    arguments = ["probe", "--codec", "qsgd", "--json", str(rows)]
     assert run(arguments) == 0
     said = capsys.readouterr().out
     assert "from the cache, as measured at" in said
@@ -136,12 +135,7 @@ def test_a_cached_result_says_so_and_is_drawn(
     assert [row["part"] for row in found] == ["pair", "pair", "send", "curve"]
     assert found[0]["bandwidth"] == pytest.approx(8e8)
     assert found[-1]["value"] == 1e-9
-    assert plot.read_text().startswith("<?xml")
-
-
-def test_a_plot_needs_a_known_ending(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        simulate.plotter(tmp_path / "plot.txt", "probe_plot")
+    assert "What do codecs cost on this machine?" in page.render(found)
 
 
 @EXHAUSTIVE

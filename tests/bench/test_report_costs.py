@@ -14,6 +14,7 @@ from report_rows import (
     ERRORS,
     LAYERS,
     METHODS,
+    PROBED,
     RUN,
     adapted,
     aggregator_row,
@@ -64,6 +65,16 @@ def test_policies_are_told_by_gain_error_and_layer() -> None:
     # Of uniform plans alone there is nothing to tell by layer, and a single reference has no curve.
     (alone,) = questions([adapted()])
     assert alone.answers == ["No policy sends less."]
+
+
+def test_what_was_probed_is_told() -> None:
+    pairs, sends, kernels = questions(PROBED)
+    assert pairs.answers == [
+        "The slowest is 0 to 1: 1Gbit/s. The longest latency is 2.00 ms, 1 to 0."
+    ]
+    assert cells(pairs)[1] == ["1 to 0", "2.00 ms", "2Gbit/s"]
+    assert cells(sends) == [["1.00 kB", "1.00 ms"], ["1.00 MB", "9.00 ms"]]
+    assert cells(kernels)[2] == ["qsgd:bits=4", "decode_add", "10.0 µs", "1.00 ns", "2.00 ns"]
 
 
 def test_choices_and_parts_are_told_with_losses() -> None:

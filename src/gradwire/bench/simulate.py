@@ -147,11 +147,8 @@ def _scenario(wanted: WantedCollectives, text: str, algorithm: str, point: Point
     )
 
 
-def plotter(file: Path, module: str = "sim_plot") -> Callable[[Sequence[dict[str, Any]]], None]:
+def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
     """A function that draws rows into `file`. Call it first, to find errors before simulating.
-
-    Args:
-        module: of gradwire.bench, whose `draw` draws them.
 
     Raises:
         ConfigError: `file` ends in neither .png nor .svg, its folder does not exist, or matplotlib
@@ -165,5 +162,5 @@ def plotter(file: Path, module: str = "sim_plot") -> Callable[[Sequence[dict[str
         raise ConfigError(
             "--plot needs matplotlib, which is not installed: pip install 'gradwire[report]'"
         )
-    drawn = importlib.import_module(f"gradwire.bench.{module}")
+    drawn = importlib.import_module("gradwire.bench.sim_plot")
     return lambda rows: drawn.draw(rows, file)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gradwire.cli.options import Json, Net, finite, names, writable
+from gradwire.cli.options import Json, Net, finite, names
 from gradwire.cli.output import output
 
 
@@ -24,7 +23,6 @@ def probe(
         float,
         typer.Option(help="That the links should take; slow ones take longer.", callback=finite),
     ] = 5.0,
-    plot: Annotated[Path | None, typer.Option("--plot", help="A FILE.png or FILE.svg.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew.")] = False,
     json_file: Json = None,
 ) -> None:
@@ -34,7 +32,6 @@ def probe(
     them. Results are kept: a later call shows them, until --fresh measures anew.
     """
     from gradwire.bench import probe as probing
-    from gradwire.bench import simulate
 
     chosen = names("--codec", codec_name) or probing.CODECS
     wanted = probing.plan(ranks, net, chosen, seconds, fresh)
@@ -42,8 +39,6 @@ def probe(
         probing.join(wanted)  # rank 0 has the rows
         return
     with output(json_file) as out:
-        draw = None if plot is None else simulate.plotter(plot, "probe_plot")
-        writable("--plot", plot)
         rows = out.measured(lambda advance: probing.run(wanted, advance), [])
         tables = {
             "pair": ["from", "to", "alpha", "beta", "bandwidth"],
@@ -57,5 +52,3 @@ def probe(
                 f"Links and sends are from the cache, as measured at {rows[0]['measured']}; "
                 "--fresh measures anew."
             )
-        if draw is not None:
-            draw(rows)

@@ -163,6 +163,7 @@ _STEP = (
     "step_seconds:amount compute_seconds:amount communication_seconds:amount "
     "exposed_seconds:amount turn_seconds:amounts"
 )
+_PROBED = "ranks:positive net:text cached:flag"
 _ERROR = (
     "task:text at:count steps:positive ranks:positive method:text algorithm:text "
     "error_feedback:flag numel:count nmse:amount? nmse_of_fed:amount? nmse_of_sum:amount? "
@@ -265,6 +266,20 @@ KINDS = (
     _kind(
         "bench transports", "transport latency_us",
         "transport:text bytes:positive latency_us:amount gbps:amount",
+    ),
+    _kind(
+        "probe", "from to alpha",
+        f"{_PROBED} measured:text from:count to:count alpha:amount beta:amount bandwidth:amount?",
+        part="pair",
+    ),
+    _kind(
+        "probe", "cached bytes", f"{_PROBED} measured:text bytes:count seconds:amount",
+        part="send",
+    ),
+    _kind(
+        "probe", "codec form call",
+        f"{_PROBED} codec:text form:text call:amount value:amount payload:amount",
+        "threads:positive", part="curve",
     ),
     _kind("doctor", "part available method", _STEP),
     _kind("doctor", "part available step_seconds", _STEP),  # without its method: refused
