@@ -1,7 +1,8 @@
-"""Fills the tables of results in README and docs, from the rows in bench/results/.
+"""Fills the tables of results in README and docs, and draws the maps of gains, from the rows in
+bench/results/.
 
-    python scripts/results_in_docs.py           # writes the pages
-    python scripts/results_in_docs.py --check   # exit code 1 if a page is not as the rows say
+    python scripts/results_in_docs.py           # writes the pages and pictures
+    python scripts/results_in_docs.py --check   # exit code 1 if one is not as the rows say
 
 A table stands between two comments, of which the first has the arguments of results_table.py:
 
@@ -17,12 +18,19 @@ import re
 import runpy
 import shlex
 import sys
+import tempfile
 from pathlib import Path
+
+from gradwire.bench import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md", "docs/how-to/choosing.md", "docs/how-to/fsdp2.md", "docs/reference/benchmarks.md",
 )  # fmt: skip
+PICTURES = {
+    f"docs/pictures/gains-{task}.svg": f"bench/results/train-{task}.jsonl"
+    for task in ("gpt", "image")
+}
 PLACE = re.compile(
     r"(<!-- results_table\.py (.*?) -->\n).*?(<!-- end of results_table\.py -->)", re.DOTALL
 )
@@ -43,15 +51,23 @@ def _table(arguments: str) -> str:
     return printed.getvalue().strip()
 
 
+def drawn(rows: str) -> str:
+    """What `gradwire report ROWS --svg` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report.picture([ROOT / rows], Path(folder) / "picture.svg")
+        return (Path(folder) / "picture.svg").read_text("utf-8")
+
+
 def main(arguments: list[str]) -> int:
+    made = {page: filled((ROOT / page).read_text("utf-8")) for page in PAGES}
+    made |= {picture: drawn(rows) for picture, rows in PICTURES.items()}
     old = []
-    for page in PAGES:
-        text = (ROOT / page).read_text("utf-8")
-        new = filled(text)
-        if new != text:
-            old.append(page)
+    for name, new in made.items():
+        file = ROOT / name
+        if not file.exists() or new != file.read_text("utf-8"):
+            old.append(name)
             if "--check" not in arguments:
-                (ROOT / page).write_text(new, "utf-8")
+                file.write_text(new, "utf-8")
     if old:
         print("\n".join(old))
     return 1 if old and "--check" in arguments else 0

@@ -216,11 +216,22 @@ def test_the_picture_is_the_curves_of_one_run(tmp_path: Path) -> None:
     assert not parsed.links
     assert re.search(r'width="\d+(\.\d+)?" height="\d', text)
     again = [{**row, "run": {**RUN, "date": "later"}} for row in train_rows()]
-    two = [*train_rows(), *train_rows("none")]
-    for rows, runs in (([KERNEL], 0), (two, 2), ([*train_rows(), *again], 2)):
+    other = [{**row, "task": "image"} for row in train_rows("none")]
+    for rows, runs in (([KERNEL], 0), ([*train_rows(), *again], 2), ([*train_rows(), *other], 2)):
         file.write_text("\n".join(json.dumps(row) for row in rows))
         with pytest.raises(ConfigError, match=f"these files have {runs} such runs"):
             report.picture([file], drawn)
+
+
+def test_of_several_networks_the_picture_is_the_map_of_gains(tmp_path: Path) -> None:
+    file, drawn = tmp_path / "rows.jsonl", tmp_path / "picture.svg"
+    rows = [*train_rows("none"), *train_rows()]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    report.picture([file], drawn)
+    text = Page(drawn.read_text()).text
+    assert "gpt, 4 ranks: gain over 16 bit" in text
+    assert "▼ 4 times as long, or more" in text
+    assert text.index("300 Mbit/s") < text.index("loopback")
 
 
 QUANTITIES: dict[Callable[[Any], str], list[tuple[Any, str]]] = {

@@ -31,7 +31,7 @@ def report(
     page: Page = Path("report.html"),
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", metavar="FILE", help="Only the figure of loss against time."),
+        typer.Option("--svg", metavar="FILE", help="Only a figure: losses, or gains by network."),
     ] = None,
 ) -> None:
     """Make one self-contained HTML page with figures from benchmark rows."""

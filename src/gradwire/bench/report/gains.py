@@ -15,17 +15,35 @@ from gradwire.bench.report.rows import grouped, run_of
 _TITLE = "Where does compression pay, and where does it not?"
 _COLUMNS = 5  # of a figure
 
+Runs = Sequence[Sequence[Row]]
+ByNet = Sequence[dict[str, Gain]]
+
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """A section per training that ran on two networks or more; its rows are in other sections,
     too."""
-    found = []
+    return [_section(runs, rows) for runs in _trainings(rows)]
+
+
+def picture(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """The map of a training on two networks or more, and its heading; None if `rows` are not of
+    one."""
+    found = _trainings(rows)
+    if len(found) != 1 or sum(map(len, found[0])) != len(rows):
+        return None
+    runs, by_net, names = _compared(found[0])
+    first = runs[0][0]
+    return _drawn(names, by_net), f"{first['task']}, {first['ranks']} ranks: gain over 16 bit"
+
+
+def _trainings(rows: Sequence[Row]) -> list[Runs]:
     of_model = ("task", "ranks", "parameters", "task_options")
-    for same in grouped(rows, *of_model, "sharded", "accumulate").values():
-        for mine in _maps(same):
-            if len({run[0]["net"] for run in mine}) > 1:
-                found.append(_section(mine, rows))
-    return found
+    return [
+        runs
+        for same in grouped(rows, *of_model, "sharded", "accumulate").values()
+        for runs in _maps(same)
+        if len({run[0]["net"] for run in runs}) > 1
+    ]
 
 
 def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
@@ -45,23 +63,34 @@ def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
     return list(runs.values())
 
 
-def _section(runs: Sequence[Sequence[Row]], among: Sequence[Row]) -> Section:
+def _compared(runs: Runs) -> tuple[Runs, ByNet, list[str]]:
+    """The columns from the slowest network on, with the gains and the name of each."""
     runs = sorted(runs, key=lambda run: rate(run[0]["net"]))
     by_net = []
     for run in runs:
         summaries = [row for row in run if row["row"] == "summary"]
         evaluations = [row for row in run if row["row"] == "evaluation"]
         by_net.append(gain.of_summaries(summaries, evaluations))
-    names = [_name(run[0], runs) for run in runs]
-    methods = list(dict.fromkeys(name for gains in by_net for name in gains))
+    return runs, by_net, [_name(run[0], runs) for run in runs]
+
+
+def _drawn(names: Sequence[str], by_net: ByNet, methods: Sequence[str] = ()) -> str:
+    methods = methods or _methods(by_net)
+    rows = [heat.TileRow(name, [gains.get(name) for gains in by_net]) for name in methods]
+    return heat.tiles([_lines(name) for name in names], rows, _TITLE)
+
+
+def _methods(by_net: ByNet) -> list[str]:
+    return list(dict.fromkeys(name for gains in by_net for name in gains))
+
+
+def _section(runs: Runs, among: Sequence[Row]) -> Section:
+    runs, by_net, names = _compared(runs)
+    methods = _methods(by_net)
     questions = []
     places = range(len(runs))
     for part in (places[at : at + _COLUMNS] for at in places[::_COLUMNS]):
-        drawn = heat.tiles(
-            [_lines(names[place]) for place in part],
-            [heat.TileRow(name, [by_net[place].get(name) for place in part]) for name in methods],
-            _TITLE,
-        )
+        drawn = _drawn([names[at] for at in part], [by_net[at] for at in part], methods)
         questions.append(Question(_TITLE, _answers(names, by_net, part), Figure(_CAPTION, drawn)))
     table = [
         [Cell(name), *(Cell(gains[name].text if name in gains else DASH) for gains in by_net)]

@@ -17,6 +17,7 @@ from gradwire.bench.report import (
     collectives,
     doctor,
     errors,
+    gains,
     kernels,
     learning,
     links,
@@ -75,15 +76,19 @@ def write(files: Iterable[Path], page: Path, title: str = TITLE) -> None:
 
 
 def picture(files: Iterable[Path], file: Path) -> None:
-    """Writes one figure alone, loss against training time, as an SVG for a page of one's own.
+    """Writes one figure alone, as an SVG for a page of one's own: loss against training time, or
+    of a training on several networks the map of gains.
 
     Raises:
         ConfigError: as `write`, or the rows are not those of one `gradwire bench train`.
     """
     rows = sort([row for one in files for row in read(one)])["bench train"]
-    groups = grouped(
-        [row for row in rows if row["row"] != "validation"], "task", "net", "ranks", *_RUN
-    )
+    rows = [row for row in rows if row["row"] != "validation"]
+    several = gains.picture(rows)
+    if several is not None:
+        _write(file, svg.alone(*several))
+        return
+    groups = grouped(rows, "task", "net", "ranks", *_RUN)
     runs = {
         key: mine for key, mine in groups.items() if any(r["row"] == "evaluation" for r in mine)
     }
