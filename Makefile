@@ -27,8 +27,8 @@ test:
 test-all: debian lint types unit-all
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests examples scripts
-	$(BIN)/ruff format --check src tests examples scripts
+	$(BIN)/ruff check src tests examples scripts docs/conf.py
+	$(BIN)/ruff format --check src tests examples scripts docs/conf.py
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -77,9 +77,11 @@ $(TORCH_VENV)/.test: pyproject.toml constraints.txt
 no-version:
 	$(error make test-torch takes a version of torch: make test-torch VERSION=2.15.0)
 
-# The pages that are made from the source.
-docs: $(VENV)/.test
-	$(BIN)/python scripts/api_reference.py
+# The site of docs/, in build/docs.
+docs: $(VENV)/.docs
+	@rm -rf build/docs
+	$(BIN)/python -m sphinx -qW --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 # Links, commands, figures and code blocks of README and docs (tests/docs/rules.py); part of `unit`.
 docs-check: $(VENV)/.test
@@ -98,6 +100,11 @@ $(VENV)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .[dev]
 	touch $(VENV)/.demo $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .[docs]
+	touch $@
 
 # Whether target triton is right on this machine's GPU, and how fast (docs/reference/kernels.md); minutes. Uses
 # the Python that is there: torch, Triton and numpy, nothing else.

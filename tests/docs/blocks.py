@@ -11,6 +11,8 @@ block's info string may say otherwise:
     ```python NAME.py        a program of its own, kept under that name so that others import it;
                              args=... are its arguments, separated by commas; it begins and ends
                              without a process group
+
+All may import from examples/, as a reader does who saves a block there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pages import Block, Page
+from pages import ROOT, Block, Page
 
 from ranks import as_processes
 
@@ -81,6 +83,7 @@ def _rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     sys.dont_write_bytecode = True
+    sys.path.append(str(ROOT / "examples"))
     fresh = iter(ports)
     return [
         _page(rank, name, Path(folder), blocks, fresh, inspect) for name, folder, blocks in pages

@@ -1,7 +1,7 @@
 """What holds for every page; each rule yields what is wrong, with page and line.
 
 1. A link to a file resolves, its anchor too. So does a path such as docs/reference/lab.md in a
-   docstring, a comment or a message.
+   docstring, a comment or a message. What a page includes of a file is there, in its order.
 2. A command that is shown exists: a gradwire command with the options shown, a target of make, an
    extra of `pip install gradwire[...]`, a script with a folder in its path.
 3. A figure (a number with a unit of time, speed, share or ratio, outside blocks and backticks)
@@ -49,6 +49,18 @@ def paths(file: Path) -> Iterator[str]:
         for found in re.findall(r"docs/[\w/-]+\.(?:md|svg)", text):
             if not (ROOT / found).exists():
                 yield f"{file}:{line}: {found}: no such page"
+
+
+def includes(page: Page) -> Iterator[str]:
+    """Rule 1, of code that Sphinx takes from a file."""
+    for block in page.blocks:
+        if block.kind == "{literalinclude}":
+            file = page.path.parent / block.words[0]
+            text = file.read_text("utf-8") if file.exists() else ""
+            for mark in re.findall(r"^:(?:start-at|end-at): (.+)$", block.text, re.M):
+                _, found, text = text.partition(mark)
+                if not found:
+                    yield f"{page.path}:{block.line}: {file.name} has no {mark!r}"
 
 
 def commands(page: Page) -> Iterator[str]:

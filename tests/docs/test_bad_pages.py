@@ -58,6 +58,19 @@ def test_bad_links(tmp_path: Path) -> None:
         assert says in wrong
 
 
+def test_included_code_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("one\ntwo\n", "utf-8")
+    for file, first, last, wrong in (
+        ("code.py", "one", "two", []),
+        ("code.py", "two", "one", ["'one'"]),
+        ("code.py", "one", "six", ["'six'"]),
+        ("gone.py", "one", "two", ["'one'", "'two'"]),
+    ):
+        text = f"```{{literalinclude}} {file}\n:start-at: {first}\n:end-at: {last}\n```\n"
+        found = list(rules.includes(page(tmp_path, text)))
+        assert [said.split(" has no ")[1] for said in found] == wrong
+
+
 def test_a_stale_path_in_a_source(tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text('"""docs/architecture.md and docs/nowhere.md."""\n', "utf-8")
