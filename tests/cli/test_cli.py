@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command_line import rows_of, run, wrongly_refused
+from gradwire.cli import main
 
 
 def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,18 +102,34 @@ def test_mistakes_are_named() -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.parametrize("module", ["gradwire", "gradwire.cli"])
 def test_the_program_ends_with_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `python -m gradwire.cli`."""
+    """As `python -m gradwire`."""
     monkeypatch.setattr(sys, "argv", ["gradwire", "codec", "show", "qsdg"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("gradwire.cli", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""
     (said,) = told.err.splitlines()
     assert "qsdg" in said
+
+
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("gradwire.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "gradwire: the command line needs typer, which is not installed: pip install "
+        '"gradwire[cli]", or in a clone pip install ".[cli]"\n'
+    )
 
 
 def test_lab_run_passes_the_exit_code_on() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import typer
 from pages import ROOT, VARIABLE, Page, figures, names_its_command
 
-from gradwire.cli import app
+from gradwire.cli.program import app
 
 FIRST = "After this page you"
 
@@ -72,7 +72,7 @@ def command_error(command: str) -> str | None:
     while VARIABLE.match(words[0]):
         words.pop(0)
     program, *arguments = words
-    if program == "gradwire" or arguments[:2] == ["-m", "gradwire.cli"]:
+    if program == "gradwire" or arguments[:2] in (["-m", "gradwire"], ["-m", "gradwire.cli"]):
         return _gradwire(arguments if program == "gradwire" else arguments[2:])
     if program == "make":
         return _make(arguments)

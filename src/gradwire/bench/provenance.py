@@ -62,7 +62,7 @@ def here() -> dict[str, Any]:
 
 def _command() -> str:
     program = Path(sys.argv[0])
-    # "gradwire" itself, or a file of the package: python -m gradwire.cli
+    # "gradwire" itself, or a file of the package: python -m gradwire
     ours = program.name == "gradwire" or "gradwire" in program.parts[-3:-1]
     return shlex.join(["gradwire" if ours else program.name, *sys.argv[1:]])
 
