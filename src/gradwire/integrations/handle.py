@@ -101,7 +101,8 @@ class Handle(Saved):
                 follows the switch. What is kept of gathered weights stays as `attach` was told.
 
         Returns:
-            The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
+            The update: its `wait()` returns when this rank has prepared it; its text, and
+            `in_force`, say whether it is pending or in force.
 
         Raises:
             ConfigError: as `attach`; or the handle was detached, its module is gone, or its process

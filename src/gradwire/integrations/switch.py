@@ -61,6 +61,17 @@ class Update:
         """
         self._prepared.result(timeout)
 
+    def __repr__(self) -> str:
+        if self._prepared.done() and self._prepared.exception() is not None:
+            state = "refused: the plan before it stays in force"
+        elif self.in_force:
+            state = "in force"
+        elif self._prepared.done():
+            state = "pending: prepared here, in force from the next passes on, on all ranks at once"
+        else:
+            state = "pending: being prepared; wait() returns when it is"
+        return f"<update to plan {self.version}: {state}>"
+
 
 class Switch:
     """The plans of one handle.
