@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from command_line import rows_of, run, wrongly_refused
+from gradwire import codecs
+from gradwire.aggregators import registry
 from gradwire.cli import main
 
 
@@ -44,6 +46,25 @@ def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
 
 
+def test_codec_show_fits_on_a_screen() -> None:
+    for name in [*codecs.REGISTRY, *registry.REGISTRY]:
+        lines = run("codec", "show", name).out.splitlines()
+        assert len(lines) <= 24, name
+        assert max(map(len, lines)) < 80, name
+        options = {row["codec"]: row["options"] for row in [*codecs.listing(), *registry.listing()]}
+        for option, default in options[name].items():
+            assert f" {option}={default}" in "\n".join(lines), name
+    shown = run("codec", "show", "qsgd:bits=2").out
+    for part in (
+        "qsgd:bits=2: codec\n", "  bits=2 (default 4): of a code, 1 to 8 ", "  block=128: values",
+        "bits per value: 2.25 of ", "bias: unbiased", "paper: CGX 2.3 and 4.3; Alistarh",
+    ):  # fmt: skip
+        assert part in shown
+    shown = run("codec", "show", "powersgd:rank=2").out
+    assert "bits per value: 0.125 of " in shown
+    assert "bias: biased, and so always with error feedback\npaper: THESIS 2.2.3, UTIL" in shown
+
+
 def test_codec_show_prints_stages() -> None:
     shown = run("codec", "show", "qsgd:bits=2", "--ir").out
     assert "reduce[min]" in shown
@@ -56,7 +77,7 @@ MISTAKES = [
     (["codec", "show", "qsdg"], "qsdg"),
     (["codec", "show", "qsgd:bitz=2"], "bitz"),
     (["codec", "show", ""], "'': expected NAME or NAME:OPTION=VALUE:..."),
-    (["codec", "show", "powersgd:rank=2"], "aggregator, which has no stages"),
+    (["codec", "show", "powersgd:rank=2", "--ir"], "aggregator, which has no stages"),
     (["bench", "kernels", "--codec", "qsdg"], "qsdg"),
     (["bench", "kernels", "--target", "cuda"], "cuda"),
     (["bench", "collectives", "--methods", "magic"], "magic"),
