@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command_line import rows_of, run, wrongly_refused
-from gradwire import codecs
+from gradwire import codecs, doctor
 from gradwire.aggregators import registry
 from gradwire.cli import main
 
@@ -23,6 +23,17 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     assert parts["transport torch_p2p"]["available"]
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     parts = {row["part"]: row for row in rows_of("doctor")}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lacking = {row["part"]: row for row in doctor.examine()}
+    for part, said in (
+        ("report", 'jinja2 not installed: pip install "gradwire[report]"'),
+        ("--plot", 'matplotlib not installed: pip install "gradwire[report]"'),
+        (
+            "policies bayes, flexible",
+            'optuna and pymoo not installed: pip install "gradwire[adapt]"',
+        ),
+    ):
+        assert (lacking[part]["available"], lacking[part]["detail"]) == (False, said)
     for part in ("compiler", "target c"):
         assert not parts[part]["available"]
         assert "no-such-compiler" in parts[part]["detail"]

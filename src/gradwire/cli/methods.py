@@ -37,8 +37,7 @@ def described(name: str) -> str:
         given = [_option(one, options[one], getattr(usual, one)) for one in names if one in options]
         if given:
             text = f"{', '.join(given)}: {meaning}"
-            indents = {"initial_indent": "  ", "subsequent_indent": "      "}
-            lines += textwrap.wrap(text, _WIDTH, **indents)
+            lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
     values = f"of a gradient of {_SIDE} x {_SIDE} fp32 values"
     lines += ["", f"bits per value: {_bits(made):.3g} {values}", f"bias: {_bias(made)}"]
     lines += [f"paper: {where}"] if where else []
