@@ -77,7 +77,7 @@ def command_error(command: str) -> str | None:
     if program == "make":
         return _make(arguments)
     if program == "pip":
-        return _extras(arguments)
+        return _extras(arguments) or _unquoted(alone)
     for word in arguments:  # scripts of the repository, by their folder
         if re.match(r"(?:examples|scripts|src|tests|bench)/\S*\.py$", word):
             return None if (ROOT / word).exists() else f"{word}: no such file"
@@ -125,6 +125,12 @@ def _extras(words: list[str]) -> str | None:
         if missing:
             return f"pyproject.toml has no extra {', '.join(sorted(missing))}"
     return None
+
+
+def _unquoted(command: str) -> str | None:
+    """An extra that zsh would take for a pattern."""
+    found = re.search(r"(?<![\"'\w.])[\w.]+\[[^]]*\]", command)
+    return None if found is None else f'quote the extra: "{found[0]}"'
 
 
 @cache

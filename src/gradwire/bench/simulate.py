@@ -163,7 +163,7 @@ def plotter(file: Path, module: str = "sim_plot") -> Callable[[Sequence[dict[str
         raise ConfigError(f"--plot {file}: not a file in an existing folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'gradwire[report]'"
+            '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
         )
     drawn = importlib.import_module(f"gradwire.bench.{module}")
     return lambda rows: drawn.draw(rows, file)

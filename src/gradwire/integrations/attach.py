@@ -266,7 +266,7 @@ class Planned:
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
-        comm.agree("what is attached", [*agreed, *self.plan.describe()])
+        comm.agree("the call of gw.attach", [*agreed, *self.plan.describe()])
         name = comm.handle_name(original(self.model.module), self.named[0][0])
         owner = comm.owner(f"the {name}")
         unused = self.model.find_unused_parameters

@@ -183,7 +183,9 @@ class Reductions:
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
         made = self.planned(plan, rules)
-        warn_of_bias(made, self.ranks)  # a warning may be an error: then nothing changes
+        warn_of_bias(
+            made, self.ranks, "handle.update"
+        )  # a warning may be an error: then nothing changes
         return made
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:

@@ -30,7 +30,7 @@ from gradwire.planner import Plan
 
 log = logging.getLogger("gradwire")
 
-_WHAT = "an update of what is attached"
+_WHAT = "an update of the plan"
 MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 

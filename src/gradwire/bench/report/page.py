@@ -129,7 +129,7 @@ def check_packages() -> None:
     """
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError(
-            "the report needs jinja2, which is not installed: pip install 'gradwire[report]'"
+            'the report needs jinja2, which is not installed: pip install "gradwire[report]"'
         )
 
 
