@@ -188,10 +188,8 @@ def test_gains_and_losses_stand_beside_each_other() -> None:
     drawn, table = section_of(networks()).questions
     ours = "against torch-fp16-hook: {} time: gradwire-qsgd4 ({} times {}er).".format
     assert drawn.answers == [
-        "100 Mbit/s, 1 ms latency, against torch-fp16-hook: save time: "
-        + ours.format("5.00", "fast"),
-        "10 Gbit/s, 1 ms latency, against torch-fp16-hook: cost time: "
-        + ours.format("4.00", "slow"),
+        "100 Mbit/s, 1 ms latency, " + ours("save", "5.00", "fast"),
+        "10 Gbit/s, 1 ms latency, " + ours("cost", "4.00", "slow"),
     ]
     assert table.table is not None
     assert [cell.text for cell in table.table.rows[2]] == [
