@@ -100,7 +100,7 @@ def main() -> None:
             torch.save({"model": weights, "optimizer": moments, "gradwire": gradwire}, path)
     if rank == 0:
         stats = handle.stats()
-        of_weights = stats["weights_raw_bytes"] / stats["weights_wire_bytes"]
+        of_weights = stats["weights_ratio"]
         print(f"weights: {stats['weights_wire_bytes']:,} bytes, {of_weights:.1f} times less")
         print(f"gradients: {stats['wire_bytes']:,} bytes, {stats['ratio']:.1f} times less")
     dist.destroy_process_group()

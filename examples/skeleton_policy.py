@@ -97,7 +97,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     if rank == 0:
-        for decision in handle.adaptation.history:
+        for decision in handle.history():
             print(f"pass {decision['pass']}: {decision['line']}")
     handle.detach()
     dist.destroy_process_group()

@@ -240,7 +240,7 @@ def _gain(gain: Gain) -> str:
         return "loses"
     if gain.standing is Standing.LOSS and gain.ratio is not None:
         return f"{times(gain.ratio)}, loses"
-    return gain.text
+    return gain.text if gain.ratio is None else f"{times(gain.ratio)}, {gain.standing.value}"
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -16,12 +16,15 @@ from gradwire.errors import ConfigError
 from gradwire.lang import jit, kernel_cache, native, prebuilt
 from gradwire.transport import shm, shm_library
 
-# An optional part and the modules it needs.
-_EXTRAS = {
-    "command line": ("typer", "rich"),
-    "report": ("matplotlib", "jinja2"),
-    "bench train --task image": ("sklearn",),
-}
+# An optional part, the extra that brings it, and the modules it needs.
+_EXTRAS = (
+    ("command line", "cli", ("typer", "rich")),
+    ("schedules in files", "cli", ("yaml",)),
+    ("report", "report", ("jinja2",)),
+    ("--plot", "report", ("matplotlib",)),
+    ("bench train --task image", "bench", ("sklearn",)),
+    ("policies bayes, flexible", "adapt", ("optuna", "pymoo")),
+)
 
 
 def _counted(count: int, word: str) -> str:
@@ -47,9 +50,10 @@ def examine() -> Iterator[dict[str, Any]]:
     rings = f"rings of up to {shm.ring_bytes_for(1) >> 10} KiB between ranks of one machine"
     yield _row("transport shm", reason is None, reason or rings)
     yield from _lab()
-    for part, modules in _EXTRAS.items():
+    for part, extra, modules in _EXTRAS:
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        yield _row(part, not missing, ", ".join(modules) if not missing else f"no {missing[0]}")
+        lacks = f'{" and ".join(missing)} not installed: pip install "gradwire[{extra}]"'
+        yield _row(part, not missing, lacks if missing else ", ".join(modules))
 
 
 def _triton() -> dict[str, Any]:

@@ -50,23 +50,33 @@ def test_the_verdict_compares_with_the_faster_of_torch() -> None:
         assert said in text
 
 
+def test_how_many_times_as_long_is_of_the_steps_beside_it() -> None:
+    measured = rows(0.09, 0.0436, 0.0328, 0.01)
+    measured[1]["turn_seconds"] = [0.0401, 0.0401, 0.0436, 0.06, 0.06]
+    measured[2]["turn_seconds"] = [0.0318, 0.0328, 0.0328, 0.04, 0.05]
+    pays, text = verdict(measured)
+    assert pays
+    assert "takes 32.8 ms with gradwire-qsgd4, and 43.6 ms with torch-fp16-hook" in text
+    assert f"which is {43.6 / 32.8:.2f} times as long" in text
+
+
 def test_turns_that_disagree_are_not_clear() -> None:
     for turns, said in (
-        ([0.3, 0.42, 0.7, 0.7], "0.93 of torch-fp16-hook's time in the median turn, and was"),
-        ([0.3, 0.42, 0.7, 0.7], "faster in 2 of 4 turns; repeat on an idle machine."),
-        ([0.3, 0.3, 0.7, 0.8], "0.83 of torch-fp16-hook's time in the median turn"),
-        ([0.3, 0.5, 0.7, 0.8], "1.00 of torch-fp16-hook's time in the median turn"),
+        ([0.3, 0.42, 0.7, 0.7], "0.93 of torch-fp16-hook's time, and 2 of 4 turns were"),
+        ([0.3, 0.42, 0.7, 0.7], "turns were faster; repeat on an idle machine."),
+        ([0.3, 0.3, 0.7, 0.8], "0.83 of torch-fp16-hook's time, "),
+        ([0.3, 0.5, 0.7, 0.8], "1.00 of torch-fp16-hook's time, "),
     ):
         measured = rows(1.0, 0.6, 0.3, 0.1)
-        measured[2]["turn_seconds"] = turns
+        measured[2] |= {"turn_seconds": turns, "step_seconds": statistics.median(turns)}
         pays, text = verdict(measured)
         assert pays is False
-        assert "Not clear: gradwire-qsgd4 took " in text
+        assert "Not clear: the median step with gradwire-qsgd4 took " in text
         assert said in text
         assert "Compression" not in text
     # Computing seems to hide all, or averaging alone is no faster, and yet the steps are.
     for measured in (rows(0.30, 0.31, 0.25, 0.29), rows(0.3, 0.31, 0.25, 0.1, 0.3)):
-        measured[2]["turn_seconds"] = [0.2, 0.24, 0.31, 0.33]
+        measured[2] |= {"turn_seconds": [0.2, 0.24, 0.31, 0.33], "step_seconds": 0.275}
         assert "Not clear: " in verdict(measured)[1]
 
 

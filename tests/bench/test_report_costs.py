@@ -27,8 +27,8 @@ from gradwire.bench.report.parts import Question
 
 
 def questions(rows: list[dict[str, Any]]) -> list[Question]:
-    """Of the section behind `What was run`."""
-    return list(page.sections(rows)[1].questions)
+    """Of the first section."""
+    return list(page.sections(rows)[0].questions)
 
 
 def cells(question: Question) -> list[list[str]]:
@@ -144,7 +144,7 @@ def test_runs_that_ended_at_different_steps_are_told() -> None:
         {**row, "timing_only": True} if row["method"] == METHODS[2] else row
         for row in train_rows(losses=(9.0, 9.0))
     ]
-    section = page.sections(rows)[1]
+    section = page.sections(rows)[0]
     assert any(f"{METHODS[2]} is for timing only" in sentence for sentence in section.about)
     answers = [answer for one in section.questions[:3] for answer in one.answers]
     assert not any(METHODS[2] in answer for answer in answers)
@@ -153,7 +153,7 @@ def test_runs_that_ended_at_different_steps_are_told() -> None:
     for row in rows:
         if row["row"] == "summary":
             row["target_from"] = "torch-fp32 at 0.6 of its run"
-    answers = page.sections(rows)[1].questions[0].answers
+    answers = page.sections(rows)[0].questions[0].answers
     told = "The target is a validation loss of 3.030: that of torch-fp32 at 0.6 of its run."
     assert told in answers
     # With patience: bytes are those of a step of each run, not of the first seed's length.
@@ -161,14 +161,14 @@ def test_runs_that_ended_at_different_steps_are_told() -> None:
     for row in rows:
         if row["row"] == "summary":
             row |= {"steps_by_seed": [20, 40], "wire_bytes_per_step": 3_750_000}
-    section = page.sections(rows)[1]
+    section = page.sections(rows)[0]
     each = ", ".join(f"{method} after 20 to 40 steps" for method in METHODS)
     assert any(line.startswith(f"Runs ended at different steps: {each}.") for line in section.about)
     parts, sent = section.questions[-2:]
     assert cells(parts)[2][4] == "100 ms"  # 3.75 MB at 300 Mbit/s
     assert cells(sent)[2][1] == "3.75 MB"
     assert "did not reach the target in 20 to 40 steps" in " ".join(section.questions[0].answers)
-    assert not any("Runs ended" in line for line in page.sections(train_rows())[1].about)
+    assert not any("Runs ended" in line for line in page.sections(train_rows())[0].about)
 
 
 def test_composed_times_are_compared_by_run() -> None:
@@ -188,7 +188,7 @@ def test_composed_times_are_compared_by_run() -> None:
     assert len(page.sections([*ERRORS, {**ERRORS[0], "run": later}])) == 2
     made = page.sections([*ERRORS, {**ERRORS[0], "recorded": later}])
     assert len(made) == 3
-    assert "2026-01-02" in made[2].about[1]
+    assert "2026-01-02" in made[1].about[1]
     assert len(page.sections([*ERRORS, {**ERRORS[0], "run": {**RUN, "commit": "a"}}])) == 3
 
 

@@ -20,8 +20,7 @@ from typer.models import ArgumentInfo
 from command_line import refusal, run
 from gradwire.bench import interleaved
 from gradwire.bench.recording import Recording, save
-from gradwire.cli import app
-from gradwire.cli.program import BAD_INPUT, FAILED
+from gradwire.cli.program import BAD_INPUT, FAILED, app
 from gradwire.lab import Lab
 from gradwire.lang import jit
 from gradwire.sim import kernel_costs

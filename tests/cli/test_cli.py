@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from command_line import rows_of, run, wrongly_refused
+from gradwire import codecs, doctor
+from gradwire.aggregators import registry
+from gradwire.cli import main
 
 
 def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +23,17 @@ def test_doctor_says_what_is_there_and_what_is_missing(monkeypatch: pytest.Monke
     assert parts["transport torch_p2p"]["available"]
     monkeypatch.setenv("GRADWIRE_CC", "no-such-compiler")
     parts = {row["part"]: row for row in rows_of("doctor")}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lacking = {row["part"]: row for row in doctor.examine()}
+    for part, said in (
+        ("report", 'jinja2 not installed: pip install "gradwire[report]"'),
+        ("--plot", 'matplotlib not installed: pip install "gradwire[report]"'),
+        (
+            "policies bayes, flexible",
+            'optuna and pymoo not installed: pip install "gradwire[adapt]"',
+        ),
+    ):
+        assert (lacking[part]["available"], lacking[part]["detail"]) == (False, said)
     for part in ("compiler", "target c"):
         assert not parts[part]["available"]
         assert "no-such-compiler" in parts[part]["detail"]
@@ -43,6 +57,25 @@ def test_codec_list_has_a_row_for_each(tmp_path: Path) -> None:
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
 
 
+def test_codec_show_fits_on_a_screen() -> None:
+    for name in [*codecs.REGISTRY, *registry.REGISTRY]:
+        lines = run("codec", "show", name).out.splitlines()
+        assert len(lines) <= 24, name
+        assert max(map(len, lines)) < 80, name
+        options = {row["codec"]: row["options"] for row in [*codecs.listing(), *registry.listing()]}
+        for option, default in options[name].items():
+            assert f" {option}={default}" in "\n".join(lines), name
+    shown = run("codec", "show", "qsgd:bits=2").out
+    for part in (
+        "qsgd:bits=2: codec\n", "  bits=2 (default 4): of a code, 1 to 8 ", "  block=128: values",
+        "bits per value: 2.25 of ", "bias: unbiased", "paper: CGX 2.3 and 4.3; Alistarh",
+    ):  # fmt: skip
+        assert part in shown
+    shown = run("codec", "show", "powersgd:rank=2").out
+    assert "bits per value: 0.125 of " in shown
+    assert "bias: biased, and so always with error feedback\npaper: THESIS 2.2.3, UTIL" in shown
+
+
 def test_codec_show_prints_stages() -> None:
     shown = run("codec", "show", "qsgd:bits=2", "--ir").out
     assert "reduce[min]" in shown
@@ -55,7 +88,7 @@ MISTAKES = [
     (["codec", "show", "qsdg"], "qsdg"),
     (["codec", "show", "qsgd:bitz=2"], "bitz"),
     (["codec", "show", ""], "'': expected NAME or NAME:OPTION=VALUE:..."),
-    (["codec", "show", "powersgd:rank=2"], "aggregator, which has no stages"),
+    (["codec", "show", "powersgd:rank=2", "--ir"], "aggregator, which has no stages"),
     (["bench", "kernels", "--codec", "qsdg"], "qsdg"),
     (["bench", "kernels", "--target", "cuda"], "cuda"),
     (["bench", "collectives", "--methods", "magic"], "magic"),
@@ -101,18 +134,34 @@ def test_mistakes_are_named() -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.parametrize("module", ["gradwire", "gradwire.cli"])
 def test_the_program_ends_with_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `python -m gradwire.cli`."""
+    """As `python -m gradwire`."""
     monkeypatch.setattr(sys, "argv", ["gradwire", "codec", "show", "qsdg"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("gradwire.cli", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""
     (said,) = told.err.splitlines()
     assert "qsdg" in said
+
+
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("gradwire.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "gradwire: the command line needs typer, which is not installed: pip install "
+        '"gradwire[cli]", or in a clone pip install ".[cli]"\n'
+    )
 
 
 def test_lab_run_passes_the_exit_code_on() -> None:

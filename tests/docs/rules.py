@@ -25,7 +25,7 @@ from typing import Any
 import typer
 from pages import ROOT, VARIABLE, Page, figures, names_its_command
 
-from gradwire.cli import app
+from gradwire.cli.program import app
 
 FIRST = "After this page you"
 
@@ -84,12 +84,12 @@ def command_error(command: str) -> str | None:
     while VARIABLE.match(words[0]):
         words.pop(0)
     program, *arguments = words
-    if program == "gradwire" or arguments[:2] == ["-m", "gradwire.cli"]:
+    if program == "gradwire" or arguments[:2] in (["-m", "gradwire"], ["-m", "gradwire.cli"]):
         return _gradwire(arguments if program == "gradwire" else arguments[2:])
     if program == "make":
         return _make(arguments)
     if program == "pip":
-        return _extras(arguments)
+        return _extras(arguments) or _unquoted(alone)
     for word in arguments:  # scripts of the repository, by their folder
         if re.match(r"(?:examples|scripts|src|tests|bench)/\S*\.py$", word):
             return None if (ROOT / word).exists() else f"{word}: no such file"
@@ -137,6 +137,12 @@ def _extras(words: list[str]) -> str | None:
         if missing:
             return f"pyproject.toml has no extra {', '.join(sorted(missing))}"
     return None
+
+
+def _unquoted(command: str) -> str | None:
+    """An extra that zsh would take for a pattern."""
+    found = re.search(r"(?<![\"'\w.])[\w.]+\[[^]]*\]", command)
+    return None if found is None else f'quote the extra: "{found[0]}"'
 
 
 @cache

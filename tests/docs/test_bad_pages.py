@@ -32,7 +32,7 @@ $ gradwire lab run --nodes 2 -- python train.py --any   # a remark
 GRADWIRE_CC=gcc gradwire doctor
 gradwire codec list --json - | head -1
 gradwire COMMAND --help
-pip install gradwire[cli,report]
+pip install "gradwire[cli,report]"
 torchrun --nproc-per-node 2 examples/ddp.py
 ```
 """
@@ -87,7 +87,8 @@ BAD_COMMANDS = [
     ("GRADWIRE_CC=gcc gradwire codec list --nothing", "--nothing"),
     ("python -m gradwire.cli doctor --nothing", "--nothing"),
     ("make nothing", "no target"),
-    ("pip install gradwire[cli,nothing]", "no extra nothing"),
+    ('pip install "gradwire[cli,nothing]"', "no extra nothing"),
+    ("pip install gradwire[cli]", 'quote the extra: "gradwire[cli]"'),
     ("torchrun --nproc-per-node 2 examples/nothing.py", "no such file"),
 ]
 

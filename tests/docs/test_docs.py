@@ -9,15 +9,17 @@ from pathlib import Path
 import blocks
 import pytest
 import rules
+import yaml
 from pages import Page
 
+import gradwire
 from products import EXHAUSTIVE
 
 ROOT = rules.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INTERNALS = ROOT / "docs" / "internals"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-FOR_USERS = [CONTRIBUTING, *(path for path in PAGES if INTERNALS not in path.parents)]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+FOR_USERS = [*OTHERS, *(path for path in PAGES if INTERNALS not in path.parents)]
 SOURCES = [
     path
     for folder in ("src", "tests", "examples", "scripts")
@@ -32,7 +34,7 @@ def broken(rule: Callable[[Page], Iterator[str]], pages: list[Path]) -> list[str
 
 
 def test_links_resolve() -> None:
-    assert broken(rules.links, [CONTRIBUTING, *PAGES]) == []
+    assert broken(rules.links, [*OTHERS, *PAGES]) == []
 
 
 def test_included_code_is_there() -> None:
@@ -45,7 +47,7 @@ def test_paths_of_pages_in_sources_resolve() -> None:
 
 
 def test_commands_exist() -> None:
-    assert broken(rules.commands, [CONTRIBUTING, *PAGES]) == []
+    assert broken(rules.commands, [*OTHERS, *PAGES]) == []
 
 
 def test_figures_name_their_command() -> None:
@@ -59,6 +61,11 @@ def test_pages_begin_with_what_the_reader_can_do() -> None:
 def test_tables_of_results_are_what_the_rows_say() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "results_in_docs.py"))
     assert script["main"](["--check"]) == 0, "run python scripts/results_in_docs.py"
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert (cited["version"], cited["license"]) == (gradwire.__version__, "Apache-2.0")
 
 
 # test_readme.py runs the README's.

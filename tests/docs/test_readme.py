@@ -6,7 +6,9 @@ they did.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
+import re
 from typing import Any
 
 import blocks
@@ -33,6 +35,17 @@ def test_the_readme_shows_how_to() -> None:
     missing = [(title, call) for title, calls in CALLS.items() for call in calls
                if call not in CODE[title]]  # fmt: skip
     assert missing == []
+
+
+def test_the_options_it_names_fit_its_model() -> None:
+    named = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert (
+        "Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))"
+        in (CODE["Attach to a DDP model"])
+    )
+    given = re.findall(r'(?:exclude=\[|codecs=\{)"([^"]+)"', README.path.read_text("utf-8"))
+    assert len(given) == 2
+    assert [pattern for pattern in given if not fnmatch.filter(named, pattern)] == []
 
 
 def what_was_done(rank: int, names: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -826,9 +827,38 @@ def alone(rank: int) -> None:
     assert not handle.state_dict()["aggregators"]
 
 
+def alone_sharded_or_plain(rank: int) -> None:
+    """The same calls, whatever wraps the module; `ratio` can be formatted."""
+
+    def weights() -> torch.Tensor:
+        whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+        return torch.cat([p.detach().reshape(-1) for p in whole])
+
+    for wrap in (DDP, fully_shard, nn.Module.train):
+        model = wrap(mlp())
+        handle = gw.attach(model, "qsgd", bits=4)
+        train(model, range(2))
+        update = handle.update(bits=3)
+        update.wait()
+        train(model, range(2, 4))
+        assert update.in_force
+        assert torch.equal(weights(), plain(mlp, range(4)))
+        stats = handle.stats()
+        assert (stats["steps"], stats["wire_bytes"], f"{stats['ratio']:.1f}") == (4, 0, "1.0")
+        assert f"{stats.get('weights_ratio', 1):.1f}" == "1.0"
+        assert handle.metrics()["ratio"] == 1
+        assert "one rank sends nothing" in str(handle)
+        state = handle.full_state_dict(rank0_only=True)
+        assert state["world_size"] == 1
+        handle.load_state_dict(state)
+        handle.detach()
+        train(model, range(4, 5))
+        assert torch.equal(weights(), plain(mlp, range(5)))
+
+
 @pytest.mark.timeout(100)
 def test_attach_alone() -> None:
-    as_processes(1, alone, timeout=30, deadline=90)
+    all_pass(1, [alone, alone_sharded_or_plain], timeout=30, deadline=90)
 
 
 def test_wrong_options_are_named() -> None:

@@ -50,7 +50,7 @@ def attaching(rank: int) -> None:
         ):
             (message,) = told(lambda make=make, given=given: gw.attach(make(), *given))
             assert f"0.weight and 1 more go through {name}, which is biased" in message
-            assert "error_feedback=True" in message
+            assert "give gw.attach error_feedback=True" in message
             once = told(lambda make=make, given=given: [gw.attach(make(), *given) for _ in "ab"])
             assert len(once) == 1
             assert not told(
@@ -63,7 +63,8 @@ def attaching(rank: int) -> None:
     assert not told(lambda: gw.attach(DDP(mlp()), "powersgd"))  # it always has error feedback
     model = DDP(mlp())
     handle = gw.attach(model, "qsgd")
-    assert told(lambda: handle.update("tbq"))
+    (message,) = told(lambda: handle.update("tbq"))
+    assert "give handle.update error_feedback=True" in message
     for module in (DDP(mlp()), sharded()):  # a warning that is an error leaves nothing changed
         handle = gw.attach(module, "qsgd")
         bias._warned.clear()

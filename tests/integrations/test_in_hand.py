@@ -246,6 +246,46 @@ def test_registered_modules() -> None:
     as_processes(2, registered, timeout=30, deadline=150, backend="gradwire")
 
 
+def test_a_single_process_needs_no_group(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrap in (nn.Module.train, compiled):
+        model, x = wrap(mlp()), torch.randn(8, 20)
+        caplog.clear()
+        with caplog.at_level("INFO", "gradwire"):
+            handle = gw.attach(model, "topk", density=0.1, error_feedback=True)
+        assert [r.getMessage() for r in caplog.records] == [
+            "attach: a single process sends nothing, so nothing is compressed"
+        ]
+        model(x).square().mean().backward()
+        assert list(handle.plan.parameters[0].shape) == [40, 20]
+        assert [p.name for p in handle.plan.parameters] == NAMES
+        assert handle.stats()["steps"] == 1
+        of_two = [{**handle.state_dict(), "rank": rank, "world_size": 2} for rank in (0, 1)]
+        for one in of_two:
+            facts = one["parameters"].items()
+            one["parameters"] = {n: {**f, "feedback": "weight" in n} for n, f in facts}
+            one["aggregators"] = {"0.weight": {"residual": torch.ones(800)}}
+        with pytest.warns(UserWarning, match="are dropped") as warned:
+            handle.load_state_dict(of_two)
+        assert warned[0].filename == __file__
+        assert handle.history() == []
+        assert handle.learn_levels() == 0
+        handle.observe(print)()
+        handle.recover()
+    for method, given in (
+        ("auto", {}),
+        ("qsgd", {"policy": "lgreco"}),
+        ("qsgd", {"weights": "fp8"}),
+    ):
+        assert gw.attach(mlp(), method, **given).stats()["ratio"] == 1
+    with pytest.raises(gw.ConfigError, match="place of the optimizer's momentum"):
+        gw.attach(mlp(), "dgc:density=0.1:momentum=0.9")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher's: the group was forgotten
+    with pytest.raises(gw.ConfigError, match="wrap it first"):
+        gw.attach(mlp())
+
+
 def test_names_lose_what_wrappers_add() -> None:
     assert plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
     assert plain_name("weight") == "weight"

@@ -237,7 +237,9 @@ def a_single_rank_sends_nothing(rank: int) -> None:
     model, handle = attached(codec="qsgd", error_feedback=True)
     handle.metrics(every=1)
     trains(model, 2)
-    assert handle.metrics().keys() == {"exposed_seconds"}
+    found = handle.metrics()
+    assert found.keys() == {"exposed_seconds", "ratio", "bits_per_value"}
+    assert (found["ratio"], found["bits_per_value"]) == (1, 32)
 
 
 def test_a_single_rank() -> None:

@@ -240,3 +240,23 @@ SCENARIOS = [
 @pytest.mark.parametrize("ranks", one_in(2, [2, 3]))
 def test_update(ranks: int) -> None:
     all_pass(ranks, SCENARIOS, timeout=60)
+
+
+def test_an_update_says_whether_it_is_in_force() -> None:
+    model = mlp()
+    handle = gw.attach(model, bits=4)
+    update = handle.update(bits=3)
+    assert repr(update).startswith("<update to plan 1: pending: ")
+    update.wait(60)
+    assert repr(update).startswith("<update to plan 1: pending: prepared")
+    for _ in range(2):
+        model(torch.randn(16, 20)).sum().backward()
+    assert repr(update) == "<update to plan 1: in force>"
+
+    def refuses(plan: Any) -> Any:
+        raise ValueError(plan.version)
+
+    handle._reductions.switch._rehearse = refuses
+    refused = handle.update(bits=2)
+    assert isinstance(caught(lambda: refused.wait(60)), gw.ConfigError)
+    assert repr(refused) == "<update to plan 2: refused: the plan before it stays in force>"

@@ -292,11 +292,11 @@ def begun_alone(rank: int) -> str:
     """Rank 0 begins an agreement, and gives up before rank 1 begins one."""
     store, comm = dist.distributed_c10d._get_default_store(), groups.communicator()
     if rank == 0:
-        error = caught(lambda: comm.agree("what is attached", ["a"]))
-        assert "rank 1 did not reach what is attached" in str(error)
+        error = caught(lambda: comm.agree("the call of gw.attach", ["a"]))
+        assert "rank 1 did not reach the call of gw.attach" in str(error)
         store.set("rank 0 gave up", "")
     store.wait(["rank 0 gave up"], timedelta(seconds=60))
-    for what in ("what is attached", "something else"):
+    for what in ("the call of gw.attach", "something else"):
         error = caught(lambda w=what: comm.agree(w, ["a"]))
         assert isinstance(error, gw.TransportError), error
     return str(error)
@@ -305,4 +305,4 @@ def begun_alone(rank: int) -> str:
 def test_an_agreement_that_timed_out_breaks_the_group() -> None:
     found = ends(2, begun_alone, timeout=2.0)
     finished(found)
-    assert all("rank 1 did not reach what is attached" in end.value for end in found)
+    assert all("rank 1 did not reach the call of gw.attach" in end.value for end in found)

@@ -55,14 +55,20 @@ def here() -> dict[str, Any]:
         "machine": _machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": _load(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
 
+@functools.cache
+def _load() -> float:
+    """Before this process measured anything: what it runs itself is no other load."""
+    return round(os.getloadavg()[0], 2)
+
+
 def _command() -> str:
     program = Path(sys.argv[0])
-    # "gradwire" itself, or a file of the package: python -m gradwire.cli
+    # "gradwire" itself, or a file of the package: python -m gradwire
     ours = program.name == "gradwire" or "gradwire" in program.parts[-3:-1]
     return shlex.join(["gradwire" if ours else program.name, *sys.argv[1:]])
 

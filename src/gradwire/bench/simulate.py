@@ -160,7 +160,7 @@ def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
         raise ConfigError(f"--plot {file}: not a file in an existing folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'gradwire[report]'"
+            '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
         )
     drawn = importlib.import_module("gradwire.bench.sim_plot")
     return lambda rows: drawn.draw(rows, file)

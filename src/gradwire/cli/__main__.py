@@ -1,5 +1,5 @@
 """`python -m gradwire.cli`: the same as the command `gradwire`."""
 
-from gradwire.cli.program import main
+from gradwire.cli import main
 
 main()

@@ -107,7 +107,7 @@ def bench_planner(
         "codecs": names("--codec", codec_name),
     }
     chosen = {name: tuple(value) for name, value in given.items() if value}
-    columns = ["net", "nbytes", "method", "algorithm", "segments", "seconds", "best_method"]
+    columns = ["net", "nbytes", "method", "seconds", "best_method"]
     with output(json_file) as out:
         out.measured(
             lambda advance: planner_grid.run(ranks, **chosen, fresh=fresh, advance=advance),

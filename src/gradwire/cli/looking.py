@@ -84,19 +84,23 @@ def codec_show(
     c: Annotated[bool, typer.Option("--c", help="The generated C.")] = False,
     triton: Annotated[bool, typer.Option("--triton", help="The generated Triton.")] = False,
 ) -> None:
-    """Print the stages of one codec (IR and C, unless some are chosen)."""
+    """Print what one codec or aggregator is, with its options; or the stages of a codec."""
     from gradwire import codecs
     from gradwire.aggregators import registry
+    from gradwire.cli.methods import described
     from gradwire.codecs.text import parse
     from gradwire.lang import show
 
+    wanted = [stage for stage, given in (("ir", ir), ("c", c), ("triton", triton)) if given]
+    if not wanted:
+        typer.echo(described(name))
+        return
     if parse(name)[0] in registry.REGISTRY:
         raise ConfigError(
             f"{name!r} is an aggregator, which has no stages: name a codec of `gradwire codec list`"
         )
     chosen = codecs.get(name)
-    wanted = {"ir": ir, "c": c, "triton": triton}
-    for stage in [stage for stage, given in wanted.items() if given] or ["ir", "c"]:
+    for stage in wanted:
         typer.echo(show(chosen, stage))
 
 

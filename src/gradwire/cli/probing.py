@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,12 +43,19 @@ def probe(
         tables = {
             "pair": ["from", "to", "alpha", "beta", "bandwidth"],
             "send": ["bytes", "seconds"],
-            "curve": ["codec", "form", "call", "value", "payload"],
+            "curve": ["codec", "form", "call_seconds", "ms_per_million", "ms_per_million_payload"],
         }
         for part, columns in tables.items():
-            out.table([row for row in rows if row["part"] == part], columns)
+            out.table([_plain(row) for row in rows if row["part"] == part], columns)
         if rows[0]["cached"]:
             out.say(
                 f"Links and sends are from the cache, as measured at {rows[0]['measured']}; "
                 "--fresh measures anew."
             )
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """With the units of people: a kernel's costs by value are in seconds."""
+    per_value = {"ms_per_million": "value", "ms_per_million_payload": "payload"}
+    costs = {new: row[key] * 1e9 for new, key in per_value.items() if key in row}
+    return {**row, **costs, **({"call_seconds": row["call"]} if "call" in row else {})}

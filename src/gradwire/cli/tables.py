@@ -1,7 +1,9 @@
 """Tables for people: short headings, and no word broken, however narrow the terminal.
 
-Columns are as wide as their cells where the terminal has room, and wrap between words where it has
-not. Where even the longest words do not fit side by side, each row is a list of lines instead.
+Times are in milliseconds and sizes in MB (10^6 bytes), whatever the rows have. Columns are as wide
+as their cells where the terminal has room, and wrap between words where it has not. Where even the
+longest words do not fit side by side, columns that are the same in all rows are told once, above
+the table; then borders go; and where none of that helps, each row is a list of lines instead.
 """
 
 from __future__ import annotations
@@ -15,44 +17,84 @@ from rich.table import Table
 from rich.text import Text
 
 HEADINGS = {
-    "step_seconds": "step (s)",
-    "compute_seconds": "compute (s)",
-    "communication_seconds": "communication (s)",
-    "exposed_seconds": "exposed (s)",
-    "measured_seconds": "measured (s)",
-    "simulated_seconds": "simulated (s)",
-    "seconds": "time (s)",
-    "wire_bytes": "wire bytes",
-    "weights_wire_bytes": "weights (bytes)",
-    "gradients_wire_bytes": "gradients (bytes)",
-    "of_limit": "of limit",
-    "error_feedback": "feedback",
-    "nmse": "NMSE",
-    "input_bits": "input bits",
-    "packed_bits": "packed bits",
-    "gradient_norm": "gradient norm",
-    "nbytes": "bytes",
-    "latency_us": "latency (us)",
+    "communication_seconds": "network (ms)",
+    "weights_wire_bytes": "weights (MB)",
+    "gradients_wire_bytes": "gradients (MB)",
+    "synchronisation_seconds": "synced (ms)",
+    "uncompressed_seconds": "plain (ms)",
+    "coalesce_bytes": "coalesce (MB)",
+    "wire_bytes": "sent (MB)",
+    "seconds": "time (ms)",
+    "bytes": "size (MB)",
+    "nbytes": "size (MB)",
+    "latency_us": "latency (ms)",
+    "alpha": "latency (ms)",
+    "beta": "1 MB (ms)",
+    "bandwidth": "Mbit/s",
     "gbps": "GB/s",
-}  # of keys that are long or hide their unit; other keys head their own columns
+    "nmse": "NMSE",
+    "numel": "values",
+    "error_feedback": "feedback",
+    "error_metric": "error",
+    "of_uniform": "of uniform",
+    "ms_per_million": "ms per million",
+    "orthogonal_share": "orthogonal",
+    "state_bytes_per_value": "state bytes per value",
+    "partition_ratio": "in parts",
+    "op": "kernel",
+}  # of keys that the rules of `heading` do not make short and plain
+_FACTORS = {"latency_us": 1e-3, "alpha": 1e3, "beta": 1e9, "bandwidth": 1e-6, "nbytes": 1e-6}
 
 _FRAME = 3  # characters per column: a border and a space on either side; one border more at the end
+_BARE = 2  # without borders
 
 
 def show(console: Console, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Print the values of `columns`, keys of the rows."""
-    headings = [HEADINGS.get(column, column) for column in columns]
-    cells = [[_text(row.get(column)) for column in columns] for row in rows]
-    widths = _widths([headings, *cells], console.width - _FRAME * len(columns) - 1)
-    if widths is None:
-        _show_lines(console, headings, cells)
+    whole = [[heading(column) for column in columns]]
+    whole += [[_text(column, row.get(column)) for column in columns] for row in rows]
+    same = [n for n, (_, *cells) in enumerate(zip(*whole, strict=True)) if len({*cells}) == 1]
+    same = same if len(rows) > 1 else []
+    other = [[cell for n, cell in enumerate(row) if n not in same] for row in whole]
+    for frame, table in ((_FRAME, whole), (_FRAME, other), (_BARE, whole), (_BARE, other)):
+        widths = _widths(table, console.width, frame)
+        if widths is None:
+            continue
+        if table is other:
+            said = ", ".join(f"{whole[0][n]} {whole[1][n]}" for n in same)
+            console.print(Text(f"In all rows: {said}."))
+        _draw(console, table, widths, frame)
         return
-    table = Table()
-    for heading, width in zip(headings, widths, strict=True):
-        table.add_column(heading, width=width, overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    _show_lines(console, whole[0], whole[1:])
+
+
+def _draw(
+    console: Console, table: Sequence[Sequence[str]], widths: Sequence[int], frame: int
+) -> None:
+    drawn = Table() if frame == _FRAME else Table(box=None, padding=(0, _BARE, 0, 0))
+    for title, width in zip(table[0], widths, strict=True):
+        drawn.add_column(title, width=width, overflow="fold")
+    for row in table[1:]:
+        drawn.add_row(*map(Text, row))
+    console.print(drawn)
+
+
+def heading(column: str) -> str:
+    """Of a key: in words, with the unit in which `show` prints it."""
+    if column in HEADINGS:
+        return HEADINGS[column]
+    for end, unit in (("_seconds", "ms"), ("_bytes", "MB")):
+        if column.endswith(end):
+            return f"{column.removesuffix(end)} ({unit})".replace("_", " ")
+    return column.replace("_", " ")
+
+
+def _factor(column: str) -> float:
+    """From what a row has to what is printed."""
+    if column in _FACTORS:
+        return _FACTORS[column]
+    of = {"seconds": 1e3, "bytes": 1e-6}
+    return of.get(column.rpartition("_")[2], 1.0)
 
 
 def _show_lines(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
@@ -64,9 +106,10 @@ def _show_lines(console: Console, headings: Sequence[str], cells: Sequence[Seque
             console.print(Text(f"{heading}: {cell}"), soft_wrap=True)
 
 
-def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """The characters of each column, `room` in all at most; None if a word would be broken."""
+def _widths(rows: Sequence[Sequence[str]], most: int, frame: int) -> list[int] | None:
+    """The characters of each column, within `most` in all; None if a word would be broken."""
     columns = list(zip(*rows, strict=True))
+    room = most - frame * len(columns) - (frame == _FRAME)
     words = [
         max(cell_len(word) for cell in cells for word in ["", *cell.split()]) for cells in columns
     ]
@@ -75,7 +118,7 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
     spare = room - sum(widths)
     if spare < 0:
         return None
-    while spare and any(width < most for width, most in zip(widths, whole, strict=True)):
+    while spare and any(width < wanted for width, wanted in zip(widths, whole, strict=True)):
         # the narrowest of the columns that lack room
         narrow = min(
             (i for i in range(len(widths)) if widths[i] < whole[i]), key=widths.__getitem__
@@ -85,11 +128,20 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
     return widths
 
 
-def _text(value: object) -> str:
+def _text(column: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float) and _factor(column) != 1:
+        return _number(value * _factor(column))
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return _number(value)
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
+        return ", ".join(f"{name}={_text(name, one)}" for name, one in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
+        return ", ".join(_text(column, one) for one in value)
     return "-" if value is None else str(value)
+
+
+def _number(value: float) -> str:
+    """With four digits, and no exponent where it would be short enough without."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -73,7 +73,7 @@ def _optuna() -> Any:
         if missing.name != "optuna":
             raise
         raise ConfigError(
-            "the policy bayes needs optuna: pip install 'gradwire[adapt]'"
+            'the policy bayes needs optuna: pip install "gradwire[adapt]"'
         ) from missing
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

@@ -154,6 +154,6 @@ def _pymoo() -> tuple[Any, Any, Any]:
         from pymoo.optimize import minimize
     except ImportError as error:
         raise ConfigError(
-            f"flexible needs pymoo, which is missing ({error}): pip install 'gradwire[adapt]'"
+            f'flexible needs pymoo, which is missing ({error}): pip install "gradwire[adapt]"'
         ) from error
     return NSGA2, Problem, minimize

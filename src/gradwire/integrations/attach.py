@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from gradwire.collectives.calling import check_seed, options_of
 from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
+from gradwire.integrations.alone import attach_alone
 from gradwire.integrations.auto import Auto
 from gradwire.integrations.bias import warn_of_bias
 from gradwire.integrations.buckets import Buckets
@@ -34,6 +36,8 @@ from gradwire.planner import Plan, Rules, WeightRules, make_plan
 from gradwire.planner.files import PlanFile
 from gradwire.planner.rules import check_coalesce_bytes
 from gradwire.planner.weights import Weights, all_in_blocks
+
+log = logging.getLogger("gradwire")
 
 COALESCE_BYTES = 1 << 18
 
@@ -64,6 +68,9 @@ def attach(
 
         model = DistributedDataParallel(model)
         gw.attach(model, bits=4)
+
+    A single process sends nothing: there any module will do, with a process group or without, and
+    the handle's methods work.
 
     Args:
         model: a DDP module, an FSDP2 module (docs/how-to/fsdp2.md), or the wrapper of one that
@@ -187,13 +194,15 @@ def attach(
         if pinned is not None:
             pinned.check([p.name for p in shards.plan.parameters])
         warn_of_bias(shards.plan, shards.trained.groups.size)
-        return shards.handle(seed, adaptive)
+        return _told(shards.handle(seed, adaptive))
+    if not isinstance(model, DistributedDataParallel):
+        WeightRules.of(weights, keep)  # for FSDP2, which is not used in a single process
+        return _told(attach_alone(model, rules, (chosen, coalesce_bytes), seed, pinned))
     if weights is not None or keep is not None:
         raise ConfigError(
             "attach: weights and keep are for FSDP2 modules, which gather weights; DDP sends "
             "gradients alone: leave these arguments out"
         )
-    assert isinstance(model, DistributedDataParallel)
     planned = plan_ddp(model, rules, chosen, coalesce_bytes)
     if pinned is not None:
         pinned.check([p.name for p in planned.plan.parameters])
@@ -202,7 +211,14 @@ def attach(
             "this module already has a handle attached: call its detach() before attaching again"
         )
     warn_of_bias(planned.plan, model.process_group.size())
-    return planned.handle(seed, adaptive, auto)
+    return _told(planned.handle(seed, adaptive, auto))
+
+
+def _told(made: Handle) -> Handle:
+    """`made`, and a line in the log if it has nothing to do."""
+    if made.world_size == 1:
+        log.info("attach: a single process sends nothing, so nothing is compressed")
+    return made
 
 
 def _check_automatic(
@@ -214,7 +230,7 @@ def _check_automatic(
     algorithm: str | None,
 ) -> None:
     """Raise ConfigError for what does not go with "auto"."""
-    if not isinstance(model, DistributedDataParallel):
+    if isinstance(model, FSDPModule):
         raise ConfigError(
             'attach: "auto" and plan="measured" are for DDP modules; give an FSDP2 module a codec '
             "(`gradwire sim --sharded` predicts what it saves)"
@@ -250,7 +266,7 @@ class Planned:
         agreed = [f"seed {seed}", f"after {state.attached} handles of this module"]
         agreed += [] if adaptive is None else list(map(repr, adaptive))
         agreed += [] if auto is None else [repr(auto)]
-        comm.agree("what is attached", [*agreed, *self.plan.describe()])
+        comm.agree("the call of gw.attach", [*agreed, *self.plan.describe()])
         name = comm.handle_name(original(self.model.module), self.named[0][0])
         owner = comm.owner(f"the {name}")
         unused = self.model.find_unused_parameters

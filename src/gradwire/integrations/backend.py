@@ -24,6 +24,7 @@ from gradwire.integrations.backend_entry import NAME
 from gradwire.integrations.backend_models import Models
 from gradwire.integrations.backend_scope import averages, lacking
 from gradwire.integrations.backend_settings import Settings, from_environment
+from gradwire.integrations.metrics import times_less
 from gradwire.integrations.scatter import Completed, Replicas, Scatter
 from gradwire.transport.torch_p2p import TAG_BASE
 
@@ -164,8 +165,7 @@ class Group(dist.ProcessGroup):
         """
         models, blobs = self.models.totals(), self.blobs.totals()
         totals = {key: models[key] + blobs[key] for key in blobs}
-        wire = totals["wire_bytes"]
-        ratio = totals["raw_bytes"] / wire if wire else None
+        ratio = times_less(totals["raw_bytes"], totals["wire_bytes"])
         return {**totals, "ratio": ratio, "left_alone": dict(self.models.left)}
 
 

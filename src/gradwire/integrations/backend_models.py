@@ -85,7 +85,7 @@ class Models:
         except ConfigError as error:
             self._log_lines.append(f"{what} uncompressed ({error})")
             return
-        warn_of_bias(planned.plan, self._group.size())
+        warn_of_bias(planned.plan, self._group.size(), "gw.register")
         state = hook_state(ddp)
         held, named, plan = weakref.ref(ddp), planned.named, planned.plan
         del planned  # it has a reference to the module
@@ -123,7 +123,7 @@ class Models:
         except ConfigError as error:
             self._log_lines.append(f"{what} uncompressed ({error})")
             return
-        warn_of_bias(planned.plan, planned.trained.groups.size)
+        warn_of_bias(planned.plan, planned.trained.groups.size, "gw.register")
         self._note(root, what, planned.handle(self.settings.seed))
 
     def _has_kernels(self, what: str, module: torch.nn.Module) -> bool:

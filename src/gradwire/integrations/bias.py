@@ -20,25 +20,29 @@ _BIASED, _GROWS = "biased", "grows"
 _warned: set[str] = set()  # kinds
 
 
-def warn_of_bias(plan: Plan, ranks: int) -> None:
+def warn_of_bias(plan: Plan, ranks: int, call: str = "gw.attach") -> None:
     """Warn, unless this process has, of what `plan` sends through a biased codec alone, and of
-    error feedback around a method that does not contract."""
+    error feedback around a method that does not contract.
+
+    Args:
+        call: the user's, that made this plan.
+    """
     if ranks == 1:  # one rank alone sends nothing
         return
     if _BIASED not in _warned:
-        _warn_of_loss(plan)
+        _warn_of_loss(plan, call)
     if _GROWS not in _warned:
         _warn_of_growth(plan)
 
 
-def _warn_of_loss(plan: Plan) -> None:
+def _warn_of_loss(plan: Plan, call: str) -> None:
     lossy = [p for p in plan.parameters if p.codec is not None and not p.feedback]
     biased = {codec for codec in {p.codec for p in lossy} if codec is not None and codec.biased}
     found = [p for p in lossy if p.codec in biased]
     if found:
         warn_once(
             f"{_what(found)}, which is biased: without error feedback what it leaves out is lost, "
-            "and training may not converge; give gw.attach or gw.register error_feedback=True"
+            f"and training may not converge; give {call} error_feedback=True"
         )
 
 

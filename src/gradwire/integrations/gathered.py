@@ -24,7 +24,7 @@ from gradwire.groups import communicator
 from gradwire.integrations.changes import Changes
 from gradwire.integrations.differences import DifferenceGather
 from gradwire.integrations.fsdp import gather_group
-from gradwire.integrations.metrics import Sampler
+from gradwire.integrations.metrics import Sampler, times_less
 from gradwire.integrations.references import (
     References,
     Sharding,
@@ -44,7 +44,7 @@ _TOTALS: dict[str, float] = {
     "weights_calls": 0, "weights_wire_bytes": 0, "weights_raw_bytes": 0,
     "weights_seconds": 0.0, "weights_exposed_seconds": 0.0,
 }  # fmt: skip
-_OTHERS = {"weights_ratio": None, "weights_kept_bytes": 0, "weights_frozen_values": 0}
+_OTHERS = {"weights_ratio": 1.0, "weights_kept_bytes": 0, "weights_frozen_values": 0}
 NO_STATS = _TOTALS | _OTHERS  # of a handle that gathers no weights
 
 
@@ -169,7 +169,7 @@ class GatheredWeights:
         values = sum(math.prod(p._orig_size) for g in once for p in g.record.fsdp_params)
         return {
             **totals,
-            "weights_ratio": raw / wire if wire else None,
+            "weights_ratio": times_less(raw, wire),
             "weights_kept_bytes": kept,
             "weights_frozen_values": values,
         }

@@ -18,7 +18,7 @@ from gradwire.integrations.automatic import Automatic, refuse_changes, without_p
 from gradwire.integrations.choices import policy_of
 from gradwire.integrations.full_state import StateGather, states_of
 from gradwire.integrations.learning import SMALLEST
-from gradwire.integrations.metrics import EVERY
+from gradwire.integrations.metrics import EVERY, times_less
 from gradwire.integrations.reductions import Reductions, with_options
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
@@ -101,7 +101,8 @@ class Handle(Saved):
                 follows the switch. What is kept of gathered weights stays as `attach` was told.
 
         Returns:
-            The update: its `wait()` returns when this rank has prepared it; see also `in_force`.
+            The update: its `wait()` returns when this rank has prepared it; its text, and
+            `in_force`, say whether it is pending or in force.
 
         Raises:
             ConfigError: as `attach`; or the handle was detached, its module is gone, or its process
@@ -224,7 +225,7 @@ class Handle(Saved):
             wire_bytes: sent by this rank, headers included.
             raw_bytes: what would have been sent uncompressed: 2 (N-1)/N of the gradients in an
                 all-reduce; under FSDP2 (N-1)/N, and 2 (N-1)/N of their shards between N replicas.
-            ratio: raw_bytes / wire_bytes (None before anything was sent).
+            ratio: raw_bytes / wire_bytes; 1.0 where nothing was sent, as in a single process.
             seconds: summed over buckets, which overlap, from a bucket's readiness to its average;
                 under FSDP2 over collectives, from start to result.
             exposed_seconds: what communication added to backward. Under DDP: from where the
@@ -273,7 +274,7 @@ class Handle(Saved):
         return {
             **totals,
             "raw_bytes": round(raw),
-            "ratio": raw / wire if wire else None,
+            "ratio": times_less(raw, wire),
             "residual_bytes": residual,
             "shared_bytes": sum(transport.shared_bytes for transport in opened),
             "lent_bytes": sum(transport.lent_bytes for transport in opened),
@@ -313,7 +314,8 @@ class Handle(Saved):
         And what aggregators tell, such as the share of saturated values: the newest, as the mean
         over parameters weighted by their numbers of values.
 
-        A value that is not known yet has no key; a single rank sends nothing and has no sample.
+        A value that is not known yet has no key; a single rank sends nothing, so its ratio is 1.0,
+        and it has no sample.
         Nothing is sampled before the first call. A sampled pass copies its gradients and reads them
         several times; nothing in training changes.
 
@@ -326,7 +328,7 @@ class Handle(Saved):
             ConfigError: `every` is not a number of passes.
         """
         on = self._reductions
-        totals = on.totals() | {k: v for k, v in on.facts().items() if v is not None}
+        totals = on.totals() | on.facts()
         return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
 
     def history(self) -> list[dict[str, Any]]:

@@ -24,6 +24,11 @@ from gradwire.planner import Plan
 EVERY = 100  # passes
 
 
+def times_less(raw: float, wire: float) -> float:
+    """How many times fewer bytes were sent than uncompressed; 1.0 where none were sent."""
+    return raw / wire if wire else 1.0
+
+
 class Sampler:
     """Takes samples of passes.
 
@@ -128,6 +133,7 @@ class Metrics:
 
     def __init__(self, ranks: int) -> None:
         self.sampler = Sampler(ranks)
+        self._ranks = ranks
         self._before: dict[str, float] = {}
         self._window: dict[str, float] = {}
 
@@ -179,10 +185,10 @@ class Metrics:
         if new.get("weights_wire_bytes"):
             self._window |= {
                 "weights_exposed_seconds": new["weights_exposed_seconds"] / new["steps"],
-                "weights_ratio": new["weights_raw_bytes"] / new["weights_wire_bytes"],
+                "weights_ratio": times_less(new["weights_raw_bytes"], new["weights_wire_bytes"]),
             }
-        if new["wire_bytes"]:
-            ratio = new["raw_bytes"] / new["wire_bytes"]
+        if new["wire_bytes"] or self._ranks == 1:
+            ratio = times_less(new["raw_bytes"], new["wire_bytes"])
             bits = 8 * sum(p.numel * p.dtype.itemsize for p in plan.parameters)
             values = sum(p.numel for p in plan.parameters)
             self._window |= {"ratio": ratio, "bits_per_value": bits / values / ratio}

@@ -8,6 +8,7 @@ integrations/scatters.py those of FSDP2 modules.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -182,7 +183,9 @@ class Reductions:
     def remade(self, plan: Plan, rules: Rules) -> Plan:
         """`plan` with other rules; raises ConfigError if there is none."""
         made = self.planned(plan, rules)
-        warn_of_bias(made, self.ranks)  # a warning may be an error: then nothing changes
+        warn_of_bias(
+            made, self.ranks, "handle.update"
+        )  # a warning may be an error: then nothing changes
         return made
 
     def planned(self, plan: Plan, rules: Rules) -> Plan:
@@ -240,6 +243,17 @@ class Reductions:
         """Check the states of one or all ranks of a saved job; the function loads what of it is not
         of the parameters' members."""
         return _nothing
+
+    def drop_residuals(self) -> None:
+        """Of a loaded state, in a single process that is not given any gradient."""
+        if any(member.state for member in self.members.values()):
+            warnings.warn(
+                "load_state_dict: a single process reduces nothing on a plain module or under "
+                "FSDP2, so the residuals of this state are dropped",
+                stacklevel=4,
+            )
+            for member in self.members.values():
+                member.keep({})
 
     def remove(self) -> None:
         """Give the module its own collectives back."""

@@ -13,6 +13,7 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.checkpoint import OfOneRank, check_caller, read_states, to_keys
 from gradwire.integrations.full_state import StateGather, full, states_of
+from gradwire.integrations.metrics import times_less
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.state import merge_states
 from gradwire.lang import rng
@@ -236,7 +237,7 @@ class Saved:
                 "codec": p.how,
                 "numel": p.numel,
                 "payload_bytes": payload,
-                "ratio": raw_payload / payload if payload else None,
+                "ratio": times_less(raw_payload, payload),
             }
         return parameters
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -361,14 +360,8 @@ class Scatters(Reductions):
 
         def load() -> None:
             self._use(lambda _: levels)
-            if self.ranks == 1 and any(member.state for member in self.members.values()):
-                warnings.warn(
-                    "load_state_dict: a single rank reduces nothing under FSDP2, so the residuals "
-                    "of this state are dropped",
-                    stacklevel=3,
-                )
-                for member in self.members.values():
-                    member.keep({})
+            if self.ranks == 1:
+                self.drop_residuals()
             if weights is not None and references is not None:
                 weights.load(references, states[0].get("counted") is True)
 

@@ -79,7 +79,7 @@ class PlannedShards:
             keep = "payload" if fits else "none"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
         for comm in comms:
-            comm.agree("what is attached", [*agreed, *plan.describe()])
+            comm.agree("the call of gw.attach", [*agreed, *plan.describe()])
         members = members_of(plan, seed, groups.rank, count)
         name = comms[0].handle_name(original(self.model), plan.parameters[0].name)
 

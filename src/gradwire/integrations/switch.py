@@ -30,7 +30,7 @@ from gradwire.planner import Plan
 
 log = logging.getLogger("gradwire")
 
-_WHAT = "an update of what is attached"
+_WHAT = "an update of the plan"
 MOST_VERSIONS = 1 << 16  # the range of the version in a message header
 
 
@@ -60,6 +60,17 @@ class Update:
             TimeoutError: after `timeout` seconds.
         """
         self._prepared.result(timeout)
+
+    def __repr__(self) -> str:
+        if self._prepared.done() and self._prepared.exception() is not None:
+            state = "refused: the plan before it stays in force"
+        elif self.in_force:
+            state = "in force"
+        elif self._prepared.done():
+            state = "pending: prepared here, in force from the next passes on, on all ranks at once"
+        else:
+            state = "pending: being prepared; wait() returns when it is"
+        return f"<update to plan {self.version}: {state}>"
 
 
 class Switch:

@@ -15,10 +15,12 @@ lengthens the names of its parameters. Names here are those of the model as its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +31,13 @@ _HELD = ("_forward_module", "module", "model")
 _SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 T = TypeVar("T")
+
+
+def is_alone() -> bool:
+    """Whether this process is the whole job: no process group and no launcher's, or one rank."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def plain_name(name: str) -> str:
@@ -95,7 +104,7 @@ def synchronising(module: object) -> torch.nn.Module | None:
 
 
 def in_hand(module: object) -> torch.nn.Module:
-    """The DDP or FSDP2 module that `attach` means by `module`.
+    """The DDP or FSDP2 module that `attach` means by `module`; in a single process, a module.
 
     Raises:
         ConfigError: there is none, or not one alone; it says what to pass instead.
@@ -121,6 +130,8 @@ def in_hand(module: object) -> torch.nn.Module:
                 f"attach takes a DistributedDataParallel module, or one from fully_shard, not "
                 f"{what}, which has these inside: {inside}: pass such a module itself"
             )
+        if is_alone():
+            return module
         raise ConfigError(
             f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
             "wrap it first, attach(DistributedDataParallel(model)), or shard it, "

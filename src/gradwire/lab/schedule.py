@@ -164,7 +164,9 @@ def _read(file: Path) -> Schedule:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(f"schedule {file}: install PyYAML (gradwire[cli]) to read it") from error
+        raise ConfigError(
+            f'schedule {file} needs PyYAML, which is not installed: pip install "gradwire[cli]"'
+        ) from error
     try:
         told = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

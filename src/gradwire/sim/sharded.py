@@ -166,7 +166,7 @@ def predict_sharded(scenario: ShardedScenario, curves: Curves) -> dict[str, Any]
         "wire_bytes": wire,
         "weights_wire_bytes": sent["gather"],
         "gradients_wire_bytes": sent["reduce"],
-        "ratio": _uncompressed(scenario) / wire if wire else None,
+        "ratio": _uncompressed(scenario) / wire if wire else 1.0,
         "limit_seconds": limit,
         "of_limit": None if limit is None or not seconds else limit / seconds,
         "messages": sum(graph.graph.kind.count(Kind.SEND) for graph in graphs[0]),

@@ -10,7 +10,16 @@ from gradwire.bench.report.bars import Bar, bars
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Spread, Verdict, by_spreads
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
-from gradwire.bench.report.quantities import DASH, digits, network, seconds, size, time_unit
+from gradwire.bench.report.quantities import (
+    DASH,
+    digits,
+    faster,
+    network,
+    seconds,
+    size,
+    than,
+    time_unit,
+)
 from gradwire.bench.report.rows import grouped
 
 _TITLE = "How long does an all-reduce take, against the limit of the wire?"
@@ -80,12 +89,15 @@ def _against(row: Row, baseline: Row | None) -> tuple[str, str]:
     """A row against the baseline, as a sentence and for the table."""
     if baseline is None or row is baseline or not baseline["seconds"]:
         return "", DASH
-    ratio = row["seconds"] / baseline["seconds"]
     verdict = by_spreads(_quartiles(row), _quartiles(baseline))
-    word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
-    told = f"{row['method']} takes {ratio:.2f} times as long as {baseline['method']}: {word}"
-    told += f"; its average has an NMSE of {digits(row['nmse'], 2)}."
-    return told, f"{ratio:.2f}×, {word}"
+    compared = faster(row["seconds"], baseline["seconds"])
+    told = than(compared, str(baseline["method"]))
+    if verdict is Verdict.NOISE:
+        compared, told = verdict.value, f"about as fast as {baseline['method']}, within noise"
+    elif verdict not in (Verdict.LESS, Verdict.MORE):
+        compared, told = f"{compared}, {verdict.value}", f"{told} ({verdict.value})"
+    told = f"{row['method']} is {told}; its average has an NMSE of {digits(row['nmse'], 2)}."
+    return told, compared
 
 
 def _quartiles(row: Row) -> Spread | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Verdict, by_seeds, paired
-from gradwire.bench.report.quantities import DASH, digits
+from gradwire.bench.report.quantities import DASH, digits, faster
 from gradwire.bench.report.rows import grouped
 
 Times = Sequence[float | None]
@@ -50,10 +50,12 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """ "2.41×, gain"; in words alone without a ratio."""
-        if self.ratio is None:
-            return DASH if self.standing is Standing.UNKNOWN else self.standing.value
-        return f"{times(self.ratio)}, {self.standing.value}"
+        """ "2.41 times faster"; in words alone without a ratio."""
+        if self.standing in (Standing.GAIN, Standing.LOSS):
+            return faster(1.0, self.ratio or 1.0)
+        if self.standing is Standing.UNJUDGED and self.ratio is not None:
+            return f"{faster(1.0, self.ratio)}, {self.standing.value}"
+        return DASH if self.standing is Standing.UNKNOWN else self.standing.value
 
 
 def times(ratio: float) -> str:

@@ -9,7 +9,7 @@ from gradwire.bench.report import gain, heat, origin
 from gradwire.bench.report.gain import Gain, Standing
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
-from gradwire.bench.report.quantities import DASH, network, plural, rate
+from gradwire.bench.report.quantities import DASH, faster, network, plural, rate
 from gradwire.bench.report.rows import grouped, run_of
 
 _TITLE = "Where does compression pay, and where does it not?"
@@ -141,7 +141,8 @@ def _answers(
         parts = []
         for standing, word in _CLAUSES.items():
             mine = {n: one.ratio for n, one in ours.items() if one.standing is standing}
-            told = [n if mine[n] is None else f"{n} ({gain.times(mine[n] or 0)})" for n in mine]
+            compared = standing in (Standing.GAIN, Standing.LOSS)
+            told = [f"{n} ({faster(1.0, mine[n] or 1.0)})" if compared else n for n in mine]
             if told:
                 parts.append(f"{word}: {', '.join(told)}")
         against = f"against {bar}" if bar else "no 16-bit baseline reached the target"

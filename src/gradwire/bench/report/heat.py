@@ -36,8 +36,8 @@ class TileRow:
 def tiles(columns: Sequence[Sequence[str]], rows: Sequence[TileRow], title: str) -> str:
     """The figure; a column's name has lines. Names of rows stand above their tiles."""
     legend = [
-        (_box(Standing.LOSS, 0.25), "▼ 4 times as long, or more"),
-        (_box(Standing.GAIN, 4.0), "▲ a quarter of the time, or less"),
+        (_box(Standing.LOSS, 0.25), "▼ 4 times slower, or more"),
+        (_box(Standing.GAIN, 4.0), "▲ 4 times faster, or more"),
         (_box(Standing.NOISE, 1.0), "≈ within noise"),
         (_box(Standing.UNJUDGED, 1.0), "? not judged"),
     ]

@@ -13,7 +13,15 @@ from gradwire.bench.report.lengths import length
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.noise import Verdict, by_seeds, paired
 from gradwire.bench.report.parts import Cell, Figure, Question, Table
-from gradwire.bench.report.quantities import DASH, digits, percent, plural, seconds
+from gradwire.bench.report.quantities import (
+    DASH,
+    digits,
+    faster,
+    percent,
+    plural,
+    seconds,
+    than,
+)
 from gradwire.bench.report.rows import grouped
 
 TITLE = "How long until the model reaches the baseline's loss?"
@@ -149,7 +157,6 @@ def _time_verdict(
         return DASH, ""
     if row["time_to_target"] is None:
         return "not reached", ""
-    ratio = row["time_to_target"] / baseline["time_to_target"]
     mine, theirs = paired((row, baseline), "time_to_target")
     ours, its = (resolved[one["method"]] for one in (row, baseline))
     gap, timing = gain.known_to(ours, row["time_to_target"], its, baseline["time_to_target"])
@@ -158,18 +165,19 @@ def _time_verdict(
     why = f": evaluations are up to {seconds(gap)} apart" if near else ""
     if near and timing:
         why += f", and by the timed steps this difference is known to {seconds(timing)}"
-    told = f"takes {ratio:.2f} times as long as {baseline['method']} to reach it"
-    if verdict is Verdict.UNKNOWN and one_seed(row):
-        return f"{ratio:.2f}×", told
+    compared = faster(row["time_to_target"], baseline["time_to_target"])
+    told = f"reaches it {than(compared, str(baseline['method']))}"
+    if one_seed(row):
+        return compared, told
     clause = {
-        Verdict.LESS: f"{told}: less time",
-        Verdict.MORE: f"{told}: more time",
-        Verdict.NOISE: f"{told}, which is within noise{why}",
+        Verdict.LESS: told,
+        Verdict.MORE: told,
+        Verdict.NOISE: f"reaches it in about the time of {baseline['method']}, within noise{why}",
         Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
         Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
     }[verdict]
-    word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
-    return f"{ratio:.2f}×, {word}", clause
+    cell = {Verdict.LESS: compared, Verdict.MORE: compared, Verdict.NOISE: verdict.value}
+    return cell.get(verdict, f"{compared}, {verdict.value}"), clause
 
 
 def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
@@ -233,7 +241,7 @@ def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
     verdict = by_seeds(mine, theirs)
     if row["final_loss"] == baseline["final_loss"]:
         verdict = Verdict.NOISE
-    if verdict is Verdict.UNKNOWN and one_seed(row):
+    if one_seed(row):
         return change, told
     clause = {
         Verdict.LESS: f"{told}, more than noise",

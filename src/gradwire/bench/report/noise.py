@@ -61,18 +61,18 @@ def paired(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float | Non
 def by_seeds(
     mine: Sequence[float | None], baseline: Sequence[float | None], resolution: float = 0.0
 ) -> Verdict:
-    """Of values with the same seeds; a mean difference below `resolution` is noise in any case."""
+    """Of values with the same seeds, two or more; a mean difference below `resolution` is noise."""
     pairs = [
         (a, b) for a, b in zip(mine, baseline, strict=False) if a is not None and b is not None
     ]
     if not pairs or len(pairs) < max(len(mine), len(baseline)):
         return Verdict.UNKNOWN
+    if len(pairs) < 2:
+        return Verdict.UNKNOWN
     differences = [a - b for a, b in pairs]
     mean = statistics.mean(differences)
     if abs(mean) <= resolution:
         return Verdict.NOISE
-    if len(differences) < 2:
-        return Verdict.UNKNOWN
     freedom = len(differences) - 1
     t = _T95[freedom - 1] if freedom <= len(_T95) else 2.2
     half = t * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -1,4 +1,4 @@
-"""The report's first part: what was run, on which machine, at which commit."""
+"""The report's last part: what was run, on which machine, at which commit."""
 
 from __future__ import annotations
 

@@ -125,7 +125,11 @@ def _render(rows: Sequence[Row], title: str) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
-        title=title, sections=sections(rows), rows=plural(len(rows), "row"), style=svg.STYLE
+        title=title,
+        results=results(rows),
+        sections=sections(rows),
+        rows=plural(len(rows), "row"),
+        style=svg.STYLE,
     )
 
 
@@ -137,12 +141,12 @@ def check_packages() -> None:
     """
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError(
-            "the report needs jinja2, which is not installed: pip install 'gradwire[report]'"
+            'the report needs jinja2, which is not installed: pip install "gradwire[report]"'
         )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """What was run, then the kinds of rows in a fixed order, each row in exactly one section.
+    """The kinds of rows in a fixed order, each row in exactly one section, then what was run.
 
     The rows have been checked.
 
@@ -152,11 +156,16 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     if not rows:
         raise ConfigError("there are no rows to report on")
     by_kind = sort(rows)
-    found = [origin.section(rows)]
+    found: list[Section] = []
     for kind, make in _MAKERS.items():
         if by_kind[kind]:
             found += make(by_kind[kind])
-    return found
+    return [*found, origin.section(rows)]
+
+
+def results(rows: Sequence[Row]) -> list[str]:
+    """What stands first on the page: the result of a training."""
+    return training.headline(sort(rows)["bench train"])
 
 
 def _write(file: Path, text: str) -> None:

@@ -101,6 +101,19 @@ def percent(ratio: float) -> str:
     return "0.00 %" if text[1:] == "0.00 %" else text
 
 
+def faster(mine: float, baseline: float) -> str:
+    """Of a time: "2.50 times faster" than the baseline's, "1.60 times slower", "as fast"."""
+    if not mine or not baseline or f"{mine / baseline:.2f}" == "1.00":
+        return "as fast"
+    word, ratio = ("faster", baseline / mine) if mine < baseline else ("slower", mine / baseline)
+    return f"{digits(ratio)} times {word}"
+
+
+def than(compared: str, baseline: str) -> str:
+    """What `faster` says, and of what: "2.50 times faster than X", "as fast as X"."""
+    return f"{compared} {'as' if compared == 'as fast' else 'than'} {baseline}"
+
+
 def plural(count: int, word: str) -> str:
     """ "1 seed", "3 seeds"."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"

@@ -27,11 +27,14 @@ from gradwire.bench.report.noise import Spread, Verdict, by_spreads
 from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
 from gradwire.bench.report.quantities import (
     DASH,
+    digits,
+    faster,
     network,
     plural,
     seconds,
     size,
     size_unit,
+    than,
     time_unit,
 )
 from gradwire.bench.report.rows import grouped
@@ -46,6 +49,27 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     compared = [row for row in rows if row["row"] == "validation"]
     made = [*gains.sections(whole), *(_section(mine, whole) for mine in found.values())]
     return [*made, *composed.sections(compared)]
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """The result in a sentence, where the rows are of one run on one network."""
+    summaries = [row for row in rows if row["row"] == "summary"]
+    baselines = Baselines.of_rows(summaries)
+    if len(grouped(summaries, "task", "net", "ranks", "run")) != 1:
+        return []
+    reached = [row for row in summaries if row["time_to_target"] and not row.get("timing_only")]
+    bar = baselines.best(reached, "time_to_target")
+    ours = [row for row in reached if row["method"] not in baselines.names]
+    if bar is None or not ours:
+        return []
+    best = min(ours, key=lambda row: float(row["time_to_target"]))
+    others = [bar, *(row for row in reached if row["method"] == baselines.full)]
+    told = ", and ".join(
+        than(faster(best["time_to_target"], row["time_to_target"]), str(row["method"]))
+        for row in others
+    )
+    where = "" if best["net"] == "none" else f" on a network of {network(best['net'])}"
+    return [f"{best['method']} trains to the same loss {told}{where}."]
 
 
 def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
@@ -110,7 +134,7 @@ def _steps(summaries: Sequence[Row]) -> Question:
     for row in summaries:
         judged = "" if row is baseline else _against(row, baseline)
         if judged and row["method"] != baselines.full:
-            answers.append(f"A step of {row['method']} takes {judged}.")
+            answers.append(f"A step of {row['method']} is {judged}.")
         middle = _quartiles(row)
         table.append(
             [
@@ -156,14 +180,15 @@ def _against(row: Row, baseline: Row | None) -> str:
     """A row's step against the baseline's in a clause; "" where one is unknown."""
     if baseline is None or not baseline["step_seconds"] or row["step_seconds"] is None:
         return ""
-    ratio = row["step_seconds"] / baseline["step_seconds"]
-    times = f"{ratio:.2f} times as long as one of {baseline['method']}"
+    compared = faster(row["step_seconds"], baseline["step_seconds"])
+    told = than(compared, f"one of {baseline['method']}")
     verdict = by_spreads(_quartiles(row), _quartiles(baseline))
     return {
-        Verdict.LESS: f"{times}: faster",
-        Verdict.MORE: f"{times}: slower, it does not pay here",
-        Verdict.NOISE: f"{times}, which is within noise: the middle halves of the steps overlap",
-        Verdict.UNKNOWN: f"{times}; the spread of the steps is not recorded, so this is not judged",
+        Verdict.LESS: told,
+        Verdict.MORE: f"{told}: it does not pay here",
+        Verdict.NOISE: f"about as fast as one of {baseline['method']}: the middle halves of the "
+        "steps overlap",
+        Verdict.UNKNOWN: f"{told}; the spread of the steps is not recorded, so this is not judged",
     }[verdict]
 
 
@@ -172,8 +197,9 @@ def _verdict_cell(row: Row, baseline: Row | None) -> str:
         return DASH
     assert baseline is not None
     verdict = by_spreads(_quartiles(row), _quartiles(baseline))
-    word = {Verdict.LESS: "faster", Verdict.MORE: "slower"}.get(verdict, verdict.value)
-    return f"{row['step_seconds'] / baseline['step_seconds']:.2f}×, {word}"
+    told = faster(row["step_seconds"], baseline["step_seconds"])
+    more = {Verdict.LESS: told, Verdict.MORE: told, Verdict.NOISE: "about as fast"}
+    return more.get(verdict, f"{told}, {verdict.value}")
 
 
 def _quartiles(row: Row) -> Spread | None:
@@ -186,6 +212,14 @@ def _exposed(row: Row) -> float | None:
     if row["step_seconds"] is None or row["ideal_step_seconds"] is None:
         return None
     return max(0.0, float(row["step_seconds"]) - float(row["ideal_step_seconds"]))
+
+
+def _fewer(ratio: float, what: str | None = None) -> str:
+    """Of bytes against a baseline's; with `what`, up to the baseline's name."""
+    if f"{ratio:.2f}" == "1.00":
+        return "as many" if what is None else f"as many{what} as"
+    told = f"{digits(max(ratio, 1 / ratio))} times {'more' if ratio > 1 else 'fewer'}"
+    return told if what is None else f"{told}{what} than"
 
 
 # Of FSDP2's rows.
@@ -208,18 +242,18 @@ def _bytes(summaries: Sequence[Row]) -> Question:
     for row in summaries:
         sent = per_step(row, "wire_bytes")
         base = per_step(baseline, "wire_bytes") if baseline is not None else None
-        ratio = sent / base if sent is not None and base else None
+        ratio = sent / base if sent and base else None
         if sent is not None:
             colour = strokes[row["method"]].colour
             drawn.append(Bar(row["method"], colour, [sent / scale], size(sent)))
         if ratio is not None and row is not baseline and row["method"] != baselines.full:
             against = baselines.against(baseline)
-            answers.append(f"{row['method']} sends {ratio:.2f} of the bytes of {against}.")
+            answers.append(f"{row['method']} sends {_fewer(ratio, ' bytes')} {against}.")
         table.append(
             [
                 Cell(row["method"]),
                 Cell(size(sent), True),
-                Cell(DASH if ratio is None else f"{ratio:.2f}×", True),
+                Cell(DASH if ratio is None or row is baseline else _fewer(ratio), True),
                 *(Cell(size(per_step(row, key)), True) for key in kinds),
                 Cell(size(per_step(row, "link_bytes")), True),
                 Cell(size(row["wire_bytes"]), True),
@@ -234,7 +268,7 @@ def _bytes(summaries: Sequence[Row]) -> Question:
     title = "How many bytes are sent?"
     figure = Figure(caption, bars(drawn, f"{unit} per rank and step", title)) if drawn else None
     headings = [
-        "method", "per step", f"of {baselines.against(baseline)}", *kinds.values(),
+        "method", "per step", f"against {baselines.against(baseline)}", *kinds.values(),
         "on the link, per step", "in all", "memory",
     ]  # fmt: skip
     return Question(title, answers, figure, Table(headings, table))

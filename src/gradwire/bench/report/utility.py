@@ -71,8 +71,8 @@ def question(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Quest
         )
     caption = (
         f"The targets are the losses of {reference} at these steps, with each seed. Utility is the "
-        "time to a target of the best 16-bit baseline, divided by the method's: above 1 it saves "
-        "time, below it costs time. A line ends where a method does not reach the target."
+        "time to a target of the best 16-bit baseline, divided by the method's: how many times "
+        "faster it is, if above 1. A line ends where a method does not reach the target."
     )
     figure = Figure(caption, _figure(targets, gains, reference))
     return Question(TITLE, [*answers, *sorted(told)], figure, Table(headings, table))
@@ -129,14 +129,18 @@ def _told(gains: Sequence[Gain]) -> str:
         if not mine:
             continue
         ratios = [gain.ratio for gain in mine if gain.ratio is not None]
-        among = f" (utility {_range(ratios)})" if ratios else ""
+        among = f" ({_range(standing, ratios)})" if standing in _FASTER and ratios else ""
         parts.append(f"{word} {len(mine)} of {plural(count, 'target')}{among}")
     return "; ".join(parts)
 
 
-def _range(ratios: Sequence[float]) -> str:
-    low, high = digits(min(ratios)), digits(max(ratios))
-    return low if low == high else f"{low} to {high}"
+_FASTER = {Standing.GAIN: "faster", Standing.LOSS: "slower"}
+
+
+def _range(standing: Standing, ratios: Sequence[float]) -> str:
+    times = [1 / ratio if standing is Standing.LOSS else ratio for ratio in ratios]
+    low, high = digits(min(times)), digits(max(times))
+    return f"{low if low == high else f'{low} to {high}'} times {_FASTER[standing]}"
 
 
 def _figure(targets: Sequence[LossTarget], gains: Sequence[dict[str, Gain]], reference: str) -> str:

@@ -1,0 +1,5 @@
+"""`python -m gradwire`: the same as the command `gradwire`."""
+
+from gradwire.cli import main
+
+main()
