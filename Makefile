@@ -10,7 +10,7 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --cons
 # More workers than cores, since some tests wait; five are no faster than four.
 WORKERS ?= 4
 
-.PHONY: demo test test-all soak mutants lint types unit unit-all test-torch docs docs-check wheel \
+.PHONY: demo test test-all soak mutants lint types unit unit-all test-trainers test-torch docs docs-check wheel \
 	gpu-check debian clean
 
 demo: $(VENV)/.demo
@@ -52,6 +52,11 @@ soak: $(VENV)/.test
 mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py
 
+# Trainers, with their packages (docs/how-to/trainers.md), and the code of their page.
+test-trainers: $(VENV)/.trainers
+	GRADWIRE_TEST_IMPORTS=lightning,transformers.trainer $(BIN)/pytest --exhaustive tests/trainers \
+		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]"
+
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.
 TORCH_VENV ?= .venv-torch-$(VERSION)
@@ -90,6 +95,10 @@ docs-check: $(VENV)/.test
 # A wheel with kernels for every CPU of this machine's family (docs/reference/kernels.md); minutes, and a gcc.
 wheel: $(VENV)/.test
 	GRADWIRE_BUILD=all $(BIN)/python -m build
+
+$(VENV)/.trainers: $(VENV)/.test
+	$(PIP) --editable .[lightning,accelerate,transformers]
+	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -76,7 +76,7 @@ def forkserver() -> Any:
     """A context that forks processes from a server, which has imported what takes long.
 
     torch imports its compiler when the first DDP module is made; a rank imports its test's module,
-    and so pytest.
+    and so pytest. GRADWIRE_TEST_IMPORTS names more, by commas.
     """
     context = mp.get_context("forkserver")
     ours = ("attach", "backend", "backend_register", "sharded")
@@ -89,7 +89,8 @@ def forkserver() -> Any:
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
     )
-    context.set_forkserver_preload([*slow, *integrations, *bench])
+    more = filter(None, os.environ.get("GRADWIRE_TEST_IMPORTS", "").split(","))
+    context.set_forkserver_preload([*slow, *integrations, *bench, *more])
     return context
 
 

@@ -97,6 +97,25 @@ def test_imports_run_one_way() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_trainers_are_imported_on_use() -> None:
+    """Their packages by integrations/trainers alone, and that by nothing but `gw.NAME`."""
+    packages = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
+    home = SOURCE / "integrations" / "trainers"
+    faults = []
+    for path in FILES:
+        if home in path.parents:
+            continue
+        for node in ast.walk(parsed(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                inside = name.startswith("gradwire.integrations.trainers")
+                if name.split(".")[0] in packages or (inside and room(path) != "__init__"):
+                    faults.append(f"{path} imports {name}")
+    assert not faults, "\n".join(faults)
+
+
 def test_a_class_name_has_one_meaning() -> None:
     """No class in the rooms of MIDDLE shares its name with another class."""
     found: dict[str, list[Path]] = {}

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from gradwire.integrations.handle import Handle
     from gradwire.integrations.probe import Probe, probe
     from gradwire.integrations.replan import Replan
+    from gradwire.integrations.trainers import accelerate as accelerate
+    from gradwire.integrations.trainers import lightning as lightning
+    from gradwire.integrations.trainers import transformers as transformers
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
 
@@ -150,6 +153,8 @@ _HOMES = {
     "integrations.replan": ("Replan",),
     "integrations.triggers": ("Triggers",),
 }
+# Modules that need a trainer's package; so neither `from gradwire import *` nor `dir` has them.
+_TRAINERS = ("accelerate", "lightning", "transformers")
 
 
 if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
@@ -157,6 +162,8 @@ if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name
     def __getattr__(name: str) -> object:
         from importlib import import_module
 
+        if name in _TRAINERS:
+            return import_module(f"{__name__}.integrations.trainers.{name}")
         if name not in __all__:
             try:  # gradwire.codecs, ... without an import of its own
                 return import_module(f"{__name__}.{name}")

@@ -7,6 +7,7 @@ block's info string may say otherwise:
     ```python new            begins another program: new names, no process group
     ```python ranks=1        rank 0 alone runs it
     ```python slow           other tests run its feature: a run without slow blocks compiles it only
+    ```python needs=NAME     without that package it is compiled only
     ```python fails=NAME     it must raise that error
     ```python NAME.py        a program of its own, kept under that name so that others import it;
                              args=... are its arguments, separated by commas; it begins and ends
@@ -17,7 +18,7 @@ All may import from examples/, as a reader does who saves a block there.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import linecache
 import os
 import runpy
@@ -50,8 +51,7 @@ def run(
         AssertionError: a block fails; the error names its page and line.
     """
     given = [[block for block in page.blocks if block.kind == "python"] for page in pages]
-    if not slow:
-        given = [[block for block in blocks if not _is_slow(block)] for blocks in given]
+    given = [[block for block in blocks if _runs(block, slow)] for blocks in given]
     # This process hosts the store of each program, as the launcher does under torchrun.
     hosts = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -69,9 +69,11 @@ def run(
     return [list(of_page) for of_page in zip(*found, strict=True)]
 
 
-def _is_slow(block: Block) -> bool:
+def _runs(block: Block, slow: bool) -> bool:
     compile(block.text, f"block{block.line}.py", "exec")
-    return "slow" in block.words
+    needs = [word.removeprefix("needs=") for word in block.words if word.startswith("needs=")]
+    missing = any(importlib.util.find_spec(name) is None for name in needs)
+    return not missing and (slow or "slow" not in block.words)
 
 
 def _rank(
@@ -80,8 +82,8 @@ def _rank(
     ports: list[int],
     inspect: Callable[[int, dict[str, Any]], Any] | None,
 ) -> list[list[Any]]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     sys.dont_write_bytecode = True
     sys.path.append(str(ROOT / "examples"))
     fresh = iter(ports)
@@ -124,7 +126,7 @@ def _begin(ports: Any) -> dict[str, Any]:
     """A new program: no process group, and an address for the one it makes."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(next(ports))
+    os.environ.update(MASTER_PORT=str(next(ports)), WORLD_SIZE=str(RANKS))  # Lightning removes it
     return {"__name__": "__main__"}
 
 

@@ -151,6 +151,10 @@ class BareFSDP1(FSDP1):
         nn.Module.__init__(self)
 
 
+class LightningModule(nn.Sequential):
+    """As Lightning's, before its strategy has wrapped it."""
+
+
 class TrainerLike:
     def __init__(self, model: nn.Module) -> None:
         self.strategy = SimpleNamespace(model=model)
@@ -168,6 +172,8 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         ("attach(DistributedDataParallel(model))", mlp()),
         ("attach(DistributedDataParallel(model))", compiled(mlp())),
         ("attach(DistributedDataParallel(model))", Raises()),
+        ("if it is wrapped, pass what wraps it, not its .module", DDP(mlp()).module),
+        ("trainer.strategy.model in on_fit_start", LightningModule(nn.Linear(2, 2))),
         (
             "encoder (DDP module), decoder (DDP module)",
             Holder(encoder=DDP(mlp()), decoder=DDP(mlp())),
@@ -185,7 +191,8 @@ def what_has_none_is_told_what_to_pass(rank: int) -> None:
         error = caught(lambda given=given: gw.attach(given))
         assert isinstance(error, gw.ConfigError), (match, error)
         assert match in str(error), error
-        assert isinstance(given, TrainerLike) or "Lightning" not in str(error)
+        of_trainer = isinstance(given, (TrainerLike, LightningModule))
+        assert of_trainer or "Lightning" not in str(error)
 
 
 SCENARIOS = [

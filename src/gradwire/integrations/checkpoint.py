@@ -44,15 +44,34 @@ _DCP = (
 )
 
 
-def check_caller() -> None:
+# Modules that ask every rank for a `state_dict`, and write that of rank 0: what to give them.
+_FABRIC = 'give fabric.save {"gradwire": gw.lightning.state(handle)}, and load the same'
+_OF_RANK_0 = {
+    "accelerate.checkpointing": "attach with gw.accelerate.attach, which registers the whole state",
+    **{
+        f"{package}.strategies.{name}": _FABRIC
+        for package in ("lightning.fabric", "lightning_fabric")
+        for name in ("strategy", "model_parallel")
+    },
+}
+
+
+def check_caller(world_size: int = 1) -> None:
     """Raise ConfigError within `dcp.save`, `dcp.async_save` and `dcp.load`, which keep one rank's
-    tensor of each key: by the keys of a `state_dict` they would mix the residuals of all ranks."""
+    tensor of each key: by the keys of a `state_dict` they would mix the residuals of all ranks. Of
+    several ranks also within trainers' calls that keep the state of rank 0 alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _DCP:
+        caller = frame.f_globals.get("__name__")
+        if caller in _DCP:
             raise ConfigError(
                 "torch.distributed.checkpoint would mix the states of ranks, whose keys are alike: "
                 "save {'gradwire': handle.checkpoint()}, and load with handle.load_checkpoint(path)"
+            )
+        if caller in _OF_RANK_0 and world_size > 1:
+            raise ConfigError(
+                f"{caller} keeps rank 0's state alone, and each rank has residuals of its own: "
+                f"{_OF_RANK_0[caller]}"
             )
         frame = frame.f_back
 

@@ -70,10 +70,11 @@ class Saved:
         it is sharded.
 
         Raises:
-            ConfigError: within `dcp.save`, which takes `checkpoint` (below). Given the dict, it
-                raises a CheckpointException that says the same.
+            ConfigError: within `dcp.save`, which takes `checkpoint` (below); given the dict, it
+                raises a CheckpointException that says the same. Or within a trainer's call that
+                keeps what rank 0 gives (docs/how-to/trainers.md).
         """
-        check_caller()
+        check_caller(self.world_size)
         state = self._own_state()
         kept = {name: OfOneRank(of) for name, of in state["aggregators"].items()}
         return {**state, "steps": OfOneRank(state["steps"]), "aggregators": OfOneRank(kept)}
@@ -174,7 +175,7 @@ class Saved:
 
         `load_checkpoint` reads them, on any number of ranks. Tensors are copies.
         """
-        return to_keys(self._own_state(), self.rank, self._gather.part())
+        return to_keys(self._own_state(), self.rank, self.part())
 
     def load_checkpoint(self, path: str | os.PathLike[str], key: str = "gradwire") -> None:
         """Load what `checkpoint` gave to `dcp.save`. Collective: every rank calls it, between two
@@ -190,8 +191,12 @@ class Saved:
                 another number of handles side by side (tensor parallelism), or as
                 `load_state_dict`.
         """
-        part = self._gather.part()
-        self.load_state_dict(read_states(path, key, self.rank, self.world_size, part))
+        self.load_state_dict(read_states(path, key, self.rank, self.world_size, self.part()))
+
+    def part(self) -> int | None:
+        """Which part of the job these ranks are; None: all of it. Others, such as those of another
+        column of a mesh (tensor parallelism), have a handle of their own."""
+        return self._gather.part()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Of pickle, torch.save and copy: a handle has threads, and hooks on its module."""

@@ -132,10 +132,18 @@ def in_hand(module: object) -> torch.nn.Module:
             )
         if is_alone():
             return module
+        remedy = (
+            "wrap it first, attach(DistributedDataParallel(model)), or shard it, "
+            "attach(fully_shard(model)); if it is wrapped, pass what wraps it, not its .module"
+        )
+        if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+            remedy = (
+                "pass what the trainer wraps, trainer.strategy.model in on_fit_start, or give "
+                'the trainer callbacks=[gw.lightning.GradwireCallback("qsgd:bits=4")]'
+            )
         raise ConfigError(
             f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
-            "wrap it first, attach(DistributedDataParallel(model)), or shard it, "
-            "attach(fully_shard(model))"
+            f"{remedy}"
         )
     known = _in_object(module)
     if not hasattr(module, "__dict__"):
@@ -146,13 +154,24 @@ def in_hand(module: object) -> torch.nn.Module:
         f"pass .{known} of it"
         if known
         else "of a trainer pass the module that it has wrapped: trainer.strategy.model (Lightning, "
-        "in on_train_start), trainer.model_wrapped (Hugging Face), or what accelerator.prepare or "
+        "in on_fit_start), trainer.model_wrapped (Hugging Face), or what accelerator.prepare or "
         "fabric.setup gave"
     )
     raise ConfigError(
         f"attach takes a DistributedDataParallel module, or one from fully_shard, not {what}: "
         f"{remedy}"
     )
+
+
+def only_inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The one DDP or FSDP2 module in `module`, under whatever name, that has all of its parameters
+    that are trained; else `module` itself, of which `attach` says what is wrong."""
+    inside = list(_inside(module).values())
+    if len(inside) != 1:
+        return module
+    of_inside = set(inside[0].parameters())
+    beside = any(p.requires_grad and p not in of_inside for p in module.parameters())
+    return module if beside else inside[0]
 
 
 def _in_object(holder: object) -> str:

@@ -1,0 +1,86 @@
+"""`gw.lightning`: a callback for Lightning's Trainer, and the state for Fabric's checkpoints.
+
+Trainer(strategy="ddp", callbacks=[gw.lightning.GradwireCallback("qsgd:bits=4")])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.aggregators.registry import Method
+from gradwire.integrations.handle import Handle
+from gradwire.integrations.trainers.state import Compression
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as missing:
+    try:  # the same code under its other name
+        from pytorch_lightning import Callback
+    except ModuleNotFoundError:
+        raise ImportError(
+            f'gw.lightning needs Lightning ({missing}): pip install "gradwire[lightning]"'
+        ) from missing
+
+
+class GradwireCallback(Callback):
+    """Compresses the gradients of `trainer.fit` (DDP; FSDP2 by ModelParallelStrategy).
+
+    It attaches when the strategy has wrapped the model, detaches at the end of fit, logs
+    `handle.metrics()` every `log_every_n_steps` steps as "gradwire/...", and keeps the state of all
+    ranks, residuals among it, in the trainer's checkpoints, for any number of ranks.
+
+    Args:
+        codec, options: as in `gw.attach`.
+
+    Raises:
+        ConfigError: as `gw.attach`, at the start of fit.
+    """
+
+    def __init__(self, codec: Method = "qsgd", **options: Any) -> None:
+        self._compression = Compression(codec, options)
+        self._fits = False
+
+    @property
+    def handle(self) -> Handle | None:
+        """Of the present fit, or the last one; None before it."""
+        return self._compression.handle
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._fits = stage == "fit"
+        if self._fits:
+            self._compression.begin()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._compression.attach(trainer.strategy.model)
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        every, handle = trainer.log_every_n_steps, self.handle
+        if handle is None or not (trainer.loggers and trainer.is_global_zero and every):
+            return
+        if trainer.global_step % every == 0:
+            found = {f"gradwire/{name}": value for name, value in handle.metrics().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.global_step)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._compression.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._compression.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._fits:  # validate and test load callbacks, too
+            self._compression.load_state_dict(state_dict)
+
+
+def state(handle: Handle) -> Compression:
+    """The state of all ranks, for Fabric's checkpoints:
+
+        handle = gw.attach(fabric_module, "qsgd:bits=4", error_feedback=True)
+        fabric.save(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
+        fabric.load(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
+
+    `fabric.save` and `fabric.load` are called on every rank, as always.
+    """
+    return Compression(handle=handle)

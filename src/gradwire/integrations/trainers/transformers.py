@@ -1,0 +1,103 @@
+"""`gw.transformers`: compress the gradients of Hugging Face's Trainer.
+
+trainer = Trainer(model, args, train_dataset=data)
+gw.transformers.compress(trainer, "qsgd:bits=4")
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from gradwire.aggregators.registry import Method
+from gradwire.integrations.handle import Handle
+from gradwire.integrations.trainers.state import Compression
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f'gw.transformers needs Transformers ({error}): pip install "gradwire[transformers]"'
+    ) from error
+
+FILE = "gradwire.pt"  # in a checkpoint's folder
+
+
+class CompressionCallback(TrainerCallback):
+    """What `compress` adds to a trainer."""
+
+    def __init__(self, trainer: Trainer, compression: Compression) -> None:
+        self._trainer = trainer
+        self._compression = compression
+        self.resumes: str | bool | None = None  # of the present call of trainer.train
+
+    @property
+    def handle(self) -> Handle | None:
+        """Of the present training, or the last one; None before it."""
+        return self._compression.handle
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._compression.begin()
+        folder = get_last_checkpoint(args.output_dir) if self.resumes is True else self.resumes
+        if folder:
+            self._load(os.path.join(folder, FILE))
+        self._compression.attach(self._trainer.model_wrapped)
+
+    def _load(self, path: str) -> None:
+        if os.path.exists(path):
+            # Mapped, since a rank reads its own part alone.
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self._compression.load_state_dict(loaded)
+        else:
+            warnings.warn(f"{path}: no such file: residuals start at zero", stacklevel=2)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.save_only_model:
+            return
+        found = self._compression.state_dict()  # on every rank
+        if found and args.should_save:
+            folder = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            if os.path.isdir(folder):  # a trial of a hyperparameter search has another
+                path = os.path.join(folder, FILE)
+                torch.save(found, f"{path}.part")
+                os.replace(f"{path}.part", path)
+        self._trainer.accelerator.wait_for_everyone()  # else a rank may resume from half of it
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._compression.detach()
+
+
+def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> CompressionCallback:
+    """Compress what every later `trainer.train()` synchronises (DDP, or FSDP2).
+
+    The state of all ranks is in `checkpoint-N/gradwire.pt`, which
+    `trainer.train(resume_from_checkpoint=...)` loads at any number of ranks.
+
+    Args:
+        codec, options: as in `gw.attach`.
+
+    Returns:
+        The callback, whose `handle` is that of the present training.
+
+    Raises:
+        ConfigError: as `gw.attach`, within `trainer.train`.
+    """
+    callback = CompressionCallback(trainer, Compression(codec, options))
+    trainer.add_callback(callback)
+    train, signature = trainer.train, inspect.signature(trainer.train)
+
+    @functools.wraps(train)
+    def resuming(*args: Any, **kwargs: Any) -> Any:  # callbacks are not told where it resumes
+        given = signature.bind(*args, **kwargs).arguments
+        callback.resumes = given.get("resume_from_checkpoint")
+        return train(*args, **kwargs)
+
+    trainer.train = resuming
+    return callback

@@ -1,0 +1,97 @@
+"""`gw.accelerate`: what `accelerator.save_state` keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from trained import (
+    BATCHES,
+    CODEC,
+    as_under_torchrun,
+    compressed,
+    data,
+    exact,
+    flat,
+    net,
+    replicas_alike,
+    same_sum,
+)
+
+import gradwire as gw
+from ranks import all_pass, caught
+
+pytestmark = pytest.mark.multiprocess
+accelerate = pytest.importorskip("accelerate", reason="gradwire[accelerate] is not installed")
+
+
+def made() -> tuple[Any, Any, Any, gw.Handle]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    bare = net()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(bare, optimizer)
+    handle = gw.accelerate.attach(accelerator, model, CODEC, error_feedback=True)
+    return accelerator, model, optimizer, handle
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, handle: gw.Handle) -> None:
+    for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
+        accelerator.backward(model(batch[dist.get_rank()]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(folder: Path) -> Any:
+    return torch.load(folder / "state" / "custom_checkpoint_0.pkl", weights_only=True)
+
+
+def trains_and_resumes(rank: int, folder: Path) -> None:
+    """At the number of ranks that saved, to the same bits as a run that went on."""
+    as_under_torchrun(rank)
+    first = accelerator, model, _, handle = made()
+    train(*first)
+    compressed(handle)
+    accelerator.save_state(str(folder / "state"))
+    dist.barrier()
+    train(*first)
+    replicas_alike(flat(model))
+    again = accelerator, resumed, _, other = made()
+    accelerator.load_state(str(folder / "state"))
+    exact(other.full_state_dict(), saved(folder))
+    train(*again)
+    assert torch.equal(flat(resumed), flat(model))
+    # A handle by itself would be rank 0's.
+    accelerator.register_for_checkpointing(handle)
+    error = caught(lambda: accelerator.save_state(str(folder / "wrong")))
+    assert isinstance(error, gw.ConfigError), error
+    assert "gw.accelerate.attach" in str(error)
+
+
+def resumes_on_three(rank: int, folder: Path) -> None:
+    as_under_torchrun(rank)
+    again = accelerator, model, _, handle = made()
+    accelerator.load_state(str(folder / "state"))
+    same_sum(handle.full_state_dict(), saved(folder))
+    train(*again)
+    replicas_alike(flat(model))
+
+
+def a_part_of_the_ranks_is_refused(rank: int) -> None:
+    """As with tensor parallelism: rank 0's handle does not reach all ranks."""
+    as_under_torchrun(rank)
+    accelerator, two = accelerate.Accelerator(cpu=True), dist.new_group([0, 1])
+    if rank < 2:
+        model = DistributedDataParallel(net(), process_group=two)
+        error = caught(lambda: gw.accelerate.attach(accelerator, model))
+        assert isinstance(error, gw.ConfigError), error
+        assert "save handle.checkpoint() on every rank" in str(error)
+        gw.attach(model)  # nothing is left attached
+
+
+def test_checkpoints_of_accelerate_have_all_ranks(tmp_path: Path) -> None:
+    all_pass(2, [trains_and_resumes], tmp_path)
+    all_pass(3, [resumes_on_three, a_part_of_the_ranks_is_refused], tmp_path)

@@ -1,0 +1,119 @@
+"""`gw.transformers`: Hugging Face's Trainer, and its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from trained import (
+    BATCHES,
+    CODEC,
+    as_under_torchrun,
+    compressed,
+    data,
+    exact,
+    flat,
+    net,
+    read,
+    replicas_alike,
+    same_sum,
+)
+
+import gradwire as gw
+from ranks import all_pass
+
+pytestmark = pytest.mark.multiprocess
+missing = "gradwire[transformers] is not installed"
+transformers = pytest.importorskip("transformers", reason=missing)
+pytest.importorskip("accelerate", reason=missing)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+class AtStart(transformers.TrainerCallback):
+    """Looks at the handle before the first step: the checkpoint has been loaded."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self.full: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.full = self.of.handle.full_state_dict()
+
+
+def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtStart]:
+    """A trainer, its callback, and what looks at it."""
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch", logging_strategy="no",
+        lr_scheduler_type="constant", **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
+    callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
+    start = AtStart(callback)
+    trainer.add_callback(start)
+    return trainer, callback, start
+
+
+def trains_and_resumes(rank: int, folder: Path) -> None:
+    """At the number of ranks that saved, to the same bits as a run that went on."""
+    as_under_torchrun(rank)
+    whole, callback, _ = made(folder)
+    whole.train()
+    compressed(callback.handle)
+    replicas_alike(flat(whole.model))
+    half = folder / f"checkpoint-{BATCHES}"
+    saved = read(half / "gradwire.pt")
+    again, _, start = made(folder)
+    again.train(resume_from_checkpoint=str(half))
+    exact(start.full, saved)
+    assert torch.equal(flat(again.model), flat(whole.model))
+    # The newest, at the end of epoch 2, and one more epoch; then anew.
+    newest, callback, start = made(folder, epochs=3, save_only_model=True)
+    newest.train(resume_from_checkpoint=True)
+    exact(start.full, read(folder / f"checkpoint-{2 * BATCHES}" / "gradwire.pt"))
+    assert callback.handle.stats()["steps"] == BATCHES
+    assert not (folder / f"checkpoint-{3 * BATCHES}" / "gradwire.pt").exists()
+    newest.train()
+    assert not start.full["ranks"][0]["aggregators"]
+
+
+def resumes_on_three(rank: int, folder: Path) -> None:
+    as_under_torchrun(rank)
+    half = folder / f"checkpoint-{BATCHES}"
+    trainer, callback, start = made(folder / "three", ignore_data_skip=True)
+    trainer.train(resume_from_checkpoint=str(half))
+    same_sum(start.full, read(half / "gradwire.pt"))
+    compressed(callback.handle)
+    replicas_alike(flat(trainer.model))
+
+
+def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:
+    plain = folder / "plain" / f"checkpoint-{BATCHES}"
+    if rank == 0:
+        shutil.copytree(folder / f"checkpoint-{BATCHES}", plain)
+        (plain / "gradwire.pt").unlink()
+    dist.barrier()
+    trainer, _, start = made(folder / "plain", ignore_data_skip=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=str(plain))
+    assert any("residuals start at zero" in str(one.message) for one in caught)
+    assert not start.full["ranks"][0]["aggregators"]
+
+
+def test_checkpoints_of_transformers_have_all_ranks(tmp_path: Path) -> None:
+    all_pass(2, [trains_and_resumes, a_checkpoint_without_gradwire_warns], tmp_path)
+    all_pass(3, [resumes_on_three], tmp_path)

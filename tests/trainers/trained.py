@@ -1,0 +1,94 @@
+"""What tests of trainers share: a launcher's environment, a model, data, and what must hold."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire as gw
+
+CODEC = "qsgd:bits=4"
+BATCHES = 3  # per rank and epoch
+
+
+def as_under_torchrun(rank: int) -> None:
+    """Trainers read the environment, and use the process group that is there."""
+    size = str(dist.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def data() -> torch.Tensor:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(4 * BATCHES * dist.get_world_size(), 64, generator=made)
+
+
+def compressed(handle: gw.Handle | None) -> None:
+    assert handle is not None
+    stats = handle.stats()
+    assert stats["steps"] > 0
+    assert stats["ratio"] > 4
+    assert stats["residual_bytes"] > 0
+
+
+def replicas_alike(weights: torch.Tensor) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, weights)
+    assert all(torch.equal(other, weights) for other in found)
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def read(path: Path | str) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def residuals(full: Any) -> list[dict[str, torch.Tensor]]:
+    """By rank and parameter."""
+    return [
+        {name: kept["residual"] for name, kept in state["aggregators"].items()}
+        for state in full["ranks"]
+    ]
+
+
+def exact(full: Any, saved: Any) -> None:
+    """Residuals, steps and seed of every rank are those of the checkpoint, and not nothing."""
+    assert full["world_size"] == saved["world_size"] == len(saved["ranks"])
+    for of, expected in zip(residuals(full), residuals(saved), strict=True):
+        assert of.keys() == expected.keys()
+        for name, residual in expected.items():
+            assert residual.any(), name
+            assert torch.equal(of[name], residual), name
+    assert not torch.equal(*(next(iter(of.values())) for of in residuals(saved)[:2]))
+    for now, before in zip(full["ranks"], saved["ranks"], strict=True):
+        assert now["steps"] == before["steps"]
+
+
+def same_sum(full: Any, saved: Any) -> None:
+    """At another number of ranks, the mean of what was not sent is the checkpoint's."""
+    assert full["world_size"] != saved["world_size"]
+    for name in residuals(saved)[0]:
+        now, before = (
+            sum(of[name].double() for of in residuals(state)) / state["world_size"]
+            for state in (full, saved)
+        )
+        torch.testing.assert_close(now, before, atol=1e-7, rtol=1e-5)
+
+
+def dumped(full: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(full, file)
+    return file.getvalue()
