@@ -199,7 +199,7 @@ def test_a_page_that_cannot_be_made_is_named(
     with pytest.raises(ConfigError, match=r"cannot write .*no-folder"):
         report.write([file], tmp_path / "no-folder" / "report.html")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'gradwire\[report\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "gradwire\[report\]"'):
         report.check_packages()
 
 

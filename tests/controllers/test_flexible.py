@@ -72,5 +72,5 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="must be above 0"):
         search([*candidates(), Candidate(0.05, 0.1, 0.0)], 8, NBYTES, 1e-3, 8e-9)
     monkeypatch.setitem(sys.modules, "pymoo.optimize", None)
-    with pytest.raises(ConfigError, match=r"pip install 'gradwire\[adapt\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "gradwire\[adapt\]"'):
         search(candidates(), 8, NBYTES, 1e-3, 8e-9)

@@ -13,6 +13,7 @@ from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import (
     breakdown,
     composed,
+    gain,
     gains,
     learning,
     lengths,
@@ -63,12 +64,16 @@ def headline(rows: Sequence[Row]) -> list[str]:
     if bar is None or not ours:
         return []
     best = min(ours, key=lambda row: float(row["time_to_target"]))
+    where = "" if best["net"] == "none" else f" on a network of {network(best['net'])}"
+    evaluations = [row for row in rows if row["row"] == "evaluation"]
+    standing = gain.of_summaries(summaries, evaluations)[best["method"]].standing
+    if standing is gain.Standing.NOISE:
+        return [f"{best['method']} trains to the same loss in the time of {bar['method']}{where}."]
     others = [bar, *(row for row in reached if row["method"] == baselines.full)]
     told = ", and ".join(
         than(faster(best["time_to_target"], row["time_to_target"]), str(row["method"]))
         for row in others
     )
-    where = "" if best["net"] == "none" else f" on a network of {network(best['net'])}"
     return [f"{best['method']} trains to the same loss {told}{where}."]
 
 
