@@ -52,8 +52,8 @@ soak: $(VENV)/.test
 mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py
 
-# Trainers, with their packages (docs/how-to/trainers.md), and the code of their page.
-test-trainers: $(VENV)/.trainers
+# Every case of the trainers' tests, and the code of their page, with one import of their packages.
+test-trainers: $(VENV)/.test
 	GRADWIRE_TEST_IMPORTS=lightning,transformers.trainer $(BIN)/pytest --exhaustive tests/trainers \
 		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]"
 
@@ -96,10 +96,6 @@ docs-check: $(VENV)/.test
 wheel: $(VENV)/.test
 	GRADWIRE_BUILD=all $(BIN)/python -m build
 
-$(VENV)/.trainers: $(VENV)/.test
-	$(PIP) --editable .[lightning,accelerate,transformers]
-	touch $@
-
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .[cli,report]
@@ -107,7 +103,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .[dev]
+	$(PIP) --editable .[dev,lightning,accelerate,transformers]
 	touch $(VENV)/.demo $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt
