@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from trained import (
     BATCHES,
     CODEC,
@@ -25,12 +25,6 @@ from trained import (
 )
 
 import gradwire as gw
-from ranks import all_pass
-
-pytestmark = pytest.mark.multiprocess
-missing = "gradwire[transformers] is not installed"
-transformers = pytest.importorskip("transformers", reason=missing)
-pytest.importorskip("accelerate", reason=missing)
 
 
 class Model(torch.nn.Module):
@@ -112,8 +106,3 @@ def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:
         trainer.train(resume_from_checkpoint=str(plain))
     assert any("residuals start at zero" in str(one.message) for one in caught)
     assert not start.full["ranks"][0]["aggregators"]
-
-
-def test_checkpoints_of_transformers_have_all_ranks(tmp_path: Path) -> None:
-    all_pass(2, [trains_and_resumes, a_checkpoint_without_gradwire_warns], tmp_path)
-    all_pass(3, [resumes_on_three], tmp_path)

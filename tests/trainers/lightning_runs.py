@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+import lightning as L
 import torch
 import torch.distributed as dist
 from trained import (
@@ -23,10 +23,7 @@ from trained import (
 )
 
 import gradwire as gw
-from ranks import all_pass, caught
-
-pytestmark = pytest.mark.multiprocess
-L = pytest.importorskip("lightning", reason="gradwire[lightning] is not installed")
+from ranks import caught
 
 
 class Module(L.LightningModule):
@@ -158,8 +155,3 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
     model, optimizer, again = made()
     fabric.load(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(again)})
     exact(again.full_state_dict(), read(folder / "fabric.ckpt")["gradwire"])
-
-
-def test_checkpoints_of_lightning_have_all_ranks(tmp_path: Path) -> None:
-    all_pass(2, [trains_and_resumes, shards_and_resumes, fabric_saves_all_ranks], tmp_path)
-    all_pass(3, [resumes_on_three], tmp_path)

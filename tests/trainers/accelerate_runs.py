@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+import accelerate
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -23,10 +23,7 @@ from trained import (
 )
 
 import gradwire as gw
-from ranks import all_pass, caught
-
-pytestmark = pytest.mark.multiprocess
-accelerate = pytest.importorskip("accelerate", reason="gradwire[accelerate] is not installed")
+from ranks import caught
 
 
 def made() -> tuple[Any, Any, Any, gw.Handle]:
@@ -90,8 +87,3 @@ def a_part_of_the_ranks_is_refused(rank: int) -> None:
         assert isinstance(error, gw.ConfigError), error
         assert "save handle.checkpoint() on every rank" in str(error)
         gw.attach(model)  # nothing is left attached
-
-
-def test_checkpoints_of_accelerate_have_all_ranks(tmp_path: Path) -> None:
-    all_pass(2, [trains_and_resumes], tmp_path)
-    all_pass(3, [resumes_on_three, a_part_of_the_ranks_is_refused], tmp_path)
