@@ -24,6 +24,7 @@ from together import together
 import gradwire as gw
 from ends import ends
 from gradwire.controllers import Budget, Layer, Policy
+from gradwire.integrations import deciding
 from gradwire.integrations.deciding import Decider
 from gradwire.integrations.switch import Switch
 from products import EXHAUSTIVE, one_in
@@ -207,6 +208,27 @@ def a_state_saved_while_ranks_decide_is_the_same_plan_on_all(rank: int, moment: 
     assert all(one == every[0] for one in every)
 
 
+def a_detached_policy_stops_after_the_running_table(rank: int) -> None:
+    reached, made, table = threading.Event(), [], deciding.table
+    model = model_of("ddp")
+    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+
+    def slow(name: str, *rest: Any) -> Layer:
+        reached.set()
+        assert handle.adaptation._closed.wait(60)
+        made.append(name)
+        return table(name, *rest)
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(deciding, "table", slow)
+        steps(model, 0, 5)
+        assert reached.wait(60)
+        handle.detach()
+        assert len(made) == 1, "detach waits for the table, and no other begins"
+    assert handle.adaptation._resting.is_set()
+    assert handle.history() == []
+
+
 def where_no_plan_can_be_chosen_the_reference_stays(rank: int, what: str) -> None:
     model = model_of("ddp")
     alpha = 1e-6 if what == "infeasible" else 1.0
@@ -243,6 +265,7 @@ def test_ranks_never_disagree_on_a_plan() -> None:
         *(partial(saved, moment=moment) for moment in ("decides", "prepares")),
         *(partial(stays, what=what) for what in ("infeasible", "not finite", "singular")),
         partial(slow, kind="ddp"),
+        a_detached_policy_stops_after_the_running_table,
     )
 
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from gradwire.engine.communicator import Communicator
 
 
+_END_S = 20.0  # that threads may still take at exit: an operation of torch cannot be interrupted
+
+
 class Engine:
-    """One per process. At exit it closes all communicators while the interpreter still runs: later,
-    gloo's threads would abort the process.
+    """One per process. At exit it closes all communicators while the interpreter still runs, and
+    waits for its threads: later, gloo's threads, and any inside torch, would abort the process.
 
     Attributes:
         communicators: of the process groups in use.
@@ -39,6 +42,7 @@ class Engine:
     def _end(self) -> None:
         for comm in list(self.communicators):
             comm.close()
+        self.workers.finish(_END_S)
         self.channel.close()
 
     @classmethod

@@ -29,7 +29,7 @@ class Workers:
     """A pool of daemon threads, started on demand."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._idle = 0
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()
@@ -44,6 +44,11 @@ class Workers:
                 self._threads.add(thread)
                 thread.start()
         self._tasks.put(task)
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until no task runs; whether that came within `seconds`."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._idle == len(self._threads), seconds)
 
     def __len__(self) -> int:
         """The number of threads."""
@@ -71,6 +76,7 @@ class Workers:
                 log.exception("gradwire: a task failed")
             with self._lock:
                 self._idle += 1
+                self._lock.notify_all()
             del task  # else it would live until the next one arrives
 
 

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,11 +33,14 @@ from gradwire.integrations.choices import GRADIENTS, Methods, targets_of, with_m
 from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
-from gradwire.integrations.switch import Switch
+from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
 from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
+
+_END_S = 20.0  # that `close` waits: a table of one parameter takes less
+_POLL_S = 0.2
 
 
 class Adaptation:
@@ -98,7 +102,7 @@ class Adaptation:
         self._weights: dict[str, float] | None = None  # None: no trial has ended
         pieces = shards is not None
         self._ranks = ranks or Deciders(owner.comm)
-        of = self._ranks, self._name, pieces
+        of = self._ranks, self._name, pieces, self._go_on
         self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
         named = self._targets[GRADIENTS].shapes if GRADIENTS in self._targets else ()
         here = owner.comm.rank, owner.comm.world_size
@@ -107,7 +111,9 @@ class Adaptation:
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
         self._serial = serial or Serial(owner.comm.workers)
-        self._closed = False
+        self._closed = threading.Event()
+        self._resting = threading.Event()  # no round runs
+        self._resting.set()
 
     # ---- passes
 
@@ -126,16 +132,18 @@ class Adaptation:
             self._sums, self._count = {}, 0
             self._serial.submit(partial(self._round, windows, not decides))
         self.passes += 1
-        self.running = not self._closed and self.replan.sums(self.passes)
+        self.running = not self._closed.is_set() and self.replan.sums(self.passes)
         self._count += self.running
 
     def _tries(self, span: float | None) -> bool:
         """Whether the running pass belongs to a trial of weights; the same on all ranks."""
         if self._trial is not None:
             if not self._trial.passed(self._switch.plan.version, span):
-                return not self._closed
+                return not self._closed.is_set()
             self._trial = None
-        wanted = self.replan.weigh == "time" and self._weights is None and not self._closed
+        wanted = self.replan.weigh == "time" and self._weights is None
+        if self._closed.is_set():
+            return False
         if not wanted or self.passes != AFTER or GRADIENTS not in self._targets:
             return False
         assert self._buckets is not None  # attach refuses it elsewhere
@@ -177,13 +185,31 @@ class Adaptation:
             known += average.detach().view(-1)
 
     def close(self) -> None:
-        """Decide no more: the handle is detached."""
-        self._closed, self.running = True, False
+        """Decide no more: the handle is detached. A running round ends after the parameter that it
+        is at, and is waited for."""
+        self._closed.set()
+        self.running = False
         self._sums, self._count = {}, 0
+        self._resting.wait(_END_S)
 
     # ---- in the background
 
+    def _go_on(self) -> None:
+        """Raise ConfigError if there is nothing to decide any more, TransportError if the group is
+        broken or closed."""
+        if self._closed.is_set():
+            raise ConfigError("the handle is detached there")
+        self._owner.comm.check()
+
     def _round(self, windows: Mapping[str, Window], check: bool) -> None:
+        self._resting.clear()
+        try:
+            if not self._closed.is_set():
+                self._decide(windows, check)
+        finally:
+            self._resting.set()
+
+    def _decide(self, windows: Mapping[str, Window], check: bool) -> None:
         """Decide about each target, or check it first, and request what has changed."""
         begun = time.perf_counter()
         changed: dict[str, dict[str, Aggregator]] = {}
@@ -201,12 +227,20 @@ class Adaptation:
             chosen = self._targets[kind].chosen(ruling.choices)
             changed[kind] = {name: m for name, m in chosen.items() if m != before[name]}
             self._decided(window, kind, grown, ruling, len(changed[kind]), begun)
-        if any(changed.values()) and not self._closed:
+        if any(changed.values()) and not self._closed.is_set():
             try:
-                self._switch.ask(partial(self._changed, changed)).wait()
+                self._await(self._switch.ask(partial(self._changed, changed)))
             except Exception as error:  # alike on all ranks
                 kind = next(kind for kind, methods in changed.items() if methods)
                 self._failed(windows[kind], kind, error, begun)
+
+    def _await(self, update: Update) -> None:
+        while True:
+            try:
+                update.wait(_POLL_S)
+                return
+            except FutureTimeout:
+                self._go_on()
 
     def _changed(self, methods: Methods, before: Plan) -> Plan:
         return self._remade(*with_methods(replace(before, version=before.version + 1), methods))
@@ -239,6 +273,8 @@ class Adaptation:
         self._note(window.number, kind, line, changed, begun, early=grown is not None, **errors)
 
     def _failed(self, window: Window, kind: str, error: Exception, begun: float) -> None:
+        if self._closed.is_set():
+            return
         line = f"policy {self.policy.name}: the plan stays: {error}"
         self._note(window.number, kind, line, 0, begun, early=False)
 

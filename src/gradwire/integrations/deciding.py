@@ -33,7 +33,9 @@ from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
 from gradwire.integrations.choices import Target
 from gradwire.integrations.replan import Replan
-from gradwire.planner.links import exchanged
+from gradwire.planner.links import awaited
+
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Decider:
         ranks: that decide.
         key: of its exchanges, the same on all ranks.
         pieces: whether each rank has a shard of every parameter.
+        check: called before each table and while this rank waits; what it raises ends the decision.
     """
 
     def __init__(
@@ -131,10 +134,11 @@ class Decider:
         ranks: Deciders,
         key: str,
         pieces: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = policy
         self._replan, self._target, self._ranks, self._pieces = replan, target, ranks, pieces
-        self._key = f"{key}/{target.kind}"
+        self._key, self._check = f"{key}/{target.kind}", check
         self._exchanges = 0
         self._last: Chosen | None = None  # on rank 0
 
@@ -177,15 +181,21 @@ class Decider:
         """What rank 0 of the first replica answers to the tables of its ranks."""
         self._exchanges += 1
         key, ranks = f"{self._key} {self._exchanges}", self._ranks
-        every = _exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
+        every = self._exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
         mine: dict[str, Any] = _failed(every) or {}
         if ranks.asks and not mine:
             mine = _told(ranks.parts, lambda: answer(every))
-        found = _exchanged(ranks.copies, f"{key}/ruling", _exchanged(ranks.parts, key, mine)[0])
+        mine = self._exchanged(ranks.parts, key, mine)[0]
+        found = self._exchanged(ranks.copies, f"{key}/ruling", mine)
         failed = _failed(found)
         if failed is not None:
             raise ConfigError(failed["failed"])
         return found[0]
+
+    def _exchanged(
+        self, comm: Communicator | None, key: str, told: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        return exchanged_json(comm, key, told, self._check)
 
     # ---- tables, as JSON has them
 
@@ -195,7 +205,15 @@ class Decider:
             if values.numel():
                 begun = time.perf_counter()
                 yield name, values.view((1, -1) if self._pieces else self._target.shapes[name])
-                time.sleep((time.perf_counter() - begun) * (1 / self._replan.share - 1))
+                took = time.perf_counter() - begun
+                self._pause(took * (1 / self._replan.share - 1))
+
+    def _pause(self, seconds: float) -> None:
+        self._check()
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(min(left, _POLL_S))
+            self._check()
 
     def _tables(self, window: Window) -> Iterator[tuple[str, Any]]:
         for name, values in self._throttled(window):
@@ -298,11 +316,15 @@ def _failed(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return next((one for one in every if "failed" in one), None)
 
 
-def _exchanged(comm: Communicator | None, key: str, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank tells."""
+def exchanged_json(
+    comm: Communicator | None, key: str, told: Any, check: Callable[[], None]
+) -> list[Any]:
+    """What every rank tells; `check` is called while this one waits."""
     if comm is None:
         return [told]
-    return [json.loads(part) for part in exchanged(comm, key, json.dumps(told))]
+    assert comm.member is not None
+    pending = comm.member.exchange(key, json.dumps(told).encode())
+    return [json.loads(part) for part in awaited(comm, pending, check)]
 
 
 def _norm(parts: Sequence[Any]) -> np.ndarray:

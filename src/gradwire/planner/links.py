@@ -16,7 +16,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -230,8 +230,13 @@ def exchanged(comm: Communicator, key: str, mine: str) -> list[str]:
     return [part.decode() for part in awaited(comm, comm.member.exchange(key, mine.encode()))]
 
 
-def awaited(comm: Communicator, pending: Future[list[bytes]]) -> list[bytes]:
+def awaited(
+    comm: Communicator, pending: Future[list[bytes]], check: Callable[[], None] = lambda: None
+) -> list[bytes]:
     """The result of an exchange.
+
+    Args:
+        check: called while it waits; what it raises ends the wait.
 
     Raises:
         TransportError: as `exchanged`.
@@ -241,6 +246,7 @@ def awaited(comm: Communicator, pending: Future[list[bytes]]) -> list[bytes]:
             return pending.result(_POLL_S)
         except FutureTimeout:
             comm.check()
+            check()
 
 
 def broken(comm: Communicator, error: BaseException) -> BaseException:

@@ -1,0 +1,29 @@
+"""The thread pool of steps that may block."""
+
+from __future__ import annotations
+
+import threading
+
+from gradwire.engine.workers import Workers
+
+
+def test_finish_waits_for_what_runs() -> None:
+    """At exit a thread inside torch would abort the process."""
+    workers, began, goes_on = Workers(), threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def task() -> None:
+        began.set()
+        assert goes_on.wait(60)
+        done.append(1)
+
+    assert workers.finish(0.0), "there is no thread"
+    workers.run(task)
+    assert not workers.finish(0.0)
+    assert began.wait(60)
+    assert not workers.finish(0.0)
+    goes_on.set()
+    assert workers.finish(60)
+    assert done == [1]
+    workers.run(goes_on.wait)  # on the idle thread
+    assert workers.finish(60)
