@@ -143,6 +143,34 @@ def a_policy_chooses_bits_of_weights(rank: int, codec: str | None, weights: str,
     assert not unlike({n: p.full_tensor() for n, p in model.named_parameters()})
 
 
+def a_policy_goes_on_after_recover(rank: int) -> None:
+    """With the choices around what `attach` was given, not around those that it has made."""
+    model = model_of("fsdp2")
+    handle: Any = gw.attach(model, "qsgd:bits=4", policy="lgreco", replan=OFTEN)
+    until_decided(model, handle, 1, 1)
+    found, before = methods(handle), handle.adaptation
+    assert len({found[name] for name in MATRICES}) > 1
+    history, passes = handle.history(), before.passes
+
+    def stops(_: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    sent = model(torch.randn(16, 64))
+    sent.register_hook(stops)
+    assert "stop" in str(caught(sent.sum().backward))
+    model.reset_iter_state()
+    handle.recover()
+    assert handle.adaptation is not before
+    assert methods(handle) == found
+    assert handle.history() == history
+    assert len(set(on_all(handle.adaptation.passes))) == 1
+    assert handle.adaptation.passes >= passes
+    count = len(history)
+    until_decided(model, handle, count + 1, 0)
+    assert handle.adaptation.history[count]["planned_error"] is not None, "it remembers"
+    assert handle.adaptation.history[count]["uniform_error"] > 0
+
+
 def weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     model = model_of("fsdp2")
     given = {"weights": "randomshift:bits=4", "keep": "reference"}
@@ -225,6 +253,7 @@ CHECKS: dict[int, list[Check]] = {
             (None, "randomshift:bits=5", "payload"),
         ),
         weights_that_are_sent_as_differences_stay_as_they_are,
+        a_policy_goes_on_after_recover,
         *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy")),
         mixed_choices_need_error_feedback_and_ddp,
         bad_input_is_named,

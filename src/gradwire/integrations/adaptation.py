@@ -60,6 +60,7 @@ class Adaptation:
         name: of its messages; another for each policy that a handle has had.
         ranks: that decide; those of the owner unless given.
         record: is given each row of the history.
+        before: of the same policy, which this one carries on, from pass `passes`.
 
     Attributes:
         running: whether averages of the running pass are summed.
@@ -87,23 +88,30 @@ class Adaptation:
         name: str = "policy",
         ranks: Deciders | None = None,
         record: Callable[[dict[str, Any]], None] = lambda _: None,
+        before: Adaptation | None = None,
+        passes: int = 0,
     ) -> None:
         if not policy.bounded:
             replan = replace(replan, stale=None)
         self.policy, self.replan = policy, replan
         self.running = False
-        self.history: list[dict[str, Any]] = []
-        self.passes = 0
-        self._targets = targets_of(switch.plan, replan.mixed)
+        self.history: list[dict[str, Any]] = [] if before is None else before.history
+        self.passes = passes
+        # the plan in force may be a chosen one
+        self._targets = before._targets if before else targets_of(switch.plan, replan.mixed)
         self._owner, self._switch = owner, switch
         self._remade, self._adopt, self._shards, self._buckets = remade, adopt, shards, buckets
         self._name, self._record = f"{owner.key}/{name}", record
         self._trial: BucketTrial | None = None
-        self._weights: dict[str, float] | None = None  # None: no trial has ended
+        # None: no trial has ended
+        self._weights: dict[str, float] | None = None if before is None else before._weights
         pieces = shards is not None
         self._ranks = ranks or Deciders(owner.comm)
         of = self._ranks, self._name, pieces, self._go_on
         self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
+        for kind, decider in self._deciders.items():
+            if before is not None:
+                decider.carry_on(before._deciders[kind])
         named = self._targets[GRADIENTS].shapes if GRADIENTS in self._targets else ()
         here = owner.comm.rank, owner.comm.world_size
         self._summed = {n for i, n in enumerate(named) if pieces or i % here[1] == here[0]}

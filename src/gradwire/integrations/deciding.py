@@ -295,6 +295,10 @@ class Decider:
             found |= {"planned_error": self._last.error, "planned_ratio": self._last.ratio}
         return found
 
+    def carry_on(self, before: Decider) -> None:
+        """Remember what `before` does."""
+        self.policy, self._last = before.policy, before._last
+
     def load(self, saved: Mapping[str, Any], methods: Mapping[str, Aggregator]) -> None:
         """The inverse; raises TypeError, ValueError or KeyError for something else."""
         self.policy = self.policy.remembering(saved.get("memory", {}))

@@ -141,8 +141,17 @@ class Handle(Saved):
             raise ConfigError(f"{verb}: this handle was detached: attach again")
         self._reductions.check_living(verb)
 
-    def adapt(self, policy: Policy, replan: Replan) -> None:
+    def adapt(
+        self,
+        policy: Policy,
+        replan: Replan,
+        before: Adaptation | None = None,
+        passes: int = 0,
+    ) -> None:
         """Let a policy choose methods from now on; called by `attach`, on all ranks.
+
+        Args:
+            before, passes: of a policy to be carried on, see `Adaptation`.
 
         Raises:
             ConfigError: there is no choice around the plan's methods.
@@ -150,7 +159,8 @@ class Handle(Saved):
         self._adaptive = policy, replan
         on = self._reductions
         of = on.owner, on.switch, on.remade, on.adopt
-        adaptation = Adaptation(policy, replan, *of, record=on.decided, **on.for_policy())
+        more = {"record": on.decided, "before": before, "passes": passes, **on.for_policy()}
+        adaptation = Adaptation(policy, replan, *of, **more)
         if self.world_size > 1:  # a single rank sends nothing
             on.adaptation = adaptation
 
@@ -388,21 +398,26 @@ class Handle(Saved):
                 f"recover: {on.what} does not go on after an exception in backward: wrap the "
                 "module again, and attach"
             )
-        now = max(member.step for member in self._members.values()), self.plan.version
+        adaptation = on.adaptation
+        passes = 0 if adaptation is None else adaptation.passes
+        now = max(m.step for m in self._members.values()), self.plan.version, passes
         for owner in on.owners:
             owner.comm.check()
             if owner.comm.member is not None:
-                told = owner.comm.member.exchange(f"{owner.key}/recovery", b"%d %d" % now).result()
-                steps, versions = zip(*(map(int, one.split()) for one in told), strict=True)
-                now = max(steps), max(versions)
+                told = owner.comm.member.exchange(
+                    f"{owner.key}/recovery", b"%d %d %d" % now
+                ).result()
+                steps, versions, begun = zip(*(map(int, one.split()) for one in told), strict=True)
+                now = max(steps), max(versions), max(begun)
         for member in self._members.values():
             member.step = now[0]  # equal on all ranks, and random numbers that were not drawn yet
         plan = on.switch.prepared(now[1])  # some ranks may have adopted it, so all have prepared it
         self.detach()
         self._reductions = self._install(plan)
         self._reductions.adopt()
-        if on.adaptation is not None:
-            self.adapt(*self._adaptive)
+        self._reductions.decisions = on.decisions
+        if adaptation is not None:
+            self.adapt(*self._adaptive, adaptation, now[2])
 
     def detach(self) -> None:
         """Give the module its own synchronisation back: under DDP plain averages, from the end of
