@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from sharded_model import replicated
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
@@ -30,12 +30,22 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, weight, self.bias)
 
 
-def model_of(kind: str, group: Any = None) -> Any:
-    """Under "ddp" or "fsdp2", in a group of its own unless given; or "hsdp", two replicas."""
+def layers() -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(
+    return nn.Sequential(
         Scaled(64, 128, 100.0), nn.ReLU(), Scaled(128, 256, 1.0), nn.ReLU(), Scaled(256, 64, 0.01)
     )
+
+
+def meshed(shape: tuple[int, int]) -> Any:
+    """Under FSDP2 on a mesh of its own, (replicas, shards)."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    return fully_shard(layers(), mesh=mesh)
+
+
+def model_of(kind: str, group: Any = None) -> Any:
+    """Under "ddp" or "fsdp2", in a group of its own unless given; or "hsdp", two replicas."""
+    model = layers()
     if kind == "hsdp":
         return fully_shard(model, mesh=replicated(2))
     group = group or dist.new_group()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adaptive_model import FOUR, MATRICES, OFTEN, methods, model_of, steps, until_decided
+from adaptive_model import FOUR, MATRICES, OFTEN, meshed, methods, model_of, steps, until_decided
 from sharded_model import dumped, loaded, on_all, unlike
 from together import Check, together
 
@@ -171,6 +171,18 @@ def a_policy_goes_on_after_recover(rank: int) -> None:
     assert handle.adaptation.history[count]["uniform_error"] > 0
 
 
+def a_policy_works_where_a_mesh_has_one_rank_in_a_dimension(rank: int) -> None:
+    for shape in ((2, 1), (1, 2)):
+        handle: Any = gw.attach(
+            model := meshed(shape), "qsgd:bits=4", policy="lgreco", replan=OFTEN
+        )
+        until_decided(model, handle, 1, 1)
+        (row, *_) = handle.adaptation.history
+        assert row["changed"] > 0, row
+        assert len({str(one) for one in on_all(methods(handle))}) == 1
+        handle.detach()
+
+
 def weights_that_are_sent_as_differences_stay_as_they_are(rank: int) -> None:
     model = model_of("fsdp2")
     given = {"weights": "randomshift:bits=4", "keep": "reference"}
@@ -254,6 +266,7 @@ CHECKS: dict[int, list[Check]] = {
         ),
         weights_that_are_sent_as_differences_stay_as_they_are,
         a_policy_goes_on_after_recover,
+        a_policy_works_where_a_mesh_has_one_rank_in_a_dimension,
         *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy")),
         mixed_choices_need_error_feedback_and_ddp,
         bad_input_is_named,

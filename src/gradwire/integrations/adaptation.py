@@ -30,7 +30,7 @@ from gradwire.controllers import Policy
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
 from gradwire.integrations.choices import GRADIENTS, Methods, targets_of, with_methods
-from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window
+from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window, reason
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch, Update
@@ -283,7 +283,7 @@ class Adaptation:
     def _failed(self, window: Window, kind: str, error: Exception, begun: float) -> None:
         if self._closed.is_set():
             return
-        line = f"policy {self.policy.name}: the plan stays: {error}"
+        line = f"policy {self.policy.name}: the plan stays: {reason(error)}"
         self._note(window.number, kind, line, 0, begun, early=False)
 
     def _note(

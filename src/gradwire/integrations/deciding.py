@@ -312,7 +312,12 @@ def _told(comm: Communicator | None, make: Callable[[], dict[str, Any]]) -> dict
     try:
         return make()
     except Exception as failed:  # other ranks wait for this one
-        return {"failed": f"rank {0 if comm is None else comm.rank}: {failed}"}
+        return {"failed": f"rank {0 if comm is None else comm.rank}: {reason(failed)}"}
+
+
+def reason(error: BaseException) -> str:
+    """In one line, never empty."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _failed(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

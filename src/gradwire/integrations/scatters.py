@@ -299,9 +299,12 @@ class Scatters(Reductions):
             local: torch.Tensor = getattr(parameter, "_local_tensor", parameter).detach()
             return local
 
-        parts = None if self.groups.scatter is None else self.owner.comm
-        copies = None if self.groups.replicas is None else self.replicas.comm
-        return {"shards": shard, "ranks": Deciders(parts, copies)}
+        comms = [
+            None if self.groups.scatter is None else self.owner.comm,
+            None if self.groups.replicas is None else self.replicas.comm,
+        ]
+        some = [None if c is None or c.world_size == 1 else c for c in comms]
+        return {"shards": shard, "ranks": Deciders(*some)}
 
     def learn(self, smallest: int, steps: int) -> int:
         if self.groups.scatter is None or not self.installed:
