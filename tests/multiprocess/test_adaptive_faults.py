@@ -8,6 +8,7 @@ has begun some more passes, or until the test lets it go on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -266,6 +267,7 @@ def test_ranks_never_disagree_on_a_plan() -> None:
         *(partial(stays, what=what) for what in ("infeasible", "not finite", "singular")),
         partial(slow, kind="ddp"),
         a_detached_policy_stops_after_the_running_table,
+        a_ruling_that_comes_too_late_for_a_rank_changes_no_plan,
     )
 
 
@@ -288,6 +290,28 @@ def test_ranks_never_disagree_in_many_switches(
 ) -> None:
     often = partial(ranks_never_disagree, kind=kind, codec=codec, count=count)
     together(ranks, often)
+
+
+def a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:
+    """Rank 1 gives up on it; rank 0, which has it, does not ask for the plan alone."""
+    await_, count = deciding.awaited, itertools.count(1)
+
+    def late(comm: Any, pending: Any, check: Any) -> Any:
+        found = await_(comm, pending, check)
+        if next(count) == 2 and rank == 1:  # after the tables
+            raise gw.TransportError("rank 1: rank 0 did not reach the ruling")
+        return found
+
+    model = model_of("ddp")
+    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=ONCE)
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(deciding, "awaited", late)
+        until_decided(model, handle, 1, 0)
+    (row,) = handle.adaptation.history
+    assert "the plan stays: rank 1: rank 0 did not reach the ruling" in row["line"]
+    assert row["changed"] == 0
+    steps(model, 300, 303)
+    assert handle.plan.version == 0
 
 
 def dies(rank: int, kind: str, where: str) -> None:

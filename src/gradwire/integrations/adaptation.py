@@ -119,6 +119,7 @@ class Adaptation:
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
         self._serial = serial or Serial(owner.comm.workers)
+        self._rounds = 0
         self._closed = threading.Event()
         self._resting = threading.Event()  # no round runs
         self._resting.set()
@@ -220,27 +221,48 @@ class Adaptation:
     def _decide(self, windows: Mapping[str, Window], check: bool) -> None:
         """Decide about each target, or check it first, and request what has changed."""
         begun = time.perf_counter()
-        changed: dict[str, dict[str, Aggregator]] = {}
+        rulings: dict[str, tuple[float | None, Ruling]] = {}
+        failed: dict[str, str] = {}
         for kind, window in windows.items():
             try:
                 grown = self._deciders[kind].grown(window) if check else None
                 if check and not self._is_stale(window, kind, grown):
                     continue
-                ruling = self._deciders[kind].decide(window, self._weights_of(kind))
+                rulings[kind] = grown, self._deciders[kind].decide(window, self._weights_of(kind))
             except Exception as error:
-                self._failed(window, kind, error, begun)
+                failed[kind] = reason(error)
+        ends = False
+        try:
+            failed = self._confirmed(failed)
+        except Exception as error:  # this rank cannot know what others do
+            failed = dict.fromkeys(windows, f"{reason(error)}; the policy ends")
+            ends = True
+        changed: dict[str, dict[str, Aggregator]] = {}
+        for kind, window in windows.items():
+            if kind in failed:
+                self._failed(window, kind, failed[kind], begun)
+            if kind in failed or kind not in rulings:
                 continue
+            grown, ruling = rulings[kind]
             # Earlier updates are prepared, or refused on all ranks: plans are equal here.
             before = self._targets[kind].methods(self._switch.newest)
             chosen = self._targets[kind].chosen(ruling.choices)
             changed[kind] = {name: m for name, m in chosen.items() if m != before[name]}
             self._decided(window, kind, grown, ruling, len(changed[kind]), begun)
+        if ends:
+            self._closed.set()
         if any(changed.values()) and not self._closed.is_set():
             try:
                 self._await(self._switch.ask(partial(self._changed, changed)))
             except Exception as error:  # alike on all ranks
                 kind = next(kind for kind, methods in changed.items() if methods)
-                self._failed(windows[kind], kind, error, begun)
+                self._failed(windows[kind], kind, reason(error), begun)
+
+    def _confirmed(self, failed: dict[str, str]) -> dict[str, str]:
+        """What has failed on any rank: a ruling may have come too late for one."""
+        self._rounds += 1
+        every = self._ranks.all_tell(f"{self._name}/round {self._rounds}", failed, self._go_on)
+        return {kind: why for of in reversed(every) for kind, why in of.items()}
 
     def _await(self, update: Update) -> None:
         while True:
@@ -280,10 +302,10 @@ class Adaptation:
         }  # fmt: skip
         self._note(window.number, kind, line, changed, begun, early=grown is not None, **errors)
 
-    def _failed(self, window: Window, kind: str, error: Exception, begun: float) -> None:
+    def _failed(self, window: Window, kind: str, why: str, begun: float) -> None:
         if self._closed.is_set():
             return
-        line = f"policy {self.policy.name}: the plan stays: {reason(error)}"
+        line = f"policy {self.policy.name}: the plan stays: {why}"
         self._note(window.number, kind, line, 0, begun, early=False)
 
     def _note(

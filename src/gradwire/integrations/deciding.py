@@ -105,6 +105,16 @@ class Deciders:
     parts: Communicator | None
     copies: Communicator | None = None
 
+    def all_tell(self, key: str, told: Any, check: Callable[[], None]) -> list[Any]:
+        """What every rank of every replica tells; collective.
+
+        Raises:
+            TransportError: a rank did not come.
+        """
+        parts = exchanged_json(self.parts, key, told, check)
+        copies = exchanged_json(self.copies, f"{key}/copies", parts, check)
+        return [one for of in copies for one in of]
+
     @property
     def asks(self) -> bool:
         """Whether this rank asks the policy, for its replica."""
@@ -311,7 +321,7 @@ class Decider:
 def _told(comm: Communicator | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return make()
-    except Exception as failed:  # other ranks wait for this one
+    except BaseException as failed:  # SystemExit, too: other ranks wait for this one
         return {"failed": f"rank {0 if comm is None else comm.rank}: {reason(failed)}"}
 
 
