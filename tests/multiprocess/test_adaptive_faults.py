@@ -137,7 +137,7 @@ def ranks_never_disagree(rank: int, kind: str, codec: str, count: int) -> None:
             step += 1
             seen.append((handle.plan.version, [str(p) for p in handle.plan.parameters]))
             switched += step > 1 and seen[-1][1] != seen[-2][1]
-            if step % 20 == 0:  # else decisions queue up
+            if step % 20 == 0:
                 with lag.released():
                     handle.adaptation._serial.wait()
             if step == count // 2:  # resumed, each rank from its own state, while others decide
@@ -268,6 +268,7 @@ def test_ranks_never_disagree_on_a_plan() -> None:
         partial(slow, kind="ddp"),
         a_detached_policy_stops_after_the_running_table,
         a_ruling_that_comes_too_late_for_a_rank_changes_no_plan,
+        windows_that_end_meanwhile_are_skipped,
     )
 
 
@@ -290,6 +291,31 @@ def test_ranks_never_disagree_in_many_switches(
 ) -> None:
     often = partial(ranks_never_disagree, kind=kind, codec=codec, count=count)
     together(ranks, often)
+
+
+def windows_that_end_meanwhile_are_skipped(rank: int) -> None:
+    goes_on = threading.Event()
+
+    def waits() -> None:
+        assert rank != 1 or goes_on.wait(60)
+
+    model = model_of("ddp")
+    often = gw.Replan(every=1, average=1, share=1.0, stale=None)
+    handle: Any = gw.attach(model, FOUR, policy="lgreco", replan=often)
+    with held(before=waits):
+        steps(model, 0, 12)
+        on_all("there")
+        goes_on.set()
+        handle.adaptation._serial.wait()
+        steps(model, 12, 16)
+        handle.adaptation._serial.wait()
+    passes = [row["pass"] for row in handle.adaptation.history]
+    assert passes[:1] == [1]
+    assert set(passes).isdisjoint(range(2, 11)), passes
+    least = min(map(len, on_all(passes)))
+    assert least > 1
+    assert all(one[:least] == passes[:least] for one in on_all(passes))
+    handle.load_state_dict(handle.state_dict())
 
 
 def a_ruling_that_comes_too_late_for_a_rank_changes_no_plan(rank: int) -> None:

@@ -29,12 +29,13 @@ from gradwire.aggregators import registry as aggregators
 from gradwire.controllers import Policy
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
-from gradwire.integrations.choices import GRADIENTS, Methods, targets_of, with_methods
+from gradwire.integrations.choices import GRADIENTS, Methods, Target, targets_of, with_methods
 from gradwire.integrations.deciding import Decider, Deciders, Ruling, Window, reason
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
+from gradwire.integrations.windows import Windows
 from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
@@ -98,7 +99,8 @@ class Adaptation:
         self.history: list[dict[str, Any]] = [] if before is None else before.history
         self.passes = passes
         # the plan in force may be a chosen one
-        self._targets = before._targets if before else targets_of(switch.plan, replan.mixed)
+        targets = before._targets if before else targets_of(switch.plan, replan.mixed)
+        self._targets: dict[str, Target] = targets
         self._owner, self._switch = owner, switch
         self._remade, self._adopt, self._shards, self._buckets = remade, adopt, shards, buckets
         self._name, self._record = f"{owner.key}/{name}", record
@@ -119,6 +121,7 @@ class Adaptation:
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
         self._serial = serial or Serial(owner.comm.workers)
+        self._windows: Windows[tuple[dict[str, Window], bool]] = Windows()
         self._rounds = 0
         self._closed = threading.Event()
         self._resting = threading.Event()  # no round runs
@@ -137,9 +140,14 @@ class Adaptation:
             return
         decides = self.replan.decides(self.passes)
         if self._count and (decides or self.replan.checks(self.passes)):
-            windows = {kind: self._window(kind) for kind in self._targets}
+
+            def made() -> tuple[dict[str, Window], bool]:
+                return {kind: self._window(kind) for kind in self._targets}, not decides
+
+            taken = self._windows.end(self.passes, made)
             self._sums, self._count = {}, 0
-            self._serial.submit(partial(self._round, windows, not decides))
+            if taken is not None:
+                self._serial.submit(partial(self._round, taken))
         self.passes += 1
         self.running = not self._closed.is_set() and self.replan.sums(self.passes)
         self._count += self.running
@@ -210,11 +218,12 @@ class Adaptation:
             raise ConfigError("the handle is detached there")
         self._owner.comm.check()
 
-    def _round(self, windows: Mapping[str, Window], check: bool) -> None:
+    def _round(self, taken: tuple[dict[str, Window], bool] | None) -> None:
         self._resting.clear()
         try:
-            if not self._closed.is_set():
-                self._decide(windows, check)
+            while taken is not None and not self._closed.is_set():
+                self._decide(*taken)
+                taken = self._windows.following()
         finally:
             self._resting.set()
 
@@ -259,10 +268,13 @@ class Adaptation:
                 self._failed(windows[kind], kind, reason(error), begun)
 
     def _confirmed(self, failed: dict[str, str]) -> dict[str, str]:
-        """What has failed on any rank: a ruling may have come too late for one."""
+        """What has failed on any rank: a ruling may have come too late for one. Ranks agree on the
+        next window, too."""
         self._rounds += 1
-        every = self._ranks.all_tell(f"{self._name}/round {self._rounds}", failed, self._go_on)
-        return {kind: why for of in reversed(every) for kind, why in of.items()}
+        told = {"failed": failed, "first": self._windows.ask()}
+        every = self._ranks.all_tell(f"{self._name}/round {self._rounds}", told, self._go_on)
+        self._windows.know(max(one["first"] for one in every))
+        return {kind: why for one in reversed(every) for kind, why in one["failed"].items()}
 
     def _await(self, update: Update) -> None:
         while True:
@@ -361,6 +373,7 @@ class Adaptation:
                 "result of Handle.state_dict with this policy"
             ) from None
         self.passes, self._sums, self._count, self.running = passes, {}, 0, False
+        self._windows = Windows()
         self._weights = weights
         self._switch.change(lambda plan: self._remade(*with_methods(plan, methods)))
         self._adopt()
