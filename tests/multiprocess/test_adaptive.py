@@ -14,6 +14,7 @@ from sharded_model import dumped, loaded, on_all, unlike
 from together import Check, together
 
 import gradwire as gw
+from gradwire.controllers import Policy
 from gradwire.integrations import deciding
 from ranks import caught
 
@@ -201,11 +202,15 @@ def a_failure_on_one_rank_leaves_the_plan(rank: int, where: int, what: str) -> N
         def choose(self, layers: Any, budget: Any) -> Any:
             raise RuntimeError("no choice today")
 
+    class Exits(gw.LGreco):
+        def choose(self, layers: Any, budget: Any) -> Any:
+            raise SystemExit("no choice today")
+
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no tables today")
 
     model = model_of("ddp")
-    policy = Broken() if what == "policy" else gw.LGreco()
+    policy = {"policy": Broken(), "exit": Exits()}.get(what, gw.LGreco())
     handle: Any = gw.attach(model, FOUR, policy=policy, replan=OFTEN)
     before = handle.plan.parameters
     with pytest.MonkeyPatch.context() as monkey:
@@ -224,6 +229,11 @@ def bad_input_is_named(rank: int) -> None:
         return str(caught(lambda: gw.attach(model_of("ddp"), **arguments)))
 
     assert "give a policy" in error(policy=3)
+
+    class Unnamed(Policy):
+        pass
+
+    assert "its class has no name" in error(policy=Unnamed())
     assert "unknown policy 'greedy'" in error(policy="greedy")
     assert "give policy, too" in error(replan=OFTEN)
     assert "no choices around" in error(codec="terngrad", policy=gw.LGreco())
@@ -267,7 +277,7 @@ CHECKS: dict[int, list[Check]] = {
         weights_that_are_sent_as_differences_stay_as_they_are,
         a_policy_goes_on_after_recover,
         a_policy_works_where_a_mesh_has_one_rank_in_a_dimension,
-        *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy")),
+        *of(a_failure_on_one_rank_leaves_the_plan, (1, "tables"), (0, "policy"), (0, "exit")),
         mixed_choices_need_error_feedback_and_ddp,
         bad_input_is_named,
         a_single_rank_has_nothing_to_decide,

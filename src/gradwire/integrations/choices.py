@@ -188,6 +188,12 @@ def policy_of(given: object) -> Policy:
     if isinstance(given, str):
         return registry.get(given)
     if isinstance(given, Policy):
+        name = getattr(given, "name", None)
+        if not (isinstance(name, str) and name):
+            raise ConfigError(
+                f"policy={given!r:.60}: its class has no name, by which rows and lines call it: "
+                f'write name = "{type(given).__name__.lower()}" in it'
+            )
         return given
     raise ConfigError(
         f"policy={given!r:.60}: give a policy, such as gw.LGreco(), or the name of one: "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from gradwire.engine.workers import Workers
+
+log = logging.getLogger("gradwire")
 
 
 class Serial:
@@ -23,7 +26,7 @@ class Serial:
         self._busy = False
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work`, which must not raise, after all that was submitted before."""
+        """Run `work` after all that was submitted before; what it raises is logged."""
         with self._idle:
             self._waiting.append(work)
             if self._busy:
@@ -44,4 +47,7 @@ class Serial:
                     self._idle.notify_all()
                     return
                 work = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except BaseException:
+                log.exception("gradwire: background work failed")

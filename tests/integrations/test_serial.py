@@ -1,0 +1,19 @@
+"""Background work of a handle, one after the other."""
+
+from __future__ import annotations
+
+from gradwire.engine.workers import Workers
+from gradwire.integrations.serial import Serial
+
+
+def test_what_fails_does_not_stop_what_follows() -> None:
+    serial, done = Serial(Workers()), []
+
+    def fails() -> None:
+        done.append("fails")
+        raise SystemExit
+
+    serial.submit(fails)
+    serial.submit(lambda: done.append("follows"))
+    serial.wait()
+    assert done == ["fails", "follows"]
