@@ -228,3 +228,18 @@ def test_accordion_has_levels_around_the_reference_and_a_memory_that_json_keeps(
         assert again.propose(layers, unused).nbytes <= 3 * 8
     assert Accordion().propose(layers, unused).choices == (3, 3, 3)
     assert Accordion(share=0.25).after(layers).propose(layers, unused).choices == (0, 0, 0)
+
+
+def test_a_policy_cannot_write_to_the_tables() -> None:
+    class Writes(LGreco):
+        def choose(self, layers: Sequence[Layer], budget: Budget) -> Sequence[int]:
+            for one in layers:
+                one.errors[:] = 0.0
+            return [0] * len(layers)
+
+    for errors in ([2.0, 1.0], [0.0, 0.0]):
+        one = layer("a", [1, 2], errors)
+        with pytest.raises(ValueError, match="read-only"):
+            Writes().propose([one], Budget(4.0))
+        assert list(one.errors) == errors
+        one.errors[0] = 3.0  # those of the caller stay as they are

@@ -117,7 +117,8 @@ class Policy:
         reason = _no_plan(layers, budget, self.bounded)
         chosen: tuple[int, ...] = uniform
         if not reason:
-            found = self.choose([_without_gradient(one) for one in layers], budget)
+            given = [_read_only(_without_gradient(one)) for one in layers]
+            found = self.choose(given, budget)
             chosen, reason = self._checked(layers, budget, uniform, found)
         return _proposal(self.name, layers, budget, chosen, time.perf_counter() - begun, reason)
 
@@ -188,6 +189,13 @@ def _without_gradient(one: Layer) -> Layer:
     errors = np.full(len(one.errors), np.inf)
     errors[at] = 0.0
     return replace(one, errors=errors)
+
+
+def _read_only(one: Layer) -> Layer:
+    """Rulings, and what a policy remembers, are of tables as they were measured."""
+    nbytes, errors = one.nbytes.view(), one.errors.view()
+    nbytes.flags.writeable = errors.flags.writeable = False
+    return replace(one, nbytes=nbytes, errors=errors)
 
 
 def _proposal(
