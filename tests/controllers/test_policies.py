@@ -13,6 +13,7 @@ import pytest
 
 from controllers.random_tables import KINDS, random_layers
 from gradwire.aggregators import Dense, PowerSGD
+from gradwire.codecs import QSGD
 from gradwire.controllers import (
     Accordion,
     AccordionLGreco,
@@ -208,6 +209,9 @@ def test_policies_by_name() -> None:
             registry.get(text)
     with pytest.raises(ConfigError, match="eta=0"):
         Accordion(Dense(), Dense(), eta=0)
+    for wrong in ({"low": "qsgd:bits=8"}, {"high": 5}, {"low": QSGD(bits=8)}):
+        with pytest.raises(ConfigError, match=r"Accordion: (low|high)=.*: give an Aggregator"):
+            Accordion(**wrong)  # type: ignore[arg-type]
     assert registry.get("accordion:eta=0.2:share=0.25") == Accordion(eta=0.2, share=0.25)
     assert registry.get("accordion-lgreco") == AccordionLGreco()
     with pytest.raises(ConfigError, match="'accordion' has no option 'low': use one of eta, share"):

@@ -64,7 +64,8 @@ class Accordion(Policy):
         decayed: whether the learning rate was lowered since.
 
     Raises:
-        ConfigError: eta is not a number above 0, or share not one between 0 and 1.
+        ConfigError: low or high is no Aggregator, eta is not a number above 0, or share not one
+            between 0 and 1.
     """
 
     low: Aggregator | None = None
@@ -78,6 +79,13 @@ class Accordion(Policy):
     bounded = False
 
     def __post_init__(self) -> None:
+        for option in ("low", "high"):
+            level = getattr(self, option)
+            if not (level is None or isinstance(level, Aggregator)):
+                raise ConfigError(
+                    f"Accordion: {option}={level!r:.60}: give an Aggregator, such as "
+                    "gradwire.aggregators.Compressed(gw.QSGD(bits=8))"
+                )
         if not (isinstance(self.eta, float | int) and 0 < self.eta < math.inf):
             raise ConfigError(f"Accordion: eta={self.eta!r}: give a number above 0")
         if not (isinstance(self.share, float) and 0 < self.share < 1):
