@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.aggregators import Compressed, PowerSGD
+from gradwire.integrations.choices import targets_of
 from gradwire.integrations.replan import CHECKS
+from gradwire.planner import Rules, make_plan
 
 SCHEDULES = [
     gw.Replan(),
@@ -59,6 +62,23 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     for made, options, message in wrong:
         with pytest.raises(gw.ConfigError, match=f"^.*{message}.*$"):
             made(**options)
+
+
+def test_error_feedback_leaves_out_what_it_does_not_suit() -> None:
+    """2 bits in blocks of 1024 may lose more than they encode, and residuals would grow."""
+    named = [("w", torch.zeros(64, 64))]
+    for feedback, mixed, least in ((False, False, 2), (True, False, 4), (True, True, 4)):
+        rules = Rules().changed({}, codec="qsgd:bits=4:block=1024", error_feedback=feedback)
+        target = targets_of(make_plan(named, rules, 2), mixed)["gradients"]
+        methods = target.family.methods((64, 64))
+        codecs = [m.codec for m in methods if isinstance(m, Compressed)]
+        assert min(codec.bits for codec in codecs if isinstance(codec, gw.QSGD)) == least
+        assert target.reference in methods
+        assert not feedback or all(method.contracts for method in methods)
+        assert any(isinstance(method, PowerSGD) for method in methods) == mixed
+    rules = Rules().changed({}, codec="qsgd:bits=2:block=1024", error_feedback=True)
+    target = targets_of(make_plan(named, rules, 2))["gradients"]
+    assert target.reference in target.family.methods((64, 64)), "what the user has chosen stays"
 
 
 def test_a_period_has_checks_that_sum_as_much_as_a_decision() -> None:

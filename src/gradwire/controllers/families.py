@@ -5,6 +5,7 @@
     Density   topk: d/10 to 10 d, by d/10 (THESIS 4.6); or in equal ratios, over more decades
     Rank      PowerSGD: ranks d/2 to 2 d, by 1
     Mixture   all choices of several families; the reference is the first one's
+    Feedback  those of a family that error feedback suits
 
 A reference is what the uniform plan gives every layer. Densities and ranks need error feedback, and
 so does every plan of a mixed family that has them.
@@ -251,6 +252,27 @@ class Mixture(Family):
     def methods(self, shape: tuple[int, ...]) -> list[Aggregator]:
         found = [method for family in self.families for method in family.methods(shape)]
         return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Feedback(Family):
+    """The choices of a family whose error is at most what they encode, and the reference: around
+    others error feedback adds errors up (`Aggregator.contracts`).
+
+    Args:
+        family: has the reference.
+    """
+
+    family: Family
+
+    name = "feedback"
+
+    def reference(self, shape: tuple[int, ...]) -> Aggregator:
+        return self.family.reference(shape)
+
+    def methods(self, shape: tuple[int, ...]) -> list[Aggregator]:
+        at = self.reference(shape)
+        return [method for method in self.family.methods(shape) if method.contracts or method == at]
 
 
 FAMILIES: dict[str, type[Family]] = {

@@ -18,6 +18,7 @@ from gradwire.controllers.families import (
     CodecBits,
     Density,
     Family,
+    Feedback,
     Mixture,
     Rank,
 )
@@ -89,6 +90,8 @@ def targets_of(plan: Plan, mixed: bool = False) -> dict[str, Target]:
             family = family_of(references) if kind == GRADIENTS else weights_family(references)
             if mixed and kind == GRADIENTS:
                 family = _mixture(family, [p for p in plan.parameters if p.name in shapes])
+            if kind == GRADIENTS and any(p.feedback for p in plan.parameters if p.name in shapes):
+                family = Feedback(family)
         except ConfigError as error:
             if kind == GRADIENTS:
                 raise
