@@ -62,6 +62,9 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     for made, options, message in wrong:
         with pytest.raises(gw.ConfigError, match=f"^.*{message}.*$"):
             made(**options)
+    for replan in (5, {"every": 5}):
+        with pytest.raises(gw.ConfigError, match=f"^attach: replan={replan}: give a gw.Replan.*$"):
+            gw.attach(torch.nn.Linear(2, 2), policy="lgreco", replan=replan)  # type: ignore[arg-type]
 
 
 def test_error_feedback_leaves_out_what_it_does_not_suit() -> None:

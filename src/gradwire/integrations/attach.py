@@ -158,6 +158,10 @@ def attach(
         raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
     if replan is not None and policy is None:
         raise ConfigError("attach: replan is for a policy: give policy, too, such as gw.LGreco()")
+    if not (replan is None or isinstance(replan, Replan)):
+        raise ConfigError(
+            f"attach: replan={replan!r:.60}: give a gw.Replan, such as gw.Replan(every=500)"
+        )
     adaptive = None if policy is None else (policy_of(policy), replan or Replan())
     pinned = None
     if plan is not None:
