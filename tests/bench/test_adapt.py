@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_rows_say_where_optuna_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         list(adapt.run(config=adapt.Config(**given, policies=("bayes",))))
 
 
-def test_bad_configurations(folder: Path) -> None:
+def test_bad_configurations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         lambda given: adapt.Config(**given),
         [
@@ -149,3 +150,11 @@ def test_bad_configurations(folder: Path) -> None:
     )
     with pytest.raises(ConfigError, match="has the points 0, 3"):
         list(adapt.run([folder], adapt.Config(at=(1,))))
+
+    def recorded(made: Path, **_: object) -> list[None]:
+        shutil.copytree(folder, made, dirs_exist_ok=True)
+        return []
+
+    monkeypatch.setattr(adapt.record, "run", recorded)
+    with pytest.raises(ConfigError, match=r"^--at 5: the quick recording has the points \d"):
+        next(adapt.run(config=adapt.Config(at=(5,)), quick=True))

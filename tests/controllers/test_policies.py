@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +248,38 @@ def test_a_policy_cannot_write_to_the_tables() -> None:
             Writes().propose([one], Budget(4.0))
         assert list(one.errors) == errors
         one.errors[0] = 3.0  # those of the caller stay as they are
+
+
+def test_choices_that_are_none_are_named() -> None:
+    """Not taken for others: -1 is not the last one, and 0.7 not the first."""
+    layers = [layer("a", [1, 2], [2, 1]), layer("b", [1, 2], [2, 1])]
+    given: list[tuple[Any, str]] = [
+        ([0], "choose gave 1 choices for 2 layers"),
+        ([0, 1, 1], "choose gave 3 choices for 2 layers"),
+        ([0, 2], "choose gave layer b the choice 2: give 0 to 1"),
+        ([-1, 0], "choose gave layer a the choice -1: give 0 to 1"),
+        ([0.7, 0], r"choose gave \[0.7, 0\]: give the index of a method per layer"),
+        ("ab", "choose gave 'ab'"),
+        (3, "choose gave 3: give the index"),
+    ]
+
+    now: list[Any] = [None]
+
+    class Gives(Uniform):
+        def choose(self, layers: Sequence[Layer], budget: Budget) -> Any:
+            return now[0]
+
+    for now[0], said in given:
+        with pytest.raises(ConfigError, match=f"^policy uniform: {said}"):
+            Gives().propose(layers, Budget(4.0))
+    for now[0] in (np.array([1, 0]), (True, False)):
+        assert Gives().propose(layers, Budget(4.0)).choices == (1, 0)
+
+
+def test_a_larger_plan_has_more_bytes_than_uniform() -> None:
+    class Most(Uniform):
+        def choose(self, layers: Sequence[Layer], budget: Budget) -> Sequence[int]:
+            return [len(one.methods) - 1 for one in layers]
+
+    found = Most().propose([layer("a", [100, 194], [2, 1])], Budget(4.0))
+    assert "194 bytes per step, 1.940 times more than uniform" in found.line

@@ -155,13 +155,15 @@ def run(
         with tempfile.TemporaryDirectory(prefix="gradwire-") as made:
             for _ in record.run(Path(made), ranks=2, quick=True, advance=advance):
                 pass
-            yield from _recorded(Path(made), Recording.read(Path(made)), config, advance)
+            recording = Recording.read(Path(made))
+            _check_points("the quick recording", recording, config.at)
+            yield from _recorded(Path(made), recording, config, advance)
     for model in config.models:
         for sigma in config.sigmas:
             yield from _seeded(model, sigma, config, advance)
 
 
-def _check_points(folder: Path, recording: Recording, at: Sequence[int] | None) -> None:
+def _check_points(folder: Path | str, recording: Recording, at: Sequence[int] | None) -> None:
     unknown = next((point for point in at or () if point not in recording.at), None)
     if unknown is not None:
         known = ", ".join(map(str, recording.at))

@@ -18,6 +18,7 @@ possible, the proposal is the uniform plan, and its line says why.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ class Policy:
         """The choices found, or the uniform plan with the reason."""
         if found is None:
             return uniform, "found no plan within the budget"
-        chosen = tuple(int(c) for c in found)
+        chosen = self._indices(layers, found)
         if not self.bounded:
             return chosen, ""
         above = plan_error(layers, chosen, budget.metric) > budget.error
@@ -141,6 +142,28 @@ class Policy:
         if within and plan_cost(layers, uniform) < plan_cost(layers, chosen):
             return uniform, "found no plan that costs less"
         return chosen, ""
+
+    def _indices(self, layers: Sequence[Layer], found: Sequence[int]) -> tuple[int, ...]:
+        """The choices found, as ints; raises ConfigError if they are none of these layers."""
+        try:
+            chosen = tuple(operator.index(c) for c in found)
+        except TypeError:
+            raise ConfigError(
+                f"policy {self.name}: choose gave {found!r:.60}: give the index of a method per "
+                "layer, or None"
+            ) from None
+        if len(chosen) != len(layers):
+            raise ConfigError(
+                f"policy {self.name}: choose gave {len(chosen)} choices for {len(layers)} layers: "
+                "give one per layer"
+            )
+        for one, c in zip(layers, chosen, strict=True):
+            if not 0 <= c < len(one.methods):
+                raise ConfigError(
+                    f"policy {self.name}: choose gave layer {one.label} the choice {c}: give 0 to "
+                    f"{len(one.methods) - 1}"
+                )
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -209,10 +232,12 @@ def _proposal(
     nbytes = plan_nbytes(layers, chosen)
     uniform = plan_nbytes(layers, [one.reference for one in layers])
     found = plan_error(layers, chosen, budget.metric)
-    gain = uniform / nbytes if nbytes else 1.0
+    times = f"{uniform / nbytes if nbytes else 1.0:.3f} times fewer"
+    if nbytes > uniform > 0:
+        times = f"{nbytes / uniform:.3f} times more"
     still = sum(not one.errors.any() for one in layers if len(one.methods) > 1)
     parts = [
-        f"{policy}: {nbytes} bytes per step, {gain:.3f} times fewer than uniform",
+        f"{policy}: {nbytes} bytes per step, {times} than uniform",
         f"error {found:.4g} of {budget.error:.4g} ({budget.metric})",
         f"{seconds:.3f} s",
     ]

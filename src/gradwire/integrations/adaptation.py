@@ -14,6 +14,7 @@ all, with a line in the log, and the plan stays.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -308,10 +309,11 @@ class Adaptation:
         line = ruling.line
         if grown is not None:
             line = f"early, as the plan's error grew by {grown:.2f} against uniform's: {line}"
-        errors = {
+        figures = {
             "planned_error": ruling.planned_error, "error": ruling.error,
             "uniform_error": ruling.uniform_error, "budget": ruling.budget,
         }  # fmt: skip
+        errors = {k: v if v is None or math.isfinite(v) else None for k, v in figures.items()}
         self._note(window.number, kind, line, changed, begun, early=grown is not None, **errors)
 
     def _failed(self, window: Window, kind: str, why: str, begun: float) -> None:

@@ -74,6 +74,7 @@ def targets_of(plan: Plan, mixed: bool = False) -> dict[str, Target]:
             their choices are mixed without error feedback.
     """
     found = {}
+    left: ConfigError | None = None  # why weights stay as they are
     for kind in (GRADIENTS, WEIGHTS):
         methods = {p.name: m for p in plan.parameters if (m := _method(p, kind)) is not None}
         shapes = {p.name: p.shape for p in plan.parameters if len(p.shape) > 1}
@@ -96,10 +97,11 @@ def targets_of(plan: Plan, mixed: bool = False) -> dict[str, Target]:
             if kind == GRADIENTS:
                 raise
             log.info("%s: weights are gathered as attach was told", error)
+            left = error
             continue
         found[kind] = Target(kind, shapes, next(iter(references)), family)
     if not found:
-        raise ConfigError("policy: nothing is compressed that it could choose a method of")
+        raise left or ConfigError("policy: nothing is compressed that it could choose a method of")
     return found
 
 
