@@ -71,6 +71,12 @@ def test_differences_are_told(tmp_path: Path) -> None:
     assert [row["parameter"] for row in rows] == ["conv.weight", "list.[0].weight"]
     assert rows[0]["a"] == "qsgd"
     assert rows[0]["b"] == "qsgd:bits=2, error feedback"
+    other = json.loads(Path(paths[0]).read_text())
+    other["parameters"]["conv.weight"] |= {"shape": [4, 8, 3, 3]}
+    Path(paths[1]).write_text(json.dumps(other))
+    (row,) = rows_of("plan", "diff", *paths)
+    assert row["a"] == "qsgd, shape (8, 4, 3, 3)"
+    assert row["b"] == "qsgd, shape (4, 8, 3, 3)"
     same = run("plan", "diff", paths[0], paths[0])
     assert same.code == 0
     assert "the plans are equal" in same.out
@@ -109,6 +115,22 @@ BAD_FILES = [
         '{"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", "weight": "x"}}}',
         "parameter a: unknown codec 'x'",
     ),
+    ('{"gradwire_plan": true, "parameters": {}}', "no plan of format 1"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"gradwire_plan": 1, "parameters": {"a": {}, "a": {}}}', "it has 'a' twice"),
+    *(
+        (json.dumps({"gradwire_plan": 1, "parameters": {"a": {"gradient": "qsgd", **row}}}), said)
+        for row, said in (
+            ({"weight": 5}, "parameter a has the weight 5: give a codec in text"),
+            ({"weight": None}, "has the weight None"),
+            ({"error_feedback": "no"}, "has the error_feedback 'no': give true or false"),
+            ({"numel": "12"}, "has the numel '12': give a whole number"),
+            ({"numel": True}, "has the numel True"),
+            ({"shape": [True]}, "has the shape [True]: give whole numbers"),
+            ({"shape": [-1]}, "has the shape [-1]"),
+            ({"numel": 13, "shape": [3, 4]}, "has numel 13, and the shape [3, 4]"),
+        )
+    ),
 ]
 
 
@@ -120,6 +142,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as found:
             PlanFile.read(path)
         assert complaint in str(found.value)
+        assert "\n" not in str(found.value)
         assert str(path) in str(found.value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,30 @@ class PlanFile:
             ConfigError: there is none; the message says what is wrong, and where.
         """
         try:
-            found = json.loads(Path(path).read_text("utf-8"))
+            found = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_once)
+        except RecursionError:
+            raise ConfigError(f"{path}: no plan: it is nested too deeply") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: no plan: {error}") from error
         rows = found.get("parameters") if isinstance(found, dict) else None
-        if not isinstance(rows, dict) or found.get("gradwire_plan") != _FORMAT:
+        version = found.get("gradwire_plan") if isinstance(found, dict) else None
+        if not isinstance(rows, dict) or type(version) is not int or version != _FORMAT:
             raise ConfigError(
                 f"{path}: no plan of format {_FORMAT}: write one by handle.plan.save(FILE)"
             )
         for name, row in rows.items():
             if not isinstance(row, dict) or not isinstance(row.get("gradient"), str):
                 raise ConfigError(f"{path}: parameter {name} has no 'gradient': {row!r:.60}")
-            shape = row.get("shape", [])
-            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-                raise ConfigError(f"{path}: parameter {name} has the shape {shape!r:.60}")
+            for key, (right, what) in _ROW.items():
+                if key in row and not right(row[key]):
+                    raise ConfigError(
+                        f"{path}: parameter {name} has the {key} {row[key]!r:.60}: give {what}"
+                    )
+            if "numel" in row and row["numel"] != math.prod(row.get("shape", [row["numel"]])):
+                raise ConfigError(
+                    f"{path}: parameter {name} has numel {row['numel']}, and the shape "
+                    f"{row['shape']!r:.60}: they contradict each other"
+                )
         made = cls(
             {name: row["gradient"] for name, row in rows.items()},
             frozenset(name for name, row in rows.items() if row.get("error_feedback")),
@@ -161,13 +171,38 @@ def shown(plan: PlanFile) -> Iterator[dict[str, Any]]:
 
 
 def differences(a: PlanFile, b: PlanFile) -> Iterator[dict[str, Any]]:
-    """A row for each parameter that two plans treat differently: parameter, numel, and `a` and `b`,
-    what each does with it (None: it has no such parameter)."""
+    """A row for each parameter that two plans treat differently, or with different shapes:
+    parameter, numel, and `a` and `b`, what each does with it (None: it has no such parameter)."""
     for name in dict.fromkeys([*a.gradients, *b.gradients]):
         found = [_told(plan, name) for plan in (a, b)]
+        shapes = [plan.shapes.get(name) for plan in (a, b)]
+        if None not in (*found, *shapes) and shapes[0] != shapes[1]:
+            found = [f"{of}, shape {shape}" for of, shape in zip(found, shapes, strict=True)]
         if found[0] != found[1]:
             numel = a.numel.get(name, b.numel.get(name))
             yield {"parameter": name, "numel": numel, "a": found[0], "b": found[1]}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ValueError for a key that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r:.60} twice")
+    return found
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+_ROW: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "error_feedback": (lambda value: type(value) is bool, "true or false"),
+    "weight": (lambda value: type(value) is str, "a codec in text"),
+    "numel": (_whole, "a whole number"),
+    "shape": (lambda value: type(value) is list and all(map(_whole, value)), "whole numbers"),
+}
 
 
 def _told(plan: PlanFile, name: str) -> str | None:
