@@ -326,6 +326,16 @@ def micro_batches_after_a_resume(rank: int, keep: str) -> None:
     assert trained(model, optimizer, 2, 4) == expected
 
 
+def meshes_of_other_shapes_follow_each_other(rank: int) -> None:
+    """The first groups of their handles differ, and they share another one."""
+    for shape in ((2, 1), (1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        model = sharded(mesh=mesh)
+        handle = gw.attach(model, "qsgd", weights=ALL)
+        train(model, 1)
+        handle.detach()
+
+
 def replicas_decode_the_same_weights(rank: int) -> None:
     model = sharded(mesh=replicated(2))
     gw.attach(model, "qsgd", weights=ALL)
@@ -339,6 +349,7 @@ def test_all_ranks_hold_the_same_weights() -> None:
         partial(weights_are_alike, dtypes=(None,), given=GIVEN[:2]),
         partial(weights_are_alike, dtypes=(torch.bfloat16,), given=GIVEN[2:]),
         bytes_are_those_of_the_formula,
+        meshes_of_other_shapes_follow_each_other,
         payloads_are_kept_where_they_fit,
         *(partial(frozen_weights_are_sent_once, keep=keep) for keep in ("payload", "reference")),
         weights_frozen_later_are_those_of_then,

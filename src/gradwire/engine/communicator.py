@@ -208,6 +208,16 @@ class Communicator:
             self.fail(error)  # ranks that come later would take the next agreement for this one
             raise
 
+    def tell_all(self, what: str, mine: bytes) -> list[bytes]:
+        """What every rank tells, in rank order; all ranks call it, and `agree`, in the same order.
+
+        Raises:
+            TransportError: a peer did not answer.
+        """
+        if self.member is None:
+            return [mine]
+        return self.member.exchange(f"{what} ({next(self._agreements)})", mine).result()
+
     def agreement(self, key: str, what: str, description: list[str]) -> Future[int]:
         """As `agree`, asynchronous; `key` names it on all ranks and is used once."""
         self.check()

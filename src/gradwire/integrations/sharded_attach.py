@@ -71,11 +71,8 @@ class PlannedShards:
         if plan.weights is not None and plan.weights.keep is None:
             fits = payloads_fit(self.trained, plan)
             for comm in comms:  # on every rank of every replica
-                if comm.member is not None:
-                    said = comm.member.exchange(
-                        f"payloads of handle {count} fit", str(fits).encode()
-                    )
-                    fits = all(one == b"True" for one in said.result())
+                said = comm.tell_all("whether payloads of weights fit", str(fits).encode())
+                fits = all(one == b"True" for one in said)
             keep = "payload" if fits else "none"
             plan = replace(plan, weights=replace(plan.weights, keep=keep))
         for comm in comms:
