@@ -9,7 +9,10 @@
     5. links and passes are watched; if they have changed in two looks, again from 2
 
 All of it runs in the background. Ranks take each step at the same pass, and learn from each other
-what they decide by. If a step fails, the plan in force stays, and one line says so.
+what they decide by. For that, what a pass reads changes only in passes, and what a decision reads
+only in decisions: a pass tells the background by submitting work, which runs in the order of
+passes; the background tells passes by the version of a plan, which all ranks adopt at the same one.
+If a step fails, the plan in force stays, and one line says so.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gradwire.engine import Owner
@@ -89,8 +93,9 @@ class Automatic:
         self._pace = Pace(spent)
         self._turns: PlanTurns | None = None
         self._wanted: list[WantedSetting] = []
-        self._settling: int | None = None  # the version that ends a trial
-        self._settled = False
+        # What begins with a version of the plan, in the order of versions.
+        self._coming: deque[tuple[int, Callable[[], None]]] = deque()
+        self._settled = False  # of passes, as is whether a policy is at work
         self._messages = 0
         self._closed = False
         self._links = Links.of(self._comm.world_size, [])
@@ -123,16 +128,26 @@ class Automatic:
         version = self._switch.plan.version
         with self._lock:
             self.passes += 1
-            took = self._pace.passed(version)
-            if self._turns is not None and took is not None:
-                self._turns.passed(version, took)
-            if self._settling is not None and version >= self._settling:
-                self._settling, self._settled = None, True
-                self._start_policy()
-            elif self._settled and self._auto.watch and self.passes % self._auto.watch == 0:
+            took, turns = self._pace.passed(version), self._turns
+            if turns is not None and took is not None:
+                turns.passed(version, took)
+            if self._settled and self._auto.watch and self.passes % self._auto.watch == 0:
                 self._submit(self._look)
+            while self._coming and self._coming[0][0] <= version:
+                self._coming.popleft()[1]()
             if self.passes == _FIRST:
                 self._submit(self._plan)
+
+    def _use(self) -> None:
+        """The plan that was settled on is in force."""
+        self._settled = True
+        self._start_policy()
+
+    def _begin_anew(self) -> None:
+        """All ranks have seen a change."""
+        self._settled = False
+        self._stop_policy()
+        self._submit(self._plan)
 
     def _submit(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -142,7 +157,8 @@ class Automatic:
                 work()
             except Exception as error:  # alike on all ranks, or the group is broken
                 self._closed = True
-                self._note(f"automatic mode has ended, the plan stays: {error}", logging.WARNING)
+                line = f"automatic mode has ended, the plan stays: {error}"
+                self._note(line, logging.WARNING, said_by_all=True)
 
         self.serial.submit(guarded)
 
@@ -181,7 +197,6 @@ class Automatic:
         self._turns.next()
 
     def _timed(self, seconds: list[list[float]]) -> None:
-        self._turns = None
         medians = list(map(statistics.median, seconds))
         slowest = [max(of) for of in zip(*self._told(medians), strict=True)]
         exact = sorted(range(len(slowest)), key=lambda n: self._wanted[n].rank)
@@ -204,9 +219,7 @@ class Automatic:
 
     def _settle(self, number: int, why: str, **more: Any) -> None:
         chosen = self._wanted[number]
-        with self._lock:
-            self._settled = False
-            self._settling = self._ask(chosen)
+        self._with(lambda: self._ask(chosen), self._use)
         self.setting, self._base, self._usual, self._changes = chosen, None, None, 0
         level = logging.INFO if chosen.rank > HALF_PRECISION.rank else logging.WARNING
         what = "" if level == logging.INFO else "compression does not pay here; "
@@ -214,6 +227,8 @@ class Automatic:
 
     def _look(self) -> None:
         """Compare links and passes with those of the plan."""
+        if self._changes >= LOOKS:  # a plan is made anew from the next adoption on
+            return
         newest = self._watch.newest if self._comm.rank == 0 else None
         mine = None if newest is None else newest.text(), self._pace.of_version()
         every = self._told(mine)
@@ -225,9 +240,8 @@ class Automatic:
         if self._changes < LOOKS:
             return
         self._note("; ".join(said))
-        self._settled = False
-        self._stop_policy()
-        self._plan()
+        same = partial(self._switch.ask, lambda plan: replace(plan, version=plan.version + 1))
+        self._with(lambda: same().version, self._begin_anew)
 
     def _links_changed(self, links: Links) -> list[str]:
         """What to say of them, if they have."""
@@ -265,18 +279,26 @@ class Automatic:
 
         return self._switch.ask(made).version
 
+    def _with(self, ask: Callable[[], int], then: Callable[[], None]) -> None:
+        """Request a plan, and do something at the first pass that sees it in force."""
+        with self._lock:  # no pass sees it before `then` is known
+            self._coming.append((ask(), then))
+
     def _told(self, mine: Any) -> list[Any]:
         """What all ranks tell, in rank order."""
         self._messages += 1
         key = f"{self._owner.key}/auto {self._messages}"
         return [json.loads(text) for text in exchanged(self._comm, key, json.dumps(mine))]
 
-    def _note(self, line: str, level: int = logging.INFO, **more: Any) -> None:
+    def _note(
+        self, line: str, level: int = logging.INFO, said_by_all: bool = False, **more: Any
+    ) -> None:
         row = {"pass": self.passes, "line": line, **more}
         self.history.append(row)
         self._record({"by": "auto", **row})
-        if self._comm.rank == 0:
-            log.log(level, "pass %d: auto: %s", self.passes, line)
+        if self._comm.rank == 0 or said_by_all:
+            rank = f"rank {self._comm.rank}: " if said_by_all else ""
+            log.log(level, "%spass %d: auto: %s", rank, self.passes, line)
 
 
 class Pace:

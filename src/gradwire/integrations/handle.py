@@ -164,9 +164,7 @@ class Handle(Saved):
                 with suppress(ConfigError):  # there is no choice around bf16
                     self.adapt(policy_of(auto.policy), auto.replan)
 
-        def stop() -> None:
-            if on.adaptation is not None:
-                on.adaptation.close()
+        def stop() -> None:  # what it has submitted still runs, on all ranks
             on.adaptation = None
 
         def spent() -> tuple[float, float]:

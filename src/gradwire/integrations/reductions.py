@@ -124,8 +124,8 @@ class Reductions:
         """
         if self.automatic is not None:
             self.automatic.begin()
-        if self.adaptation is not None:
-            self.adaptation.begin(span)
+        if (adaptation := self.adaptation) is not None:
+            adaptation.begin(span)
         self.count(steps=1)
         self.sampler.begin(self.steps)
         before = self.switch.plan
