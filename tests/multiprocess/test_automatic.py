@@ -258,6 +258,27 @@ def a_measured_plan_stays(rank: int) -> None:
     assert "leave it out" in str(error)
 
 
+def detaching_ends_the_background(rank: int) -> None:
+    """Also what waits for ranks that will not come, and what has not begun."""
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey)
+        model, handle = made()
+        step(model, 0)
+        auto, switch = handle.automatic, handle._reductions.switch
+        assert auto is not None
+        if rank == 1:
+            auto._submit(lambda: auto._told("for rank 0"))
+            auto._submit(lambda: auto._told("for rank 0"))
+            update = switch.ask(lambda plan: replace(plan, version=plan.version + 1))
+        handle.detach()
+        assert not auto.serial._busy
+        assert not switch._busy
+        assert not auto.history
+        if rank == 1:
+            assert "the handle was detached" in str(caught(lambda: update.wait(0)))
+        dist.barrier()
+
+
 def links_are_probed(rank: int) -> None:
     found = gw.probe(seconds=0.2, codecs=["qsgd:bits=4"])
     assert found.links.ranks == 2
@@ -342,6 +363,7 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         changed_links_make_a_new_plan,
         slower_passes_make_a_new_plan,
         a_measured_plan_stays,
+        detaching_ends_the_background,
         links_are_probed,
         without_links_the_reference_stays,
         without_a_plan_the_reference_stays,

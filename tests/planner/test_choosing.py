@@ -172,6 +172,12 @@ def test_single_gradients_by_the_formulas() -> None:
             assert one.decision.seconds == min(seconds)
 
 
+def test_a_search_can_be_ended() -> None:
+    left = iter(range(3))
+    with pytest.raises(StopIteration):
+        choose(situation(1e9, shapes=LAYERS[:2]), [CODEC], lambda: next(left) and None)
+
+
 def test_impossible_situations_are_refused() -> None:
     with pytest.raises(ConfigError, match="one rank sends nothing"):
         situation(1e9, ranks=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -135,6 +135,7 @@ def plan(
     machines: Sequence[int],
     backward: float,
     coalesces: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[list[WantedSetting], str]:
     """(the settings worth trying, the best first, with the best one without compression; the
     planner's verdict).
@@ -145,10 +146,11 @@ def plan(
         machines: of each rank.
         backward: seconds of a pass without communication.
         coalesces: whether buckets may travel together.
+        check: see gradwire.planner.choice.choose.
     """
     codecs = auto.known_codecs
     where = situation(links, known, machines, tuple(shape for _, shape in named), backward)
-    choice = choose(where, codecs)
+    choice = choose(where, codecs, check)
     exact = [FULL, HALF, *codecs]
     hopeful = [
         one

@@ -119,7 +119,12 @@ class Automatic:
     def close(self) -> None:
         """Decide no more: the handle is detached."""
         self._closed = True
+        self.serial.close()
+
+    def join(self) -> None:
+        """After `close`: wait for the background, for some seconds at most."""
         self._watch.close()
+        self.serial.join()
 
     # ---- passes
 
@@ -176,7 +181,9 @@ class Automatic:
                 if not isinstance(self._costs, Curves):
                     raise ConfigError(f"no costs of kernels: {self._costs}")
                 coalesces = bool(self._given.coalesce_bytes)
-                wanted, line = plan(self._auto, self._costs, *measured, coalesces)
+                wanted, line = plan(
+                    self._auto, self._costs, *measured, coalesces, self.serial.check
+                )
                 told = {"wanted": [one.told() for one in wanted], "line": line, "rest": rest}
             except Exception as error:  # rather than none: the reference
                 line = f"{HALF_PRECISION}, since nothing can be planned: {error}"
@@ -288,7 +295,8 @@ class Automatic:
         """What all ranks tell, in rank order."""
         self._messages += 1
         key = f"{self._owner.key}/auto {self._messages}"
-        return [json.loads(text) for text in exchanged(self._comm, key, json.dumps(mine))]
+        every = exchanged(self._comm, key, json.dumps(mine), self.serial.check)
+        return [json.loads(text) for text in every]
 
     def _note(
         self, line: str, level: int = logging.INFO, said_by_all: bool = False, **more: Any

@@ -17,7 +17,7 @@ A codec loses values, and 16 bits lose some: so full precision is left only for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire import algorithms
@@ -154,27 +154,37 @@ class Choice:
         return f"{bits} best: {taken}{reason}"
 
 
-def choose(where: Situation, codecs: Sequence[Codec]) -> Choice:
+def choose(
+    where: Situation, codecs: Sequence[Codec], check: Callable[[], None] = lambda: None
+) -> Choice:
     """The best setting; full precision and bf16 are always considered.
 
     Args:
         codecs: from the most exact to the least: each must save `MARGIN` beside those before.
+        check: called before each simulation; what it raises ends the search.
 
     Raises:
         ConfigError: one rank, or a codec without curves.
     """
     found: dict[Setting, Ranked] = {}
+
+    def ranked(setting: Setting) -> Ranked:
+        if setting not in found:
+            check()
+            found[setting] = simulate(where, setting)
+        return found[setting]
+
     wanted = list(dict.fromkeys([FULL, HALF, *codecs]))
     of_codec = []
     for codec in wanted:
-        first = [_ranked(where, setting, found) for setting in _plain(codec, where)]
+        first = [ranked(setting) for setting in _plain(codec, where)]
         if not first:
             raise ConfigError(f"{codec} is defined in no algorithm")
         refined = []
         for start in sorted(first, key=_weighed)[:_KEPT]:
             best = start
             for alternatives in (_segments, _coalesced, _selective):
-                others = [_ranked(where, s, found) for s in alternatives(best.setting, where)]
+                others = [ranked(s) for s in alternatives(best.setting, where)]
                 other = min(others, key=_seconds, default=best)
                 if other.seconds < (1 - _WORTH) * best.seconds:
                     best = other
@@ -197,12 +207,6 @@ def simulate(where: Situation, setting: Setting) -> Ranked:
     )  # fmt: skip
     row = predict(scenario, where.curves)
     return Ranked(setting, row["seconds"], row["wire_bytes"], row["limit_seconds"])
-
-
-def _ranked(where: Situation, setting: Setting, found: dict[Setting, Ranked]) -> Ranked:
-    if setting not in found:
-        found[setting] = simulate(where, setting)
-    return found[setting]
 
 
 def _seconds(one: Ranked) -> float:

@@ -16,11 +16,12 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
@@ -34,6 +35,7 @@ _SENDS = 3  # of each size
 _POLL_S = 0.2
 _NAMING_S = 1.0
 
+T = TypeVar("T")
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -220,17 +222,23 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def exchanged(comm: Communicator, key: str, mine: str) -> list[str]:
+def exchanged(
+    comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
+) -> list[str]:
     """Every rank's text, in rank order; `key` is used once.
+
+    Args:
+        check: called while it waits; what it raises ends that.
 
     Raises:
         TransportError: a peer did not come, or the group is broken.
     """
     assert comm.member is not None
-    return [part.decode() for part in awaited(comm, comm.member.exchange(key, mine.encode()))]
+    pending = comm.member.exchange(key, mine.encode())
+    return [part.decode() for part in awaited(comm, pending, check)]
 
 
-def awaited(comm: Communicator, pending: Future[list[bytes]]) -> list[bytes]:
+def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
     """The result of an exchange.
 
     Raises:
@@ -241,6 +249,7 @@ def awaited(comm: Communicator, pending: Future[list[bytes]]) -> list[bytes]:
             return pending.result(_POLL_S)
         except FutureTimeout:
             comm.check()
+            check()
 
 
 def broken(comm: Communicator, error: BaseException) -> BaseException:
