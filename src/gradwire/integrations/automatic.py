@@ -3,8 +3,8 @@
     1. attach: ranks measure their links, and rank 0 its kernels; gradients are sent in 16 bits
     2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes
     3. what is expected to be close to the best, and the best without compression, are each in force
-       for some passes, twice; the slowest rank's median pass counts. A less exact codec must save
-       `MARGIN`
+       for some passes, twice; the slowest rank's median pass counts. A codec must save
+       `choice.MARGIN` beside all that is more exact
     4. a policy may then choose bits per parameter (integrations/adaptation.py)
     5. links and passes are watched; if they have changed in two looks, again from 2
 
@@ -35,7 +35,7 @@ from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.turns import PlanTurns
 from gradwire.planner import Plan, Rules
-from gradwire.planner.choice import MARGIN
+from gradwire.planner.choice import worth
 from gradwire.planner.link_watch import LinkWatch
 from gradwire.planner.links import Links, exchanged, measure_links
 from gradwire.planner.rules import exactly
@@ -207,10 +207,7 @@ class Automatic:
         medians = list(map(statistics.median, seconds))
         slowest = [max(of) for of in zip(*self._told(medians), strict=True)]
         exact = sorted(range(len(slowest)), key=lambda n: self._wanted[n].rank)
-        best = exact[0]
-        for number in exact[1:]:
-            if slowest[number] < (1 - MARGIN) * slowest[best]:
-                best = number
+        best = exact[worth([slowest[n] for n in exact])]
         expected = [self._expected(one) for one in self._wanted]
         tried = [
             {"setting": str(of), "seconds": took, "expected_seconds": wanted}

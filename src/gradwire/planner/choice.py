@@ -10,8 +10,8 @@ algorithm with its segments, and how many bytes of buckets travel together. Sett
 The default algorithm, and then every other default, is left only for what saves `_WORTH`: less
 cannot be predicted.
 
-A codec loses values, and 16 bits lose some: so full precision is left only for a gain of more than
-`MARGIN`, and 16 bits are, too.
+A codec loses values, and 16 bits lose some: so each must save more than `MARGIN` beside all that is
+more exact.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def choose(
     """The best setting; full precision and bf16 are always considered.
 
     Args:
-        codecs: from the most exact to the least: each must save `MARGIN` beside those before.
+        codecs: from the most exact to the least; see `worth`.
         check: called before each simulation; what it raises ends the search.
 
     Raises:
@@ -191,11 +191,19 @@ def choose(
             refined.append(best)
         of_codec.append(min(refined, key=_weighed))
     every = sorted(found.values(), key=_seconds)
-    best = of_codec[0]
-    for one in of_codec[1:]:
-        if one.seconds < (1 - MARGIN) * best.seconds:
-            best = one
+    best = of_codec[worth([one.seconds for one in of_codec])]
     return Choice(best, tuple(sorted(of_codec, key=_seconds)), tuple(every))
+
+
+def worth(seconds: Sequence[float]) -> int:
+    """Which of several to use, by what they take, from the most exact to the least: the last that
+    saves `MARGIN` beside each one before it."""
+    best, least = 0, seconds[0]
+    for number, taken in enumerate(seconds):
+        if taken < (1 - MARGIN) * least:
+            best = number
+        least = min(least, taken)
+    return best
 
 
 def simulate(where: Situation, setting: Setting) -> Ranked:
