@@ -56,7 +56,7 @@ class Trainer:
         at: the pass that submitted what runs in the background.
     """
 
-    def __init__(self, comm: Communicator, auto: gw.Auto) -> None:
+    def __init__(self, comm: Communicator, auto: gw.Auto, backward: float = 0.0) -> None:
         self.submitted: list[int] = []
         self.at = 0
         trains = threading.get_ident()
@@ -81,8 +81,11 @@ class Trainer:
             assert threading.get_ident() == trains  # averages of a pass are added to one policy
             self.adaptation = None
 
+        def spent() -> tuple[float, float]:
+            return self.auto.passes * backward, 0.0
+
         shapes = [(name, tuple(values.shape)) for name, values in NAMED]
-        of = owner, self.switch, shapes, remade, lambda: (0.0, 0.0), start, stop, lambda _: None
+        of = owner, self.switch, shapes, remade, spent, start, stop, lambda _: None
         self.auto = Automatic(auto, *of)
         submit = self.auto.serial.submit
 
@@ -198,3 +201,23 @@ def test_every_rank_says_that_automatic_mode_has_ended(
     assert as_threads(2, body) == [[line], [line]]
     said = {record.getMessage() for record in caplog.records}
     assert said == {f"rank {rank}: pass 4: auto: {line}" for rank in range(2)}
+
+
+def test_the_plan_is_made_for_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch)
+    seen = []
+
+    def planned(*of: Any) -> Any:
+        seen.append(of[5])
+        return [CODED], "a plan of the test's"
+
+    monkeypatch.setattr(automatic, "plan", planned)
+
+    def body(comm: Communicator) -> None:
+        trainer = Trainer(comm, gw.Auto(policy=None), backward=2.0 if comm.rank else 1.0)
+        for _ in range(4):
+            trainer.begin(0)
+        trainer.idle()
+
+    as_threads(2, body)
+    assert seen == [2.0]

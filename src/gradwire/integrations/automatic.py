@@ -1,7 +1,8 @@
 """Automatic mode at work: measured links and kernels propose settings, and measured passes decide.
 
     1. attach: ranks measure their links, and rank 0 its kernels; gradients are sent in 16 bits
-    2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes
+    2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes on
+       the slowest rank
     3. what is expected to be close to the best, and the best without compression, are each in force
        for some passes, twice; the slowest rank's median pass counts. A codec must save
        `choice.MARGIN` beside all that is more exact
@@ -171,9 +172,9 @@ class Automatic:
 
     def _plan(self) -> None:
         told: dict[str, Any] = {}
+        backward, rest = max(self._told(self._pace.usual()), key=sum)  # of the slowest rank
         if self._comm.rank == 0:
             machines = self._comm.topology.machines
-            backward, rest = self._pace.usual()
             measured = self._named, self._links, machines, backward
             try:
                 if self._unknown:
