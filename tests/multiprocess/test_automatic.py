@@ -336,6 +336,14 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         ("share=2", lambda: gw.Auto(share=2)),
         ("trial=-1", lambda: gw.Auto(trial=-1)),
         ("zip", lambda: gw.Auto(codecs=["zip"])),
+        ("codecs='qsgd': give several names", lambda: gw.Auto(codecs="qsgd")),
+        ("codecs=None: give several names", lambda: gw.Auto(codecs=None)),  # type: ignore[arg-type]
+        ("codecs=(5,): give several names", lambda: gw.Auto(codecs=(5,))),  # type: ignore[arg-type]
+        ("lgrecco", lambda: gw.Auto(policy="lgrecco")),
+        ("policy=5: give a policy", lambda: gw.Auto(policy=5)),  # type: ignore[arg-type]
+        ("replan=None: give gw.Replan", lambda: gw.Auto(replan=None)),  # type: ignore[arg-type]
+        ("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5)),  # type: ignore[arg-type]
+        ("auto=5: give gw.Auto", lambda: gw.attach(model, plan="measured", auto=5)),  # type: ignore[arg-type]
     ):
         error = caught(call)
         assert isinstance(error, gw.ConfigError), said

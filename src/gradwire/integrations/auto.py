@@ -20,6 +20,8 @@ from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
+from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
@@ -51,7 +53,8 @@ class Auto:
         share: of time and bandwidth that watching the links may take.
 
     Raises:
-        ConfigError: a number out of range, or an unknown codec.
+        ConfigError: an argument of a wrong type, a number out of range, or an unknown codec or
+            policy.
     """
 
     codecs: Sequence[str] = ("qsgd:bits=4",)
@@ -65,7 +68,18 @@ class Auto:
     share: float = 0.01
 
     def __post_init__(self) -> None:
+        several = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
+        if not several or not all(isinstance(one, str) for one in self.codecs):
+            raise ConfigError(
+                f'Auto: codecs={self.codecs!r:.60}: give several names, as in ("qsgd:bits=4",)'
+            )
         object.__setattr__(self, "codecs", tuple(self.codecs))
+        if self.policy is not None:
+            policy_of(self.policy)
+        if not isinstance(self.replan, Replan):
+            raise ConfigError(
+                f"Auto: replan={self.replan!r:.60}: give gw.Replan(...), or leave it out"
+            )
         for option in ("trial", "watch"):
             checks.integer(self, option, 0)
         for option, above in (("seconds", 0), ("close", 1), ("changed", 0)):

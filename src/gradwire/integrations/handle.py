@@ -161,8 +161,9 @@ class Handle(Saved):
 
         def start() -> None:
             if auto.policy is not None:
+                policy = policy_of(auto.policy)
                 with suppress(ConfigError):  # there is no choice around bf16
-                    self.adapt(policy_of(auto.policy), auto.replan)
+                    self.adapt(policy, auto.replan)
 
         def stop() -> None:  # what it has submitted still runs, on all ranks
             on.adaptation = None
