@@ -287,7 +287,8 @@ def links_are_probed(rank: int) -> None:
     assert any("QSGD" in name for name in found.kernels)
     assert str(found).startswith("2 ranks on 1 machine; latency ")
     assert all(one == found for one in on_all(found))
-    assert "seconds=0" in str(caught(lambda: gw.probe(seconds=0)))
+    for seconds in (0.0, 1e4, float("inf"), float("nan")):
+        assert f"seconds={seconds}" in str(caught(lambda s=seconds: gw.probe(seconds=s)))
 
 
 def without_links_the_reference_stays(rank: int) -> None:
@@ -334,6 +335,7 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
     for said, call in (
         ('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto())),
         ("share=2", lambda: gw.Auto(share=2)),
+        ("seconds=inf must be above 0 and at most 600", lambda: gw.Auto(seconds=float("inf"))),
         ("trial=-1", lambda: gw.Auto(trial=-1)),
         ("zip", lambda: gw.Auto(codecs=["zip"])),
         ("codecs='qsgd': give several names", lambda: gw.Auto(codecs="qsgd")),

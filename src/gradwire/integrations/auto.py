@@ -25,7 +25,7 @@ from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
-from gradwire.planner.links import Links
+from gradwire.planner.links import MOST_SECONDS, Links
 from gradwire.sim import Curves, Net, curves, kernel_costs
 from gradwire.sim.curves import Curve, Software
 from gradwire.sim.rank import Overheads
@@ -42,7 +42,7 @@ class Auto:
         codecs: what may be used beside full precision and bf16, from the most exact to the least.
         policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
         replan: when the policy decides.
-        seconds: in which links are measured, at attach.
+        seconds: in which links are measured, at attach; 600 at most.
         trial: passes of each setting in each of two turns, beyond two that are not timed. 0: none
             is tried, the planner decides.
         close: settings are tried that are expected to take at most so many times the best's time,
@@ -82,7 +82,8 @@ class Auto:
             )
         for option in ("trial", "watch"):
             checks.integer(self, option, 0)
-        for option, above in (("seconds", 0), ("close", 1), ("changed", 0)):
+        checks.number(self, "seconds", above=0, most=MOST_SECONDS)
+        for option, above in (("close", 1), ("changed", 0)):
             checks.number(self, option, above=above)
         checks.number(self, "share", above=0, most=1)
         _ = self.known_codecs

@@ -57,14 +57,14 @@ def probe(
     Args:
         group: None: the default group.
         codecs: by name, with options in the name.
-        seconds: what measuring the links should take; slow networks take longer.
+        seconds: what measuring the links should take, 600 at most; slow networks take longer.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` is not above
-            0, a link's figure that makes no sense, or rank 0 cannot measure kernels.
+        ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` out of range,
+            a link's figure that makes no sense, or rank 0 cannot measure kernels.
         TransportError: a peer failed or did not come.
     """
-    wanted, comm = Auto(codecs=tuple(codecs)), communicator(group)
+    wanted, comm = Auto(codecs=codecs, seconds=seconds), communicator(group)
     links = measure_links(comm, seconds)
     told = ""
     if comm.rank == 0:

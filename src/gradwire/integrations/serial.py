@@ -12,7 +12,7 @@ from gradwire.engine.workers import Workers
 CLOSING_S = 5.0  # that `detach` waits at most
 
 
-class Ended(BaseException):
+class Detached(BaseException):
     """Ends work of a handle that is being detached: not an error, which work would tell of."""
 
 
@@ -53,9 +53,9 @@ class Serial:
             self._waiting.clear()
 
     def check(self) -> None:
-        """Raise Ended if it is closed; work that takes long, or waits for other ranks, calls it."""
+        """Raise Detached if it is closed; work that takes long, or waits for other ranks, calls it."""
         if self._closed:
-            raise Ended
+            raise Detached
 
     def join(self) -> None:
         """After `close`: wait for what runs, up to `CLOSING_S`."""
@@ -70,5 +70,5 @@ class Serial:
                     self._idle.notify_all()
                     return
                 work = self._waiting.popleft()
-            with suppress(Ended):
+            with suppress(Detached):
                 work()

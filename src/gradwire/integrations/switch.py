@@ -26,7 +26,7 @@ from dataclasses import replace
 from gradwire.collectives import Collective
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError, already_global
-from gradwire.integrations.serial import CLOSING_S, Ended
+from gradwire.integrations.serial import CLOSING_S, Detached
 from gradwire.planner import Plan
 from gradwire.planner.links import awaited
 
@@ -143,7 +143,7 @@ class Switch:
                 self._prepare(plan)
             except ConfigError as error:
                 self._refuse(plan, update, error)
-            except Ended:
+            except Detached:
                 update._prepared.set_exception(ConfigError(f"{_WHAT}: the handle was detached"))
             except BaseException as error:
                 # Peers could never switch if only this rank failed, so fail the owner everywhere.
@@ -167,7 +167,7 @@ class Switch:
 
     def _check(self) -> None:
         if self._closed:
-            raise Ended
+            raise Detached
 
     def _prepare(self, plan: Plan) -> None:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""

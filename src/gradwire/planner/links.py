@@ -30,6 +30,7 @@ from gradwire.planner.trips import Trips
 from gradwire.planner.whole import write_whole
 
 SECONDS = 5.0
+MOST_SECONDS = 600.0
 
 _SENDS = 3  # of each size
 _POLL_S = 0.2
@@ -158,11 +159,13 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
             per round at 50 ms of latency, 20 s per round at 64 kbit/s.
 
     Raises:
-        ConfigError: `seconds` is not above 0.
+        ConfigError: `seconds` is not above 0, or above `MOST_SECONDS`.
         TransportError: a peer failed or did not come; the group is then broken, on all ranks.
     """
-    if not seconds > 0:
-        raise ConfigError(f"measure_links: seconds={seconds}: give seconds above 0")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(
+            f"measure_links: seconds={seconds}: give seconds above 0, {MOST_SECONDS:g} at most"
+        )
     if comm.world_size == 1:
         return Links.of(1, [])
     owner = comm.owner("links")
