@@ -289,6 +289,10 @@ def links_are_probed(rank: int) -> None:
     assert all(one == found for one in on_all(found))
     for seconds in (0.0, 1e4, float("inf"), float("nan")):
         assert f"seconds={seconds}" in str(caught(lambda s=seconds: gw.probe(seconds=s)))
+    error = caught(lambda: gw.probe(codecs=["qsgd" if rank else "zip"]))  # at once on all ranks
+    assert isinstance(error, gw.ConfigError)
+    assert "refused: unknown codec 'zip'" in str(error)
+    assert "codecs ('qsgd',)" in str(error)
 
 
 def without_links_the_reference_stays(rank: int) -> None:

@@ -61,10 +61,18 @@ def probe(
 
     Raises:
         ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` out of range,
-            a link's figure that makes no sense, or rank 0 cannot measure kernels.
+            ranks that disagree, a link's figure that makes no sense, or rank 0 cannot measure
+            kernels.
         TransportError: a peer failed or did not come.
     """
-    wanted, comm = Auto(codecs=codecs, seconds=seconds), communicator(group)
+    comm = communicator(group)
+    try:
+        wanted = Auto(codecs=codecs, seconds=seconds)
+        told = f"codecs {wanted.codecs}, seconds {wanted.seconds:g}"
+    except ConfigError as error:  # other ranks, with other arguments, learn it, too
+        comm.agree("the call of gw.probe", [f"refused: {error}"])
+        raise
+    comm.agree("the call of gw.probe", [told])
     links = measure_links(comm, seconds)
     told = ""
     if comm.rank == 0:

@@ -53,7 +53,7 @@ class Serial:
             self._waiting.clear()
 
     def check(self) -> None:
-        """Raise Detached if it is closed; work that takes long, or waits for other ranks, calls it."""
+        """Raise Detached if it is closed; work that takes long, or waits for ranks, calls it."""
         if self._closed:
             raise Detached
 
