@@ -24,6 +24,7 @@ from gradwire.sim import Curves
 from ranks import as_threads
 
 CODED = WantedSetting("qsgd:bits=4", rank=2, seconds=1.0)
+HALF = WantedSetting("bf16", rank=1, seconds=1.0)
 OTHER = WantedSetting("qsgd:bits=5", rank=3, seconds=1.0)
 NAMED = [("weight", torch.zeros(32, 64)), ("bias", torch.zeros(64))]
 PASSES = 120
@@ -221,3 +222,23 @@ def test_the_plan_is_made_for_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) 
 
     as_threads(2, body)
     assert seen == [2.0]
+
+
+def test_a_warning_has_the_figures_that_were_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch)
+    verdict = "bf16 is best: ... to take 2 ms; the best codec, qsgd, 3 ms"
+    for plans, trial, why in (
+        ([HALF], 8, "no other setting is close"),
+        ([HALF, CODED], 0, "as planned"),
+    ):
+        monkeypatch.setattr(automatic, "plan", lambda *_, plans=plans: (plans, verdict))
+
+        def body(comm: Communicator, trial: int = trial) -> str:
+            trainer = Trainer(comm, gw.Auto(policy=None, trial=trial))
+            for _ in range(4):
+                trainer.begin(0)
+            trainer.idle()
+            return str(trainer.auto.history[-1]["line"])
+
+        said = f"compression does not pay here; in use from now on: bf16 by sra ({why}: {verdict})"
+        assert as_threads(2, body) == [said, said]

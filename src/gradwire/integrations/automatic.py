@@ -187,14 +187,18 @@ class Automatic:
                 )
                 told = {"wanted": [one.told() for one in wanted], "line": line, "rest": rest}
             except Exception as error:  # rather than none: the reference
-                line = f"{HALF_PRECISION}, since nothing can be planned: {error}"
-                told = {"wanted": [HALF_PRECISION.told()], "line": line}
+                line = f"nothing can be planned: {error}"
+                told = {"wanted": [HALF_PRECISION.told()], "line": line, "failed": True}
         told, *_ = self._told(told)
         self._wanted = [WantedSetting.read(one) for one in told["wanted"]]
         self._rest: float | None = told.get("rest")
         self._note(told["line"])
+        if "failed" in told:
+            self._settle(0, told["line"], planned=False)
+            return
         if len(self._wanted) == 1 or not self._auto.trial:
-            self._settle(0, "as planned" if len(self._wanted) > 1 else "no other setting is close")
+            why = "as planned" if len(self._wanted) > 1 else "no other setting is close"
+            self._settle(0, f"{why}: {told['line']}")
             return
 
         def ask(number: int) -> int:
@@ -222,12 +226,12 @@ class Automatic:
             return None
         return self._rest + wanted.seconds
 
-    def _settle(self, number: int, why: str, **more: Any) -> None:
+    def _settle(self, number: int, why: str, planned: bool = True, **more: Any) -> None:
         chosen = self._wanted[number]
         self._with(lambda: self._ask(chosen), self._use)
         self.setting, self._base, self._usual, self._changes = chosen, None, None, 0
         level = logging.INFO if chosen.rank > HALF_PRECISION.rank else logging.WARNING
-        what = "" if level == logging.INFO else "compression does not pay here; "
+        what = "compression does not pay here; " if planned and level != logging.INFO else ""
         self._note(f"{what}in use from now on: {chosen} ({why})", level, **more)
 
     def _look(self) -> None:
