@@ -326,6 +326,31 @@ def without_a_plan_the_reference_stays(rank: int) -> None:
         assert said == [why, f"in use from now on: bf16 by sra ({why})"]
 
 
+def it_plans_what_would_be_compressed(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey, [CODED])
+        seen: list[Any] = []
+        monkey.setattr(automatic, "plan", lambda *of: seen.append(of[2]) or ([CODED], "a plan"))
+        model = model_of()
+        given = {"include": ["2.bias"], "exclude": ["0.weight"], "codecs": {"2.weight": "qsgd"}}
+        handle = gw.attach(model, "auto", auto=QUICK, **given)
+        train(model, handle, lambda: lines(handle))
+        ended(handle)
+        # A vector is sent uncompressed, so what is excluded is one.
+        assert seen in ([], [[("0.weight", (2048,)), ("0.bias", (64,)), ("2.bias", (1, 16))]])
+        for none in ({"exclude": ["*"]}, {"codecs": {"*.weight": "qsgd"}}):
+            other = model_of()
+            handle = gw.attach(other, "auto", auto=QUICK, **none)
+            for number in range(5):
+                step(other, number)
+            assert handle.automatic is None
+            (decided,) = handle.history()
+            assert decided["line"].startswith("there is nothing to compress beside what include,")
+            handle.detach()
+            dist.barrier()
+        assert bool(seen) == (rank == 0)
+
+
 def what_does_not_go_with_it_is_named(rank: int) -> None:
     model = DDP(nn.Linear(4, 4))
     for name, given in (
@@ -383,6 +408,7 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         links_are_probed,
         without_links_the_reference_stays,
         without_a_plan_the_reference_stays,
+        it_plans_what_would_be_compressed,
         what_does_not_go_with_it_is_named,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gradwire import codecs as codec_table
+from gradwire.aggregators import Dense
 from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
@@ -24,6 +25,7 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
+from gradwire.planner import Plan
 from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
 from gradwire.planner.links import MOST_SECONDS, Links
 from gradwire.sim import Curves, Net, curves, kernel_costs
@@ -157,7 +159,7 @@ def plan(
 
     Args:
         known: as of `costs`.
-        named: (name, shape) of every parameter.
+        named: as of `sent`.
         machines: of each rank.
         backward: seconds of a pass without communication.
         coalesces: whether buckets may travel together.
@@ -175,6 +177,22 @@ def plan(
     ]
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
     return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)
+
+
+def sent(plan: Plan, uncompressed: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of parameters as the planner is told of them: matrices are what a codec would
+    compress, vectors what is uncompressed in any case. What has a codec of its own is left out.
+
+    Args:
+        uncompressed: the plan with no codec, but those of its own.
+    """
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for p, without in zip(plan.parameters, uncompressed.parameters, strict=True):
+        if p.inner != without.inner:
+            found.append((p.name, p.shape if len(p.shape) > 1 else (1, p.numel)))
+        elif isinstance(p.inner, Dense):
+            found.append((p.name, (p.numel,)))
+    return found
 
 
 def costs(auto: Auto) -> Curves:

@@ -55,7 +55,7 @@ class Automatic:
 
     Args:
         owner, switch: of the handle.
-        named: (name, shape) of every parameter.
+        named: see gradwire.integrations.auto.sent.
         remade: a plan with other rules.
         spent: seconds so far, summed over passes: in which gradients were computed, and in which
             training then waited for averages.
