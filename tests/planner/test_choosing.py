@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire import ConfigError, Options
+from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
 from gradwire.lang import Codec
 from gradwire.planner import choice
@@ -63,7 +63,7 @@ def test_compression_pays_on_a_slow_network_alone() -> None:
     assert "less than" in slow.verdict
     assert not fast.compresses
     assert fast.best.setting.codec in (FULL, HALF)
-    assert "best:" in fast.verdict
+    assert fast.verdict.startswith(f"{choice.name(fast.best.setting.codec)} is best: ")
     assert "qsgd" in fast.verdict
 
 
@@ -185,6 +185,15 @@ def test_single_gradients_by_the_formulas() -> None:
         for one in slow + fast:
             seconds = one.decision.uncompressed_seconds, one.decision.compressed_seconds
             assert one.decision.seconds == min(seconds)
+
+
+def test_full_precision_is_called_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "MARGIN", 0.99)
+    found = choose(situation(1e9, shapes=LAYERS[:2]), [CODEC])
+    assert found.verdict.startswith("none is best: none by ")
+    assert [choice.name(codec) for codec in (FULL, HALF, CODEC)] == ["none", "bf16", "qsgd"]
+    with pytest.raises(ConfigError, match='"none" is no codec but its absence: leave it out here'):
+        codecs.get("none")
 
 
 def test_a_search_can_be_ended() -> None:

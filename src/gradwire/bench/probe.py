@@ -201,6 +201,8 @@ def kept(file: Path) -> Row | None:
     """What was kept, or None."""
     try:
         found = json.loads(file.read_text())
-        return {"measured": found["measured"], "rows": found["rows"], "cached": True}
+        measured, rows = found["measured"], found["rows"]
+        whole = {row["part"] for row in rows} == {"pair", "send"}
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
+    return {"measured": measured, "rows": rows, "cached": True} if whole else None

@@ -41,7 +41,7 @@ class Auto:
     """How automatic mode decides.
 
     Args:
-        codecs: what may be used beside full precision and bf16, from the most exact to the least.
+        codecs: what may be used beside none and bf16, from the most exact to the least.
         policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
         replan: when the policy decides.
         seconds: in which links are measured, at attach; 600 at most.
@@ -136,9 +136,8 @@ class WantedSetting:
         )
 
     def __str__(self) -> str:
-        method = "full precision" if self.method == "none" else self.method
         segments = "" if self.segments is None else f", {self.segments} segments"
-        return f"{method} by {self.algorithm}{segments}"
+        return f"{self.method} by {self.algorithm}{segments}"
 
 
 HALF_PRECISION = WantedSetting("bf16", rank=1)
@@ -245,11 +244,10 @@ def _wanted(
 ) -> WantedSetting:
     setting: Setting = one.setting
     small = tuple(n for n, s in named if len(s) > 1 and math.prod(s) < setting.least)
-    full = setting.codec == FULL
     return WantedSetting(
-        "none" if full else name(setting.codec), setting.options.algorithm,
+        name(setting.codec), setting.options.algorithm,
         setting.options.segments, setting.options.coordinated,
-        setting.coalesce_bytes if coalesces else 0, () if full else small,
+        setting.coalesce_bytes if coalesces else 0, () if setting.codec == FULL else small,
         exact.index(setting.codec), one.seconds,
     )  # fmt: skip
 

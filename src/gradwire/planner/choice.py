@@ -1,6 +1,6 @@
 """Which setting averages a model's gradients soonest: found by simulating each on measured costs.
 
-A *setting* is a codec for matrices of `least` values or more (or 16 bits, or full precision), an
+A *setting* is a codec for matrices of `least` values or more (or bf16, or none), an
 algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
 `gradwire.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
 
@@ -10,7 +10,7 @@ algorithm with its segments, and how many bytes of buckets travel together. Sett
 The default algorithm, and then every other default, is left only for what saves `_WORTH`: less
 cannot be predicted.
 
-A codec loses values, and 16 bits lose some: so each must save more than `MARGIN` beside all that is
+A codec loses values, and bf16 loses some: so each must save more than `MARGIN` beside all that is
 more exact.
 """
 
@@ -126,7 +126,7 @@ class Choice:
 
     @property
     def compresses(self) -> bool:
-        """Whether a codec pays beside 16 bits."""
+        """Whether a codec pays beside bf16."""
         return self.best.setting.codec not in (FULL, HALF)
 
     def of(self, codec: Codec) -> Ranked:
@@ -135,7 +135,7 @@ class Choice:
 
     @property
     def uncompressed(self) -> Ranked:
-        """The best with full precision or 16 bits."""
+        """The best with none or bf16."""
         return min(self.of(FULL), self.of(HALF), key=lambda one: one.seconds)
 
     @property
@@ -147,17 +147,16 @@ class Choice:
             saved = 1 - best.seconds / base.seconds
             return f"{taken}, {saved:.0%} less than the {_text(base.seconds)} of {base.setting}"
         coded = [one for one in self.of_codec if one.setting.codec not in (FULL, HALF)]
-        bits = "full precision is" if best.setting.codec == FULL else "16 bits are"
         reason = ""
         if coded:
             reason = f"; the best codec, {coded[0].setting}, {_text(coded[0].seconds)}"
-        return f"{bits} best: {taken}{reason}"
+        return f"{name(best.setting.codec)} is best: {taken}{reason}"
 
 
 def choose(
     where: Situation, codecs: Sequence[Codec], check: Callable[[], None] = lambda: None
 ) -> Choice:
-    """The best setting; full precision and bf16 are always considered.
+    """The best setting; none and bf16 are always considered.
 
     Args:
         codecs: from the most exact to the least; see `worth`.
@@ -262,7 +261,10 @@ def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
 
 
 def name(codec: Codec) -> str:
-    """A codec as users write it, or as it prints itself where it has no name."""
+    """A codec as users write it, "none" for full precision; or as it prints itself where it has no
+    name."""
+    if codec == FULL:
+        return "none"
     try:
         return registry.text(Compressed(codec))
     except ConfigError:
