@@ -346,7 +346,7 @@ def it_plans_what_would_be_compressed(rank: int) -> None:
                 step(other, number)
             assert handle.automatic is None
             (decided,) = handle.history()
-            assert decided["line"].startswith("there is nothing to compress beside what include,")
+            assert decided["line"].startswith("there is nothing to compress: include, exclude and")
             handle.detach()
             dist.barrier()
         assert bool(seen) == (rank == 0)

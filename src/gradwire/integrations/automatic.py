@@ -162,6 +162,7 @@ class Automatic:
             try:
                 work()
             except Exception as error:  # alike on all ranks, or the group is broken
+                self.serial.check()
                 self._closed = True
                 line = f"automatic mode has ended, the plan stays: {error}"
                 self._note(line, logging.WARNING, said_by_all=True)

@@ -164,8 +164,8 @@ class Handle(Saved):
         named = sent(plan, on.planned(plan, plan.rules.changed(codec=None)))
         if not any(len(shape) > 1 and math.prod(shape) for _, shape in named):
             line = (
-                "there is nothing to compress beside what include, exclude and codecs decide: "
-                "nothing is measured or tried"
+                "there is nothing to compress: include, exclude and codecs leave no matrix of "
+                "fp32, fp16 or bf16; nothing is measured or tried"
             )
             on.decided({"by": "auto", "pass": 0, "line": line})
             if self.rank == 0:
