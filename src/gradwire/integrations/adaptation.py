@@ -98,7 +98,8 @@ class Adaptation:
         self._weights: dict[str, float] | None = None  # None: no trial has ended
         pieces = shards is not None
         self._ranks = ranks or Deciders(owner.comm)
-        of = self._ranks, self._name, pieces
+        self._serial = serial or Serial(owner.comm.workers)
+        of = self._ranks, self._name, pieces, self._serial.check
         self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
         named = self._targets[GRADIENTS].shapes if GRADIENTS in self._targets else ()
         here = owner.comm.rank, owner.comm.world_size
@@ -106,7 +107,6 @@ class Adaptation:
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
-        self._serial = serial or Serial(owner.comm.workers)
         self._closed = False
 
     # ---- passes
@@ -141,7 +141,7 @@ class Adaptation:
         assert self._buckets is not None  # attach refuses it elsewhere
         self._trial = BucketTrial(
             self._targets[GRADIENTS], self._owner, self._name, self._switch, self._remade,
-            self._buckets, self._serial.submit, self._weighed,
+            self._buckets, self._serial, self._weighed,
         )  # fmt: skip
         return True
 
@@ -180,6 +180,11 @@ class Adaptation:
         """Decide no more: the handle is detached."""
         self._closed, self.running = True, False
         self._sums, self._count = {}, 0
+        self._serial.close()
+
+    def join(self) -> None:
+        """After `close`: wait for the background, for some seconds at most."""
+        self._serial.join()
 
     # ---- in the background
 
@@ -205,6 +210,7 @@ class Adaptation:
             try:
                 self._switch.ask(partial(self._changed, changed)).wait()
             except Exception as error:  # alike on all ranks
+                self._serial.check()
                 kind = next(kind for kind, methods in changed.items() if methods)
                 self._failed(windows[kind], kind, error, begun)
 

@@ -121,6 +121,7 @@ class Decider:
         ranks: that decide.
         key: of its exchanges, the same on all ranks.
         pieces: whether each rank has a shard of every parameter.
+        check: called before each table, and while it waits; what it raises ends that.
     """
 
     def __init__(
@@ -131,10 +132,11 @@ class Decider:
         ranks: Deciders,
         key: str,
         pieces: bool,
+        check: Callable[[], None],
     ) -> None:
         self.policy = policy
         self._replan, self._target, self._ranks, self._pieces = replan, target, ranks, pieces
-        self._key = f"{key}/{target.kind}"
+        self._key, self._check = f"{key}/{target.kind}", check
         self._exchanges = 0
         self._last: Chosen | None = None  # on rank 0
 
@@ -177,21 +179,31 @@ class Decider:
         """What rank 0 of the first replica answers to the tables of its ranks."""
         self._exchanges += 1
         key, ranks = f"{self._key} {self._exchanges}", self._ranks
-        every = _exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
+        every = self._exchanged(ranks.parts, f"{key}/tables", _told(ranks.parts, tables))
         mine: dict[str, Any] = _failed(every) or {}
         if ranks.asks and not mine:
             mine = _told(ranks.parts, lambda: answer(every))
-        found = _exchanged(ranks.copies, f"{key}/ruling", _exchanged(ranks.parts, key, mine)[0])
+        mine = self._exchanged(ranks.parts, key, mine)[0]
+        found = self._exchanged(ranks.copies, f"{key}/ruling", mine)
         failed = _failed(found)
         if failed is not None:
             raise ConfigError(failed["failed"])
         return found[0]
+
+    def _exchanged(
+        self, comm: Communicator | None, key: str, told: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """What every rank tells."""
+        if comm is None:
+            return [told]
+        return [json.loads(part) for part in exchanged(comm, key, json.dumps(told), self._check)]
 
     # ---- tables, as JSON has them
 
     def _throttled(self, window: Window) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values in their shape); pauses in between keep to the share of a core."""
         for name, values in window.values.items():
+            self._check()
             if values.numel():
                 begun = time.perf_counter()
                 yield name, values.view((1, -1) if self._pieces else self._target.shapes[name])
@@ -296,13 +308,6 @@ def _told(comm: Communicator | None, make: Callable[[], dict[str, Any]]) -> dict
 def _failed(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What the first rank tells that has failed."""
     return next((one for one in every if "failed" in one), None)
-
-
-def _exchanged(comm: Communicator | None, key: str, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank tells."""
-    if comm is None:
-        return [told]
-    return [json.loads(part) for part in exchanged(comm, key, json.dumps(told))]
 
 
 def _norm(parts: Sequence[Any]) -> np.ndarray:
