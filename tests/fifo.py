@@ -123,5 +123,8 @@ class FifoLink:
         self.hub.blamed.append((self.rank, peer))
         self.hub.kill(peer)
 
+    def interrupt(self) -> None:
+        """Nothing to do: waits for a rank that is gone end by themselves."""
+
     def close(self) -> None:
         return

@@ -230,7 +230,7 @@ def test_of_several_networks_the_picture_is_the_map_of_gains(tmp_path: Path) -> 
     report.picture([file], drawn)
     text = Page(drawn.read_text()).text
     assert "gpt, 4 ranks: gain over 16 bit" in text
-    assert "▼ 4 times as long, or more" in text
+    assert "▼ 4 times slower, or more" in text
     assert text.index("300 Mbit/s") < text.index("loopback")
 
 

@@ -60,7 +60,7 @@ def test_policies_are_told_by_gain_error_and_layer() -> None:
     assert "accordion" in curve.figure.svg
     assert cells(bits) == [["1", "a.weight", "3.25", "3.25"], ["2", "b.weight", "3.25", "2.60"]]
     assert cells(more)[1] == ["2", "b.weight", "4.25", "3.40", "2.83"]
-    about = page.sections(ADAPTED)[1].about
+    about = page.sections(ADAPTED)[0].about
     assert about[1:] == ["bayes: bayes needs optuna."]
     # Of uniform plans alone there is nothing to tell by layer, and a single reference has no curve.
     (alone,) = questions([adapted()])

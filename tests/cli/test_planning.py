@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from command_line import rows_of, run, wrongly_refused
+from gradwire.bench import planning
 from gradwire.codecs import QSGD, Cast, Identity
 from gradwire.sim import Curves
 from gradwire.sim.curves import Software
@@ -38,13 +39,20 @@ def test_a_slow_network_and_a_fast_one(file: Path) -> None:
         )
         assert [row["numel"] for row in layers] == [4096, 1 << 18, 1 << 21]
         assert layers[-1]["compress"] is pays
-        assert {row["method"] for row in settings} == {"identity", "bf16", "qsgd"}
+        assert {row["method"] for row in settings} == {"none", "bf16", "qsgd"}
         times = [row["seconds"] for row in settings]
         assert times == sorted(times)
         assert verdict["compress"] is pays
         assert (verdict["method"] == "qsgd") is pays
         assert ("best:" in verdict["detail"]) is not pays
         assert all(row["ranks"] == 2 and row["net"] == net for row in found)
+
+
+def test_the_table_tells_settings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"part": "setting", "method": "bf16", "algorithm": "sra", "coordinated": True}
+    verdict = {"part": "verdict", "detail": "the test's"}
+    monkeypatch.setattr(planning, "run", lambda *_: [row, verdict])
+    assert "coordinated" in run("plan", "--model", "1e6", "--net", "1gbit").out
 
 
 def test_the_shapes_of_a_saved_plan(file: Path, tmp_path: Path) -> None:
@@ -70,6 +78,7 @@ MISTAKES = [
     (["--model", "1e6", "--net", "1gbit", "--ranks", "1"], "one rank sends nothing"),
     (["--model", "1e6", "--net", "1gbit", "--per-node", "3"], "divides the 4 ranks"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "zip"], "zip"),
+    (["--model", "1e6", "--net", "1gbit", "--codec", "none"], "leave it out here"),
     (["--model", "1e6", "--net", "1gbit", "--codec", "qsgd:bits=2"], "no curve for encode"),
 ]
 

@@ -42,6 +42,7 @@ class Nowhere:
         self.rank, self.world_size = 0, world_size
         self.posted = 0
         self.failed: list[int] = []
+        self.interrupted = 0
 
     def post(self, batch: Sequence[Posting]) -> Any:
         number, self.posted = self.posted, self.posted + 1
@@ -59,6 +60,9 @@ class Nowhere:
 
     def fail(self, peer: int) -> None:
         self.failed.append(peer)
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
 
 
 class Symbols:
@@ -355,5 +359,6 @@ def test_an_error_in_the_middle_breaks_the_group() -> None:
     future = submit(comm, Broken(stages_of(graph, 0, 2, "sra"), [], graph=graph))
     assert isinstance(future.exception(0), CodecError)
     assert link.failed == [0]
+    assert link.interrupted == 1  # whoever finds the failure: a wait of the link may block another
     with pytest.raises(CodecError, match="no such payload"):
         submit(comm, Symbols((), []))

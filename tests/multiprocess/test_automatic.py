@@ -173,7 +173,7 @@ def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
             handle.update(bits=3)
         found = ended(handle)
         assert found[0] == "a plan of the test's"
-        assert f"tried: {HALF}: 3e+04 ms, " in found[1]
+        assert "tried: bf16 by sra, 2 segments: 3e+04 ms, " in found[1]
         assert "does not pay" not in found[1]
         half, coded = next(row["tried"] for row in auto.history if "tried" in row)
         assert coded == {**half, "setting": str(CODED), "seconds": 1.0}
@@ -198,7 +198,8 @@ def it_says_that_compression_does_not_pay(rank: int) -> None:
         train(model, handle, lambda: handle.plan.parameters[0].how == "dense")
         assert handle.adaptation is None
         assert handle.plan.options.algorithm == "ring"
-        assert "compression does not pay here" in ended(handle)[1]
+        said = "compression does not pay here; in use from now on: none by ring"
+        assert ended(handle)[1].startswith(said)
 
 
 def changed_links_make_a_new_plan(rank: int) -> None:
@@ -253,9 +254,30 @@ def a_measured_plan_stays(rank: int) -> None:
         assert handle.adaptation is None
         found = ended(handle)
         assert len(found) == 2
-        assert "(as planned)" in found[1]
+        assert found[1].endswith("(as planned: a plan of the test's)")
     error = caught(lambda: gw.attach(model_of(), "topk", plan="measured"))
     assert "leave it out" in str(error)
+
+
+def detaching_ends_the_background(rank: int) -> None:
+    """Also what waits for ranks that will not come, and what has not begun."""
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey)
+        model, handle = made()
+        step(model, 0)
+        auto, switch = handle.automatic, handle._reductions.switch
+        assert auto is not None
+        if rank == 1:
+            auto._submit(lambda: auto._told("for rank 0"))
+            auto._submit(lambda: auto._told("for rank 0"))
+            update = switch.ask(lambda plan: replace(plan, version=plan.version + 1))
+        handle.detach()
+        assert not auto.serial._busy
+        assert not switch._busy
+        assert not auto.history
+        if rank == 1:
+            assert "the handle was detached" in str(caught(lambda: update.wait(0)))
+        dist.barrier()
 
 
 def links_are_probed(rank: int) -> None:
@@ -266,7 +288,12 @@ def links_are_probed(rank: int) -> None:
     assert any("QSGD" in name for name in found.kernels)
     assert str(found).startswith("2 ranks on 1 machine; latency ")
     assert all(one == found for one in on_all(found))
-    assert "seconds=0" in str(caught(lambda: gw.probe(seconds=0)))
+    for seconds in (0.0, 1e4, float("inf"), float("nan")):
+        assert f"seconds={seconds}" in str(caught(lambda s=seconds: gw.probe(seconds=s)))
+    error = caught(lambda: gw.probe(codecs=["qsgd" if rank else "zip"]))  # at once on all ranks
+    assert isinstance(error, gw.ConfigError)
+    assert "refused: unknown codec 'zip'" in str(error)
+    assert "codecs ('qsgd',)" in str(error)
 
 
 def without_links_the_reference_stays(rank: int) -> None:
@@ -280,7 +307,9 @@ def without_links_the_reference_stays(rank: int) -> None:
         model, handle = made()
         train(model, handle, lambda: any("in use" in line for line in lines(handle)))
         said = ended(handle)
-        assert "bf16 by sra, since nothing can be planned: the links cannot be measured" in said[0]
+        why = "nothing can be planned: the links cannot be measured: Links: alpha has a number"
+        assert said[0].startswith(why)
+        assert said[1].startswith(f"in use from now on: bf16 by sra ({why}")  # the warning
 
 
 def without_a_plan_the_reference_stays(rank: int) -> None:
@@ -294,8 +323,33 @@ def without_a_plan_the_reference_stays(rank: int) -> None:
         model, handle = made()
         train(model, handle, lambda: any("in use" in line for line in lines(handle)))
         said = ended(handle)
-        assert "nothing can be planned: no costs of kernels: no compiler" in said[0]
-        assert "bf16" in said[1]
+        why = "nothing can be planned: no costs of kernels: no compiler"
+        assert said == [why, f"in use from now on: bf16 by sra ({why})"]
+
+
+def it_plans_what_would_be_compressed(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey, [CODED])
+        seen: list[Any] = []
+        monkey.setattr(automatic, "plan", lambda *of: seen.append(of[2]) or ([CODED], "a plan"))
+        model = model_of()
+        given = {"include": ["2.bias"], "exclude": ["0.weight"], "codecs": {"2.weight": "qsgd"}}
+        handle = gw.attach(model, "auto", auto=QUICK, **given)
+        train(model, handle, lambda: lines(handle))
+        ended(handle)
+        # A vector is sent uncompressed, so what is excluded is one.
+        assert seen in ([], [[("0.weight", (2048,)), ("0.bias", (64,)), ("2.bias", (1, 16))]])
+        for none in ({"exclude": ["*"]}, {"codecs": {"*.weight": "qsgd"}}):
+            other = model_of()
+            handle = gw.attach(other, "auto", auto=QUICK, **none)
+            for number in range(5):
+                step(other, number)
+            assert handle.automatic is None
+            (decided,) = handle.history()
+            assert decided["line"].startswith("there is nothing to compress: include, exclude and")
+            handle.detach()
+            dist.barrier()
+        assert bool(seen) == (rank == 0)
 
 
 def what_does_not_go_with_it_is_named(rank: int) -> None:
@@ -313,8 +367,17 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
     for said, call in (
         ('is for the codec "auto"', lambda: gw.attach(model, "qsgd", auto=gw.Auto())),
         ("share=2", lambda: gw.Auto(share=2)),
+        ("seconds=inf must be above 0 and at most 600", lambda: gw.Auto(seconds=float("inf"))),
         ("trial=-1", lambda: gw.Auto(trial=-1)),
         ("zip", lambda: gw.Auto(codecs=["zip"])),
+        ("codecs='qsgd': give several names", lambda: gw.Auto(codecs="qsgd")),
+        ("codecs=None: give several names", lambda: gw.Auto(codecs=None)),  # type: ignore[arg-type]
+        ("codecs=(5,): give several names", lambda: gw.Auto(codecs=(5,))),  # type: ignore[arg-type]
+        ("lgrecco", lambda: gw.Auto(policy="lgrecco")),
+        ("policy=5: give a policy", lambda: gw.Auto(policy=5)),  # type: ignore[arg-type]
+        ("replan=None: give gw.Replan", lambda: gw.Auto(replan=None)),  # type: ignore[arg-type]
+        ("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5)),  # type: ignore[arg-type]
+        ("auto=5: give gw.Auto", lambda: gw.attach(model, plan="measured", auto=5)),  # type: ignore[arg-type]
     ):
         error = caught(call)
         assert isinstance(error, gw.ConfigError), said
@@ -342,9 +405,11 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         changed_links_make_a_new_plan,
         slower_passes_make_a_new_plan,
         a_measured_plan_stays,
+        detaching_ends_the_background,
         links_are_probed,
         without_links_the_reference_stays,
         without_a_plan_the_reference_stays,
+        it_plans_what_would_be_compressed,
         what_does_not_go_with_it_is_named,
     )
 

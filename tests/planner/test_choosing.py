@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire import ConfigError, Options
+from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
 from gradwire.lang import Codec
 from gradwire.planner import choice
@@ -19,6 +19,7 @@ from gradwire.planner.choice import (
     Situation,
     choose,
     simulate,
+    worth,
 )
 from gradwire.planner.selective import decisions
 from gradwire.sim import Curves, Net
@@ -62,12 +63,12 @@ def test_compression_pays_on_a_slow_network_alone() -> None:
     assert "less than" in slow.verdict
     assert not fast.compresses
     assert fast.best.setting.codec in (FULL, HALF)
-    assert "best:" in fast.verdict
+    assert fast.verdict.startswith(f"{choice.name(fast.best.setting.codec)} is best: ")
     assert "qsgd" in fast.verdict
 
 
 def test_a_codec_must_save_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the one before it: so it is chosen just below what it saves, and not just above."""
+    """It is chosen just below what it saves, and not just above."""
     where = simulated_once(situation(3e9, 1e-6, shapes=LAYERS[:2]), monkeypatch)
     found = choose(where, [CODEC])
     times = {codec: found.of(codec).seconds for codec in (FULL, HALF, CODEC)}
@@ -76,14 +77,28 @@ def test_a_codec_must_save_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     for margin in (0.0, *(one + by for one in saved for by in (-0.001, 0.001)), 0.99):
         monkeypatch.setattr(choice, "MARGIN", margin)
-        expected = FULL
-        for codec in (HALF, CODEC):
-            if times[codec] < (1 - margin) * times[expected]:
-                expected = codec
+        saves = {
+            codec: all(times[codec] < (1 - margin) * times[other] for other in before)
+            for codec, before in ((FULL, ()), (HALF, (FULL,)), (CODEC, (FULL, HALF)))
+        }
+        expected = [codec for codec in saves if saves[codec]][-1]
         best = choose(where, [CODEC]).best
         assert (best.setting.codec, best.seconds) == (expected, times[expected])
         seen.add(expected)
     assert seen >= {FULL, CODEC}
+
+
+def test_the_margin_counts_beside_all_that_is_more_exact() -> None:
+    """Not only beside the best so far."""
+    for expected, *seconds in (
+        (0, 1.00),
+        (1, 1.00, 0.94),
+        (0, 1.00, 0.96, 0.94),  # less than 1.00 by more than 5 %, but not than 0.96
+        (2, 1.00, 0.96, 0.90),
+        (1, 1.00, 0.90, 0.86),
+        (3, 1.00, 1.20, 0.96, 0.90),
+    ):
+        assert worth(seconds) == expected
 
 
 def test_it_is_the_best_of_what_was_simulated() -> None:
@@ -170,6 +185,21 @@ def test_single_gradients_by_the_formulas() -> None:
         for one in slow + fast:
             seconds = one.decision.uncompressed_seconds, one.decision.compressed_seconds
             assert one.decision.seconds == min(seconds)
+
+
+def test_full_precision_is_called_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "MARGIN", 0.99)
+    found = choose(situation(1e9, shapes=LAYERS[:2]), [CODEC])
+    assert found.verdict.startswith("none is best: none by ")
+    assert [choice.name(codec) for codec in (FULL, HALF, CODEC)] == ["none", "bf16", "qsgd"]
+    with pytest.raises(ConfigError, match='"none" is no codec but its absence: leave it out here'):
+        codecs.get("none")
+
+
+def test_a_search_can_be_ended() -> None:
+    left = iter(range(3))
+    with pytest.raises(StopIteration):
+        choose(situation(1e9, shapes=LAYERS[:2]), [CODEC], lambda: next(left) and None)
 
 
 def test_impossible_situations_are_refused() -> None:

@@ -186,6 +186,23 @@ def test_a_watch_finds_the_delays_beside_collectives(monkeypatch: pytest.MonkeyP
         check(links, 3, 0.05)
 
 
+def test_a_watch_finds_no_byte_that_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(lambda *_: ALPHA)
+    monkeypatch.setattr(trips, "clock", clocks)
+    before = Links.of(2, [(0, 1, ALPHA, BETA, 2 * BETA)])
+
+    def body(comm: Communicator) -> Links | None:
+        watch = LinkWatch(comm, before, share=1.0)
+        assert until(lambda: watch.newest is not None or not watch.running)
+        newest = watch.newest
+        watch.close()
+        return newest
+
+    for links in as_threads(2, body, hub=clocks.hub(2)):
+        assert links is not None
+        assert links.beta == before.beta
+
+
 def test_a_watch_takes_its_share_of_the_time() -> None:
     def body(comm: Communicator) -> tuple[int, float]:
         links = measure_links(comm, 0.5)

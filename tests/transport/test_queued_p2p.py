@@ -166,3 +166,17 @@ def test_nccl_is_taken_where_it_carries_the_device() -> None:
     assert groups.keeps_order(Named("nccl"), cuda)  # type: ignore[arg-type]
     assert not groups.keeps_order(Named("gloo"), cuda)  # type: ignore[arg-type]
     assert not groups.keeps_order(Named("nccl"), CPU)  # type: ignore[arg-type]
+
+
+def test_a_broken_group_ends_the_waits_that_block() -> None:
+    """Those of gloo, by a wait that times out; the stream waits for NCCL's, not the host."""
+    group = Group(coalesces=False)
+    made(group).interrupt()
+    (what, peer, tag), wait = group.log
+    assert (what, peer) == ("recv", 1)
+    assert wait == ("wait", "recv 1", timedelta(milliseconds=1))
+    made(group).post(batch())
+    assert tag not in {step[2] for step in group.log}  # nobody sends it
+    group = Group(coalesces=True)
+    made(group).interrupt()
+    assert not group.log

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gradwire.aggregators import Compressed, registry
 from gradwire.bench import collectives, memory, workers
 from gradwire.bench import curves as measuring
 from gradwire.bench.planning import codec_of
@@ -146,7 +147,8 @@ def _wanted(choice: Choice) -> list[Setting]:
 def method_of(setting: Setting) -> str:
     """As `bench collectives` names it."""
     options = setting.options
-    text = f"gradwire:{name(setting.codec)}:algorithm={options.algorithm}"
+    codec = registry.text(Compressed(setting.codec))
+    text = f"gradwire:{codec}:algorithm={options.algorithm}"
     if options.segments is not None:
         text += f":segments={options.segments}"
     return text + (":coordinated=true" if options.coordinated else "")

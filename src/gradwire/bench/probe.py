@@ -31,6 +31,7 @@ from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
 from gradwire.lang import Codec, kernel_cache
+from gradwire.planner.links import MOST_SECONDS
 from gradwire.planner.whole import write_whole
 
 CODECS = ("qsgd", "topk")
@@ -111,8 +112,8 @@ def plan(
         raise ConfigError(f"--ranks {count}: one rank has no link; use 2 ranks or more")
     if not joins:
         memory.check(f"--ranks {count}", count * _RANK_BYTES)
-    if not seconds > 0:
-        raise ConfigError(f"--seconds {seconds:g}: give seconds above 0")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g}: give seconds above 0, {MOST_SECONDS:g} at most")
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     made = tuple(codecs.get(name) for name in names)
@@ -200,6 +201,8 @@ def kept(file: Path) -> Row | None:
     """What was kept, or None."""
     try:
         found = json.loads(file.read_text())
-        return {"measured": found["measured"], "rows": found["rows"], "cached": True}
+        measured, rows = found["measured"], found["rows"]
+        whole = {row["part"] for row in rows} == {"pair", "send"}
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
+    return {"measured": measured, "rows": rows, "cached": True} if whole else None

@@ -49,7 +49,7 @@ def decide(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Which gradients to compress on a network, in which setting; or that 16 bits are best."""
+    """Which gradients to compress on a network, in which setting; or that bf16 or none is best."""
     if context.invoked_subcommand is not None:
         return
     if model is None and shapes is None and net is None and json_file is None:
@@ -74,9 +74,9 @@ def decide(
         layers = [row for row in rows if row["part"] == "layer"]
         columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
         out.table(layers, [*columns, "compress", "partitions"])
-        columns = ["method", "algorithm", "segments", "coalesce_bytes", "least", "seconds"]
+        columns = ["method", "algorithm", "coordinated", "segments", "coalesce_bytes", "least"]
         settings = [row for row in rows if row["part"] == "setting"]
-        out.table(settings, [*columns, "wire_bytes", "saves"])
+        out.table(settings, [*columns, "seconds", "wire_bytes", "saves"])
         out.say(rows[-1]["detail"])
 
 

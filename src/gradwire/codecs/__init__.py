@@ -112,6 +112,11 @@ def get(codec: str | Codec, **options: Any) -> Codec:
     options = merged(codec, parsed, options)
     if name in _AGGREGATORS:
         raise ConfigError(f"{name} is an aggregator: it needs gw.attach or gw.register")
+    if name == "none":
+        raise ConfigError(
+            '"none" is no codec but its absence: leave it out here, or give "identity", which '
+            "loses nothing"
+        )
     if name not in REGISTRY:
         raise ConfigError(f"unknown codec {name!r}: use one of {', '.join(REGISTRY)}")
     made, settled = REGISTRY[name]

@@ -330,7 +330,12 @@ class Communicator:
 
     def end(self, error: BaseException) -> bool:
         """End all present and future rounds with `error`; False if an earlier error did."""
-        return self.in_flight.end_all(in_global_ranks(error, self.ranks))
+        if not self.in_flight.end_all(in_global_ranks(error, self.ranks)):
+            return False
+        for stream in list(self._streams.values()):
+            if stream is not None:
+                stream.link.interrupt()
+        return True
 
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
         """Break one owner because of a local error: peers end its rounds, and no others."""

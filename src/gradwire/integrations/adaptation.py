@@ -41,7 +41,6 @@ from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
 
-_END_S = 20.0  # that `close` waits: a table of one parameter takes less
 _POLL_S = 0.2
 
 
@@ -110,6 +109,7 @@ class Adaptation:
         self._weights: dict[str, float] | None = None if before is None else before._weights
         pieces = shards is not None
         self._ranks = ranks or Deciders(owner.comm)
+        self._serial = serial or Serial(owner.comm.workers)
         of = self._ranks, self._name, pieces, self._go_on
         self._deciders = {k: Decider(policy, replan, t, *of) for k, t in self._targets.items()}
         for kind, decider in self._deciders.items():
@@ -121,12 +121,9 @@ class Adaptation:
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
-        self._serial = serial or Serial(owner.comm.workers)
         self._windows: Windows[tuple[dict[str, Window], bool]] = Windows()
         self._rounds = 0
         self._closed = threading.Event()
-        self._resting = threading.Event()  # no round runs
-        self._resting.set()
 
     # ---- passes
 
@@ -167,7 +164,7 @@ class Adaptation:
         assert self._buckets is not None  # attach refuses it elsewhere
         self._trial = BucketTrial(
             self._targets[GRADIENTS], self._owner, self._name, self._switch, self._remade,
-            self._buckets, self._serial.submit, self._weighed,
+            self._buckets, self._serial, self._weighed,
         )  # fmt: skip
         return True
 
@@ -208,25 +205,23 @@ class Adaptation:
         self._closed.set()
         self.running = False
         self._sums, self._count = {}, 0
-        self._resting.wait(_END_S)
+        self._serial.close()
+
+    def join(self) -> None:
+        """After `close`: wait for the background, for some seconds at most."""
+        self._serial.join()
 
     # ---- in the background
 
     def _go_on(self) -> None:
-        """Raise ConfigError if there is nothing to decide any more, TransportError if the group is
-        broken or closed."""
-        if self._closed.is_set():
-            raise ConfigError("the handle is detached there")
+        """Raise Detached if the handle is, TransportError if the group is broken or closed."""
+        self._serial.check()
         self._owner.comm.check()
 
     def _round(self, taken: tuple[dict[str, Window], bool] | None) -> None:
-        self._resting.clear()
-        try:
-            while taken is not None and not self._closed.is_set():
-                self._decide(*taken)
-                taken = self._windows.following()
-        finally:
-            self._resting.set()
+        while taken is not None and not self._closed.is_set():
+            self._decide(*taken)
+            taken = self._windows.following()
 
     def _decide(self, windows: Mapping[str, Window], check: bool) -> None:
         """Decide about each target, or check it first, and request what has changed."""
@@ -265,6 +260,7 @@ class Adaptation:
             try:
                 self._await(self._switch.ask(partial(self._changed, changed)))
             except Exception as error:  # alike on all ranks
+                self._serial.check()
                 kind = next(kind for kind, methods in changed.items() if methods)
                 self._failed(windows[kind], kind, reason(error), begun)
 

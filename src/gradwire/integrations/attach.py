@@ -142,6 +142,8 @@ def attach(
     check_seed(seed)
     check_coalesce_bytes(coalesce_bytes)
     model = in_hand(model)
+    if auto is not None and not isinstance(auto, Auto):
+        raise ConfigError(f"attach: auto={auto!r:.60}: give gw.Auto(...), or leave it out")
     if plan == "measured":
         if codec not in ("qsgd", "auto"):
             raise ConfigError(

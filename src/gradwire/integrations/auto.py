@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gradwire import codecs as codec_table
+from gradwire.aggregators import Dense
 from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
 from gradwire.controllers import Policy
+from gradwire.errors import ConfigError
+from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
+from gradwire.planner import Plan
 from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
-from gradwire.planner.links import Links
+from gradwire.planner.links import MOST_SECONDS, Links
 from gradwire.sim import Curves, Net, curves, kernel_costs
 from gradwire.sim.curves import Curve, Software
 from gradwire.sim.rank import Overheads
@@ -37,10 +41,10 @@ class Auto:
     """How automatic mode decides.
 
     Args:
-        codecs: what may be used beside full precision and bf16, from the most exact to the least.
+        codecs: what may be used beside none and bf16, from the most exact to the least.
         policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
         replan: when the policy decides.
-        seconds: in which links are measured, at attach.
+        seconds: in which links are measured, at attach; 600 at most.
         trial: passes of each setting in each of two turns, beyond two that are not timed. 0: none
             is tried, the planner decides.
         close: settings are tried that are expected to take at most so many times the best's time,
@@ -51,7 +55,8 @@ class Auto:
         share: of time and bandwidth that watching the links may take.
 
     Raises:
-        ConfigError: a number out of range, or an unknown codec.
+        ConfigError: an argument of a wrong type, a number out of range, or an unknown codec or
+            policy.
     """
 
     codecs: Sequence[str] = ("qsgd:bits=4",)
@@ -65,10 +70,22 @@ class Auto:
     share: float = 0.01
 
     def __post_init__(self) -> None:
+        several = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
+        if not several or not all(isinstance(one, str) for one in self.codecs):
+            raise ConfigError(
+                f'Auto: codecs={self.codecs!r:.60}: give several names, as in ("qsgd:bits=4",)'
+            )
         object.__setattr__(self, "codecs", tuple(self.codecs))
+        if self.policy is not None:
+            policy_of(self.policy)
+        if not isinstance(self.replan, Replan):
+            raise ConfigError(
+                f"Auto: replan={self.replan!r:.60}: give gw.Replan(...), or leave it out"
+            )
         for option in ("trial", "watch"):
             checks.integer(self, option, 0)
-        for option, above in (("seconds", 0), ("close", 1), ("changed", 0)):
+        checks.number(self, "seconds", above=0, most=MOST_SECONDS)
+        for option, above in (("close", 1), ("changed", 0)):
             checks.number(self, option, above=above)
         checks.number(self, "share", above=0, most=1)
         _ = self.known_codecs
@@ -119,9 +136,8 @@ class WantedSetting:
         )
 
     def __str__(self) -> str:
-        method = "full precision" if self.method == "none" else self.method
         segments = "" if self.segments is None else f", {self.segments} segments"
-        return f"{method} by {self.algorithm}{segments}"
+        return f"{self.method} by {self.algorithm}{segments}"
 
 
 HALF_PRECISION = WantedSetting("bf16", rank=1)
@@ -135,20 +151,22 @@ def plan(
     machines: Sequence[int],
     backward: float,
     coalesces: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[list[WantedSetting], str]:
     """(the settings worth trying, the best first, with the best one without compression; the
     planner's verdict).
 
     Args:
         known: as of `costs`.
-        named: (name, shape) of every parameter.
+        named: as of `sent`.
         machines: of each rank.
         backward: seconds of a pass without communication.
         coalesces: whether buckets may travel together.
+        check: see gradwire.planner.choice.choose.
     """
     codecs = auto.known_codecs
     where = situation(links, known, machines, tuple(shape for _, shape in named), backward)
-    choice = choose(where, codecs)
+    choice = choose(where, codecs, check)
     exact = [FULL, HALF, *codecs]
     hopeful = [
         one
@@ -158,6 +176,22 @@ def plan(
     ]
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
     return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)
+
+
+def sent(plan: Plan, uncompressed: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of parameters as the planner is told of them: matrices are what a codec would
+    compress, vectors what is uncompressed in any case. What has a codec of its own is left out.
+
+    Args:
+        uncompressed: the plan with no codec, but those of its own.
+    """
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for p, without in zip(plan.parameters, uncompressed.parameters, strict=True):
+        if p.inner != without.inner:
+            found.append((p.name, p.shape if len(p.shape) > 1 else (1, p.numel)))
+        elif isinstance(p.inner, Dense):
+            found.append((p.name, (p.numel,)))
+    return found
 
 
 def costs(auto: Auto) -> Curves:
@@ -210,11 +244,10 @@ def _wanted(
 ) -> WantedSetting:
     setting: Setting = one.setting
     small = tuple(n for n, s in named if len(s) > 1 and math.prod(s) < setting.least)
-    full = setting.codec == FULL
     return WantedSetting(
-        "none" if full else name(setting.codec), setting.options.algorithm,
+        name(setting.codec), setting.options.algorithm,
         setting.options.segments, setting.options.coordinated,
-        setting.coalesce_bytes if coalesces else 0, () if full else small,
+        setting.coalesce_bytes if coalesces else 0, () if setting.codec == FULL else small,
         exact.index(setting.codec), one.seconds,
     )  # fmt: skip
 

@@ -1,15 +1,19 @@
 """Automatic mode at work: measured links and kernels propose settings, and measured passes decide.
 
     1. attach: ranks measure their links, and rank 0 its kernels; gradients are sent in 16 bits
-    2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes
+    2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes on
+       the slowest rank
     3. what is expected to be close to the best, and the best without compression, are each in force
-       for some passes, twice; the slowest rank's median pass counts. A less exact codec must save
-       `MARGIN`
+       for some passes, twice; the slowest rank's median pass counts. A codec must save
+       `choice.MARGIN` beside all that is more exact
     4. a policy may then choose bits per parameter (integrations/adaptation.py)
     5. links and passes are watched; if they have changed in two looks, again from 2
 
 All of it runs in the background. Ranks take each step at the same pass, and learn from each other
-what they decide by. If a step fails, the plan in force stays, and one line says so.
+what they decide by. For that, what a pass reads changes only in passes, and what a decision reads
+only in decisions: a pass tells the background by submitting work, which runs in the order of
+passes; the background tells passes by the version of a plan, which all ranks adopt at the same one.
+If a step fails, the plan in force stays, and one line says so.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gradwire.engine import Owner
@@ -31,7 +36,7 @@ from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.turns import PlanTurns
 from gradwire.planner import Plan, Rules
-from gradwire.planner.choice import MARGIN
+from gradwire.planner.choice import worth
 from gradwire.planner.link_watch import LinkWatch
 from gradwire.planner.links import Links, exchanged, measure_links
 from gradwire.planner.rules import exactly
@@ -50,7 +55,7 @@ class Automatic:
 
     Args:
         owner, switch: of the handle.
-        named: (name, shape) of every parameter.
+        named: see gradwire.integrations.auto.sent.
         remade: a plan with other rules.
         spent: seconds so far, summed over passes: in which gradients were computed, and in which
             training then waited for averages.
@@ -89,8 +94,9 @@ class Automatic:
         self._pace = Pace(spent)
         self._turns: PlanTurns | None = None
         self._wanted: list[WantedSetting] = []
-        self._settling: int | None = None  # the version that ends a trial
-        self._settled = False
+        # What begins with a version of the plan, in the order of versions.
+        self._coming: deque[tuple[int, Callable[[], None]]] = deque()
+        self._settled = False  # of passes, as is whether a policy is at work
         self._messages = 0
         self._closed = False
         self._links = Links.of(self._comm.world_size, [])
@@ -114,7 +120,12 @@ class Automatic:
     def close(self) -> None:
         """Decide no more: the handle is detached."""
         self._closed = True
+        self.serial.close()
+
+    def join(self) -> None:
+        """After `close`: wait for the background, for some seconds at most."""
         self._watch.close()
+        self.serial.join()
 
     # ---- passes
 
@@ -123,16 +134,26 @@ class Automatic:
         version = self._switch.plan.version
         with self._lock:
             self.passes += 1
-            took = self._pace.passed(version)
-            if self._turns is not None and took is not None:
-                self._turns.passed(version, took)
-            if self._settling is not None and version >= self._settling:
-                self._settling, self._settled = None, True
-                self._start_policy()
-            elif self._settled and self._auto.watch and self.passes % self._auto.watch == 0:
+            took, turns = self._pace.passed(version), self._turns
+            if turns is not None and took is not None:
+                turns.passed(version, took)
+            if self._settled and self._auto.watch and self.passes % self._auto.watch == 0:
                 self._submit(self._look)
+            while self._coming and self._coming[0][0] <= version:
+                self._coming.popleft()[1]()
             if self.passes == _FIRST:
                 self._submit(self._plan)
+
+    def _use(self) -> None:
+        """The plan that was settled on is in force."""
+        self._settled = True
+        self._start_policy()
+
+    def _begin_anew(self) -> None:
+        """All ranks have seen a change."""
+        self._settled = False
+        self._stop_policy()
+        self._submit(self._plan)
 
     def _submit(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -141,8 +162,10 @@ class Automatic:
             try:
                 work()
             except Exception as error:  # alike on all ranks, or the group is broken
+                self.serial.check()
                 self._closed = True
-                self._note(f"automatic mode has ended, the plan stays: {error}", logging.WARNING)
+                line = f"automatic mode has ended, the plan stays: {error}"
+                self._note(line, logging.WARNING, said_by_all=True)
 
         self.serial.submit(guarded)
 
@@ -150,9 +173,9 @@ class Automatic:
 
     def _plan(self) -> None:
         told: dict[str, Any] = {}
+        backward, rest = max(self._told(self._pace.usual()), key=sum)  # of the slowest rank
         if self._comm.rank == 0:
             machines = self._comm.topology.machines
-            backward, rest = self._pace.usual()
             measured = self._named, self._links, machines, backward
             try:
                 if self._unknown:
@@ -160,17 +183,23 @@ class Automatic:
                 if not isinstance(self._costs, Curves):
                     raise ConfigError(f"no costs of kernels: {self._costs}")
                 coalesces = bool(self._given.coalesce_bytes)
-                wanted, line = plan(self._auto, self._costs, *measured, coalesces)
+                wanted, line = plan(
+                    self._auto, self._costs, *measured, coalesces, self.serial.check
+                )
                 told = {"wanted": [one.told() for one in wanted], "line": line, "rest": rest}
             except Exception as error:  # rather than none: the reference
-                line = f"{HALF_PRECISION}, since nothing can be planned: {error}"
-                told = {"wanted": [HALF_PRECISION.told()], "line": line}
+                line = f"nothing can be planned: {error}"
+                told = {"wanted": [HALF_PRECISION.told()], "line": line, "failed": True}
         told, *_ = self._told(told)
         self._wanted = [WantedSetting.read(one) for one in told["wanted"]]
         self._rest: float | None = told.get("rest")
         self._note(told["line"])
+        if "failed" in told:
+            self._settle(0, told["line"], planned=False)
+            return
         if len(self._wanted) == 1 or not self._auto.trial:
-            self._settle(0, "as planned" if len(self._wanted) > 1 else "no other setting is close")
+            why = "as planned" if len(self._wanted) > 1 else "no other setting is close"
+            self._settle(0, f"{why}: {told['line']}")
             return
 
         def ask(number: int) -> int:
@@ -181,14 +210,10 @@ class Automatic:
         self._turns.next()
 
     def _timed(self, seconds: list[list[float]]) -> None:
-        self._turns = None
         medians = list(map(statistics.median, seconds))
         slowest = [max(of) for of in zip(*self._told(medians), strict=True)]
         exact = sorted(range(len(slowest)), key=lambda n: self._wanted[n].rank)
-        best = exact[0]
-        for number in exact[1:]:
-            if slowest[number] < (1 - MARGIN) * slowest[best]:
-                best = number
+        best = exact[worth([slowest[n] for n in exact])]
         expected = [self._expected(one) for one in self._wanted]
         tried = [
             {"setting": str(of), "seconds": took, "expected_seconds": wanted}
@@ -202,18 +227,18 @@ class Automatic:
             return None
         return self._rest + wanted.seconds
 
-    def _settle(self, number: int, why: str, **more: Any) -> None:
+    def _settle(self, number: int, why: str, planned: bool = True, **more: Any) -> None:
         chosen = self._wanted[number]
-        with self._lock:
-            self._settled = False
-            self._settling = self._ask(chosen)
+        self._with(lambda: self._ask(chosen), self._use)
         self.setting, self._base, self._usual, self._changes = chosen, None, None, 0
         level = logging.INFO if chosen.rank > HALF_PRECISION.rank else logging.WARNING
-        what = "" if level == logging.INFO else "compression does not pay here; "
+        what = "compression does not pay here; " if planned and level != logging.INFO else ""
         self._note(f"{what}in use from now on: {chosen} ({why})", level, **more)
 
     def _look(self) -> None:
         """Compare links and passes with those of the plan."""
+        if self._changes >= LOOKS:  # a plan is made anew from the next adoption on
+            return
         newest = self._watch.newest if self._comm.rank == 0 else None
         mine = None if newest is None else newest.text(), self._pace.of_version()
         every = self._told(mine)
@@ -225,9 +250,8 @@ class Automatic:
         if self._changes < LOOKS:
             return
         self._note("; ".join(said))
-        self._settled = False
-        self._stop_policy()
-        self._plan()
+        same = partial(self._switch.ask, lambda plan: replace(plan, version=plan.version + 1))
+        self._with(lambda: same().version, self._begin_anew)
 
     def _links_changed(self, links: Links) -> list[str]:
         """What to say of them, if they have."""
@@ -265,18 +289,27 @@ class Automatic:
 
         return self._switch.ask(made).version
 
+    def _with(self, ask: Callable[[], int], then: Callable[[], None]) -> None:
+        """Request a plan, and do something at the first pass that sees it in force."""
+        with self._lock:  # no pass sees it before `then` is known
+            self._coming.append((ask(), then))
+
     def _told(self, mine: Any) -> list[Any]:
         """What all ranks tell, in rank order."""
         self._messages += 1
         key = f"{self._owner.key}/auto {self._messages}"
-        return [json.loads(text) for text in exchanged(self._comm, key, json.dumps(mine))]
+        every = exchanged(self._comm, key, json.dumps(mine), self.serial.check)
+        return [json.loads(text) for text in every]
 
-    def _note(self, line: str, level: int = logging.INFO, **more: Any) -> None:
+    def _note(
+        self, line: str, level: int = logging.INFO, said_by_all: bool = False, **more: Any
+    ) -> None:
         row = {"pass": self.passes, "line": line, **more}
         self.history.append(row)
         self._record({"by": "auto", **row})
-        if self._comm.rank == 0:
-            log.log(level, "pass %d: auto: %s", self.passes, line)
+        if self._comm.rank == 0 or said_by_all:
+            rank = f"rank {self._comm.rank}: " if said_by_all else ""
+            log.log(level, "%spass %d: auto: %s", rank, self.passes, line)
 
 
 class Pace:

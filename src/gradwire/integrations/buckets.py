@@ -187,15 +187,16 @@ class Buckets(Reductions):
                     copied.append((in_memory, part))
                 gradients.append(part)
         within = self._expect(buckets)
+        adaptation = self.adaptation  # of this pass
 
         def done(error: BaseException | None, outcomes: list[Outcome]) -> None:
             if error is None:
                 for in_memory, average in copied:
                     in_memory.copy_(average.view(in_memory.shape))
                 self.know(rounds.least)
-                if self.adaptation is not None and self.adaptation.running:
+                if adaptation is not None and adaptation.running:
                     for member, average in zip(members, gradients, strict=True):
-                        self.adaptation.add(member.name, average)
+                        adaptation.add(member.name, average)
             self._ended(buckets, error, outcomes)
 
         try:

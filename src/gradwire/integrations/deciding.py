@@ -212,6 +212,7 @@ class Decider:
     def _throttled(self, window: Window) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values in their shape); pauses in between keep to the share of a core."""
         for name, values in window.values.items():
+            self._check()
             if values.numel():
                 begun = time.perf_counter()
                 yield name, values.view((1, -1) if self._pieces else self._target.shapes[name])
@@ -219,7 +220,6 @@ class Decider:
                 self._pause(took * (1 / self._replan.share - 1))
 
     def _pause(self, seconds: float) -> None:
-        self._check()
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             time.sleep(min(left, _POLL_S))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +15,7 @@ from gradwire.collectives import Options
 from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation, refuse_update
-from gradwire.integrations.auto import Auto
+from gradwire.integrations.auto import Auto, sent
 from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
 from gradwire.integrations.choices import policy_of
 from gradwire.integrations.full_state import StateGather, states_of
@@ -27,6 +29,8 @@ from gradwire.integrations.summary import summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
+
+log = logging.getLogger("gradwire")
 
 _SAME: Any = object()
 _TOLD = 3  # of the newest decisions in a summary
@@ -166,17 +170,25 @@ class Handle(Saved):
 
     def automate(self, auto: Auto) -> None:
         """Let measurements choose the plan from now on; called by `attach`, on all ranks."""
-        on = self._reductions
-        named = [(p.name, p.shape) for p in self.plan.parameters]
+        on, plan = self._reductions, self.plan
+        named = sent(plan, on.planned(plan, plan.rules.changed(codec=None)))
+        if not any(len(shape) > 1 and math.prod(shape) for _, shape in named):
+            line = (
+                "there is nothing to compress: include, exclude and codecs leave no matrix of "
+                "fp32, fp16 or bf16; nothing is measured or tried"
+            )
+            on.decided({"by": "auto", "pass": 0, "line": line})
+            if self.rank == 0:
+                log.warning("auto: %s", line)
+            return
 
         def start() -> None:
             if auto.policy is not None:
+                policy = policy_of(auto.policy)
                 with suppress(ConfigError):  # there is no choice around bf16
-                    self.adapt(policy_of(auto.policy), auto.replan)
+                    self.adapt(policy, auto.replan)
 
-        def stop() -> None:
-            if on.adaptation is not None:
-                on.adaptation.close()
+        def stop() -> None:  # what it has submitted still runs, on all ranks
             on.adaptation = None
 
         def spent() -> tuple[float, float]:

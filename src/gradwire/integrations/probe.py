@@ -57,14 +57,22 @@ def probe(
     Args:
         group: None: the default group.
         codecs: by name, with options in the name.
-        seconds: what measuring the links should take; slow networks take longer.
+        seconds: what measuring the links should take, 600 at most; slow networks take longer.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` is not above
-            0, a link's figure that makes no sense, or rank 0 cannot measure kernels.
+        ConfigError: torch.distributed is not initialised, an unknown codec, `seconds` out of range,
+            ranks that disagree, a link's figure that makes no sense, or rank 0 cannot measure
+            kernels.
         TransportError: a peer failed or did not come.
     """
-    wanted, comm = Auto(codecs=tuple(codecs)), communicator(group)
+    comm = communicator(group)
+    try:
+        wanted = Auto(codecs=codecs, seconds=seconds)
+        told = f"codecs {wanted.codecs}, seconds {wanted.seconds:g}"
+    except ConfigError as error:  # other ranks, with other arguments, learn it, too
+        comm.agree("the call of gw.probe", [f"refused: {error}"])
+        raise
+    comm.agree("the call of gw.probe", [told])
     links = measure_links(comm, seconds)
     told = ""
     if comm.rank == 0:

@@ -124,8 +124,8 @@ class Reductions:
         """
         if self.automatic is not None:
             self.automatic.begin()
-        if self.adaptation is not None:
-            self.adaptation.begin(span)
+        if (adaptation := self.adaptation) is not None:
+            adaptation.begin(span)
         self.count(steps=1)
         self.sampler.begin(self.steps)
         before = self.switch.plan
@@ -258,10 +258,12 @@ class Reductions:
     def remove(self) -> None:
         """Give the module its own collectives back."""
         self.installed = False
-        if self.automatic is not None:
-            self.automatic.close()
-        if self.adaptation is not None:
-            self.adaptation.close()
+        at_work = [one for one in (self.automatic, self.adaptation, self.switch) if one is not None]
+        for one in at_work:
+            one.close()
+        if not self.owner.comm.workers.owns(threading.current_thread()):
+            for one in at_work:  # what runs in torch as the process ends would abort it
+                one.join()
 
     def close(self) -> None:
         """Issue nothing any more."""

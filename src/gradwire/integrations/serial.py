@@ -6,10 +6,17 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from gradwire.engine.workers import Workers
 
 log = logging.getLogger("gradwire")
+
+CLOSING_S = 5.0  # that `detach` waits at most
+
+
+class Detached(BaseException):
+    """Ends work of a handle that is being detached: not an error, which work would tell of."""
 
 
 class Serial:
@@ -24,10 +31,13 @@ class Serial:
         self._waiting: deque[Callable[[], None]] = deque()
         self._idle = threading.Condition()
         self._busy = False
+        self._closed = False
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` after all that was submitted before; what it raises is logged."""
         with self._idle:
+            if self._closed:
+                return
             self._waiting.append(work)
             if self._busy:
                 return
@@ -39,6 +49,22 @@ class Serial:
         with self._idle:
             self._idle.wait_for(lambda: not self._busy)
 
+    def close(self) -> None:
+        """Drop what has not begun; what runs ends at its next `check`."""
+        with self._idle:
+            self._closed = True
+            self._waiting.clear()
+
+    def check(self) -> None:
+        """Raise Detached if it is closed; work that takes long, or waits for ranks, calls it."""
+        if self._closed:
+            raise Detached
+
+    def join(self) -> None:
+        """After `close`: wait for what runs, up to `CLOSING_S`."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy, CLOSING_S)
+
     def _run(self) -> None:
         while True:
             with self._idle:
@@ -48,6 +74,7 @@ class Serial:
                     return
                 work = self._waiting.popleft()
             try:
-                work()
+                with suppress(Detached):
+                    work()
             except BaseException:
                 log.exception("gradwire: background work failed")

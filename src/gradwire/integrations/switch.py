@@ -26,7 +26,9 @@ from dataclasses import replace
 from gradwire.collectives import Collective
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError, already_global
+from gradwire.integrations.serial import CLOSING_S, Detached
 from gradwire.planner import Plan
+from gradwire.planner.links import awaited
 
 log = logging.getLogger("gradwire")
 
@@ -103,6 +105,7 @@ class Switch:
         self._prepared = plan.version
         self._waiting: list[tuple[Plan, Update]] = []
         self._busy = False
+        self._closed = False
         self._refused: ConfigError | None = None
 
     # ---- requests and preparation --------------------------------------------------------------
@@ -140,6 +143,8 @@ class Switch:
                 self._prepare(plan)
             except ConfigError as error:
                 self._refuse(plan, update, error)
+            except Detached:
+                update._prepared.set_exception(ConfigError(f"{_WHAT}: the handle was detached"))
             except BaseException as error:
                 # Peers could never switch if only this rank failed, so fail the owner everywhere.
                 for owner in self._owners:
@@ -151,8 +156,22 @@ class Switch:
                     self._prepared = plan.version
                 update._prepared.set_result(None)
 
+    def close(self) -> None:
+        """Prepare nothing more: the handle is detached."""
+        self._closed = True
+
+    def join(self) -> None:
+        """After `close`: wait for what is being prepared, for some seconds at most."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy, CLOSING_S)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Detached
+
     def _prepare(self, plan: Plan) -> None:
         """Prepare `plan` on this rank; raises ConfigError on all ranks, or on none."""
+        self._check()
         name = f"plan {plan.version}"
         self._agree(name, plan.describe())
         # An error on one rank must reach all ranks before any of them continues.
@@ -182,7 +201,7 @@ class Switch:
                     refused = already_global(ConfigError(line.decode()))
             if refused is None:
                 try:
-                    owner.comm.agreement(key, _WHAT, said).result()
+                    awaited(owner.comm, owner.comm.agreement(key, _WHAT, said), self._check)
                 except ConfigError as error:
                     refused = error
         if refused is not None:

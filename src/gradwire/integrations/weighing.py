@@ -27,6 +27,7 @@ from gradwire.controllers.tables import nbytes
 from gradwire.engine import Owner
 from gradwire.errors import ConfigError
 from gradwire.integrations.choices import GRADIENTS, Target, with_methods
+from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch
 from gradwire.integrations.turns import PlanTurns
 from gradwire.planner import Plan, Rules
@@ -62,7 +63,7 @@ class BucketTrial:
         owner, key: of the exchange of spans.
         switch, remade: the handle's plans; a plan with other rules.
         buckets: as they are in force.
-        submit: runs work in the background, in order.
+        serial: where its work runs.
         done: is given the weights by name, and a line that tells them, there.
     """
 
@@ -74,24 +75,25 @@ class BucketTrial:
         switch: Switch,
         remade: Callable[[Plan, Rules], Plan],
         buckets: Callable[[], Names],
-        submit: Callable[[Callable[[], None]], None],
+        serial: Serial,
         done: Callable[[dict[str, float], str], None],
     ) -> None:
         self._target, self._owner, self._key = target, owner, key
         self._switch, self._remade, self._buckets = switch, remade, buckets
-        self._submit, self._done = submit, done
+        self._serial, self._done = serial, done
         self._uniform = dict.fromkeys(target.shapes, target.reference)
         self._groups: list[list[str]] = []
         self._turns: PlanTurns | None = None
         self._last: int | None = None  # the version that ends the trial
-        submit(self._guarded(self._begin))
+        serial.submit(self._guarded(self._begin))
 
     def passed(self, version: int, span: float | None) -> bool:
         """Count a pass that has ended; whether the trial has. The same on all ranks."""
         if self._last is not None and version >= self._last:
             return True
-        if self._turns is not None and span is not None:
-            self._turns.passed(version, span)
+        turns = self._turns  # which are set in the background
+        if turns is not None and span is not None:
+            turns.passed(version, span)
         return False
 
     # ---- in the background
@@ -114,7 +116,7 @@ class BucketTrial:
             raise ConfigError("there is one bucket")
 
         def submit(work: Callable[[], None]) -> None:
-            self._submit(self._guarded(work))
+            self._serial.submit(self._guarded(work))
 
         turns = PlanTurns(len(self._groups) + 1, 1, PASSES, self._ask, submit, self._measured)
         self._turns = turns
@@ -141,7 +143,8 @@ class BucketTrial:
 
     def _measured(self, values: list[list[float]]) -> None:
         medians = [statistics.median(of) for of in values]
-        told = exchanged(self._owner.comm, f"{self._key}/spans", json.dumps(medians))
+        mine, key = json.dumps(medians), f"{self._key}/spans"
+        told = exchanged(self._owner.comm, key, mine, self._serial.check)
         spans = [max(of) for of in zip(*map(json.loads, told), strict=True)]
         sent = [self._sent(number) for number in range(len(spans))]
         weights = time_weights(np.array(sent), spans)

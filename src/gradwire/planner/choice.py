@@ -1,6 +1,6 @@
 """Which setting averages a model's gradients soonest: found by simulating each on measured costs.
 
-A *setting* is a codec for matrices of `least` values or more (or 16 bits, or full precision), an
+A *setting* is a codec for matrices of `least` values or more (or bf16, or none), an
 algorithm with its segments, and how many bytes of buckets travel together. Settings are ranked by
 `gradwire.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
 
@@ -10,14 +10,14 @@ algorithm with its segments, and how many bytes of buckets travel together. Sett
 The default algorithm, and then every other default, is left only for what saves `_WORTH`: less
 cannot be predicted.
 
-A codec loses values, and 16 bits lose some: so full precision is left only for a gain of more than
-`MARGIN`, and 16 bits are, too.
+A codec loses values, and bf16 loses some: so each must save more than `MARGIN` beside all that is
+more exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire import algorithms
@@ -126,7 +126,7 @@ class Choice:
 
     @property
     def compresses(self) -> bool:
-        """Whether a codec pays beside 16 bits."""
+        """Whether a codec pays beside bf16."""
         return self.best.setting.codec not in (FULL, HALF)
 
     def of(self, codec: Codec) -> Ranked:
@@ -135,7 +135,7 @@ class Choice:
 
     @property
     def uncompressed(self) -> Ranked:
-        """The best with full precision or 16 bits."""
+        """The best with none or bf16."""
         return min(self.of(FULL), self.of(HALF), key=lambda one: one.seconds)
 
     @property
@@ -147,45 +147,62 @@ class Choice:
             saved = 1 - best.seconds / base.seconds
             return f"{taken}, {saved:.0%} less than the {_text(base.seconds)} of {base.setting}"
         coded = [one for one in self.of_codec if one.setting.codec not in (FULL, HALF)]
-        bits = "full precision is" if best.setting.codec == FULL else "16 bits are"
         reason = ""
         if coded:
             reason = f"; the best codec, {coded[0].setting}, {_text(coded[0].seconds)}"
-        return f"{bits} best: {taken}{reason}"
+        return f"{name(best.setting.codec)} is best: {taken}{reason}"
 
 
-def choose(where: Situation, codecs: Sequence[Codec]) -> Choice:
-    """The best setting; full precision and bf16 are always considered.
+def choose(
+    where: Situation, codecs: Sequence[Codec], check: Callable[[], None] = lambda: None
+) -> Choice:
+    """The best setting; none and bf16 are always considered.
 
     Args:
-        codecs: from the most exact to the least: each must save `MARGIN` beside those before.
+        codecs: from the most exact to the least; see `worth`.
+        check: called before each simulation; what it raises ends the search.
 
     Raises:
         ConfigError: one rank, or a codec without curves.
     """
     found: dict[Setting, Ranked] = {}
+
+    def ranked(setting: Setting) -> Ranked:
+        if setting not in found:
+            check()
+            found[setting] = simulate(where, setting)
+        return found[setting]
+
     wanted = list(dict.fromkeys([FULL, HALF, *codecs]))
     of_codec = []
     for codec in wanted:
-        first = [_ranked(where, setting, found) for setting in _plain(codec, where)]
+        first = [ranked(setting) for setting in _plain(codec, where)]
         if not first:
             raise ConfigError(f"{codec} is defined in no algorithm")
         refined = []
         for start in sorted(first, key=_weighed)[:_KEPT]:
             best = start
             for alternatives in (_segments, _coalesced, _selective):
-                others = [_ranked(where, s, found) for s in alternatives(best.setting, where)]
+                others = [ranked(s) for s in alternatives(best.setting, where)]
                 other = min(others, key=_seconds, default=best)
                 if other.seconds < (1 - _WORTH) * best.seconds:
                     best = other
             refined.append(best)
         of_codec.append(min(refined, key=_weighed))
     every = sorted(found.values(), key=_seconds)
-    best = of_codec[0]
-    for one in of_codec[1:]:
-        if one.seconds < (1 - MARGIN) * best.seconds:
-            best = one
+    best = of_codec[worth([one.seconds for one in of_codec])]
     return Choice(best, tuple(sorted(of_codec, key=_seconds)), tuple(every))
+
+
+def worth(seconds: Sequence[float]) -> int:
+    """Which of several to use, by what they take, from the most exact to the least: the last that
+    saves `MARGIN` beside each one before it."""
+    best, least = 0, seconds[0]
+    for number, taken in enumerate(seconds):
+        if taken < (1 - MARGIN) * least:
+            best = number
+        least = min(least, taken)
+    return best
 
 
 def simulate(where: Situation, setting: Setting) -> Ranked:
@@ -197,12 +214,6 @@ def simulate(where: Situation, setting: Setting) -> Ranked:
     )  # fmt: skip
     row = predict(scenario, where.curves)
     return Ranked(setting, row["seconds"], row["wire_bytes"], row["limit_seconds"])
-
-
-def _ranked(where: Situation, setting: Setting, found: dict[Setting, Ranked]) -> Ranked:
-    if setting not in found:
-        found[setting] = simulate(where, setting)
-    return found[setting]
 
 
 def _seconds(one: Ranked) -> float:
@@ -250,7 +261,10 @@ def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
 
 
 def name(codec: Codec) -> str:
-    """A codec as users write it, or as it prints itself where it has no name."""
+    """A codec as users write it, "none" for full precision; or as it prints itself where it has no
+    name."""
+    if codec == FULL:
+        return "none"
     try:
         return registry.text(Compressed(codec))
     except ConfigError:

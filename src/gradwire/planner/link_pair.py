@@ -29,7 +29,7 @@ _SIZES = (1 << 10, 1 << 21)  # of the smaller
 _BUCKET = 1 << 17  # a kernel lets pass a packet before segmentation, 64 KB, and a bucket's burst
 _REPEATS = (3, 15)
 _BLOCKS = 3
-_LEAST = 1e-13  # seconds per byte
+LEAST_BETA = 1e-13  # seconds per byte
 
 Sample = tuple[int, int, float, float, float]  # ranks i < j, alpha, beta from i to j, from j to i
 
@@ -83,7 +83,7 @@ def _beta(trips: Trips, trip: float, there: bool, seconds: float) -> float:
             known += times(size, 1 + count // blocks)[1:]
     # Other work only adds, and a bucket that is not empty yet takes away.
     short, long = (sorted(known)[len(known) // 3] for known in taken.values())
-    return max((long - short) / (large - small), _LEAST)
+    return max((long - short) / (large - small), LEAST_BETA)
 
 
 def _within(bounds: tuple[int, int], wanted: float) -> int:

@@ -8,7 +8,8 @@
 What a round found travels with the next meeting, so all ranks have the same links after the same
 meeting. Training may delay each message: of an entry's last `_KEPT` samples the least counts.
 Values so differ from those of `measure_links`, which repeats messages: compare a watch's links with
-earlier ones of the same watch.
+earlier ones of the same watch. Where the large message took no longer than small ones, the seconds
+per byte are as they were known before the watch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError, TransportError
-from gradwire.planner.link_pair import SMALL, Sample
+from gradwire.planner.link_pair import LEAST_BETA, SMALL, Sample
 from gradwire.planner.links import Links, exchanged, tournament
 from gradwire.planner.trips import Trips
 
@@ -152,7 +153,8 @@ class LinkWatch:
             least, most = _BYTES
             nbytes = int(min(max(_SECONDS / max(beta, 1e-12), least), most))
             sizes = (nbytes, SMALL) if there else (SMALL, nbytes)
-            each.append(max(trips.drive(*sizes, 1)[0] - trip, 0.0) / nbytes)
+            found = (trips.drive(*sizes, 1)[0] - trip) / nbytes
+            each.append(found if found > LEAST_BETA else beta)  # else the small trips were late
         trips.end()
         return [(driver, server, trip / 2, each[0], each[1])]
 

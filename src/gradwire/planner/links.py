@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gradwire.engine import Communicator
 from gradwire.errors import ConfigError
@@ -29,11 +30,13 @@ from gradwire.planner.trips import Trips
 from gradwire.planner.whole import write_whole
 
 SECONDS = 5.0
+MOST_SECONDS = 600.0
 
 _SENDS = 3  # of each size
 _POLL_S = 0.2
 _NAMING_S = 1.0
 
+T = TypeVar("T")
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -156,11 +159,13 @@ def measure_links(comm: Communicator, seconds: float = SECONDS) -> Links:
             per round at 50 ms of latency, 20 s per round at 64 kbit/s.
 
     Raises:
-        ConfigError: `seconds` is not above 0.
+        ConfigError: `seconds` is not above 0, or above `MOST_SECONDS`.
         TransportError: a peer failed or did not come; the group is then broken, on all ranks.
     """
-    if not seconds > 0:
-        raise ConfigError(f"measure_links: seconds={seconds}: give seconds above 0")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(
+            f"measure_links: seconds={seconds}: give seconds above 0, {MOST_SECONDS:g} at most"
+        )
     if comm.world_size == 1:
         return Links.of(1, [])
     owner = comm.owner("links")
@@ -220,19 +225,23 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def exchanged(comm: Communicator, key: str, mine: str) -> list[str]:
+def exchanged(
+    comm: Communicator, key: str, mine: str, check: Callable[[], None] = lambda: None
+) -> list[str]:
     """Every rank's text, in rank order; `key` is used once.
+
+    Args:
+        check: called while it waits; what it raises ends that.
 
     Raises:
         TransportError: a peer did not come, or the group is broken.
     """
     assert comm.member is not None
-    return [part.decode() for part in awaited(comm, comm.member.exchange(key, mine.encode()))]
+    pending = comm.member.exchange(key, mine.encode())
+    return [part.decode() for part in awaited(comm, pending, check)]
 
 
-def awaited(
-    comm: Communicator, pending: Future[list[bytes]], check: Callable[[], None] = lambda: None
-) -> list[bytes]:
+def awaited(comm: Communicator, pending: Future[T], check: Callable[[], None] = lambda: None) -> T:
     """The result of an exchange.
 
     Args:

@@ -46,3 +46,7 @@ class OrderedLink(Protocol):
     def fail(self, peer: int) -> None:
         """Tell the other ranks, where they can be reached, that `peer` has failed."""
         ...
+
+    def interrupt(self) -> None:
+        """End what blocks this host in `wait`, now and later: the group has broken."""
+        ...
