@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,12 +36,24 @@ from gradwire.integrations.replan import Replan
 from gradwire.integrations.serial import Serial
 from gradwire.integrations.switch import Switch, Update
 from gradwire.integrations.weighing import AFTER, BucketTrial, Names, priorities
-from gradwire.integrations.windows import Windows
 from gradwire.planner import Plan, Rules
 
 log = logging.getLogger("gradwire")
 
 _POLL_S = 0.2
+
+
+@dataclass
+class EndedWindow:
+    """What a round decides on.
+
+    Attributes:
+        values: by target; None: dropped, since another window ended before its round began.
+        check: whether a check comes first.
+    """
+
+    values: dict[str, Window] | None
+    check: bool
 
 
 class Adaptation:
@@ -121,7 +133,7 @@ class Adaptation:
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0  # passes of the running window so far
         self._lock = threading.Lock()
-        self._windows: Windows[tuple[dict[str, Window], bool]] = Windows()
+        self._waiting: EndedWindow | None = None  # the newest, until its round begins
         self._rounds = 0
         self._closed = threading.Event()
 
@@ -138,14 +150,13 @@ class Adaptation:
             return
         decides = self.replan.decides(self.passes)
         if self._count and (decides or self.replan.checks(self.passes)):
-
-            def made() -> tuple[dict[str, Window], bool]:
-                return {kind: self._window(kind) for kind in self._targets}, not decides
-
-            taken = self._windows.end(self.passes, made)
+            ended = EndedWindow({kind: self._window(kind) for kind in self._targets}, not decides)
             self._sums, self._count = {}, 0
-            if taken is not None:
-                self._serial.submit(partial(self._round, taken))
+            with self._lock:
+                if self._waiting is not None:
+                    self._waiting.values = None
+                self._waiting = ended
+            self._serial.submit(partial(self._round, ended))
         self.passes += 1
         self.running = not self._closed.is_set() and self.replan.sums(self.passes)
         self._count += self.running
@@ -218,12 +229,29 @@ class Adaptation:
         self._serial.check()
         self._owner.comm.check()
 
-    def _round(self, taken: tuple[dict[str, Window], bool] | None) -> None:
-        while taken is not None and not self._closed.is_set():
-            self._decide(*taken)
-            taken = self._windows.following()
+    def _round(self, ended: EndedWindow) -> None:
+        """Decide on a window, unless a rank has dropped it. All ranks have the same rounds, at the
+        same place among what runs in the background."""
+        if self._closed.is_set():
+            return
+        with self._lock:
+            windows = ended.values
+            if self._waiting is ended:
+                self._waiting = None
+        self._rounds += 1
+        key = f"{self._name}/round {self._rounds}"
+        try:
+            every = self._ranks.all_tell(f"{key}/begins", windows is not None, self._go_on)
+        except Exception as error:  # this rank cannot know what others do
+            line = f"policy {self.policy.name}: the plan stays: {reason(error)}; the policy ends"
+            kind = next(iter(self._targets))
+            self._note(self.passes, kind, line, 0, time.perf_counter(), early=False)
+            self._closed.set()
+            return
+        if windows is not None and all(every):
+            self._decide(key, windows, ended.check)
 
-    def _decide(self, windows: Mapping[str, Window], check: bool) -> None:
+    def _decide(self, key: str, windows: Mapping[str, Window], check: bool) -> None:
         """Decide about each target, or check it first, and request what has changed."""
         begun = time.perf_counter()
         rulings: dict[str, tuple[float | None, Ruling]] = {}
@@ -238,7 +266,7 @@ class Adaptation:
                 failed[kind] = reason(error)
         ends = False
         try:
-            failed = self._confirmed(failed)
+            failed = self._confirmed(key, failed)
         except Exception as error:  # this rank cannot know what others do
             failed = dict.fromkeys(windows, f"{reason(error)}; the policy ends")
             ends = True
@@ -264,14 +292,10 @@ class Adaptation:
                 kind = next(kind for kind, methods in changed.items() if methods)
                 self._failed(windows[kind], kind, reason(error), begun)
 
-    def _confirmed(self, failed: dict[str, str]) -> dict[str, str]:
-        """What has failed on any rank: a ruling may have come too late for one. Ranks agree on the
-        next window, too."""
-        self._rounds += 1
-        told = {"failed": failed, "first": self._windows.ask()}
-        every = self._ranks.all_tell(f"{self._name}/round {self._rounds}", told, self._go_on)
-        self._windows.know(max(one["first"] for one in every))
-        return {kind: why for one in reversed(every) for kind, why in one["failed"].items()}
+    def _confirmed(self, key: str, failed: dict[str, str]) -> dict[str, str]:
+        """What has failed on any rank: a ruling may have come too late for one."""
+        every = self._ranks.all_tell(f"{key}/ends", failed, self._go_on)
+        return {kind: why for one in reversed(every) for kind, why in one.items()}
 
     def _await(self, update: Update) -> None:
         while True:
@@ -371,7 +395,7 @@ class Adaptation:
                 "result of Handle.state_dict with this policy"
             ) from None
         self.passes, self._sums, self._count, self.running = passes, {}, 0, False
-        self._windows = Windows()
+        self._waiting = None
         self._weights = weights
         self._switch.change(lambda plan: self._remade(*with_methods(plan, methods)))
         self._adopt()
