@@ -195,6 +195,9 @@ def test_accordion_alternates_and_its_lgreco_keeps_to_its_error() -> None:
 def test_policies_by_name() -> None:
     assert registry.get("lgreco:bins=500") == LGreco(bins=500)
     assert registry.get("uniform") == Uniform()
+    budget = "qsgd:bits=4:block=64"
+    assert registry.get(f"lgreco:bins=5:budget={budget}") == LGreco(bins=5, budget=budget)
+    assert registry.get(f"accordion-lgreco:budget={budget}") == AccordionLGreco(budget=budget)
     assert registry.family("qsgd:bits=3:block=64") == Bits(bits=3, block=64)
     assert registry.family("topk") == Density(0.01)
     assert registry.family("topk:per_decade=10") == Density(0.01, per_decade=10)

@@ -56,6 +56,7 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
         (gw.Replan, {"stale": np.ones(2)}, r"stale=array\(\[1., 1.\]\) must be above 1"),
         (gw.Auto, {"trial": 1.5}, "Auto: trial=1.5 must be a whole number, at least 0"),
         (gw.Auto, {"close": True}, "Auto: close=True must be above 1: give a number"),
+        (gw.Auto, {"policy": gw.LGreco(budget="qsgd")}, "leave the policy's budget out"),
         (gw.Triggers, {"share": "all"}, "Triggers: share='all' must be above 0: give a number"),
         (gw.Triggers, {"rest": -1}, "Triggers: rest=-1 must be at least 0"),
     ]
@@ -65,6 +66,15 @@ def test_options_are_plain_and_refused_in_one_line() -> None:
     for replan in (5, {"every": 5}):
         with pytest.raises(gw.ConfigError, match=f"^attach: replan={replan}: give a gw.Replan.*$"):
             gw.attach(torch.nn.Linear(2, 2), policy="lgreco", replan=replan)  # type: ignore[arg-type]
+
+
+def test_a_policys_budget_is_the_codec() -> None:
+    model = torch.nn.Linear(64, 64)
+    for policy in (gw.LGreco(budget="qsgd:bits=5"), "lgreco:budget=qsgd:bits=5"):
+        handle = gw.attach(model, policy=policy)  # type: ignore[arg-type]
+        assert handle.plan.rules == gw.attach(model, "qsgd:bits=5").plan.rules
+    with pytest.raises(gw.ConfigError, match=r"'topk'.*budget is 'qsgd:bits=5'.* leave codec"):
+        gw.attach(model, "topk", policy="lgreco:budget=qsgd:bits=5")
 
 
 def test_error_feedback_leaves_out_what_it_does_not_suit() -> None:

@@ -21,7 +21,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -73,10 +73,16 @@ class Proposal:
 class Policy:
     """How choices are made.
 
+    Args:
+        budget: the uniform plan, as `gw.attach` takes a codec: "qsgd:bits=4". What it errs is what
+            plans may err. None: the codec that `attach` is given.
+
     Attributes:
         name: in the registry, in rows and in log lines.
         bounded: whether proposals keep to the budget.
     """
+
+    budget: str | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
     bounded: ClassVar[bool] = True

@@ -1,6 +1,7 @@
 """Policies and families as text.
 
-policy    lgreco, kmeans:clusters=4, bayes:trials=500, accordion:eta=0.2, accordion-lgreco
+policy    lgreco, kmeans:clusters=4, bayes:trials=500, accordion:eta=0.2, accordion-lgreco; a budget
+          stands last, since it has options of its own: lgreco:bins=1000:budget=qsgd:bits=4
 family    by its reference: qsgd:bits=4:block=128, topk:density=0.01, powersgd:rank=4; of topk
           also how its densities are spaced: topk:density=0.01:per_decade=10
 """
@@ -38,19 +39,23 @@ def get(text: str) -> Policy:
     Raises:
         ConfigError: an unknown name or option, or a bad value; the message lists what is known.
     """
+    text, _, budget = text.partition(":budget=")
     name, options = parse(text)
     if name not in REGISTRY:
         raise ConfigError(f"unknown policy {name!r}: use one of {', '.join(REGISTRY)}")
     made = REGISTRY[name]
     accordion = issubclass(made, Accordion | AccordionLGreco)
-    known = _ACCORDION if accordion else tuple(field.name for field in dataclasses.fields(made))
+    known = tuple(one.name for one in dataclasses.fields(made) if not one.kw_only)
+    if accordion:
+        known = _ACCORDION
     for option in options:
         if option not in known:
             allowed = f"use one of {', '.join(known)}" if known else "it takes none"
             raise ConfigError(f"policy {name!r} has no option {option!r}: {allowed}")
+    of = budget.strip() or None
     if made is AccordionLGreco:
-        return AccordionLGreco(Accordion(**options))  # type: ignore[arg-type]
-    return made(**options)
+        return AccordionLGreco(Accordion(**options), budget=of)  # type: ignore[arg-type]
+    return made(**options, budget=of)
 
 
 def family(reference: str) -> Family:

@@ -165,6 +165,13 @@ def attach(
             f"attach: replan={replan!r:.60}: give a gw.Replan, such as gw.Replan(every=500)"
         )
     adaptive = None if policy is None else (policy_of(policy), replan or Replan())
+    if adaptive is not None and adaptive[0].budget is not None:
+        if codec_options or codec not in ("qsgd", adaptive[0].budget):
+            raise ConfigError(
+                f"attach: codec={codec!r:.60}: the policy's budget is {adaptive[0].budget!r}, and "
+                "is the codec: leave codec and its options out, or the budget"
+            )
+        codec = adaptive[0].budget
     pinned = None
     if plan is not None:
         others = (codec, include, exclude, codecs, error_feedback, weights)

@@ -76,8 +76,11 @@ class Auto:
                 f'Auto: codecs={self.codecs!r:.60}: give several names, as in ("qsgd:bits=4",)'
             )
         object.__setattr__(self, "codecs", tuple(self.codecs))
-        if self.policy is not None:
-            policy_of(self.policy)
+        if self.policy is not None and policy_of(self.policy).budget is not None:
+            raise ConfigError(
+                f"gw.Auto: policy={self.policy!r:.60}: its budget is the codec that is chosen: "
+                "leave the policy's budget out"
+            )
         if not isinstance(self.replan, Replan):
             raise ConfigError(
                 f"Auto: replan={self.replan!r:.60}: give gw.Replan(...), or leave it out"
