@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from gradwire.groups import communicator
 
 SIZES = (1, 1000, 300_007)
 STEPS = 20
+ROUNDS = 50  # of so many steps, until something is decided
 
 
 def main(rank: int, world_size: int, port: int, device: torch.device, backend: str) -> None:
@@ -38,6 +40,8 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
+    train_decided(device, "auto")
+    train_decided(device, "qsgd:bits=4", policy="lgreco", replan=gw.Replan(5, average=2))
     for keep in ("payload", "none", "reference"):
         train_sharded(device, keep)
     stream = communicator().stream(device)
@@ -68,6 +72,26 @@ def train(device: torch.device) -> None:
     same_everywhere([p.detach() for p in model.parameters()])
     if handle.stats()["ratio"] < 3:
         print(f"sent {handle.stats()}")
+
+
+def train_decided(device: torch.device, *asked: str, **options: Any) -> None:
+    """A module learns while a policy or automatic mode decides, of gradients on the device."""
+    layer = torch.nn.Linear(64, 64).to(device)
+    model = DistributedDataParallel(layer)
+    handle = gw.attach(model, *asked, **options)
+    decided = torch.zeros(1, device=device if dist.get_backend() == "nccl" else "cpu")
+    for _ in range(ROUNDS):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        learn(model, device)
+        decided.fill_(bool(handle.history()))
+        dist.all_reduce(decided, dist.ReduceOp.MIN)
+        if decided:
+            break
+    else:
+        print(f"{asked}: nothing was decided in {ROUNDS * STEPS} steps")
+    same_everywhere([p.detach() for p in model.parameters()])
+    handle.detach()
 
 
 def train_sharded(device: torch.device, keep: str) -> None:
