@@ -79,15 +79,15 @@ def test_what_was_probed_is_told() -> None:
 
 def test_choices_and_parts_are_told_with_losses() -> None:
     near = {**CHOSEN, "ratio": 1.1, "error": 0.3, "best_compresses": True, "partition_ratio": 1.01}
-    (choice,) = questions([CHOSEN, near])
+    (choice,) = questions([CHOSEN, near, {**near, "ratio": 1.0, "error": 0.1}])
     assert choice.answers == [
         (
-            "Of 2 choices, 1 took at most 15 % longer than the fastest setting that was measured, "
+            "Of 3 choices, 2 took at most 15 % longer than the fastest setting that was measured, "
             "the worst 1.25 times as long."
         ),
-        "It compressed, or declined to, as the fastest did in 1 of 2.",
-        "Its partition was at most 5.0 % slower than another one in 1 of 1.",
-        "What it expected was within 20 % of what was measured in 1 of 2.",
+        "It compressed, or declined to, as the fastest did in 2 of 3.",
+        "Its partition was at most 5.0 % slower than another one in 2 of 2.",
+        "What it expected was within 20 % of what was measured in 2 of 3.",
     ]
     worse = {**ABLATED, "part": "pipelining", "cut": -0.25, "synchronisation_seconds": 0.5}
     (parts,) = questions([ABLATED, worse])

@@ -26,6 +26,7 @@ from gradwire.integrations.choices import policy_of, targets_of
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.hook import hook_state
+from gradwire.integrations.policies import adapt, automate
 from gradwire.integrations.refused import check_module
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.saved import members_of
@@ -288,9 +289,9 @@ class Planned:
         reductions = Buckets(self.model, state, self.named, self.plan, members, owner)
         made = Handle(reductions, seed, comm.rank, StateGather([self.model.process_group]))
         if adaptive is not None:
-            made.adapt(*adaptive)
+            adapt(reductions, *adaptive)
         if auto is not None and comm.world_size > 1:  # a single rank sends nothing
-            made.automate(auto)
+            automate(reductions, auto)
         return made
 
 

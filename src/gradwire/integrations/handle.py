@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from gradwire.aggregators import Observation
 from gradwire.aggregators.registry import Method
 from gradwire.collectives import Options
-from gradwire.controllers import Policy
 from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation, refuse_update
-from gradwire.integrations.auto import Auto, sent
 from gradwire.integrations.automatic import Automatic, refuse_changes, without_plan
-from gradwire.integrations.choices import policy_of
 from gradwire.integrations.full_state import StateGather, states_of
 from gradwire.integrations.learning import SMALLEST
 from gradwire.integrations.metrics import EVERY, times_less
+from gradwire.integrations.policies import adapt
 from gradwire.integrations.reductions import Reductions, with_options
-from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import UNSHARDED, ResidualLayout
 from gradwire.integrations.saved import Saved
 from gradwire.integrations.summary import summary
 from gradwire.integrations.switch import Update
 from gradwire.planner import Plan
 from gradwire.planner.weights import Weights
-
-log = logging.getLogger("gradwire")
 
 _SAME: Any = object()
 _TOLD = 3  # of the newest decisions in a summary
@@ -144,59 +136,6 @@ class Handle(Saved):
         if not self._reductions.installed:
             raise ConfigError(f"{verb}: this handle was detached: attach again")
         self._reductions.check_living(verb)
-
-    def adapt(
-        self,
-        policy: Policy,
-        replan: Replan,
-        before: Adaptation | None = None,
-        passes: int = 0,
-    ) -> None:
-        """Let a policy choose methods from now on; called by `attach`, on all ranks.
-
-        Args:
-            before, passes: of a policy to be carried on, see `Adaptation`.
-
-        Raises:
-            ConfigError: there is no choice around the plan's methods.
-        """
-        self._adaptive = policy, replan
-        on = self._reductions
-        of = on.owner, on.switch, on.remade, on.adopt
-        more = {"record": on.decided, "before": before, "passes": passes, **on.for_policy()}
-        adaptation = Adaptation(policy, replan, *of, **more)
-        if self.world_size > 1:  # a single rank sends nothing
-            on.adaptation = adaptation
-
-    def automate(self, auto: Auto) -> None:
-        """Let measurements choose the plan from now on; called by `attach`, on all ranks."""
-        on, plan = self._reductions, self.plan
-        named = sent(plan, on.planned(plan, plan.rules.changed(codec=None)))
-        if not any(len(shape) > 1 and math.prod(shape) for _, shape in named):
-            line = (
-                "there is nothing to compress: include, exclude and codecs leave no matrix of "
-                "fp32, fp16 or bf16; nothing is measured or tried"
-            )
-            on.decided({"by": "auto", "pass": 0, "line": line})
-            if self.rank == 0:
-                log.warning("auto: %s", line)
-            return
-
-        def start() -> None:
-            if auto.policy is not None:
-                policy = policy_of(auto.policy)
-                with suppress(ConfigError):  # there is no choice around bf16
-                    self.adapt(policy, auto.replan)
-
-        def stop() -> None:  # what it has submitted still runs, on all ranks
-            on.adaptation = None
-
-        def spent() -> tuple[float, float]:
-            totals = on.totals()
-            return totals["backward_seconds"], totals["exposed_seconds"]
-
-        of = on.owner, on.switch, named, on.remade, spent, start, stop, on.decided
-        on.automatic = Automatic(auto, *of)
 
     def learn_levels(self, smallest: int = SMALLEST, steps: int = 2000) -> int:
         """Fit the levels of "learnedlevels" codecs, of weights and gradients, to what they send now
@@ -429,7 +368,7 @@ class Handle(Saved):
         self._reductions.adopt()
         self._reductions.decisions = on.decisions
         if adaptation is not None:
-            self.adapt(*self._adaptive, adaptation, now[2])
+            adapt(self._reductions, adaptation.policy, adaptation.replan, adaptation, now[2])
 
     def detach(self) -> None:
         """Give the module its own synchronisation back: under DDP plain averages, from the end of

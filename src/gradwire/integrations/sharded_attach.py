@@ -21,6 +21,7 @@ from gradwire.integrations.choices import targets_of
 from gradwire.integrations.fsdp import Groups, gather_group, process_groups
 from gradwire.integrations.full_state import StateGather
 from gradwire.integrations.handle import Handle
+from gradwire.integrations.policies import adapt
 from gradwire.integrations.replan import Replan
 from gradwire.integrations.residual_layout import ResidualLayout
 from gradwire.integrations.saved import members_of
@@ -85,10 +86,10 @@ class PlannedShards:
 
         gather = StateGather(process_groups(self.trained.records[0]).all)
         residuals = ResidualLayout(groups.shards, self.trained.dims())
-        made = Handle(install(plan), seed, groups.rank, gather, residuals, install)
+        scatters = install(plan)
         if adaptive is not None:
-            made.adapt(*adaptive)
-        return made
+            adapt(scatters, *adaptive)
+        return Handle(scatters, seed, groups.rank, gather, residuals, install)
 
 
 def payloads_fit(trained: Trained, plan: Plan) -> bool:

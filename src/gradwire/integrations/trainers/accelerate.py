@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradwire.aggregators.registry import Method
+from gradwire.errors import ConfigError
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.trainers.state import Compression
 
@@ -33,8 +34,13 @@ def attach(
         codec, options: as in `gw.attach`.
 
     Raises:
-        ConfigError: as `gw.attach`.
+        ConfigError: as `gw.attach`; or `accelerator` is no Accelerator.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            f"gw.accelerate.attach: accelerator={accelerator!r:.60}: give the Accelerator first, "
+            "then what its prepare(...) returned"
+        )
     rank0_only = not accelerator.project_configuration.save_on_each_node
     compression = Compression(codec, options, rank0_only=rank0_only)
     handle = compression.attach(model)
