@@ -6,6 +6,7 @@
     python scripts/results_table.py a.jsonl --steps     # step times, of all runs at once
     python scripts/results_table.py a.jsonl --choices   # of `bench planner`, by network
     python scripts/results_table.py a.jsonl --parts     # of `bench ablation`, by model
+    python scripts/results_table.py a.jsonl --trials    # what auto tried, took and expected
 
 A table per run, task and number of ranks. Times to the target and gains are those of the
 report, by the same rules: the gain is the time to the target of the best 16-bit baseline on the
@@ -16,6 +17,7 @@ table as gains do. The command behind the rows follows each table.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -43,6 +45,7 @@ GAINS_LEGEND = (
     "or too few seeds to judge."
 )
 NO_COMMIT = "no git checkout"
+TRIED = re.compile(r"([^:;]+): ([\d.]+) ms, ([\d.]+) expected(?:; )?")
 HEADINGS = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
 
 
@@ -133,6 +136,31 @@ def parts(rows: Iterable[Row]) -> str:
     for part in dict.fromkeys(row["part"] for row in found):
         mine = [next((r for r in of if r["part"] == part), None) for of in columns.values()]
         lines.append(_line([part, *(DASH if row is None else _part(row) for row in mine)]))
+    return "\n".join([*lines, "", *_commands(found)])
+
+
+def trials(rows: Iterable[Row]) -> str:
+    """A table of what automatic mode tried in `bench train`: of each setting what a pass took and
+    what was expected; a star marks what it then used.
+
+    Raises:
+        ConfigError: it tried nothing.
+    """
+    found = [row for row in sort(rows)["decisions"] if " (tried: " in row["line"]]
+    if not found:
+        raise ConfigError("there are no rows in which automatic mode tried something")
+    heads = ["task", "network", "setting", "took", "expected", "off by"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in found:
+        used, tried = row["line"].rsplit("in use from now on: ", 1)[1].rstrip(")").split(" (tried: ")
+        at = [row["task"], network(row["net"])]
+        for setting, took, expected in TRIED.findall(tried):
+            off = float(expected) / float(took)
+            star = "\\*" if setting == used else ""
+            cells = [*at, setting + star, seconds(float(took) / 1e3), seconds(float(expected) / 1e3)]
+            near = abs(off - 1) <= planning.TRUE
+            lines.append(_line([*cells, percent(off) if near else f"**{percent(off)}**"]))
+            at = ["", ""]
     return "\n".join([*lines, "", *_commands(found)])
 
 
@@ -265,14 +293,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
     parser.add_argument("--choices", action="store_true", help="of the planner, by network")
     parser.add_argument("--parts", action="store_true", help="of the ablation, by model")
+    parser.add_argument("--trials", action="store_true", help="of automatic mode, by network")
     told = parser.parse_args(arguments)
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
         rows = [row for file in files for row in read(file)]
-        if told.choices or told.parts:
-            print(choices(rows) if told.choices else parts(rows))
+        if told.steps:
+            print(steps(rows, told.task))
+        elif made := [of for of in (choices, parts, trials) if getattr(told, of.__name__)]:
+            print(made[0](rows))
         else:
-            print(steps(rows, told.task) if told.steps else tables(rows, told.task, told.gains))
+            print(tables(rows, told.task, told.gains))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
