@@ -25,8 +25,8 @@ from gradwire.bench import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    "README.md", "docs/how-to/adaptive.md", "docs/how-to/choosing.md", "docs/how-to/fsdp2.md",
-    "docs/reference/benchmarks.md",
+    "README.md", "docs/how-to/adaptive.md", "docs/how-to/automatic.md", "docs/how-to/choosing.md",
+    "docs/how-to/fsdp2.md", "docs/reference/benchmarks.md",
 )  # fmt: skip
 PICTURES = {
     f"docs/pictures/gains-{task}.svg": f"bench/results/train-{task}.jsonl"

@@ -152,12 +152,19 @@ def trials(rows: Iterable[Row]) -> str:
     heads = ["task", "network", "setting", "took", "expected", "off by"]
     lines = [_line(heads), _line(["---"] * len(heads))]
     for row in found:
-        used, tried = row["line"].rsplit("in use from now on: ", 1)[1].rstrip(")").split(" (tried: ")
+        used, tried = (
+            row["line"].rsplit("in use from now on: ", 1)[1].rstrip(")").split(" (tried: ")
+        )
         at = [row["task"], network(row["net"])]
         for setting, took, expected in TRIED.findall(tried):
             off = float(expected) / float(took)
             star = "\\*" if setting == used else ""
-            cells = [*at, setting + star, seconds(float(took) / 1e3), seconds(float(expected) / 1e3)]
+            cells = [
+                *at,
+                setting + star,
+                seconds(float(took) / 1e3),
+                seconds(float(expected) / 1e3),
+            ]
             near = abs(off - 1) <= planning.TRUE
             lines.append(_line([*cells, percent(off) if near else f"**{percent(off)}**"]))
             at = ["", ""]

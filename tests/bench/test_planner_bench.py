@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from gradwire.bench import ablation, collectives, methods, planner_grid
 from gradwire.bench import curves as measuring
 from gradwire.codecs import QSGD
 from gradwire.lab import Network
-from gradwire.planner.choice import FULL, HALF, choose
+from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
 from gradwire.sim import Curves, kernel_costs
 from gradwire.sim.curves import Curve, Software
 from gradwire.sim.rank import Overheads
@@ -29,7 +30,7 @@ KNOWN = Curves(
     1,
     {str(CODEC): forms(2e-6, 1e-9), str(HALF): forms(2e-6, 3e-10), str(FULL): forms(2e-6, 1e-10)},
     Overheads(start=1e-4, task=5e-6),
-    Software(overhead=2e-5, memory=5e9),
+    Software(overhead=2e-5, stack=2e-10, memory=5e9),
 )
 
 
@@ -62,6 +63,8 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
 
     def run(ranks: int, net: str, names: list[str], **_: Any) -> list[dict[str, Any]]:
         runs.append(len(names))
+        if len(runs) <= planner_grid.TURNS + 1:  # to fit costs
+            return [{"seconds": 3e-3} for _ in names]
         chosen[:] = chosen or names[:1]
         times = {chosen[0]: 3e-3} | {name: 2e-3 for name in names if "bf16" in name}
         return [{"seconds": times.get(name, 4e-3)} for name in names]
@@ -74,8 +77,38 @@ def test_the_choice_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch
     assert (row["ratio"], row["compress"], row["best_compresses"]) == (1.5, True, False)
     assert row["decline_ratio"] == 1
     assert row["partition_ratio"] == 0.75
-    assert len(runs) == 2
-    assert runs[1] < runs[0] == row["settings"]
+    fits = planner_grid.TURNS + 1
+    fitted, (all_of_them, *again) = runs[:fits], runs[fits:]
+    assert fitted == [3] * fits
+    assert all_of_them == row["settings"]
+    assert again == [again[0]] * planner_grid.TURNS
+    assert again[0] < all_of_them
+
+
+@pytest.mark.parametrize("net", ["10gbit,100us", "none"])
+def test_costs_of_messages_and_bytes_are_fitted(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of the simulator at costs of which the search knows nothing give these back."""
+    network, link = Network.parse(net), KNOWN.link
+    slow = replace(link, message=4e-4, stack=3 * link.stack, memory=link.memory / 3)
+    true = replace(KNOWN, link=slow)
+
+    def run(ranks: int, net: str, names: list[str], numel: int, **_: Any) -> list[dict[str, Any]]:
+        where = planner_grid.in_lab(true, ranks, network, ((1, numel),))
+        settings = [Setting(*methods.parse(name).how()) for name in names]
+        return [{"seconds": simulate(where, setting).seconds} for setting in settings]
+
+    monkeypatch.setattr(collectives, "run", run)
+    found = planner_grid._fitted(KNOWN, 4, network).link
+    per_byte = (found.stack, slow.stack) if network.shaped else (found.memory, slow.memory)
+    assert found.message == pytest.approx(slow.message, rel=0.15)
+    assert per_byte[0] == pytest.approx(per_byte[1], rel=0.15)
+
+
+def test_the_switch_of_the_lab_has_a_limit() -> None:
+    """4 nodes of 10 Gbit/s are more than it passes on; without a network there is none."""
+    rates = [planner_grid.in_lab(KNOWN, 4, Network.parse(net), ((1, 4),)).net.rate_bits_per_s
+             for net in ("10gbit,1ms", "1gbit,1ms")]  # fmt: skip
+    assert rates == [1.25e9, 1e9]
 
 
 def test_the_parts_of_the_ablation_in_the_simulator() -> None:

@@ -4,20 +4,26 @@ For a gradient of one matrix, `gradwire plan` ranks settings by the simulator. M
 collectives` are its choice, and those that it expects to be at most `HOPELESS` times as slow: of
 each codec and algorithm the one with the best segments and the one with the default, and the
 choice with all other segments. The fastest of a single round of all would owe much to chance: so
-the choice and the `FINALISTS` fastest of each kind are measured again, together, and these times
-count. The lab's nodes share this machine's cores, which the simulation takes into account.
+the choice and the `FINALISTS` fastest of each kind are measured again, together, `TURNS` times
+(once where they take long), and the medians of these count.
+
+The lab's nodes share this machine's cores, and its switch is one process: the simulation knows
+both. What messages and bytes cost such ranks depends on the machine and its day: on each network it
+is fitted first, to averages of 64 KB and 16 MB by three algorithms, uncompressed.
 
 A row per size and network: ranks, net, nbytes (of fp32), method, algorithm, segments (the choice),
 expected_seconds, seconds (measured, as in bench collectives), best_method, best_seconds (the
 fastest that was measured), ratio (seconds / best_seconds), compress (whether a codec was chosen),
 best_compresses (whether the fastest has one), decline_ratio (the fastest without a codec / the
 fastest), partition_ratio (the choice / the fastest with other segments; None if there are none),
-error (expected / measured - 1), settings (number measured).
+error (expected / measured - 1), settings (number measured), message_seconds (of a core, as fitted).
 """
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,21 +33,23 @@ from gradwire.bench import collectives, memory, workers
 from gradwire.bench import curves as measuring
 from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
-from gradwire.bench.validate import on_shared_cores
+from gradwire.bench.validate import LAB_BITS_PER_S, SWITCH_S
+from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available
 from gradwire.lang import Codec
-from gradwire.planner.choice import FULL, HALF, Choice, Setting, Situation, choose, name
+from gradwire.planner.choice import FULL, HALF, Choice, Setting, Situation, choose, name, simulate
 from gradwire.sim import Curves, Net
 from gradwire.sim.models import Shapes
 
 NETS = ("100mbit,1ms", "1gbit,1ms", "10gbit,100us", "none")
 SIZES = tuple(1 << n for n in range(14, 27, 2))  # bytes of fp32: 16 KB to 64 MB
 HOPELESS = 1.8
-FINALISTS = 2
-# Core seconds per message between ranks that share two cores: a rank that waits for one spins for a
-# moment. Measured with averages of 64 KB to 16 MB by all algorithms.
-_SPIN_S = 0.3e-3
+FINALISTS, TURNS = 2, 3
+_LONG_S = 0.25  # so long, what else the machine does matters little
+_FITTED = ("tree", "all_gather", "sra")
+_SMALL, _LARGE = 1 << 14, 1 << 22  # values
+_MESSAGE_S = [0.0] + [1e-5 * 1.2**n for n in range(30)]  # to 2 ms
 _COPIES = 6  # of the gradient that a rank holds for each setting, at most
 _TOGETHER_BYTES = 6 << 30  # of all settings: more are measured in several runs
 
@@ -73,30 +81,60 @@ def run(
     chosen = [codec_of(text) for text in codecs]
     points = [(network, size) for network in networks for size in sizes]
     known = measuring.measured([FULL, HALF, *chosen], threads=1, fresh=fresh, advance=advance)
+    fitted: dict[Network, Curves] = {}
     for done, (network, size) in enumerate(points):
         if advance is not None:
             advance(f"{size} bytes on {network}", done, len(points))
-        where = in_lab(known, ranks, network, ((1, size // 4),))
+        if network not in fitted:
+            fitted[network] = _fitted(known, ranks, network)
+        where = in_lab(fitted[network], ranks, network, ((1, size // 4),))
         yield _row(where, network, size, chosen)
 
 
 def in_lab(known: Curves, ranks: int, network: Network, shapes: Shapes) -> Situation:
     """On the lab's nodes, which share this machine's cores; without a network, on its memory."""
+    rate = network.rate_bits_per_s
     if network.shaped:
-        known = replace(known, link=on_shared_cores(known.link))
-    else:
-        known = replace(known, link=replace(known.link, message=_SPIN_S))
-    net = Net(str(network), network.rate_bits_per_s, network.latency_s)
+        known = replace(known, link=replace(known.link, stack=known.link.stack + SWITCH_S))
+        rate = min(rate, LAB_BITS_PER_S / ranks)
+    net = Net(str(network), rate, network.latency_s)
     cores = float(len(os.sched_getaffinity(0)))
     per_node = 1 if network.shaped else ranks
     return Situation(shapes, ranks, net, known, per_node, cores)
+
+
+def _fitted(known: Curves, ranks: int, network: Network) -> Curves:
+    """The costs, those of messages and bytes as small and large averages have them."""
+    known = _fit(known, "message", _MESSAGE_S, ranks, network, _SMALL, TURNS)
+    of = "stack" if network.shaped else "memory"
+    costs = [getattr(known.link, of) * 1.1**n for n in range(-30, 31)]
+    return _fit(known, of, costs, ranks, network, _LARGE, 1)
+
+
+def _fit(
+    known: Curves, what: str, costs: Sequence[float], ranks: int, network: Network, values: int,
+    turns: int,
+) -> Curves:  # fmt: skip
+    """The costs, with the one by which averages of so many values by the algorithms `_FITTED` take
+    what they are measured to."""
+    settings = [Setting(FULL, Options(algorithm=name)) for name in _FITTED]
+    took = _measured(ranks, str(network), values, settings, turns)
+
+    def at(cost: float) -> Curves:
+        return replace(known, link=replace(known.link, **{what: cost}))
+
+    def error(cost: float) -> float:
+        where = in_lab(at(cost), ranks, network, ((1, values),))
+        return sum(math.log(simulate(where, s).seconds / took[s]) ** 2 for s in settings)
+
+    return at(min(costs, key=error))
 
 
 def _row(
     where: Situation, network: Network, nbytes: int, codecs: Sequence[Codec]
 ) -> dict[str, Any]:
     choice = choose(where, codecs)
-    best = choice.best.setting
+    best, turns = choice.best.setting, TURNS if choice.best.seconds < _LONG_S else 1
     of = where.ranks, str(network), nbytes // 4
     wanted = _wanted(choice)
     once = _measured(*of, wanted)
@@ -104,7 +142,7 @@ def _row(
     for kind in ((FULL, HALF), tuple(codecs)):
         finalists += [s for s in sorted(once, key=once.__getitem__) if s.codec in kind][:FINALISTS]
     segments = [s for s in sorted(once, key=once.__getitem__) if _same(s, best) and s != best]
-    measured = _measured(*of, list(dict.fromkeys(finalists + segments[:1])))
+    measured = _measured(*of, list(dict.fromkeys(finalists + segments[:1])), turns)
     seconds, fastest = measured[best], min(measured, key=measured.__getitem__)
     plain = min(t for s, t in measured.items() if s.codec in (FULL, HALF))
     same = [t for s, t in measured.items() if _same(s, best) and s != best]
@@ -118,6 +156,7 @@ def _row(
         "decline_ratio": plain / measured[fastest],
         "partition_ratio": seconds / min(same) if same else None,
         "error": choice.best.seconds / seconds - 1, "settings": len(once),
+        "message_seconds": where.curves.link.message,
     }  # fmt: skip
 
 
@@ -155,15 +194,17 @@ def method_of(setting: Setting) -> str:
 
 
 def _measured(
-    ranks: int, net: str, numel: int, settings: Sequence[Setting]
+    ranks: int, net: str, numel: int, settings: Sequence[Setting], turns: int = 1
 ) -> dict[Setting, float]:
-    """Seconds of each; the first is in every run, and counts with its median."""
+    """Seconds of each, medians over `turns`; the first is in every run."""
     together = max(2, _TOGETHER_BYTES // (4 * numel * ranks * _COPIES))
-    first, others = settings[0], list(settings[1:])
     times: dict[Setting, list[float]] = {}
-    while others or not times:
-        part, others = [first, *others[: together - 1]], others[together - 1 :]
-        rows = collectives.run(ranks, net, [method_of(s) for s in part], numel=numel, quick=True)
-        for setting, row in zip(part, rows, strict=True):
-            times.setdefault(setting, []).append(float(row["seconds"]))
-    return {setting: sorted(found)[len(found) // 2] for setting, found in times.items()}
+    for _ in range(turns):
+        first, others = settings[0], list(settings[1:])
+        while others or first not in times:
+            part, others = [first, *others[: together - 1]], others[together - 1 :]
+            named = [method_of(s) for s in part]
+            rows = collectives.run(ranks, net, named, numel=numel, quick=True)
+            for setting, row in zip(part, rows, strict=True):
+                times.setdefault(setting, []).append(float(row["seconds"]))
+    return {setting: statistics.median(found) for setting, found in times.items()}

@@ -217,6 +217,7 @@ KINDS = (
         "segments:count? expected_seconds:amount seconds:amount best_method:text "
         "best_seconds:amount ratio:amount compress:flag best_compresses:flag "
         "decline_ratio:amount partition_ratio:amount? error:number settings:count",
+        "message_seconds:amount",
     ),
     _kind(
         "bench ablation", "where part cut",
