@@ -38,7 +38,7 @@ METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
 _LAYERS = 8
 _TIMEOUT_S = 600.0
-COPIES = 12  # of the model that a rank holds at most: a module per method, buckets, gradients
+COPIES = 14  # of the model that a rank holds at most: buckets of six methods, eager temporaries
 
 
 @dataclass(frozen=True)

@@ -38,17 +38,16 @@ class _Pause(torch.autograd.Function):
 
 
 class _StandIn(nn.Module):
-    """A model with parameters of given shapes.
+    """A model of given weights; all methods share them, since nothing trains them.
 
     Its forward computes a linear layer for each, or pauses; pauses of 0 seconds cost nothing, and
     leave the averaging alone.
     """
 
-    def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         super().__init__()
-        torch.manual_seed(dist.get_rank())
-        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-        self.gradients = [torch.randn(shape) for shape in shapes]
+        self.weights = nn.ParameterList(map(nn.Parameter, weights))
+        self.gradients = gradients
         self.batches = [_batch(weight) for weight in self.weights]
         self.numel = sum(weight.numel() for weight in self.weights)
 
@@ -78,11 +77,10 @@ def _layer(batch: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Entrant:
     """One method on a model of its own, and its seconds in all turns, of the slowest rank."""
 
-    def __init__(self, name: str, config: StepConfig) -> None:
-        self.name = name
-        self.pause = config.compute_seconds
+    def __init__(self, name: str, pause: float | None, model: _StandIn) -> None:
+        self.name, self.pause = name, pause
         method = methods.parse(name)
-        self.model = method.distribute(_StandIn(config.shapes))
+        self.model = method.distribute(model)
         self.applied = method.apply(self.model)
         self.steps: list[float] = []
         self.computing: list[float] = []
@@ -96,6 +94,7 @@ class _Entrant:
         self.communicating.append(self._averaging())
         with self.model.no_sync():
             self.computing.append(self._step(self.pause))
+        self._clear()  # the others' turns need the memory
 
     def _step(self, pause: float | None) -> float:
         self._clear()
@@ -127,7 +126,10 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
 
     Methods take turns, in an order that rotates.
     """
-    entrants = [_Entrant(name, config) for name in config.methods]
+    torch.manual_seed(dist.get_rank())
+    of = [[make(shape) for shape in config.shapes] for make in (torch.zeros, torch.randn)]
+    pause = config.compute_seconds
+    entrants = [_Entrant(name, pause, _StandIn(*of)) for name in config.methods]
     for entrant in entrants:
         for _ in range(_WARM_UP):
             entrant.turn()
