@@ -139,8 +139,9 @@ class WantedSetting:
         )
 
     def __str__(self) -> str:
+        coordinated = ", coordinated" if self.coordinated else ""
         segments = "" if self.segments is None else f", {self.segments} segments"
-        return f"{self.method} by {self.algorithm}{segments}"
+        return f"{self.method} by {self.algorithm}{coordinated}{segments}"
 
 
 HALF_PRECISION = WantedSetting("bf16", rank=1)

@@ -5,7 +5,8 @@ algorithm with its segments, and how many bytes of buckets travel together. Sett
 `gradwire.sim.predict`; the formulas of gradwire.planner.costs explain a single gradient.
 
     1. every codec with every algorithm in which it is defined
-    2. of each codec, the best few algorithms: with other segments, then coalescing, then `least`
+    2. of each codec, the best few algorithms: in coordinated rounds, then with other segments, then
+       coalescing, then `least`
 
 The default algorithm, and then every other default, is left only for what saves `_WORTH`: less
 cannot be predicted.
@@ -182,7 +183,7 @@ def choose(
         refined = []
         for start in sorted(first, key=_weighed)[:_KEPT]:
             best = start
-            for alternatives in (_segments, _coalesced, _selective):
+            for alternatives in (_coordinated, _segments, _coalesced, _selective):
                 others = [ranked(s) for s in alternatives(best.setting, where)]
                 other = min(others, key=_seconds, default=best)
                 if other.seconds < (1 - _WORTH) * best.seconds:
@@ -231,16 +232,18 @@ def _plain(codec: Codec, where: Situation) -> Iterator[Setting]:
     for name in algorithms.REGISTRY:
         if name == "hierarchical" and where.per_node in (1, where.ranks):
             continue  # there is one level
-        options = [Options(algorithm=name)]
-        if name in ("sra", "parameter_server"):
-            options.append(Options(algorithm=name, coordinated=True))
-        for each in options:
-            setting = Setting(codec, each)
-            try:
-                Scenario(where.ranks, where.net, codec, where.shapes, each)
-            except ConfigError:  # not defined in this algorithm
-                continue
-            yield setting
+        setting = Setting(codec, Options(algorithm=name))
+        try:
+            Scenario(where.ranks, where.net, codec, where.shapes, setting.options)
+        except ConfigError:  # not defined in this algorithm
+            continue
+        yield setting
+
+
+def _coordinated(setting: Setting, where: Situation) -> Iterable[Setting]:
+    if setting.options.algorithm not in ("sra", "parameter_server"):
+        return []
+    return [replace(setting, options=replace(setting.options, coordinated=True))]
 
 
 def _segments(setting: Setting, where: Situation) -> Iterable[Setting]:
