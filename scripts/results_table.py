@@ -6,7 +6,7 @@
     python scripts/results_table.py a.jsonl --steps     # step times, of all runs at once
     python scripts/results_table.py a.jsonl --choices   # of `bench planner`, by network
     python scripts/results_table.py a.jsonl --parts     # of `bench ablation`, by model
-    python scripts/results_table.py a.jsonl --trials    # what auto tried, took and expected
+    python scripts/results_table.py a.jsonl --auto      # automatic mode beside other methods
 
 A table per run, task and number of ranks. Times to the target and gains are those of the
 report, by the same rules: the gain is the time to the target of the best 16-bit baseline on the
@@ -45,6 +45,7 @@ GAINS_LEGEND = (
     "or too few seeds to judge."
 )
 NO_COMMIT = "no git checkout"
+USED = "in use from now on: "
 TRIED = re.compile(r"([^:;]+): ([\d.]+) ms, ([\d.]+) expected(?:; )?")
 HEADINGS = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
 
@@ -139,36 +140,55 @@ def parts(rows: Iterable[Row]) -> str:
     return "\n".join([*lines, "", *_commands(found)])
 
 
-def trials(rows: Iterable[Row]) -> str:
-    """A table of what automatic mode tried in `bench train`: of each setting what a pass took and
-    what was expected; a star marks what it then used.
+def auto(rows: Iterable[Row], task: str | None = None) -> str:
+    """Two tables of automatic mode in `bench train`. Methods x networks: means of steps after the
+    first evaluation that follows its last decision, in brackets over those of the fastest of
+    torch's own methods. And what it tried: what a pass took and what was expected; a star marks
+    what it then used.
 
     Raises:
-        ConfigError: it tried nothing.
+        ConfigError: it decided nothing.
     """
-    found = [row for row in sort(rows)["decisions"] if " (tried: " in row["line"]]
-    if not found:
-        raise ConfigError("there are no rows in which automatic mode tried something")
-    heads = ["task", "network", "setting", "took", "expected", "off by"]
+    kinds = sort(rows)
+    decided = [row for row in kinds["decisions"] if USED in row["line"]]
+    decided = [row for row in decided if task in (None, row["task"])]
+    if not decided:
+        raise ConfigError("there are no rows in which automatic mode decided something")
+    columns = {}
+    for row in sorted(decided, key=lambda row: rate(row["net"])):
+        told = [r for r in kinds["bench train"] if r["row"] == "evaluation"]
+        run = [r for r in told if (r["task"], r["net"]) == (row["task"], row["net"])]
+        columns[row["task"], row["net"]] = _settled(run, row["step"])
+    heads = ["method", *(f"{task}, {network(net)}" for task, net in columns)]
     lines = [_line(heads), _line(["---"] * len(heads))]
-    for row in found:
-        used, tried = (
-            row["line"].rsplit("in use from now on: ", 1)[1].rstrip(")").split(" (tried: ")
-        )
+    for method in next(iter(columns.values())):
+        cells = [f"`{method}`"]
+        for of in columns.values():
+            least = min(of[name] for name in of if name.startswith("torch-"))
+            cells.append(f"{seconds(of[method])} ({of[method] / least:.2f})")
+        lines.append(_line(cells))
+    heads = ["task", "network", "tried", "took", "expected", "off by"]
+    lines += ["", _line(heads), _line(["---"] * len(heads))]
+    for row in sorted(decided, key=lambda row: rate(row["net"])):
+        used, tried = row["line"].rsplit(USED, 1)[1].rstrip(")").split(" (tried: ")
         at = [row["task"], network(row["net"])]
         for setting, took, expected in TRIED.findall(tried):
             off = float(expected) / float(took)
-            star = "\\*" if setting == used else ""
-            cells = [
-                *at,
-                setting + star,
-                seconds(float(took) / 1e3),
-                seconds(float(expected) / 1e3),
-            ]
+            cells = [*at, setting + ("\\*" if setting == used else "")]
+            cells += [seconds(float(time) / 1e3) for time in (took, expected)]
             near = abs(off - 1) <= planning.TRUE
             lines.append(_line([*cells, percent(off) if near else f"**{percent(off)}**"]))
             at = ["", ""]
-    return "\n".join([*lines, "", *_commands(found)])
+    return "\n".join([*lines, "", *_commands(decided)])
+
+
+def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
+    """Seconds of a step by method. Methods take turns: they share what else the machine did."""
+    found = {}
+    for (method,), mine in grouped([r for r in run if r["step"] >= decided], "method").items():
+        first, *_, last = sorted(mine, key=lambda row: int(row["step"]))
+        found[str(method)] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    return found
 
 
 def _part(row: Row) -> str:
@@ -300,15 +320,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
     parser.add_argument("--choices", action="store_true", help="of the planner, by network")
     parser.add_argument("--parts", action="store_true", help="of the ablation, by model")
-    parser.add_argument("--trials", action="store_true", help="of automatic mode, by network")
+    parser.add_argument("--auto", action="store_true", help="of automatic mode, by network")
     told = parser.parse_args(arguments)
     try:
         files = told.files or sorted(RESULTS.glob("*.jsonl"))
         rows = [row for file in files for row in read(file)]
-        if told.steps:
-            print(steps(rows, told.task))
-        elif made := [of for of in (choices, parts, trials) if getattr(told, of.__name__)]:
-            print(made[0](rows))
+        if told.choices or told.parts:
+            print(choices(rows) if told.choices else parts(rows))
+        elif told.steps or told.auto:
+            print((steps if told.steps else auto)(rows, told.task))
         else:
             print(tables(rows, told.task, told.gains))
     except ConfigError as error:
