@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import gradwire as gw
 from gradwire import ConfigError, Options, codecs
 from gradwire.codecs import QSGD, TopK
+from gradwire.integrations import auto
 from gradwire.lang import Codec
 from gradwire.planner import choice
 from gradwire.planner.choice import (
@@ -21,6 +23,7 @@ from gradwire.planner.choice import (
     simulate,
     worth,
 )
+from gradwire.planner.links import Links
 from gradwire.planner.selective import decisions
 from gradwire.sim import Curves, Net
 from gradwire.sim.curves import Curve, Software
@@ -137,6 +140,22 @@ def test_the_default_algorithm_is_left_for_a_tenth(monkeypatch: pytest.MonkeyPat
     found = choose(where, [CODEC]).of(CODEC)
     assert found.setting.options.algorithm == default
     assert found.seconds < fastest.seconds / 0.9
+
+
+def test_auto_tries_the_default_beside_what_is_expected_to_be_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the best codec; it comes last, so what is expected to be better must not be much worse."""
+
+    def tried(shape: tuple[int, int]) -> list[tuple[str, str]]:
+        found = Links.of(4, [(i, j, 1e-3, 8e-9, 8e-9) for i in range(4) for j in range(i + 1, 4)])
+        of = gw.Auto(), curves(), [("weight", shape)], found, (0, 1, 2, 3), 0.0, True
+        return [(one.method, one.algorithm) for one in auto.plan(*of)[0]]
+
+    assert tried((256, 256))[0] == ("qsgd", "all_gather")
+    assert tried((256, 256))[-1] == ("qsgd", "sra")
+    monkeypatch.setattr(choice, "_WORTH", 0.9)  # nothing is so much better than the default
+    assert [algorithm for method, algorithm in tried((256, 256)) if method == "qsgd"] == ["sra"]
 
 
 def test_buckets_travel_together_where_latency_costs_most() -> None:

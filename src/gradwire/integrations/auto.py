@@ -157,8 +157,8 @@ def plan(
     coalesces: bool,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[list[WantedSetting], str]:
-    """(the settings worth trying, the best first, with the best one without compression; the
-    planner's verdict).
+    """(the settings worth trying, the best first, with the best one without compression and the
+    best one's codec with default options; the planner's verdict).
 
     Args:
         known: as of `costs`.
@@ -179,6 +179,8 @@ def plan(
         or one in (choice.best, choice.uncompressed)
     ]
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
+    plain = Setting(choice.best.setting.codec, Options())  # what is left for something better, too
+    hopeful += [one for one in choice.every if one.setting == plain and one not in hopeful]
     return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)
 
 
