@@ -104,13 +104,6 @@ def test_costs_of_messages_and_bytes_are_fitted(net: str, monkeypatch: pytest.Mo
     assert per_byte[0] == pytest.approx(per_byte[1], rel=0.15)
 
 
-def test_the_switch_of_the_lab_has_a_limit() -> None:
-    """4 nodes of 10 Gbit/s are more than it passes on; without a network there is none."""
-    rates = [planner_grid.in_lab(KNOWN, 4, Network.parse(net), ((1, 4),)).net.rate_bits_per_s
-             for net in ("10gbit,1ms", "1gbit,1ms")]  # fmt: skip
-    assert rates == [1.25e9, 1e9]
-
-
 def test_the_parts_of_the_ablation_in_the_simulator() -> None:
     model = ",".join(["512x512", "512"] * 4)
     rows = list(ablation.run(ranks=2, model=model, lab=False))

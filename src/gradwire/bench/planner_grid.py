@@ -7,9 +7,9 @@ choice with all other segments. The fastest of a single round of all would owe m
 the choice and the `FINALISTS` fastest of each kind are measured again, together, `TURNS` times
 (once where they take long), and the medians of these count.
 
-The lab's nodes share this machine's cores, and its switch is one process: the simulation knows
-both. What messages and bytes cost such ranks depends on the machine and its day: on each network it
-is fitted first, to averages of 64 KB and 16 MB by three algorithms, uncompressed.
+The lab's nodes and its switch share this machine's cores, which the simulation takes into account.
+What messages and bytes cost there depends on the machine and its day: on each network it is fitted
+first, to averages of 64 KB and 16 MB by three algorithms, uncompressed.
 
 A row per size and network: ranks, net, nbytes (of fp32), method, algorithm, segments (the choice),
 expected_seconds, seconds (measured, as in bench collectives), best_method, best_seconds (the
@@ -33,7 +33,7 @@ from gradwire.bench import collectives, memory, workers
 from gradwire.bench import curves as measuring
 from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
-from gradwire.bench.validate import LAB_BITS_PER_S, SWITCH_S
+from gradwire.bench.validate import SWITCH_S
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available
@@ -93,11 +93,9 @@ def run(
 
 def in_lab(known: Curves, ranks: int, network: Network, shapes: Shapes) -> Situation:
     """On the lab's nodes, which share this machine's cores; without a network, on its memory."""
-    rate = network.rate_bits_per_s
     if network.shaped:
         known = replace(known, link=replace(known.link, stack=known.link.stack + SWITCH_S))
-        rate = min(rate, LAB_BITS_PER_S / ranks)
-    net = Net(str(network), rate, network.latency_s)
+    net = Net(str(network), network.rate_bits_per_s, network.latency_s)
     cores = float(len(os.sched_getaffinity(0)))
     per_node = 1 if network.shaped else ranks
     return Situation(shapes, ranks, net, known, per_node, cores)

@@ -43,7 +43,7 @@ QUICK: dict[str, Any] = {
 
 # Total rate of all nodes, at most. Beyond it the lab's switch is the bottleneck
 # (docs/internals/lab.md).
-LAB_BITS_PER_S = 5e9
+_LAB_BITS_PER_S = 5e9
 # The switch's core seconds per byte and end: 9 % of a core at 1 Gbit/s (docs/internals/lab.md).
 SWITCH_S = 0.36e-9
 # Core seconds per message and end, of ranks that share two cores: threads that wake, and packets
@@ -85,7 +85,7 @@ def run(
     labs = [
         (net, count)
         for net, count in itertools.product(nets, ranks)
-        if count * Network.parse(net).rate_bits_per_s <= LAB_BITS_PER_S
+        if count * Network.parse(net).rate_bits_per_s <= _LAB_BITS_PER_S
     ]
     points, done = len(labs) * len(chosen) * len(algorithms), itertools.count()
     for net, count in labs:
