@@ -17,7 +17,6 @@ table as gains do. The command behind the rows follows each table.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,8 +44,6 @@ GAINS_LEGEND = (
     "or too few seeds to judge."
 )
 NO_COMMIT = "no git checkout"
-USED = "in use from now on: "
-TRIED = re.compile(r"([^:;]+): ([\d.]+) ms, ([\d.]+) expected(?:; )?")
 HEADINGS = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
 
 
@@ -150,44 +147,61 @@ def auto(rows: Iterable[Row], task: str | None = None) -> str:
         ConfigError: it decided nothing.
     """
     kinds = sort(rows)
-    decided = [row for row in kinds["decisions"] if USED in row["line"]]
+    decided = [row for row in kinds["decisions"] if row.get("tried")]
     decided = [row for row in decided if task in (None, row["task"])]
     if not decided:
-        raise ConfigError("there are no rows in which automatic mode decided something")
-    columns = {}
-    for row in sorted(decided, key=lambda row: rate(row["net"])):
-        told = [r for r in kinds["bench train"] if r["row"] == "evaluation"]
-        run = [r for r in told if (r["task"], r["net"]) == (row["task"], row["net"])]
-        columns[row["task"], row["net"]] = _settled(run, row["step"])
-    heads = ["method", *(f"{task}, {network(net)}" for task, net in columns)]
+        raise ConfigError("there are no rows in which automatic mode tried settings")
+    decided.sort(key=lambda row: rate(row["net"]))
+    of_run = ("task", "net", "run", "seed")
+    scores = [row for row in kinds["bench train"] if row["row"] == "evaluation"]
+    runs = grouped(scores, *of_run)
+    columns = []
+    for place, (*_, last) in grouped(decided, *of_run).items():
+        columns.append((last, _settled(runs.get(place, []), last["step"])))
+    heads = ["method", *(f"{row['task']}, {network(row['net'])}" for row, _ in columns)]
     lines = [_line(heads), _line(["---"] * len(heads))]
-    for method in next(iter(columns.values())):
-        cells = [f"`{method}`"]
-        for of in columns.values():
-            least = min(of[name] for name in of if name.startswith("torch-"))
-            cells.append(f"{seconds(of[method])} ({of[method] / least:.2f})")
-        lines.append(_line(cells))
+    for method in dict.fromkeys(name for _, of in columns for name in of):
+        cells = [_beside_torch(method, of) for _, of in columns]
+        lines.append(_line([f"`{method}`", *cells]))
     heads = ["task", "network", "tried", "took", "expected", "off by"]
     lines += ["", _line(heads), _line(["---"] * len(heads))]
-    for row in sorted(decided, key=lambda row: rate(row["net"])):
-        used, tried = row["line"].rsplit(USED, 1)[1].rstrip(")").split(" (tried: ")
+    for row in decided:
         at = [row["task"], network(row["net"])]
-        for setting, took, expected in TRIED.findall(tried):
-            off = float(expected) / float(took)
-            cells = [*at, setting + ("\\*" if setting == used else "")]
-            cells += [seconds(float(time) / 1e3) for time in (took, expected)]
-            near = abs(off - 1) <= planning.TRUE
-            lines.append(_line([*cells, percent(off) if near else f"**{percent(off)}**"]))
+        for one in row["tried"]:
+            cells = [*at, one["setting"] + ("\\*" if one["used"] else ""), seconds(one["seconds"])]
+            lines.append(_line([*cells, *_expected(one)]))
             at = ["", ""]
     return "\n".join([*lines, "", *_commands(decided)])
 
 
+def _expected(tried: Row) -> list[str]:
+    """What a setting was expected to take, and by how much that is off."""
+    expected = tried.get("expected_seconds")
+    if expected is None:
+        return [DASH, DASH]
+    off = percent(expected / tried["seconds"])
+    true = abs(expected / tried["seconds"] - 1) <= planning.TRUE
+    return [seconds(expected), off if true else f"**{off}**"]
+
+
+def _beside_torch(method: str, steps: dict[str, float]) -> str:
+    if method not in steps:
+        return DASH
+    torch = [took for name, took in steps.items() if name.startswith("torch-")]
+    over = f" ({steps[method] / min(torch):.2f})" if torch else ""
+    return seconds(steps[method]) + over
+
+
 def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
-    """Seconds of a step by method. Methods take turns: they share what else the machine did."""
+    """Seconds of a step by method, of those with two evaluations since. Methods take turns: they
+    share what else the machine did."""
     found = {}
     for (method,), mine in grouped([r for r in run if r["step"] >= decided], "method").items():
-        first, *_, last = sorted(mine, key=lambda row: int(row["step"]))
-        found[str(method)] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+        steps = sorted(mine, key=lambda row: int(row["step"]))
+        first, last = steps[0], steps[-1]
+        if last["step"] > first["step"]:
+            took = last["seconds"] - first["seconds"]
+            found[str(method)] = took / (last["step"] - first["step"])
     return found
 
 

@@ -93,6 +93,10 @@ def _mixed(row: dict[str, Any], step: float) -> dict[str, Any]:
     return {**row, **times, **lists, **kinds, "method": "fsdp-mixed"}
 
 
+TRIED = [
+    {"setting": "qsgd by sra", "seconds": 0.1, "expected_seconds": 0.11, "used": True},
+    {"setting": "bf16 by sra", "seconds": 12.0, "expected_seconds": None, "used": False},
+]
 DECISION: dict[str, Any] = {
     "row": "decision", "task": "gpt", "task_options": {}, "net": "300mbit,1ms", "ranks": 4,
     "parameters": 10, "method": "auto", "seed": 0, "step": 9, "line": "bf16 by sra <measured>",

@@ -16,7 +16,7 @@ from test_train_sharded import SHARDED, STEPS, numel, sizes
 
 from gradwire.bench import grid_view, grids, sharded_methods
 from gradwire.bench.report.quantities import seconds
-from gradwire.bench.sharded_truncated import TruncatedGather, TruncatedScatter, kept
+from gradwire.bench.sharded_comms import TorchGather, TorchScatter, kept
 from gradwire.bench.simulate_sharded import sent_by
 from gradwire.cli import program
 from gradwire.sim import Curves, Net
@@ -197,12 +197,12 @@ def test_what_is_not_sent_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_into_tensor", group.all_gather)
     monkeypatch.setattr(dist, "reduce_scatter_tensor", group.reduce_scatter)
     own, every = torch.tensor([1.0, 2, 3, 4, 5]), torch.full((10,), 7.0)
-    gather = TruncatedGather(2)
+    gather = TorchGather(ratio=2)
     gather(every, own, group)
     assert every.tolist() == [1, 2, 3, 0, 0, 10, 20, 30, 0, 0]
     assert gather.wire_bytes == 12
     mine, whole = torch.full((5,), 7.0), torch.arange(10.0)
-    scatter = TruncatedScatter(4)
+    scatter = TorchScatter(ratio=4)
     scatter(mine, whole, group, dist.ReduceOp.AVG)
     assert mine.tolist() == [0, 5.5, 0, 0, 0]
     assert scatter.wire_bytes == 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import ABLATED, CHOSEN, KERNEL, METHODS, RUN, train_rows
+from report_rows import ABLATED, CHOSEN, DECISION, KERNEL, METHODS, RUN, TRIED, train_rows
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "results_table.py"
 
@@ -149,3 +149,29 @@ def test_choices_and_parts_have_tables(made: Any) -> None:
         "| kernels | 400 ms (-50.00 %) | – |",
     ]
     assert made([KERNEL], "--parts")[0] == made([KERNEL], "--choices")[0] == 2
+
+
+def test_automatic_mode_has_its_tables(made: Any) -> None:
+    """Steps after its last decision; of a method that ended before, none are known."""
+    rows = [
+        {**row, "method": "auto"} if row["method"] == METHODS[2] else row
+        for row in train_rows(step=0.1)
+        if row["row"] == "evaluation" and (row["method"], row["step"]) != (METHODS[1], 20)
+    ]
+    decided = {**DECISION, "seed": 0, "run": RUN}
+    last = {**decided, "step": 10, "tried": TRIED}
+    code, out, _ = made([*rows, decided, {**last, "step": 5}, last], "--auto")
+    assert code == 0
+    of_net = "gpt, 300 Mbit/s, 1 ms latency"
+    assert out.splitlines()[:5] == [
+        f"| method | {of_net} |",
+        "| --- | --- |",
+        "| `torch-fp32` | 1.00 s (1.00) |",
+        "| `auto` | 100 ms (0.10) |",
+        "",
+    ]
+    assert out.splitlines()[7:9] == [
+        "| gpt | 300 Mbit/s, 1 ms latency | qsgd by sra\\* | 100 ms | 110 ms | +10.00 % |",
+        "|  |  | bf16 by sra | 12.0 s | – | – |",
+    ]
+    assert made([*rows, decided], "--auto")[0] == 2

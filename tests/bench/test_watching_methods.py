@@ -77,15 +77,16 @@ def test_what_they_decide_is_in_rows(methods: tuple[str, ...]) -> None:
 
 
 def test_decisions_of_all_controllers_are_told_in_order() -> None:
-    def told(key: str, *at: int) -> SimpleNamespace:
-        return SimpleNamespace(history=[{key: n, "line": f"{n}"} for n in at])
+    def told(*at: int, **more: Any) -> list[dict[str, Any]]:
+        return [{"step": n, "line": f"{n}", "by": "auto", **more} for n in at]
 
-    handle: Any = SimpleNamespace(automatic=told("pass", 2, 9), adaptation=told("pass", 5))
-    flexible: Any = told("step", 3)
+    handle: Any = SimpleNamespace(history=lambda: [*told(2), *told(9, tried=[])])
+    flexible: Any = SimpleNamespace(history=told(3, 5))
     applied = Applied(lambda steps: Traffic(0, None), handle=handle, flexible=flexible)
     of: Any = ("task", "model", "optimizer")
     found = MethodRun("a method", 0, *of, applied).decisions()
-    assert found == [(2, "2"), (3, "3"), (5, "5"), (9, "9")]
+    assert [(row["step"], row["line"]) for row in found] == [(n, f"{n}") for n in (2, 3, 5, 9)]
+    assert [row.get("tried") for row in found] == [None, None, None, []]
 
 
 def flexible_resumes(rank: int) -> None:

@@ -40,8 +40,9 @@ def main(rank: int, world_size: int, port: int, device: torch.device, backend: s
             for numel in SIZES:
                 same_as_on_the_cpu(codec, gw.Options(algorithm=algorithm), numel, device)
     train(device)
-    train_decided(device, "auto")
-    train_decided(device, "qsgd:bits=4", policy="lgreco", replan=gw.Replan(5, average=2))
+    train_decided(device, "in use from now on", "auto", auto=gw.Auto(seconds=0.5, trial=2))
+    replan = gw.Replan(5, average=2)
+    train_decided(device, "", "qsgd:bits=4", policy="lgreco", replan=replan)
     for keep in ("payload", "none", "reference"):
         train_sharded(device, keep)
     stream = communicator().stream(device)
@@ -74,22 +75,26 @@ def train(device: torch.device) -> None:
         print(f"sent {handle.stats()}")
 
 
-def train_decided(device: torch.device, *asked: str, **options: Any) -> None:
-    """A module learns while a policy or automatic mode decides, of gradients on the device."""
+def train_decided(device: torch.device, said: str, codec: str, **options: Any) -> None:
+    """A module learns while a policy or automatic mode decides, of gradients on the device; it ends
+    once a line of the history has `said`."""
     layer = torch.nn.Linear(64, 64).to(device)
     model = DistributedDataParallel(layer)
-    handle = gw.attach(model, *asked, **options)
+    handle = gw.attach(model, codec, **options)
     decided = torch.zeros(1, device=device if dist.get_backend() == "nccl" else "cpu")
     for _ in range(ROUNDS):
         torch.manual_seed(0)
         layer.reset_parameters()
         learn(model, device)
-        decided.fill_(bool(handle.history()))
+        decided.fill_(any(said in row["line"] for row in handle.history()))
         dist.all_reduce(decided, dist.ReduceOp.MIN)
         if decided:
             break
     else:
-        print(f"{asked}: nothing was decided in {ROUNDS * STEPS} steps")
+        print(f"{codec}: nothing was decided in {ROUNDS * STEPS} steps: {handle.history()}")
+    failed = [row["line"] for row in handle.history() if "nothing can be planned" in row["line"]]
+    if failed:
+        print(f"{codec}: {failed}")
     same_everywhere([p.detach() for p in model.parameters()])
     handle.detach()
 

@@ -176,8 +176,9 @@ def it_tries_and_settles_on_what_is_faster(rank: int) -> None:
         assert "tried: bf16 by sra, 2 segments: 3e+04 ms, " in found[1]
         assert "does not pay" not in found[1]
         half, coded = next(row["tried"] for row in auto.history if "tried" in row)
-        assert coded == {**half, "setting": str(CODED), "seconds": 1.0}
-        assert half["seconds"] == 30.0
+        assert coded == {**half, "setting": str(CODED), "seconds": 1.0, "used": True}
+        assert (half["seconds"], half["used"]) == (30.0, False)
+        assert coded["setting"] == "qsgd:bits=4 by sra, 1 small uncompressed"
         assert half["expected_seconds"] == 0.25 + 1.0  # the rest of a pass, and as planned
         told = handle.history()
         assert [row["line"] for row in told if row["by"] == "auto"] == found
@@ -200,6 +201,17 @@ def it_says_that_compression_does_not_pay(rank: int) -> None:
         assert handle.plan.options.algorithm == "ring"
         said = "compression does not pay here; in use from now on: none by ring"
         assert ended(handle)[1].startswith(said)
+
+
+def a_codec_without_choices_says_so(rank: int) -> None:
+    """Then no policy chooses bits, and what was decided is in use all the same."""
+    with pytest.MonkeyPatch.context() as monkey:
+        planned(monkey, [replace(CODED, method="onebit")])
+        model, handle = made()
+        train(model, handle, lambda: any("no policy" in line for line in lines(handle)))
+        assert "OneBit" in handle.plan.parameters[0].how
+        assert handle.adaptation is None
+        assert ended(handle)[-1].startswith("no policy chooses bits: ")
 
 
 def changed_links_make_a_new_plan(rank: int) -> None:
@@ -359,6 +371,8 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         ("policy='lgreco'", {"policy": "lgreco"}),
         ("replan=Replan(", {"replan": gw.Replan()}),
         ("algorithm='ring'", {"algorithm": "ring"}),
+        ("algorithm='ring'", {"options": gw.Options("ring")}),
+        ("segments=4", {"options": gw.Options(segments=4)}),
         ("error_feedback", {"error_feedback": True}),
     ):
         error = str(caught(lambda given=given: gw.attach(model, "auto", **given)))
@@ -375,6 +389,7 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         ("codecs=(5,): give several names", lambda: gw.Auto(codecs=(5,))),  # type: ignore[arg-type]
         ("lgrecco", lambda: gw.Auto(policy="lgrecco")),
         ("policy=5: give a policy", lambda: gw.Auto(policy=5)),  # type: ignore[arg-type]
+        ("replan has mixed=True", lambda: gw.Auto(replan=gw.Replan(mixed=True))),
         ("replan=None: give gw.Replan", lambda: gw.Auto(replan=None)),  # type: ignore[arg-type]
         ("auto=5: give gw.Auto", lambda: gw.attach(model, "auto", auto=5)),  # type: ignore[arg-type]
         ("auto=5: give gw.Auto", lambda: gw.attach(model, plan="measured", auto=5)),  # type: ignore[arg-type]
@@ -395,6 +410,14 @@ def test_the_pace_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pace.of_version() == (1, 1.0)
 
 
+def test_settings_of_one_codec_do_not_stand_in_each_others_way() -> None:
+    """Only what is more exact must be beaten by a margin."""
+    assert automatic.best_of([2, 1, 2], [96.0, 100.0, 93.0]) == 2
+    assert automatic.best_of([2, 1, 2], [93.0, 100.0, 96.0]) == 0
+    assert automatic.best_of([2, 1, 2], [97.0, 100.0, 96.0]) == 1
+    assert automatic.best_of([1, 0, 2], [96.0, 100.0, 92.0]) == 1
+
+
 def test_ranks_plan_try_settle_and_adapt_together() -> None:
     together(
         2,
@@ -402,6 +425,7 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         a_state_loads_whatever_plan_was_in_force,
         it_tries_and_settles_on_what_is_faster,
         it_says_that_compression_does_not_pay,
+        a_codec_without_choices_says_so,
         changed_links_make_a_new_plan,
         slower_passes_make_a_new_plan,
         a_measured_plan_stays,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -142,6 +143,17 @@ def test_the_default_algorithm_is_left_for_a_tenth(monkeypatch: pytest.MonkeyPat
     assert found.seconds < fastest.seconds / 0.9
 
 
+def test_coordinated_rounds_are_chosen_for_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = simulated_once(situation(1e9, shapes=((1, 1 << 20),), ranks=6), monkeypatch)
+    found = choose(where, [CODEC]).of(CODEC)
+    assert not found.setting.options.coordinated
+    options = replace(found.setting.options, coordinated=True)
+    rounds = choice.simulate(where, replace(found.setting, options=options))
+    assert 0.9 * found.seconds < rounds.seconds < found.seconds
+    monkeypatch.setattr(choice, "_WORTH", 0.0)
+    assert choose(where, [CODEC]).of(CODEC).setting.options.coordinated
+
+
 def test_auto_tries_the_default_beside_what_is_expected_to_be_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +175,8 @@ def test_buckets_travel_together_where_latency_costs_most() -> None:
     late = choose(situation(1e11, 2e-2, shapes=many, ranks=2), [CODEC]).of(CODEC)
     assert late.setting.coalesce_bytes > 25 << 20
     assert "one bucket" in str(late.setting)
+    alone = choose(replace(situation(1e11, 2e-2, shapes=many), coalesces=False), [CODEC])
+    assert {one.setting.coalesce_bytes for one in alone.every} == {0}
     # Backward hides what is sent early.
     few = ((1024, 1024),) * 7
     early = choose(situation(1e9, 1e-5, shapes=few, ranks=2, backward=0.5), [CODEC]).of(CODEC)

@@ -223,9 +223,11 @@ def test_a_watch_ends_with_its_group() -> None:
     watches = []
 
     def body(comm: Communicator) -> None:
-        watches.append(LinkWatch(comm, measure_links(comm, 0.5), share=0.01))
+        watch = LinkWatch(comm, measure_links(comm, 0.5), share=1e-6)  # so it rests for minutes
+        watches.append(watch)
+        assert until(lambda: watch.rounds)
 
-    as_threads(2, body, hub=delayed(2))  # closes the communicators
+    as_threads(2, body, hub=delayed(2, timeout=1e4))  # closes the communicators
     assert until(lambda: not any(watch.running for watch in watches))
 
 

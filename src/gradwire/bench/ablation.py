@@ -14,7 +14,7 @@ simulated. "batching" is the bulk part without coordinated rounds.
 A row: where ("lab" or "simulator"), part, method, model, ranks, net, numel, step_seconds (lab;
 medians), synchronisation_seconds (averaging alone; in the simulator, from the start of backward to
 the last average, less backward), cut (of synchronisation_seconds of the part before; None for the
-first).
+first). The planner's setting need not have all parts: where one does not pay, it leaves it out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 
 from gradwire.bench import curves as measuring
 from gradwire.bench import memory, workers
-from gradwire.bench.network import COPIES, StepConfig
-from gradwire.bench.planner_grid import in_lab, method_of
+from gradwire.bench.network import StepConfig, copies
+from gradwire.bench.planner_grid import fitted_to_lab, in_lab, method_of
 from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
 from gradwire.collectives import Options
@@ -38,6 +38,7 @@ from gradwire.planner.choice import FULL, HALF, Setting, Situation, choose, simu
 from gradwire.sim import Curves, kernel_costs, models
 
 MOST_TURNS = 1000
+_PARTS = 6
 _TOGETHER = 1 << 40  # bytes: one bucket
 _TIMEOUT_S = 1800.0
 _WORKER = "gradwire.bench.network_worker"
@@ -85,11 +86,13 @@ def run(
         raise ConfigError(f"--turns {turns}: give 1 to {MOST_TURNS}")
     size = models.numel(shapes)
     if lab:
-        memory.check(f"--model {model} on {ranks} ranks", 4 * size * COPIES * ranks)
+        memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
     if lab and network.shaped and (reason := available()) is not None:
         raise ConfigError(f"this machine cannot emulate a network ({reason}): give --no-lab")
     chosen = codec_of(codec)
     known = measuring.measured([FULL, HALF, chosen], advance=advance)
+    if lab:
+        known = fitted_to_lab(known, ranks, network, size)
     eager = {str(c): kernel_costs.kernel_curves(c, 1, "eager") for c in (FULL, chosen)}
     backward = compute * 2 / 3
     cores = float(len(os.sched_getaffinity(0))) if lab else float("inf")
@@ -97,7 +100,7 @@ def run(
     best = choose(where, [chosen]).of(chosen).setting
     parts = _parts(best)
     context = {
-        "model": model, "ranks": ranks, "net": str(network), "numel": models.numel(shapes),
+        "model": model, "ranks": ranks, "net": str(network), "numel": size,
     }  # fmt: skip
 
     def rows(place: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -109,7 +112,7 @@ def run(
             yield {**about, "step_seconds": None, **row, "cut": cut}
             before = seconds
 
-    slow = replace(known, codecs={**known.codecs, **eager})
+    slow = replace(where.curves, codecs={**known.codecs, **eager})
     yield from rows("simulator", [_simulated(where, part, slow) for part in parts])
     if lab:
         names = tuple(_method(part) for part in parts)

@@ -128,15 +128,13 @@ class TrainRun(ABC):
         for name in _PARTS:
             self.parts[name] = self.parts.get(name, 0.0) + after[name] - before[name]
 
-    def decisions(self) -> list[tuple[int, str]]:
-        """(step, line) of what controllers have decided, in order."""
-        found = []
-        for what in ("automatic", "adaptation"):
-            at_work = getattr(self.applied.handle, what, None)
-            found += [] if at_work is None else [(r["pass"], r["line"]) for r in at_work.history]
-        if self.applied.flexible is not None:
-            found += [(r["step"], r["line"]) for r in self.applied.flexible.history]
-        return sorted(found, key=lambda one: one[0])
+    def decisions(self) -> list[dict[str, Any]]:
+        """What controllers have decided, in order: step, line, and tried, where automatic mode has
+        tried settings."""
+        found = [] if self.applied.handle is None else self.applied.handle.history()
+        found += [] if self.applied.flexible is None else self.applied.flexible.history
+        told = [{key: row[key] for key in ("step", "line", "tried") if key in row} for row in found]
+        return sorted(told, key=lambda row: int(row["step"]))
 
     def mean_part(self, name: str) -> float | None:
         """One of `parts` per measured step; None without any."""

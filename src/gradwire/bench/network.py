@@ -38,7 +38,12 @@ METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
 _LAYERS = 8
 _TIMEOUT_S = 600.0
-COPIES = 14  # of the model that a rank holds at most: buckets of six methods, eager temporaries
+
+
+def copies(methods: int) -> int:
+    """Of the model that a rank holds at most: weights, temporaries, and each method's gradients and
+    buckets."""
+    return 2 + 2 * methods
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,9 @@ def plan(
         raise ConfigError(f"--compute {compute:g}: give seconds above 0")
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
     size = models.numel(shapes)
-    memory.check(f"a step of {size} values", 4 * size * COPIES * (1 if joins else count))
+    memory.check(
+        f"a step of {size} values", 4 * size * copies(len(METHODS)) * (1 if joins else count)
+    )
     if network.shaped and (reason := available()) is not None:
         raise ConfigError(f"no emulated network here ({reason}); use --net none")
     turns, budget = (5, 15.0) if quick else (11, 60.0)

@@ -9,14 +9,16 @@ the choice and the `FINALISTS` fastest of each kind are measured again, together
 
 The lab's nodes and its switch share this machine's cores, which the simulation takes into account.
 What messages and bytes cost there depends on the machine and its day: on each network it is fitted
-first, to averages of 64 KB and 16 MB by three algorithms, uncompressed.
+first, to averages of 64 KB and 16 MB (of `sizes`, if these are smaller) by three algorithms,
+uncompressed.
 
-A row per size and network: ranks, net, nbytes (of fp32), method, algorithm, segments (the choice),
-expected_seconds, seconds (measured, as in bench collectives), best_method, best_seconds (the
-fastest that was measured), ratio (seconds / best_seconds), compress (whether a codec was chosen),
-best_compresses (whether the fastest has one), decline_ratio (the fastest without a codec / the
-fastest), partition_ratio (the choice / the fastest with other segments; None if there are none),
-error (expected / measured - 1), settings (number measured), message_seconds (of a core, as fitted).
+A row per size and network: ranks, net, nbytes (of fp32), method, algorithm, segments, coordinated
+(the choice), expected_seconds, seconds (measured, as in bench collectives), best_method,
+best_seconds (the fastest that was measured), ratio (seconds / best_seconds), compress (whether a
+codec was chosen), best_compresses (whether the fastest has one), decline_ratio (the fastest without
+a codec / the fastest), partition_ratio (the choice / the fastest with other segments; None if there
+are none), error (expected / measured - 1), settings (number measured), message_seconds (of a core,
+as fitted).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ HOPELESS = 1.8
 FINALISTS, TURNS = 2, 3
 _LONG_S = 0.25  # so long, what else the machine does matters little
 _FITTED = ("tree", "all_gather", "sra")
-_SMALL, _LARGE = 1 << 14, 1 << 22  # values
+_SMALL, _LARGE = 1 << 14, 1 << 22  # values, at most
 _MESSAGE_S = [0.0] + [1e-5 * 1.2**n for n in range(30)]  # to 2 ms
 _COPIES = 6  # of the gradient that a rank holds for each setting, at most
 _TOGETHER_BYTES = 6 << 30  # of all settings: more are measured in several runs
@@ -86,7 +88,7 @@ def run(
         if advance is not None:
             advance(f"{size} bytes on {network}", done, len(points))
         if network not in fitted:
-            fitted[network] = _fitted(known, ranks, network)
+            fitted[network] = fitted_to_lab(known, ranks, network, max(sizes) // 4)
         where = in_lab(fitted[network], ranks, network, ((1, size // 4),))
         yield _row(where, network, size, chosen)
 
@@ -101,12 +103,13 @@ def in_lab(known: Curves, ranks: int, network: Network, shapes: Shapes) -> Situa
     return Situation(shapes, ranks, net, known, per_node, cores)
 
 
-def _fitted(known: Curves, ranks: int, network: Network) -> Curves:
-    """The costs, those of messages and bytes as small and large averages have them."""
-    known = _fit(known, "message", _MESSAGE_S, ranks, network, _SMALL, TURNS)
+def fitted_to_lab(known: Curves, ranks: int, network: Network, most: int) -> Curves:
+    """The costs, those of messages and bytes as averages of few and of many values, `most` at most,
+    have them."""
+    known = _fit(known, "message", _MESSAGE_S, ranks, network, min(_SMALL, most), TURNS)
     of = "stack" if network.shaped else "memory"
     costs = [getattr(known.link, of) * 1.1**n for n in range(-30, 31)]
-    return _fit(known, of, costs, ranks, network, _LARGE, 1)
+    return _fit(known, of, costs, ranks, network, min(_LARGE, most), 1)
 
 
 def _fit(
@@ -147,7 +150,8 @@ def _row(
     return {
         "ranks": where.ranks, "net": str(network), "nbytes": nbytes,
         "method": name(best.codec), "algorithm": best.options.algorithm,
-        "segments": best.options.segments, "expected_seconds": choice.best.seconds,
+        "segments": best.options.segments, "coordinated": best.options.coordinated,
+        "expected_seconds": choice.best.seconds,
         "seconds": seconds, "best_method": method_of(fastest), "best_seconds": measured[fastest],
         "ratio": seconds / measured[fastest], "compress": choice.compresses,
         "best_compresses": fastest.codec not in (FULL, HALF),

@@ -7,10 +7,15 @@ Bytes sent per rank, by formula, since torch does not count:
 
 at the width that is sent. gloo's reduce-scatter is an all-reduce inside and sends twice as much:
 `link_bytes` has what really left the node, where a network is emulated.
+
+`truncate:w=R:g=R` is fake compression, a bound on what compressing this traffic could pay (THESIS
+C.2, Fig. C.1): a codec of that ratio that takes no time. The rest arrives as zeros, so that ranks
+agree and nothing diverges, but what is trained is not the model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,15 +32,20 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+def kept(numel: int, ratio: float) -> int:
+    """How many of `numel` values are sent: at least one, if there are any."""
+    return math.ceil(numel / ratio)
+
+
 class TorchGather(_Allocates, AllGather):
-    """Torch's all-gather, of values cast to `width`.
+    """Torch's all-gather of the first 1/`ratio` of each rank's part, of values cast to `width`.
 
     Attributes:
         wire_bytes: by the formula, so far.
     """
 
-    def __init__(self, width: str) -> None:
-        self.width = WIDTHS[width]
+    def __init__(self, width: str = "fp32", ratio: float = 1) -> None:
+        self.width, self.ratio = WIDTHS[width], ratio
         self.wire_bytes = 0
 
     def __call__(
@@ -45,29 +55,31 @@ class TorchGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        own = input_tensor.to(self.width)
+        own = input_tensor[: kept(input_tensor.numel(), self.ratio)].to(self.width)
         self.wire_bytes += (group.size() - 1) * own.nbytes
-        if own is input_tensor:
+        if own.dtype == input_tensor.dtype and own.numel() == input_tensor.numel():
             work: dist.Work | None = dist.all_gather_into_tensor(
                 output_tensor, own, group, async_op
             )
             return work
-        whole = torch.empty(output_tensor.numel(), dtype=self.width)
-        dist.all_gather_into_tensor(whole, own, group)
-        output_tensor.copy_(whole)
+        every = own.new_empty(group.size(), own.numel())
+        dist.all_gather_into_tensor(every.view(-1), own, group)
+        parts = output_tensor.view(group.size(), -1)
+        parts[:, own.numel() :].zero_()
+        parts[:, : own.numel()].copy_(every)
         return None
 
 
 class TorchScatter(_Allocates, ReduceScatter):
-    """Torch's reduce-scatter, of values cast to `width`; 16-bit values are divided by the number of
-    ranks before they are summed, as in DDP's hooks.
+    """Torch's reduce-scatter of the first 1/`ratio` of each rank's part, of values cast to `width`;
+    16-bit values are divided by the number of ranks before they are summed, as in DDP's hooks.
 
     Attributes:
         wire_bytes: by the formula, so far.
     """
 
-    def __init__(self, width: str) -> None:
-        self.width = WIDTHS[width]
+    def __init__(self, width: str = "fp32", ratio: float = 1) -> None:
+        self.width, self.ratio = WIDTHS[width], ratio
         self.wire_bytes = 0
 
     def __call__(
@@ -78,18 +90,23 @@ class TorchScatter(_Allocates, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        whole = input_tensor.to(self.width)
-        self.wire_bytes += (group.size() - 1) * whole.nbytes // group.size()
-        if whole is input_tensor:
+        count = kept(output_tensor.numel(), self.ratio)
+        every = input_tensor.view(group.size(), -1)[:, :count].to(self.width).contiguous()
+        self.wire_bytes += (group.size() - 1) * every.nbytes // group.size()
+        cast = every.dtype != input_tensor.dtype
+        if not cast and count == output_tensor.numel():
             work: dist.Work | None = dist.reduce_scatter_tensor(
-                output_tensor, whole, op, group, async_op
+                output_tensor, input_tensor, op, group, async_op
             )
             return work
-        assert op == dist.ReduceOp.AVG
-        whole.div_(group.size())
-        own = torch.empty(output_tensor.numel(), dtype=self.width)
-        dist.reduce_scatter_tensor(own, whole, dist.ReduceOp.SUM, group)
-        output_tensor.copy_(own)
+        if cast:
+            assert op == dist.ReduceOp.AVG
+            every.div_(group.size())
+            op = dist.ReduceOp.SUM
+        own = every.new_empty(count)
+        dist.reduce_scatter_tensor(own, every.view(-1), op, group)
+        output_tensor[count:].zero_()
+        output_tensor[:count].copy_(own)
         return None
 
 

@@ -27,7 +27,6 @@ import gradwire
 from gradwire.bench.method_run import TrainRun
 from gradwire.bench.sharded_comms import NoGather, NoScatter, TorchGather, TorchScatter
 from gradwire.bench.sharded_methods import LEARN_AT, ShardedMethod
-from gradwire.bench.sharded_truncated import TruncatedGather, TruncatedScatter
 from gradwire.bench.tasks import Score, Task
 from gradwire.bench.torch_hooks import Applied, Traffic
 
@@ -199,9 +198,9 @@ def _torch_comms(method: ShardedMethod) -> tuple[TorchGather, TorchScatter]:
     """Torch's collectives, for what gradwire does not send."""
     if method.ratios is not None:
         of_weights, of_gradients = method.ratios
-        return TruncatedGather(of_weights), TruncatedScatter(of_gradients)
+        return TorchGather(ratio=of_weights), TorchScatter(ratio=of_gradients)
     if method.ours:
-        return TorchGather("fp32"), TorchScatter("fp32")
+        return TorchGather(), TorchScatter()
     return TorchGather(str(method.weights)), TorchScatter(str(method.gradients))
 
 

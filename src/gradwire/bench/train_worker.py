@@ -280,8 +280,8 @@ class Training:
                 plan_changes=run.plan_changes,
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
             )
-            for at, line in run.decisions():
-                self.events.write("decision", method=run.name, seed=run.seed, step=at, line=line)
+            for decided in run.decisions():
+                self.events.write("decision", method=run.name, seed=run.seed, **decided)
             run.close()
 
 

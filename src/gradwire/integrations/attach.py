@@ -155,7 +155,8 @@ def attach(
         auto = replace(auto or Auto(), trial=0, watch=0, policy=None)
     automatic = codec == "auto"
     if automatic:
-        _check_automatic(model, codec_options, policy, replan, error_feedback, algorithm)
+        given = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
+        _check_automatic(model, chosen, given, error_feedback)
         codec, auto = "bf16", auto or Auto()
     elif auto is not None:
         raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')
@@ -236,12 +237,7 @@ def _told(made: Handle) -> Handle:
 
 
 def _check_automatic(
-    model: object,
-    codec_options: Mapping[str, object],
-    policy: object,
-    replan: object,
-    error_feedback: bool,
-    algorithm: str | None,
+    model: object, options: Options, given: Mapping[str, object], error_feedback: bool
 ) -> None:
     """Raise ConfigError for what does not go with "auto"."""
     if isinstance(model, FSDPModule):
@@ -249,9 +245,12 @@ def _check_automatic(
             'attach: "auto" and plan="measured" are for DDP modules; give an FSDP2 module a codec '
             "(`gradwire sim --sharded` predicts what it saves)"
         )
-    given = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
-    given["error_feedback"] = error_feedback or None
-    for name, value in given.items():
+    decided = {
+        name: getattr(options, name)
+        for name in ("algorithm", "segments", "coordinated")
+        if getattr(options, name) != getattr(Options(), name)
+    }
+    for name, value in {**given, "error_feedback": error_feedback or None, **decided}.items():
         if value is not None:
             raise ConfigError(
                 f'attach: {name}={value!r:.60}: "auto" decides this; gw.Auto says between what'

@@ -26,7 +26,17 @@ from gradwire.integrations.choices import policy_of
 from gradwire.integrations.replan import Replan
 from gradwire.lang import Codec
 from gradwire.planner import Plan
-from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Setting, Situation, choose, name
+from gradwire.planner.choice import (
+    FULL,
+    HALF,
+    Choice,
+    Ranked,
+    Setting,
+    Situation,
+    choose,
+    described,
+    name,
+)
 from gradwire.planner.links import MOST_SECONDS, Links
 from gradwire.sim import Curves, Net, curves, kernel_costs
 from gradwire.sim.curves import Curve, Software
@@ -48,7 +58,7 @@ class Auto:
         trial: passes of each setting in each of two turns, beyond two that are not timed. 0: none
             is tried, the planner decides.
         close: settings are tried that are expected to take at most so many times the best's time,
-            and the best without compression.
+            the best without compression, and the best's codec with default options.
         watch: passes between two looks at links and passes. 0: what was decided stays.
         changed: the share by which latency, bandwidth or a pass must have changed, in two looks one
             after the other, for a new plan.
@@ -85,6 +95,11 @@ class Auto:
             raise ConfigError(
                 f"Auto: replan={self.replan!r:.60}: give gw.Replan(...), or leave it out"
             )
+        if self.replan.mixed:
+            raise ConfigError(
+                'Auto: replan has mixed=True, which needs error feedback, and "auto" keeps none: '
+                "leave it out, or give attach a codec, a policy and error_feedback"
+            )
         for option in ("trial", "watch"):
             checks.integer(self, option, 0)
         checks.number(self, "seconds", above=0, most=MOST_SECONDS)
@@ -109,6 +124,7 @@ class WantedSetting:
 
     Attributes:
         method: as `attach` takes it; "none" for full precision.
+        coalesce_bytes: as of `attach`; None: as the user gave it.
         exclude: parameters that are sent uncompressed.
         rank: how exact: 0 for full precision, and so on.
         seconds: expected.
@@ -118,7 +134,7 @@ class WantedSetting:
     algorithm: str = "sra"
     segments: int | None = None
     coordinated: bool = False
-    coalesce_bytes: int = 0
+    coalesce_bytes: int | None = None
     exclude: tuple[str, ...] = ()
     rank: int = 0
     seconds: float | None = None
@@ -132,6 +148,11 @@ class WantedSetting:
         """For JSON."""
         return asdict(self)
 
+    @property
+    def compresses(self) -> bool:
+        """Whether it has a codec of few bits."""
+        return self.rank > HALF_PRECISION.rank
+
     def options(self, given: Options) -> Options:
         """The user's options, in this algorithm."""
         return replace(
@@ -139,9 +160,9 @@ class WantedSetting:
         )
 
     def __str__(self) -> str:
-        coordinated = ", coordinated" if self.coordinated else ""
-        segments = "" if self.segments is None else f", {self.segments} segments"
-        return f"{self.method} by {self.algorithm}{coordinated}{segments}"
+        how = described(self.algorithm, self.coordinated, self.segments, self.coalesce_bytes)
+        small = f", {len(self.exclude)} small uncompressed" if self.exclude else ""
+        return f"{self.method} by {how}{small}"
 
 
 HALF_PRECISION = WantedSetting("bf16", rank=1)
@@ -170,7 +191,7 @@ def plan(
     """
     codecs = auto.known_codecs
     where = situation(links, known, machines, tuple(shape for _, shape in named), backward)
-    choice = choose(where, codecs, check)
+    choice = choose(replace(where, coalesces=coalesces), codecs, check)
     exact = [FULL, HALF, *codecs]
     hopeful = [
         one
@@ -181,7 +202,7 @@ def plan(
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
     plain = Setting(choice.best.setting.codec, Options())  # what is left for something better, too
     hopeful += [one for one in choice.every if one.setting == plain and one not in hopeful]
-    return [_wanted(one, named, exact, coalesces) for one in hopeful], _line(choice, links)
+    return [_wanted(one, named, exact) for one in hopeful], _line(choice, links)
 
 
 def sent(plan: Plan, uncompressed: Plan) -> list[tuple[str, tuple[int, ...]]]:
@@ -246,14 +267,13 @@ def _wanted(
     one: Ranked,
     named: Sequence[tuple[str, tuple[int, ...]]],
     exact: Sequence[Codec],
-    coalesces: bool,
 ) -> WantedSetting:
     setting: Setting = one.setting
     small = tuple(n for n, s in named if len(s) > 1 and math.prod(s) < setting.least)
     return WantedSetting(
         name(setting.codec), setting.options.algorithm,
         setting.options.segments, setting.options.coordinated,
-        setting.coalesce_bytes if coalesces else 0, () if setting.codec == FULL else small,
+        setting.coalesce_bytes, () if setting.codec == FULL else small,
         exact.index(setting.codec), one.seconds,
     )  # fmt: skip
 

@@ -3,9 +3,9 @@
     1. attach: ranks measure their links, and rank 0 its kernels; gradients are sent in 16 bits
     2. after a few passes, rank 0 plans (integrations/auto.py), with the time that backward takes on
        the slowest rank
-    3. what is expected to be close to the best, and the best without compression, are each in force
-       for some passes, twice; the slowest rank's median pass counts. A codec must save
-       `choice.MARGIN` beside all that is more exact
+    3. what is expected to be close to the best, the best without compression, and the best's codec
+       with default options are each in force for some passes, twice; the slowest rank's median
+       pass counts. A codec must save `choice.MARGIN` beside all that is more exact
     4. a policy may then choose bits per parameter (integrations/adaptation.py)
     5. links and passes are watched; if they have changed in two looks, again from 2
 
@@ -64,7 +64,8 @@ class Automatic:
 
     Attributes:
         history: what was decided, in order: pass; line; and where settings were tried, tried: of
-            each its setting, the seconds of a pass, and those expected (None: unknown).
+            each its setting, the seconds of a pass, those expected (None: unknown), and whether it
+            is used from now on.
         setting: what was decided last.
         serial: where decisions run.
     """
@@ -144,10 +145,14 @@ class Automatic:
             if self.passes == _FIRST:
                 self._submit(self._plan)
 
-    def _use(self) -> None:
+    def _use(self, chosen: WantedSetting) -> None:
         """The plan that was settled on is in force."""
         self._settled = True
-        self._start_policy()
+        if chosen.compresses:
+            try:
+                self._start_policy()
+            except ConfigError as error:
+                self._note(f"no policy chooses bits: {error}")
 
     def _begin_anew(self) -> None:
         """All ranks have seen a change."""
@@ -212,13 +217,14 @@ class Automatic:
     def _timed(self, seconds: list[list[float]]) -> None:
         medians = list(map(statistics.median, seconds))
         slowest = [max(of) for of in zip(*self._told(medians), strict=True)]
-        exact = sorted(range(len(slowest)), key=lambda n: self._wanted[n].rank)
-        best = exact[worth([slowest[n] for n in exact])]
-        expected = [self._expected(one) for one in self._wanted]
+        best = best_of([one.rank for one in self._wanted], slowest)
         tried = [
-            {"setting": str(of), "seconds": took, "expected_seconds": wanted}
-            for of, took, wanted in zip(self._wanted, slowest, expected, strict=True)
-        ]
+            {
+                "setting": str(of), "seconds": took, "expected_seconds": self._expected(of),
+                "used": number == best,
+            }
+            for number, (of, took) in enumerate(zip(self._wanted, slowest, strict=True))
+        ]  # fmt: skip
         self._settle(best, "tried: " + "; ".join(map(_tried, tried)), tried=tried)
 
     def _expected(self, wanted: WantedSetting) -> float | None:
@@ -229,9 +235,9 @@ class Automatic:
 
     def _settle(self, number: int, why: str, planned: bool = True, **more: Any) -> None:
         chosen = self._wanted[number]
-        self._with(lambda: self._ask(chosen), self._use)
+        self._with(lambda: self._ask(chosen), partial(self._use, chosen))
         self.setting, self._base, self._usual, self._changes = chosen, None, None, 0
-        level = logging.INFO if chosen.rank > HALF_PRECISION.rank else logging.WARNING
+        level = logging.INFO if chosen.compresses else logging.WARNING
         what = "compression does not pay here; " if planned and level != logging.INFO else ""
         self._note(f"{what}in use from now on: {chosen} ({why})", level, **more)
 
@@ -283,9 +289,10 @@ class Automatic:
         rules = base.rules.changed(codec=method, exclude=(*base.rules.exclude, *small))
 
         def made(before: Plan) -> Plan:
-            options = wanted.options(base.options)
-            new = replace(before, version=before.version + 1, options=options)
-            return self._remade(replace(new, coalesce_bytes=wanted.coalesce_bytes), rules)
+            new = replace(before, version=before.version + 1, options=wanted.options(base.options))
+            together = wanted.coalesce_bytes
+            together = base.coalesce_bytes if together is None else together
+            return self._remade(replace(new, coalesce_bytes=together), rules)
 
         return self._switch.ask(made).version
 
@@ -348,6 +355,16 @@ class Pace:
         passes = list(self._passes)
         took = [of[1] for of in passes if of[0] == passes[-1][0]]
         return (passes[-1][0], statistics.median(took)) if len(took) >= _FEWEST else None
+
+
+def best_of(ranks: Sequence[int], seconds: Sequence[float]) -> int:
+    """Which of several settings to use: the fastest of a codec (`ranks`: how exact it is), if it is
+    worth it beside the fastest of each more exact one."""
+    fastest: dict[int, int] = {}
+    for number in sorted(range(len(seconds)), key=seconds.__getitem__):
+        fastest.setdefault(ranks[number], number)
+    exact = [fastest[rank] for rank in sorted(fastest)]
+    return exact[worth([seconds[number] for number in exact])]
 
 
 def _tried(of: Mapping[str, Any]) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import suppress
 
 from gradwire.controllers import Policy
-from gradwire.errors import ConfigError
 from gradwire.integrations.adaptation import Adaptation
 from gradwire.integrations.auto import Auto, sent
 from gradwire.integrations.automatic import Automatic
@@ -56,8 +54,7 @@ def automate(on: Reductions, auto: Auto) -> None:
 
     def start() -> None:
         if auto.policy is not None:
-            with suppress(ConfigError):  # there is no choice around bf16
-                adapt(on, policy_of(auto.policy), auto.replan)
+            adapt(on, policy_of(auto.policy), auto.replan)
 
     def stop() -> None:  # what it has submitted still runs, on all ranks
         on.adaptation = None

@@ -48,6 +48,7 @@ class Situation:
         ranks, per_node, cores, backward: see gradwire.sim.Scenario.
         net: between nodes.
         curves: of this machine.
+        coalesces: whether buckets may travel together.
     """
 
     shapes: Shapes
@@ -57,6 +58,7 @@ class Situation:
     per_node: int = 1
     cores: float = math.inf
     backward: float = 0.0
+    coalesces: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -83,16 +85,10 @@ class Setting:
     least: int = 0
 
     def __str__(self) -> str:
-        coordinated = ", coordinated" if self.options.coordinated else ""
-        parts = [f"{name(self.codec)} by {self.options.algorithm}{coordinated}"]
-        if self.options.segments is not None:
-            parts.append(f"{self.options.segments} segments")
-        if self.coalesce_bytes:
-            together = self.coalesce_bytes < COALESCED[-1]
-            parts.append(f"buckets of {self.coalesce_bytes} bytes" if together else "one bucket")
-        if self.least:
-            parts.append(f"matrices from {self.least} values")
-        return ", ".join(parts)
+        of = self.options
+        how = described(of.algorithm, of.coordinated, of.segments, self.coalesce_bytes)
+        least = f", matrices from {self.least} values" if self.least else ""
+        return f"{name(self.codec)} by {how}{least}"
 
 
 @dataclass(frozen=True)
@@ -251,6 +247,8 @@ def _segments(setting: Setting, where: Situation) -> Iterable[Setting]:
 
 
 def _coalesced(setting: Setting, where: Situation) -> Iterable[Setting]:
+    if not where.coalesces:
+        return []
     return [replace(setting, coalesce_bytes=nbytes) for nbytes in COALESCED]
 
 
@@ -261,6 +259,21 @@ def _selective(setting: Setting, where: Situation) -> Iterable[Setting]:
     # One of each that compresses other parameters.
     least = {min(s for s in sizes if s >= n): n for n in LEAST if max(sizes, default=0) >= n}
     return [replace(setting, least=n) for n in least.values() if n > min(sizes)]
+
+
+def described(
+    algorithm: str, coordinated: bool, segments: int | None, coalesce_bytes: int | None
+) -> str:
+    """How gradients travel, in words, without what is as usual."""
+    parts = [algorithm]
+    if coordinated:
+        parts.append("coordinated")
+    if segments is not None:
+        parts.append(f"{segments} segments")
+    if coalesce_bytes:
+        every = coalesce_bytes == COALESCED[-1]
+        parts.append("one bucket" if every else f"buckets of {coalesce_bytes} bytes")
+    return ", ".join(parts)
 
 
 def name(codec: Codec) -> str:

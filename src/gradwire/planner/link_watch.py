@@ -35,6 +35,7 @@ _SECONDS = 0.02  # of a message of moderate size
 _BYTES = (1 << 10, 1 << 20)
 _KEPT = 3
 _LEAST_REST_S = 0.05
+_LOOK_S = 0.1  # between two looks whether the group still is
 _CLOSING_S = 5.0
 
 
@@ -123,7 +124,13 @@ class LinkWatch:
                 spent = time.monotonic() - begun
                 rested = begun + max(spent / self._share, _LEAST_REST_S)
             # Peers wait at the next meeting, but not for longer than the group's timeout.
-            self._stop.wait(min(max(rested - time.monotonic(), 0.0), comm.timeout / 4))
+            self._rest(min(max(rested - time.monotonic(), 0.0), comm.timeout / 4))
+
+    def _rest(self, seconds: float) -> None:
+        """Wait, unless the watch or the group is closed."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, _LOOK_S)):
+            self._comm.check()
 
     def _met(self, meeting: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """What all ranks tell at a meeting; and count what they have found."""

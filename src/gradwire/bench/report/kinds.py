@@ -83,6 +83,13 @@ def _is_spread(value: object) -> bool:
     )
 
 
+def _is_tried(value: object) -> bool:
+    keys = {"setting": _is_text, "seconds": _is_amount, "used": lambda v: isinstance(v, bool)}
+    return isinstance(value, dict) and all(
+        k in value and fits(value[k]) for k, fits in keys.items()
+    )
+
+
 def _lists(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(allows, value))
 
@@ -116,6 +123,7 @@ LAYERS = Value(
     "an object of numbers of 0 or more",
     lambda value: isinstance(value, dict) and all(map(_is_amount, value.values())),
 )
+TRIED = Value("a list of what was tried: setting, seconds and used", _lists(_is_tried))
 OPTIONS = Value("an object", lambda value: isinstance(value, dict))
 PLAIN = Value("a text or a number", lambda v: isinstance(v, bool | str) or _is_number(v))
 NETWORK = Value("a network as RATE,LATENCY", _is_network)
@@ -132,7 +140,7 @@ _NAMED = {
     "text": TEXT, "number": NUMBER, "amount": AMOUNT, "integer": INTEGER, "count": COUNT,
     "positive": POSITIVE, "spread": SPREAD, "amounts": AMOUNTS, "integers": INTEGERS,
     "numbers": NUMBERS, "times": TIMES, "flag": FLAG, "options": OPTIONS, "plain": PLAIN,
-    "network": NETWORK, "layers": LAYERS,
+    "network": NETWORK, "layers": LAYERS, "tried": TRIED,
 }  # fmt: skip
 
 
@@ -201,7 +209,8 @@ KINDS = (
         row="validation",
     ),
     _kind(
-        "decisions", "", f"{_TRAIN} seed:integer step:count line:text", _TRAIN_MORE, row="decision"
+        "decisions", "", f"{_TRAIN} seed:integer step:count line:text",
+        f"{_TRAIN_MORE} tried:tried", row="decision",
     ),
     _kind(
         "bench adapt", "policy family error_metric",
@@ -217,7 +226,7 @@ KINDS = (
         "segments:count? expected_seconds:amount seconds:amount best_method:text "
         "best_seconds:amount ratio:amount compress:flag best_compresses:flag "
         "decline_ratio:amount partition_ratio:amount? error:number settings:count",
-        "message_seconds:amount",
+        "message_seconds:amount coordinated:flag",
     ),
     _kind(
         "bench ablation", "where part cut",
