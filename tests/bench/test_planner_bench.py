@@ -98,7 +98,7 @@ def test_costs_of_messages_and_bytes_are_fitted(net: str, monkeypatch: pytest.Mo
         return [{"seconds": simulate(where, setting).seconds} for setting in settings]
 
     monkeypatch.setattr(collectives, "run", run)
-    found = planner_grid._fitted(KNOWN, 4, network).link
+    found = planner_grid.fitted_to_lab(KNOWN, 4, network, 1 << 22).link
     per_byte = (found.stack, slow.stack) if network.shaped else (found.memory, slow.memory)
     assert found.message == pytest.approx(slow.message, rel=0.15)
     assert per_byte[0] == pytest.approx(per_byte[1], rel=0.15)
@@ -118,6 +118,27 @@ def test_the_parts_of_the_ablation_in_the_simulator() -> None:
     assert seconds[-1] == min(seconds)
     for row in rows:
         methods.parse(row["method"]).check()
+
+
+def test_parts_of_the_same_setting_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measured(_: str, config: Any, *__: Any) -> list[dict[str, Any]]:
+        asked.extend(config.methods)
+        return [
+            {"method": name, "steps": [0.5 + n], "computing": [0.25]}
+            for n, name in enumerate(config.methods)
+        ]
+
+    monkeypatch.setattr(ablation, "fitted_to_lab", lambda known, *_: known)
+    monkeypatch.setattr(ablation.workers, "rows", measured)
+    found = list(ablation.run(ranks=2, net="none", model="512x512", lab=True))
+    rows = [row for row in found if row["where"] == "lab"]
+    assert len(rows) == 6
+    assert sorted(asked) == sorted({row["method"] for row in rows})
+    for row in rows:
+        assert row["step_seconds"] == 0.5 + asked.index(row["method"])
+        assert row["synchronisation_seconds"] == row["step_seconds"] - 0.25
 
 
 def test_impossible_grids_are_refused() -> None:

@@ -214,6 +214,22 @@ def a_codec_without_choices_says_so(rank: int) -> None:
         assert ended(handle)[-1].startswith("no policy chooses bits: ")
 
 
+def a_method_that_nothing_predicts_is_tried(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as monkey:
+        sketched = WantedSetting("powersgd:rank=2", rank=3)
+        planned(monkey, [HALF, sketched])
+        model, handle = made()
+        auto = handle.automatic
+        assert auto is not None
+        Clock(model, monkey, lambda: "PowerSGD" not in handle.plan.parameters[0].how)
+        train(model, handle, lambda: handle.adaptation is not None)
+        assert auto.setting == sketched
+        tried = next(row["tried"] for row in auto.history if "tried" in row)
+        assert [one["used"] for one in tried] == [False, True]
+        assert tried[1]["expected_seconds"] is None
+        ended(handle)
+
+
 def changed_links_make_a_new_plan(rank: int) -> None:
     """A second plan is made when the watch says that links have changed, and the policy ends."""
     with pytest.MonkeyPatch.context() as monkey:
@@ -387,6 +403,10 @@ def what_does_not_go_with_it_is_named(rank: int) -> None:
         ("codecs='qsgd': give several names", lambda: gw.Auto(codecs="qsgd")),
         ("codecs=None: give several names", lambda: gw.Auto(codecs=None)),  # type: ignore[arg-type]
         ("codecs=(5,): give several names", lambda: gw.Auto(codecs=(5,))),  # type: ignore[arg-type]
+        ("methods='powersgd': give several", lambda: gw.Auto(methods="powersgd")),
+        ("zip", lambda: gw.Auto(methods=["zip"])),
+        ("trial=0", lambda: gw.Auto(methods=["powersgd"], trial=0)),
+        ("trial=0", lambda: gw.attach(model, plan="measured", auto=gw.Auto(methods=["powersgd"]))),
         ("lgrecco", lambda: gw.Auto(policy="lgrecco")),
         ("policy=5: give a policy", lambda: gw.Auto(policy=5)),  # type: ignore[arg-type]
         ("replan has mixed=True", lambda: gw.Auto(replan=gw.Replan(mixed=True))),
@@ -426,6 +446,7 @@ def test_ranks_plan_try_settle_and_adapt_together() -> None:
         it_tries_and_settles_on_what_is_faster,
         it_says_that_compression_does_not_pay,
         a_codec_without_choices_says_so,
+        a_method_that_nothing_predicts_is_tried,
         changed_links_make_a_new_plan,
         slower_passes_make_a_new_plan,
         a_measured_plan_stays,

@@ -144,7 +144,7 @@ def test_the_default_algorithm_is_left_for_a_tenth(monkeypatch: pytest.MonkeyPat
 
 
 def test_coordinated_rounds_are_chosen_for_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = simulated_once(situation(1e9, shapes=((1, 1 << 20),), ranks=6), monkeypatch)
+    where = simulated_once(situation(1e9, ranks=3), monkeypatch)
     found = choose(where, [CODEC]).of(CODEC)
     assert not found.setting.options.coordinated
     options = replace(found.setting.options, coordinated=True)
@@ -159,13 +159,14 @@ def test_auto_tries_the_default_beside_what_is_expected_to_be_better(
 ) -> None:
     """Of the best codec; it comes last, so what is expected to be better must not be much worse."""
 
-    def tried(shape: tuple[int, int]) -> list[tuple[str, str]]:
+    def tried(shape: tuple[int, int], **given: Any) -> list[tuple[str, str]]:
         found = Links.of(4, [(i, j, 1e-3, 8e-9, 8e-9) for i in range(4) for j in range(i + 1, 4)])
-        of = gw.Auto(), curves(), [("weight", shape)], found, (0, 1, 2, 3), 0.0, True
+        of = gw.Auto(**given), curves(), [("weight", shape)], found, (0, 1, 2, 3), 0.0, True
         return [(one.method, one.algorithm) for one in auto.plan(*of)[0]]
 
     assert tried((256, 256))[0] == ("qsgd", "all_gather")
     assert tried((256, 256))[-1] == ("qsgd", "sra")
+    assert tried((256, 256), methods=["powersgd"])[-2:] == [("qsgd", "sra"), ("powersgd", "sra")]
     monkeypatch.setattr(choice, "_WORTH", 0.9)  # nothing is so much better than the default
     assert [algorithm for method, algorithm in tried((256, 256)) if method == "qsgd"] == ["sra"]
 

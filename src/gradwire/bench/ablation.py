@@ -115,10 +115,12 @@ def run(
     slow = replace(where.curves, codecs={**known.codecs, **eager})
     yield from rows("simulator", [_simulated(where, part, slow) for part in parts])
     if lab:
-        names = tuple(_method(part) for part in parts)
+        # The planner's setting may be that of a part: then they are one measurement.
+        names = tuple(dict.fromkeys(map(_method, parts)))
         config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
         measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
-        yield from rows("lab", [_measured(row) for row in measured])
+        found = {row["method"]: _measured(row) for row in measured}
+        yield from rows("lab", [found[_method(part)] for part in parts])
 
 
 def _parts(best: Setting) -> list[AblationPart]:

@@ -38,8 +38,9 @@ def auto_options(options: Options) -> gradwire.Auto:
     """
     given: dict[str, Any] = {name: value for name, value in options.items() if name != "codec"}
     _check(AUTO, given, _OF_AUTO)
-    if "codecs" in given:
-        given["codecs"] = [str(given["codecs"])]
+    for option in ("codecs", "methods"):
+        if option in given:
+            given[option] = [str(given[option])]
     return gradwire.Auto(**given)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradwire import codecs as codec_table
-from gradwire.aggregators import Dense
+from gradwire.aggregators import Dense, registry
 from gradwire.codecs import checks
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
@@ -52,6 +52,8 @@ class Auto:
 
     Args:
         codecs: what may be used beside none and bf16, from the most exact to the least.
+        methods: further methods by name, as `attach` takes them ("powersgd:rank=8"), from the most
+            exact to the least. They are always tried, since nothing predicts what they take.
         policy: chooses bits per parameter once a codec is in use: a policy, its name, or None.
         replan: when the policy decides.
         seconds: in which links are measured, at attach; 600 at most.
@@ -70,6 +72,7 @@ class Auto:
     """
 
     codecs: Sequence[str] = ("qsgd:bits=4",)
+    methods: Sequence[str] = ()
     policy: Policy | str | None = "lgreco"
     replan: Replan = field(default_factory=Replan)
     seconds: float = 3.0
@@ -80,12 +83,16 @@ class Auto:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        several = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
-        if not several or not all(isinstance(one, str) for one in self.codecs):
-            raise ConfigError(
-                f'Auto: codecs={self.codecs!r:.60}: give several names, as in ("qsgd:bits=4",)'
-            )
-        object.__setattr__(self, "codecs", tuple(self.codecs))
+        for option, example in (("codecs", "qsgd:bits=4"), ("methods", "powersgd:rank=8")):
+            given = getattr(self, option)
+            several = isinstance(given, Sequence) and not isinstance(given, str)
+            if not several or not all(isinstance(one, str) for one in given):
+                raise ConfigError(
+                    f'Auto: {option}={given!r:.60}: give several names, as in ("{example}",)'
+                )
+            object.__setattr__(self, option, tuple(given))
+        for method in self.methods:
+            registry.get(method)
         if self.policy is not None and policy_of(self.policy).budget is not None:
             raise ConfigError(
                 f"gw.Auto: policy={self.policy!r:.60}: its budget is the codec that is chosen: "
@@ -102,6 +109,11 @@ class Auto:
             )
         for option in ("trial", "watch"):
             checks.integer(self, option, 0)
+        if self.methods and not self.trial:
+            raise ConfigError(
+                f"Auto: methods={self.methods!r:.60} would have to be tried, and trial=0, as of "
+                'plan="measured", tries nothing: leave one out'
+            )
         checks.number(self, "seconds", above=0, most=MOST_SECONDS)
         for option, above in (("close", 1), ("changed", 0)):
             checks.number(self, option, above=above)
@@ -178,8 +190,8 @@ def plan(
     coalesces: bool,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[list[WantedSetting], str]:
-    """(the settings worth trying, the best first, with the best one without compression and the
-    best one's codec with default options; the planner's verdict).
+    """(the settings worth trying, the best first, with the best one without compression, the best
+    one's codec with default options, and `auto.methods`; the planner's verdict).
 
     Args:
         known: as of `costs`.
@@ -202,7 +214,9 @@ def plan(
     hopeful.sort(key=lambda one: (one != choice.best, one.seconds))
     plain = Setting(choice.best.setting.codec, Options())  # what is left for something better, too
     hopeful += [one for one in choice.every if one.setting == plain and one not in hopeful]
-    return [_wanted(one, named, exact) for one in hopeful], _line(choice, links)
+    wanted = [_wanted(one, named, exact) for one in hopeful]
+    further = [WantedSetting(m, rank=len(exact) + n) for n, m in enumerate(auto.methods)]
+    return wanted + further, _line(choice, links)
 
 
 def sent(plan: Plan, uncompressed: Plan) -> list[tuple[str, tuple[int, ...]]]:
