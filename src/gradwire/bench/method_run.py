@@ -131,10 +131,13 @@ class TrainRun(ABC):
     def decisions(self) -> list[dict[str, Any]]:
         """What controllers have decided, in order: step, line, and tried, where automatic mode has
         tried settings."""
-        found = [] if self.applied.handle is None else self.applied.handle.history()
+        found: list[dict[str, Any]] = (
+            [] if self.applied.handle is None else self.applied.handle.history()
+        )
         found += [] if self.applied.flexible is None else self.applied.flexible.history
-        told = [{key: row[key] for key in ("step", "line", "tried") if key in row} for row in found]
-        return sorted(told, key=lambda row: int(row["step"]))
+        told = ("step", "line", "tried")
+        kept: list[dict[str, Any]] = [{key: r[key] for key in told if key in r} for r in found]
+        return sorted(kept, key=lambda row: int(row["step"]))
 
     def mean_part(self, name: str) -> float | None:
         """One of `parts` per measured step; None without any."""

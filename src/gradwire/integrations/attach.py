@@ -155,8 +155,8 @@ def attach(
         auto = replace(auto or Auto(), trial=0, watch=0, policy=None)
     automatic = codec == "auto"
     if automatic:
-        given = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
-        _check_automatic(model, chosen, given, error_feedback)
+        asked = {"policy": policy, "replan": replan, "algorithm": algorithm, **codec_options}
+        _check_automatic(model, chosen, asked, error_feedback)
         codec, auto = "bf16", auto or Auto()
     elif auto is not None:
         raise ConfigError('attach: auto is for the codec "auto": give that, or leave auto out')

@@ -84,10 +84,9 @@ def _is_spread(value: object) -> bool:
 
 
 def _is_tried(value: object) -> bool:
-    keys = {"setting": _is_text, "seconds": _is_amount, "used": lambda v: isinstance(v, bool)}
-    return isinstance(value, dict) and all(
-        k in value and fits(value[k]) for k, fits in keys.items()
-    )
+    if not isinstance(value, dict) or not isinstance(value.get("used"), bool):
+        return False
+    return _is_text(value.get("setting")) and _is_amount(value.get("seconds"))
 
 
 def _lists(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
