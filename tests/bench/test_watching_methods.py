@@ -27,7 +27,7 @@ def test_a_wrong_option_is_told_before_anything_is_launched() -> None:
     refused(
         lambda text: methods.parse(text).check(),
         [
-            ("auto:pause=1", "no option 'pause'; known: codecs, policy, seconds"),
+            ("auto:pause=1", "no option 'pause'; known: codecs, methods, policy, seconds"),
             ("auto:trial=-1", "trial=-1"),
             ("flexible:density=0.1", "no option 'density'; known: steps, seconds, gain"),
             ("flexible:gain=0", "gain=0"),

@@ -221,7 +221,7 @@ def a_method_that_nothing_predicts_is_tried(rank: int) -> None:
         model, handle = made()
         auto = handle.automatic
         assert auto is not None
-        Clock(model, monkey, lambda: "PowerSGD" not in handle.plan.parameters[0].how)
+        Clock(model, monkey, lambda: "powersgd" not in handle.plan.parameters[0].how)
         train(model, handle, lambda: handle.adaptation is not None)
         assert auto.setting == sketched
         tried = next(row["tried"] for row in auto.history if "tried" in row)
