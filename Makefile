@@ -52,10 +52,12 @@ soak: $(VENV)/.test
 mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py
 
-# Every case of the trainers' tests, and the code of their page, with one import of their packages.
+# Every case of the trainers' tests, and the code of their pages, with one import of their packages; of
+# torchtitan and torchft if they are installed.
 test-trainers: $(VENV)/.test
 	GRADWIRE_TEST_IMPORTS=lightning,transformers.trainer $(BIN)/pytest --exhaustive tests/trainers \
-		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]"
+		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/how-to/trainers.md]" \
+		"tests/docs/test_docs.py::test_blocks_run_without_other_pages[docs/tutorials/lightning.md]"
 
 # The integration tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0
 # (docs/internals/torch-versions.md). The index has CUDA builds: some 5 GB, minutes.

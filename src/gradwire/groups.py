@@ -27,9 +27,10 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """The communicator of `group` (None: the default group); returns without waiting for peers.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or this rank is not in the group.
+        ConfigError: torch.distributed is not initialised and no group is given, this rank is not in
+            the group, or its ranks may change.
     """
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         raise ConfigError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group first"
         )
@@ -38,11 +39,22 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         raise ConfigError(
             f"group is {actual!r}: give a process group that this rank is a member of, or None"
         )
+    check_fixed(actual)
     with _lock:
         known = _communicators.get(actual)
         if known is None:
             known = _communicators[actual] = _make(actual)
     return known
+
+
+def check_fixed(group: dist.ProcessGroup) -> None:
+    """Raise ConfigError for a group of torchft, which is given other ranks while training runs."""
+    if any(kind.__module__.partition(".")[0] == "torchft" for kind in type(group).__mro__):
+        raise ConfigError(
+            f"{type(group).__name__} is a process group of torchft, whose ranks come and go, and "
+            "gradwire needs a fixed number: inside a replica group wrap the module over torch's "
+            "own group; between replica groups compress as docs/how-to/torchft.md shows"
+        )
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:

@@ -69,9 +69,22 @@ def the_first_asynchronous_call_does_not_block(rank: int) -> None:
 # ---- groups that torch does not list
 
 
-def by_hand(rank: int, size: int, name: str) -> dist.ProcessGroup:
+def test_a_group_made_by_hand_needs_no_default_group() -> None:
+    assert not dist.is_initialized()
+    values = torch.ones(10)
+    gw.all_reduce(values, "identity", group=by_hand(0, 1, "alone", dist.HashStore()))
+    assert torch.equal(values, torch.ones(10))
+
+
+def test_a_group_whose_ranks_change_is_refused() -> None:
+    kind = type("ProcessGroupGloo", (dist.ProcessGroup,), {"__module__": "torchft.process_group"})
+    with pytest.raises(gw.ConfigError, match="ProcessGroupGloo is a process group of torchft"):
+        gw.all_reduce(torch.ones(10), group=kind(0, 1))
+
+
+def by_hand(rank: int, size: int, name: str, store: dist.Store | None = None) -> dist.ProcessGroup:
     """A group that is not in torch's table of groups, as frameworks make them."""
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(name, store or dist.distributed_c10d._get_default_store())
     backend = c10d.ProcessGroupGloo(store, rank, size, timeout=LIMIT)
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
+from gradwire.groups import check_fixed
 from gradwire.integrations.wrapped import plain_name
 
 _SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -20,6 +21,7 @@ def check_module(model: DistributedDataParallel) -> None:
             f"attach takes a DistributedDataParallel module, not {type(model).__name__}: "
             "wrap it first, attach(DistributedDataParallel(model))"
         )
+    check_fixed(model.process_group)
     if getattr(model, "_use_python_reducer", False):
         raise ConfigError(
             "this DDP module was made under torch._dynamo.config.optimize_ddp='python_reducer', "

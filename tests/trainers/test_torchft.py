@@ -1,0 +1,114 @@
+"""examples/torchft_ddp.py: a replica group dies within a step, the others go on, it joins again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from ranks import as_processes
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_ddp.py"
+
+
+class Groups:
+    """Replica groups of one process each, and torchft's lighthouse."""
+
+    def __init__(self, folder: Path) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self.folder = folder
+        self.lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+        )
+        self.stores: list[dist.TCPStore] = []  # as torchrun's agent has them, which outlives ranks
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, replica: int, *options: str) -> None:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.stores.append(store)
+        environment = {
+            **os.environ, "TORCHFT_LIGHTHOUSE": self.lighthouse.address(),
+            "REPLICA": str(replica), "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+        }  # fmt: skip
+        with open(self.folder / f"{replica}.txt", "ab") as told:
+            self.running[replica] = subprocess.Popen(
+                [sys.executable, str(EXAMPLE), *options],
+                env=environment, stdout=told, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def told(self, replica: int) -> str:
+        return (self.folder / f"{replica}.txt").read_text(errors="replace")
+
+    def end(self, replica: int) -> int:
+        return self.running[replica].wait(120)
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+        self.lighthouse.shutdown()
+
+
+needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
+
+
+@needs_torchft
+def test_its_modules_and_groups_are_refused() -> None:
+    import torchft
+
+    model = torchft.DistributedDataParallel(None, torch.nn.Linear(4, 4))
+    with pytest.raises(gw.ConfigError, match="is a process group of torchft, whose ranks come and"):
+        gw.attach(model)
+    with pytest.raises(gw.ConfigError, match="is a process group of torchft, whose ranks come and"):
+        gw.all_reduce(torch.ones(10), group=torchft.ProcessGroupGloo())
+
+
+@needs_torchft
+@pytest.mark.multiprocess
+def test_a_replica_group_dies_and_joins_again(tmp_path: Path) -> None:
+    with Groups(tmp_path) as groups:
+        options = "--groups", "3", "--steps", "5"
+        for replica in range(3):
+            groups.start(replica, *options, *(["--die"] if replica == 0 else []))
+        assert groups.end(0) == 1
+        groups.start(0, *options)
+        assert [groups.end(replica) for replica in range(3)] == [0, 0, 0], groups.told(1)
+        told = [groups.told(replica) for replica in range(3)]
+    assert len({re.findall(r"ends with (\S+)", text)[0] for text in told}) == 1  # the same weights
+    for text in told[1:]:
+        assert "TransportError" in text  # gradwire's: the step in which one died
+        assert "discarded" in text
+    for text in told:
+        assert re.findall(r"step \d+: (\d) groups", text)[-1] == "3"
+
+
+@needs_torchft
+@pytest.mark.multiprocess
+def test_attach_within_replica_groups() -> None:
+    import torchft_runs as ranks
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=60000)
+    with ThreadPoolExecutor(2) as pool:
+        groups = [
+            pool.submit(as_processes, 2, ranks.averages_between_groups, of, lighthouse.address())
+            for of in range(2)
+        ]
+        first, *others = [weights for group in groups for weights in group.result()]
+    lighthouse.shutdown()
+    assert all(torch.equal(weights, first) for weights in others)
