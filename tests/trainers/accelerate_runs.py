@@ -61,6 +61,14 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     exact(other.full_state_dict(), saved(folder))
     train(*again)
     assert torch.equal(flat(resumed), flat(model))
+    # One object in the checkpoint, whatever was attached before.
+    other.detach()
+    assert not other.attached
+    last = gw.accelerate.attach(again[0], resumed, CODEC, error_feedback=True)
+    again[0].load_state(str(folder / "state"))
+    exact(last.full_state_dict(), saved(folder))
+    error = caught(lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
+    assert "give the Accelerator first" in str(error)
     # A handle by itself would be rank 0's.
     accelerator.register_for_checkpointing(handle)
     error = caught(lambda: accelerator.save_state(str(folder / "wrong")))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from trained import (
@@ -66,13 +67,17 @@ class Logger(L.pytorch.loggers.logger.DummyLogger):
         self.logged.append((step, metrics))
 
 
-def fit(folder: Path, module: Any, epochs: int, resumes: Any = None, strategy: Any = "ddp") -> Any:
+def fit(
+    folder: Path, module: Any, epochs: int, resumes: Any = None, strategy: Any = "ddp",
+    accumulate: int = 1,
+) -> Any:  # fmt: skip
     callback = gw.lightning.GradwireCallback(CODEC, error_feedback=True)
     start, logger = AtStart(callback), Logger()
     trainer = L.Trainer(
         accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_epochs=epochs,
         callbacks=[callback, start], logger=logger, log_every_n_steps=2, default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accumulate_grad_batches=accumulate,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(data(), batch_size=4)  # Lightning adds the sampler
     trainer.fit(module, loader, ckpt_path=resumes)
@@ -153,5 +158,54 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
     assert "gw.lightning.state(handle)" in str(error)
     fabric.save(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(handle)})
     model, optimizer, again = made()
-    fabric.load(folder / "fabric.ckpt", {"model": model, "gradwire": gw.lightning.state(again)})
+    state = {"model": model, "gradwire": gw.lightning.state(again)}
+    gw.lightning.load(fabric, folder / "fabric.ckpt", state)
     exact(again.full_state_dict(), read(folder / "fabric.ckpt")["gradwire"])
+
+
+def fabric_loads_shards(rank: int, folder: Path) -> None:
+    """FSDP2's checkpoints put what was saved in the place of what is to load it."""
+    as_under_torchrun(rank)
+
+    def sharded(model: Any, mesh: Any) -> Any:
+        return torch.distributed.fsdp.fully_shard(model, mesh=mesh["data_parallel"])
+
+    fabric = L.Fabric(
+        accelerator="cpu", devices=2,
+        strategy=L.fabric.strategies.ModelParallelStrategy(
+            sharded, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+        ),
+    )  # fmt: skip
+    fabric.launch()
+
+    def made() -> dict[str, Any]:
+        model = fabric.setup(net())
+        handle = gw.attach(model, CODEC, error_feedback=True)
+        return {"model": model, "gradwire": gw.lightning.state(handle)}
+
+    state = made()
+    fabric.backward(state["model"](data()[rank::2]).square().mean())
+    compressed(state["gradwire"].handle)
+    fabric.save(folder / "fabric-shards", state)
+    state = made()
+    gradwire = state["gradwire"]
+    gw.lightning.load(fabric, folder / "fabric-shards", state)
+    assert state["gradwire"] is gradwire
+    exact(gradwire.handle.full_state_dict(), read(folder / "fabric-shards" / "meta.pt")["gradwire"])
+
+
+def batches_accumulate_and_a_checkpoint_may_lack_gradwire(rank: int, folder: Path) -> None:
+    """A step's numbers are logged once; residuals that are missing are told."""
+    as_under_torchrun(rank)
+    plain = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=1, logger=False,
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)
+    plain.fit(Module(), loader)
+    plain.save_checkpoint(folder / "plain.ckpt")
+    with pytest.warns(UserWarning, match="nothing of gradwire is there: residuals start at zero"):
+        _, _, _, logger = fit(folder, Module(), 3, folder / "plain.ckpt", accumulate=2)
+    steps = [step for step, found in logger.logged if "gradwire/ratio" in found]
+    assert steps == (sorted(set(steps)) if rank == 0 else [])

@@ -25,7 +25,13 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 def test_checkpoints_of_lightning_have_all_ranks(tmp_path: Path) -> None:
     import lightning_runs as ranks
 
-    both = [ranks.trains_and_resumes, ranks.shards_and_resumes, ranks.fabric_saves_all_ranks]
+    both = [
+        ranks.trains_and_resumes,
+        ranks.shards_and_resumes,
+        ranks.fabric_saves_all_ranks,
+        ranks.fabric_loads_shards,
+        ranks.batches_accumulate_and_a_checkpoint_may_lack_gradwire,
+    ]
     all_pass(2, both, tmp_path)
     all_pass(3, [ranks.resumes_on_three], tmp_path)
 

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -105,4 +106,8 @@ def a_checkpoint_without_gradwire_warns(rank: int, folder: Path) -> None:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=str(plain))
     assert any("residuals start at zero" in str(one.message) for one in caught)
+    with pytest.raises(gw.ConfigError, match="this trainer compresses already"):
+        gw.transformers.compress(trainer)
+    with pytest.raises(gw.ConfigError, match="give the Trainer"):
+        gw.transformers.compress(trainer.model)
     assert not start.full["ranks"][0]["aggregators"]

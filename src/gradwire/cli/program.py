@@ -26,12 +26,11 @@ OK, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 HELP = """Compressed communication for PyTorch training on slow networks.
 
-With --json FILE a command writes one JSON object per line to FILE. With --json - they go to
-standard output, and nothing else does; tables go to standard error then. Progress and remarks
+With --json FILE a command writes one JSON object per line to FILE. With --json - they go to \
+standard output, and nothing else does; tables go to standard error then. Progress and remarks \
 always go to standard error.
 
-Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted; 143
-terminated.
+Exit codes: 0 success; 1 the work began and failed; 2 wrong input; 130 interrupted; 143 terminated.
 """
 
 app = typer.Typer(name="gradwire", help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -29,6 +29,7 @@ from gradwire.engine.stream_driver import StreamDriver
 from gradwire.engine.tag_ranges import TagRanges
 from gradwire.engine.topology import RankInfo, Topology
 from gradwire.engine.watchdog import Watchdog
+from gradwire.engine.workers import ending
 from gradwire.errors import GradwireError, TransportError, in_global_ranks
 from gradwire.transport import Transport
 from gradwire.transport.link import OrderedLink
@@ -314,7 +315,7 @@ class Communicator:
             self._transport.fail(blamed)
         self.watchdog.tell_failure(error, blamed, None)
         error = self.watchdog.explained(error, blamed)
-        if not self.end(error):
+        if not self.end(error) or ending():
             return
         if isinstance(error, GradwireError):
             log.error("%s", self.error)
@@ -340,7 +341,8 @@ class Communicator:
     def fail_owner(self, owner: Owner, error: BaseException) -> None:
         """Break one owner because of a local error: peers end its rounds, and no others."""
         if self.end_owner(owner, error):
-            log.error("%s", owner.error)
+            if not ending():
+                log.error("%s", owner.error)
             self.watchdog.tell_failure(error, self.rank, owner)
 
     def end_owner(self, owner: Owner, error: BaseException) -> bool:

@@ -25,6 +25,11 @@ _IDLE_S = 5.0  # after which a thread ends
 Step = partial[None]
 
 
+def ending() -> bool:
+    """Whether this process is ending: what fails in the background then is of no use to anybody."""
+    return not threading.main_thread().is_alive()
+
+
 class Workers:
     """A pool of daemon threads, started on demand."""
 
@@ -73,7 +78,8 @@ class Workers:
             try:
                 task()
             except BaseException:
-                log.exception("gradwire: a task failed")
+                if not ending():
+                    log.exception("gradwire: a task failed")
             with self._lock:
                 self._idle += 1
                 self._lock.notify_all()

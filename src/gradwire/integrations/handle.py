@@ -292,6 +292,11 @@ class Handle(Saved):
         totals = on.totals() | on.facts()
         return on.metrics.read(totals, self._plan_now(), self._members, layers, every)
 
+    @property
+    def attached(self) -> bool:
+        """Whether gradients go through it: until `detach`."""
+        return self._reductions.installed
+
     def history(self) -> list[dict[str, Any]]:
         """What a policy and "auto" have decided so far, in order. Of each decision: step (passes
         until then), by (the policy's name, or "auto"), line (what was decided, and why), and what

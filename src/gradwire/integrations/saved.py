@@ -133,8 +133,8 @@ class Saved:
         - residuals: with e_i the residual of old rank i, new rank r takes N / M times the sum of
           e_i over i = r, r + N, r + 2 N, ... below M. So the sum of all residuals divided by the
           number of ranks is preserved, which is what later averages still have to receive. A rank
-          without an old rank starts at zero. A single rank, which has no error feedback, adds its
-          residual to its next gradient.
+          without an old rank starts at zero. A single rank under DDP, which has no error feedback,
+          adds its residual to its next gradient; a module without DDP drops it, with a warning.
         - between DDP and FSDP2, and between shardings, residuals move in the same way, since they
           are of whole parameters. Residuals of replicas (HSDP) load only into the same mesh.
         - with FSDP2 a rank's own shard is sent exactly: what a residual holds of it, from another

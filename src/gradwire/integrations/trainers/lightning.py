@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.aggregators.registry import Method
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.trainers.state import Compression
+from gradwire.integrations.trainers.state import Compression, warn_of_none
 
 try:
     from lightning.pytorch import Callback
@@ -39,7 +39,8 @@ class GradwireCallback(Callback):
 
     def __init__(self, codec: Method = "qsgd", **options: Any) -> None:
         self._compression = Compression(codec, options)
-        self._fits = False
+        self._fits = self._resumed = False
+        self._logged = 0  # the step
 
     @property
     def handle(self) -> Handle | None:
@@ -47,21 +48,27 @@ class GradwireCallback(Callback):
         return self._compression.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._fits = stage == "fit"
+        self._fits, self._resumed, self._logged = stage == "fit", False, 0
         if self._fits:
             self._compression.begin()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._compression.attach(trainer.strategy.model)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        handle = self.handle
+        if trainer.ckpt_path and handle is not None and handle.world_size > 1 and not self._resumed:
+            warn_of_none(trainer.ckpt_path)
+
     def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
-        every, handle = trainer.log_every_n_steps, self.handle
+        every, handle, step = trainer.log_every_n_steps, self.handle, trainer.global_step
         if handle is None or not (trainer.loggers and trainer.is_global_zero and every):
             return
-        if trainer.global_step % every == 0:
+        if step % every == 0 and step != self._logged:  # batches may be accumulated
+            self._logged = step
             found = {f"gradwire/{name}": value for name, value in handle.metrics().items()}
             for logger in trainer.loggers:
-                logger.log_metrics(found, step=trainer.global_step)
+                logger.log_metrics(found, step=step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._compression.detach()
@@ -71,6 +78,7 @@ class GradwireCallback(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self._fits:  # validate and test load callbacks, too
+            self._resumed = True
             self._compression.load_state_dict(state_dict)
 
 
@@ -79,8 +87,27 @@ def state(handle: Handle) -> Compression:
 
         handle = gw.attach(fabric_module, "qsgd:bits=4", error_feedback=True)
         fabric.save(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
-        fabric.load(path, {"model": fabric_module, "gradwire": gw.lightning.state(handle)})
+        gw.lightning.load(fabric, path, {"model": ..., "gradwire": gw.lightning.state(handle)})
 
-    `fabric.save` and `fabric.load` are called on every rank, as always.
+    Every rank saves and loads, as always.
     """
     return Compression(handle=handle)
+
+
+def load(fabric: Any, path: Any, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """`fabric.load`, which leaves out what `state` returned where checkpoints are sharded (FSDP2 by
+    ModelParallelStrategy).
+
+    Args:
+        path, state, options: as of `fabric.load`; what it returns is returned.
+
+    Raises:
+        ConfigError: as `Handle.load_state_dict`.
+    """
+    given = {key: one for key, one in state.items() if isinstance(one, Compression)}
+    rest: dict[str, Any] = fabric.load(path, state, **options)
+    for key, one in given.items():
+        if state[key] is not one:  # Fabric has put there what was saved
+            found, state[key] = state[key], one
+            one.load_state_dict(found)
+    return rest

@@ -7,6 +7,7 @@ every rank's `load_state_dict`; some do so before they have wrapped the model. A
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,11 @@ class Compression:
         self.detach()
         self.handle, self._loaded = None, {}
 
+    def anew(self, codec: Method, options: Mapping[str, Any]) -> None:
+        """Take other arguments; what the trainer's checkpoints have is this object's still."""
+        self.begin()
+        self._codec, self._options = codec, dict(options)
+
     def attach(self, model: torch.nn.Module) -> Handle:
         """Attach to what the trainer has wrapped, and load the state that came before.
 
@@ -85,6 +91,11 @@ class Compression:
             self._loaded = state
         else:
             self.handle.load_state_dict(state)
+
+
+def warn_of_none(path: str) -> None:
+    """Warn of a checkpoint, or its file, without gradwire's state."""
+    warnings.warn(f"{path}: nothing of gradwire is there: residuals start at zero", stacklevel=3)
 
 
 def _check_whole(handle: Handle) -> None:

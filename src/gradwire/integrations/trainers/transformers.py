@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import warnings
 from typing import Any
 
 import torch
 
 from gradwire.aggregators.registry import Method
+from gradwire.errors import ConfigError
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.trainers.state import Compression
+from gradwire.integrations.trainers.state import Compression, warn_of_none
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -56,7 +56,7 @@ class CompressionCallback(TrainerCallback):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._compression.load_state_dict(loaded)
         else:
-            warnings.warn(f"{path}: no such file: residuals start at zero", stacklevel=2)
+            warn_of_none(path)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.save_only_model:
@@ -87,8 +87,18 @@ def compress(trainer: Trainer, codec: Method = "qsgd", **options: Any) -> Compre
         The callback, whose `handle` is that of the present training.
 
     Raises:
-        ConfigError: as `gw.attach`, within `trainer.train`.
+        ConfigError: `trainer` is none, or compresses already. Within `trainer.train`: as
+            `gw.attach`.
     """
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(
+            f"gw.transformers.compress: trainer={trainer!r:.60}: give the Trainer, before its model"
+        )
+    if any(isinstance(one, CompressionCallback) for one in trainer.callback_handler.callbacks):
+        raise ConfigError(
+            "gw.transformers.compress: this trainer compresses already: call "
+            "trainer.remove_callback with what the first call returned, then this one again"
+        )
     callback = CompressionCallback(trainer, Compression(codec, options))
     trainer.add_callback(callback)
     train, signature = trainer.train, inspect.signature(trainer.train)
