@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from gradwire.engine import workers as workers_module
 from gradwire.engine.workers import Workers
 
 
@@ -27,3 +30,22 @@ def test_finish_waits_for_what_runs() -> None:
     assert done == [1]
     workers.run(goes_on.wait)  # on the idle thread
     assert workers.finish(60)
+
+
+def test_a_failing_task_is_logged_unless_the_process_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that is still prepared then may lose its threads: nobody waits for it."""
+
+    def task() -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    assert not workers_module.ending()
+    told = []
+    for ends in (False, True):
+        monkeypatch.setattr(workers_module, "ending", lambda ends=ends: ends)
+        workers = Workers()
+        workers.run(task)
+        assert workers.finish(60)
+        told.append(caplog.text.count("a task failed"))
+    assert told == [1, 1]
