@@ -7,6 +7,8 @@ every rank's `load_state_dict`; some do so before they have wrapped the model. A
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,24 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.attach import attach
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.wrapped import only_inside
+
+FILE = "gradwire.pt"  # in a checkpoint's folder
+
+
+def write(state: Mapping[str, Any], path: str) -> None:
+    """A reader finds the whole file, or none."""
+    torch.save(state, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def read(path: str) -> dict[str, Any]:
+    """What `write` wrote; {} and a warning without the file. It is mapped: each rank reads its
+    own part alone."""
+    if not os.path.exists(path):
+        warnings.warn(f"{path}: no such file: residuals start at zero", stacklevel=3)
+        return {}
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return found
 
 
 class Compression:
