@@ -99,7 +99,8 @@ def test_imports_run_one_way() -> None:
 
 def test_trainers_are_imported_on_use() -> None:
     """Their packages by integrations/trainers alone, and that by nothing but `gw.NAME`."""
-    packages = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
+    packages = {"lightning", "pytorch_lightning", "accelerate", "transformers", "ray", "keras"}
+    packages |= {"tensorflow"}
     home = SOURCE / "integrations" / "trainers"
     faults = []
     for path in FILES:

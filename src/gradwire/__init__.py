@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     from gradwire.integrations.probe import Probe, probe
     from gradwire.integrations.replan import Replan
     from gradwire.integrations.trainers import accelerate as accelerate
+    from gradwire.integrations.trainers import keras as keras
     from gradwire.integrations.trainers import lightning as lightning
+    from gradwire.integrations.trainers import ray as ray
     from gradwire.integrations.trainers import transformers as transformers
     from gradwire.integrations.triggers import Triggers
     from gradwire.lang import Codec
@@ -154,7 +156,7 @@ _HOMES = {
     "integrations.triggers": ("Triggers",),
 }
 # Modules that need a trainer's package; so neither `from gradwire import *` nor `dir` has them.
-_TRAINERS = ("accelerate", "lightning", "transformers")
+_TRAINERS = ("accelerate", "keras", "lightning", "ray", "transformers")
 
 
 if not TYPE_CHECKING:  # type checkers must still refuse a misspelled name

@@ -137,6 +137,9 @@ def _execute(block: Block, names: dict[str, Any], own: Path, where: str, ports: 
     path.write_text(block.text, "utf-8")
     linecache.checkcache()
     importlib.invalidate_caches()
+    # Ray's workers take over the environment, and have a store of their own.
+    if given.get("needs") == "ray":
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     try:
         if file is None:
             exec(compile(block.text, str(path), "exec"), names)
@@ -150,4 +153,6 @@ def _execute(block: Block, names: dict[str, Any], own: Path, where: str, ports: 
             return
         said = f"{type(error).__name__}: {error}"
         raise AssertionError(f"{where}: the block fails: {said}") from error
+    finally:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert "fails" not in given, f"{where}: the block does not raise {given['fails']}"

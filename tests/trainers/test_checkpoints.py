@@ -6,6 +6,8 @@ packages take seconds.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,3 +53,44 @@ def test_checkpoints_of_accelerate_have_all_ranks(tmp_path: Path) -> None:
 
     all_pass(2, [ranks.trains_and_resumes], tmp_path)
     all_pass(3, [ranks.resumes_on_three, ranks.a_part_of_the_ranks_is_refused], tmp_path)
+
+
+@needs("ray")
+@pytest.mark.timeout(600)
+def test_checkpoints_of_ray_have_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import ray_runs
+
+    found = [path for path in sys.path if path]  # workers import what this process does
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(found)}}
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env=environment)
+    try:
+        of_two = ray_runs.trains(2, tmp_path, "two")
+        ray_runs.trains(2, tmp_path, "two", resumes=True)
+        ray_runs.trains(3, tmp_path, "three", resumes=True, other=of_two)
+        ray_runs.trains(1, tmp_path, "one")
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_keras_averages_and_saves_all_ranks(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing := [name for name in ("keras", backend) if find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)} (gradwire[keras])")
+    import keras_runs as ranks
+
+    monkeypatch.setenv("KERAS_BACKEND", backend)  # of each process that imports Keras
+    both = [
+        ranks.averages_are_torchs,
+        ranks.trains_and_resumes,
+        ranks.odd_steps,
+        ranks.what_is_refused,
+    ]
+    all_pass(2, both + [ranks.tensorflow_alone] * (backend == "tensorflow"), tmp_path)
+    all_pass(3, [ranks.resumes_on_three], tmp_path)
+    all_pass(1, [ranks.alone])

@@ -11,6 +11,8 @@ import gradwire as gw
 TRAINERS = {
     "lightning": ["lightning", "lightning.pytorch", "pytorch_lightning"],
     "accelerate": ["accelerate"],
+    "keras": ["keras"],
+    "ray": ["ray", "ray.train"],
     "transformers": ["transformers"],
 }
 

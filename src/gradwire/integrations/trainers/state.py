@@ -7,6 +7,7 @@ every rank's `load_state_dict`; some do so before they have wrapped the model. A
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,29 @@ from gradwire.errors import ConfigError
 from gradwire.integrations.attach import attach
 from gradwire.integrations.handle import Handle
 from gradwire.integrations.wrapped import only_inside
+
+FILE = "gradwire.pt"  # in a checkpoint's folder
+
+
+def warn_of_none(path: str) -> None:
+    """Warn of a checkpoint, or a file, without gradwire's state."""
+    warnings.warn(f"{path}: nothing of gradwire is there: residuals start at zero", stacklevel=3)
+
+
+def write(state: Mapping[str, Any], path: str) -> None:
+    """A reader finds the whole file, or none."""
+    torch.save(state, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def read(path: str) -> dict[str, Any]:
+    """What `write` wrote; {} and a warning without the file. It is mapped: each rank reads its
+    own part alone."""
+    if not os.path.exists(path):
+        warn_of_none(path)
+        return {}
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return found
 
 
 class Compression:
@@ -91,11 +115,6 @@ class Compression:
             self._loaded = state
         else:
             self.handle.load_state_dict(state)
-
-
-def warn_of_none(path: str) -> None:
-    """Warn of a checkpoint, or its file, without gradwire's state."""
-    warnings.warn(f"{path}: nothing of gradwire is there: residuals start at zero", stacklevel=3)
 
 
 def _check_whole(handle: Handle) -> None:

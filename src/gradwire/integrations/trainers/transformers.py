@@ -12,12 +12,10 @@ import inspect
 import os
 from typing import Any
 
-import torch
-
 from gradwire.aggregators.registry import Method
 from gradwire.errors import ConfigError
 from gradwire.integrations.handle import Handle
-from gradwire.integrations.trainers.state import Compression, warn_of_none
+from gradwire.integrations.trainers.state import FILE, Compression, read, write
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -26,8 +24,6 @@ except ModuleNotFoundError as error:
     raise ImportError(
         f'gw.transformers needs Transformers ({error}): pip install "gradwire[transformers]"'
     ) from error
-
-FILE = "gradwire.pt"  # in a checkpoint's folder
 
 
 class CompressionCallback(TrainerCallback):
@@ -47,16 +43,8 @@ class CompressionCallback(TrainerCallback):
         self._compression.begin()
         folder = get_last_checkpoint(args.output_dir) if self.resumes is True else self.resumes
         if folder:
-            self._load(os.path.join(folder, FILE))
+            self._compression.load_state_dict(read(os.path.join(folder, FILE)))
         self._compression.attach(self._trainer.model_wrapped)
-
-    def _load(self, path: str) -> None:
-        if os.path.exists(path):
-            # Mapped, since a rank reads its own part alone.
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            self._compression.load_state_dict(loaded)
-        else:
-            warn_of_none(path)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.save_only_model:
@@ -65,9 +53,7 @@ class CompressionCallback(TrainerCallback):
         if found and args.should_save:
             folder = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             if os.path.isdir(folder):  # a trial of a hyperparameter search has another
-                path = os.path.join(folder, FILE)
-                torch.save(found, f"{path}.part")
-                os.replace(f"{path}.part", path)
+                write(found, os.path.join(folder, FILE))
         self._trainer.accelerator.wait_for_everyone()  # else a rank may resume from half of it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,0 +1,134 @@
+"""Gradients of Keras, on TensorFlow or PyTorch, as torch's tensors and back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gradwire.errors import ConfigError
+
+Average = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+class Crossing(Protocol):
+    """Between one of Keras' backends and torch."""
+
+    def check(self) -> None:
+        """Raise ConfigError where gradients cannot be averaged in the step that runs, or that is
+        traced."""
+        ...
+
+    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which the backend's compiler does not rewrite."""
+        ...
+
+    def device(self, gradients: Sequence[Any]) -> torch.device:
+        """Where `average` gets them."""
+        ...
+
+    def averaged(self, gradients: Sequence[Any], average: Average) -> Sequence[Any]:
+        """What `average` makes of them; that may overwrite its results when it is next called."""
+        ...
+
+
+class OfTorch:
+    """Nothing is copied."""
+
+    def check(self) -> None:
+        pass
+
+    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        disabled: Callable[..., Any] = torch.compiler.disable(function)
+        return disabled
+
+    def device(self, gradients: Sequence[torch.Tensor]) -> torch.device:
+        return gradients[0].device
+
+    def averaged(self, gradients: Sequence[torch.Tensor], average: Average) -> list[torch.Tensor]:
+        # Tensors of their own, that nobody else holds. Keras copies what it keeps of averages.
+        return average([gradient.detach() for gradient in gradients])
+
+
+class OfTensorFlow:
+    """Through numpy's arrays, on the CPU: TensorFlow copies gradients of a GPU to it and back.
+
+    Gradients are not copied, and averages once: TensorFlow takes an array as it is, as a tensor
+    that nobody may change.
+    """
+
+    def check(self) -> None:
+        import tensorflow as tf
+        from tensorflow.python.ops import control_flow_util
+
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ConfigError(
+                "gw.keras: XLA compiles this step, and cannot call gradwire: give model.compile, "
+                'or your tf.function, jit_compile=False (by default, "auto", it is on on a GPU)'
+            )
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise ConfigError(
+                f"gw.keras: {type(tf.distribute.get_strategy()).__name__} has several replicas in "
+                "this process: start a process per replica, without tf.distribute"
+            )
+
+    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        import tensorflow as tf
+
+        plain: Callable[..., Any] = tf.autograph.experimental.do_not_convert(function)
+        return plain
+
+    def device(self, gradients: Sequence[Any]) -> torch.device:
+        return torch.device("cpu")
+
+    def averaged(self, gradients: Sequence[Any], average: Average) -> Sequence[Any]:
+        import tensorflow as tf
+
+        def run(*arrays: np.ndarray) -> list[np.ndarray]:
+            with _with_subnormals():
+                found = average([_to_torch(array) for array in arrays])
+            return [
+                _to_numpy(one.clone(), array.dtype)
+                for one, array in zip(found, arrays, strict=True)
+            ]
+
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        found: Any = tf.numpy_function(run, dense, [gradient.dtype for gradient in dense])
+        if not isinstance(found, (list, tuple)):
+            found = [found]
+        for one, gradient in zip(found, dense, strict=True):
+            one.set_shape(gradient.shape)  # which a graph forgets
+        every: Sequence[Any] = found
+        return every
+
+
+@contextlib.contextmanager
+def _with_subnormals() -> Iterator[None]:
+    """TensorFlow's threads take subnormal numbers for zero, and threads made there do, too; other
+    ranks may decode the same payload in another thread, and would then have other averages."""
+    flushes = sys.float_info.min / 2 == 0.0
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushes)
+
+
+# torch does not know numpy's bfloat16, which is a package's.
+def _to_torch(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(dtype)
+    return tensor.numpy()
+
+
+CROSSINGS: dict[str, Crossing] = {"tensorflow": OfTensorFlow(), "torch": OfTorch()}
