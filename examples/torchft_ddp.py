@@ -37,7 +37,8 @@ class CompressedGloo(ProcessGroupGloo):
 
     def allreduce(self, tensors, opts):
         (tensor,) = tensors
-        summed = getattr(opts, "reduceOp", opts) == dist.ReduceOp.SUM  # the manager divides
+        # A sum: the manager divides.
+        summed = getattr(opts, "reduceOp", opts) == dist.ReduceOp.SUM
         if summed and tensor.dtype == torch.float32 and tensor.numel() >= self.smallest:
             future = gw.all_reduce(tensor, self.codec, group=self.parent, async_op=True)
         else:
@@ -46,7 +47,7 @@ class CompressedGloo(ProcessGroupGloo):
 
 
 class InFlight(dist._Work):
-    """An all-reduce. Errors are in its future alone, where torchft's manager takes them from."""
+    """An all-reduce whose errors are in its future alone: there the manager takes them."""
 
     def __init__(self, future):
         super().__init__()

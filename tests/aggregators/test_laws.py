@@ -104,8 +104,8 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
     "topk": (Compressed(TopK(density=0.05)),),
     "powersgd": (PowerSGD(2),),
     "artopk": (ARTopK(0.05, scope="layer"),),
-    "topkc": (TopKC(bits=4, chunk=16),),
-    "topkc permuted": (TopKC(bits=8, chunk=32, values="bf16", permuted=True),),
+    "topkc": (TopKC(bits=4, chunk=16, scope="layer"),),
+    "topkc permuted": (TopKC(8, 32, "bf16", permuted=True, scope="layer"),),
     "thc": (THC(chunk=64),),
     "thc full": (THC(bits=6, code=3, rotation="full", chunk=32),),
     "artopk by variance": (ARTopK(0.05, "variance", "layer", "fp32"),),
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
         PowerSGD(1),
         ARTopK(0.1, scope="layer"),
         Drawn(3),
-        TopKC(2, 32),
+        TopKC(2, 32, scope="layer"),
         THC(bits=5),
         Compressed(QSGD(bits=4)),
     ),
@@ -130,12 +130,12 @@ CASES: dict[str, tuple[Aggregator, ...]] = {
 
 
 WHOLE: dict[str, tuple[Aggregator, ...]] = {  # over all parameters at once
-    "topkc of a model": (TopKC(bits=4, chunk=16, scope="model"),),
-    "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True, scope="model"),),
+    "topkc of a model": (TopKC(bits=4, chunk=16),),
+    "topkc of a model permuted": (TopKC(bits=2, chunk=32, permuted=True),),
     "artopk of a model": (ARTopK(0.05),),
     "globaltopk": (GlobalTopK(0.05),),
     "some of a model": (
-        TopKC(bits=4, chunk=16, scope="model"),
+        TopKC(bits=4, chunk=16),
         PowerSGD(2),
         Compressed(QSGD(bits=4), scope="model"),
     ),
@@ -290,8 +290,8 @@ def test_of_equal_steps_no_residual_loses_what_16_bits_round_off(dtype: torch.dt
         **fine,
         "thc, full": THC(8, 4, "full", chunk=16),
         "powersgd": PowerSGD(2),
-        "topkc": TopKC(8, 16),
-        "topkc of a model": TopKC(8, 16, scope="model"),
+        "topkc": TopKC(8, 16, scope="layer"),
+        "topkc of a model": TopKC(8, 16),
         "artopk": ARTopK(0.3),
         "globaltopk": GlobalTopK(0.3),
     }

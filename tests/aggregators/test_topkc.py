@@ -108,7 +108,7 @@ def test_no_scale_is_too_large_or_too_small(ranks: int, algorithm: str) -> None:
     def body(comm: Communicator) -> list[list[torch.Tensor]]:
         found = []
         for scale in (1.0, 2.0**-60, 2.0**-20, 2.0**17, 2.0**48):
-            mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(8, 16)), algorithm=algorithm)
+            mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(8, 16, scope="layer")), algorithm=algorithm)
             averages = []
             for step in range(3):
                 given = [g * scale for g in drawn(SHAPES, comm.rank, step)]
@@ -129,7 +129,7 @@ def test_beyond_the_range_of_squares_nothing_is_lost() -> None:
     def body(comm: Communicator) -> list[tuple[torch.Tensor, ...]]:
         found = []
         for scale in (2.0**-95, 2.0**-80, 2.0**70, 2.0**110):
-            mine = Parameters(comm, [(40, 50)], ErrorFeedback(TopKC(8, 16)))
+            mine = Parameters(comm, [(40, 50)], ErrorFeedback(TopKC(8, 16, scope="layer")))
             given = drawn([(40, 50)], comm.rank, 0)[0] * scale
             average = mine.average([given])[0]
             found.append(tuple(t.view(-1) / scale for t in (given, average, mine.states()[0])))
@@ -159,7 +159,7 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
     def body(comm: Communicator) -> list[torch.Tensor]:
         pair = torch.zeros(2, chunk)
         pair[0, 0], pair[1, 1] = (3.0, 2.0) if comm.rank == 0 else (0.0, 2.0 * (comm.rank == 1))
-        mine = Parameters(comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk)))
+        mine = Parameters(comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk, scope="layer")))
         return mine.average([pair.view(-1), given(comm.rank)])
 
     pair, average = as_threads(ranks, body)[0]
@@ -174,7 +174,7 @@ def test_fp16_gradients_near_the_largest() -> None:
     """They neither overflow on the wire nor in the average, which saturates."""
 
     def body(comm: Communicator) -> None:
-        mine = Parameters(comm, [(40, 40)], ErrorFeedback(TopKC(2, 16)))
+        mine = Parameters(comm, [(40, 40)], ErrorFeedback(TopKC(2, 16, scope="layer")))
         for step in range(20):
             given = [g.clamp(-1, 1) * 60000 for g in drawn([(40, 40)], comm.rank, step)]
             average = mine.average([g.half() for g in given])[0]
@@ -197,7 +197,7 @@ def test_fp16_gradients_near_the_largest() -> None:
 def test_bytes_are_those_of_the_formula(ranks: int, options: tuple[Any, ...]) -> None:
     """Norms and chosen values, each all-reduced in chunks of whole blocks of 1024."""
     shape, numel = (640, 128), 81920
-    aggregator = TopKC(*options)
+    aggregator = TopKC(*options, scope="layer")
 
     def body(comm: Communicator) -> list[int]:
         mine = Parameters(comm, [shape], ErrorFeedback(aggregator))
@@ -222,7 +222,7 @@ def test_bytes_of_a_whole_model() -> None:
     """Norms of all parameters and the chosen chunks, padding included; no more than `bits`."""
     ranks = 3
     shapes: list[Shape] = [(640, 128), (100,), (26, 31), ()]
-    aggregator = TopKC(2, 64, scope="model")
+    aggregator = TopKC(2, 64)
     numels = [math.prod(shape) for shape in shapes]
 
     def body(comm: Communicator) -> list[int]:
@@ -278,7 +278,7 @@ def test_what_is_not_finite_travels_and_leaves_state_as_it_was(
 
     def body(comm: Communicator) -> None:
         for permuted in (False, True):
-            inner = TopKC(4, 16, permuted=permuted)
+            inner = TopKC(4, 16, permuted=permuted, scope="layer")
             mine = Parameters(comm, SHAPES, ErrorFeedback(inner))
             for step in range(2):
                 mine.average(drawn(SHAPES, comm.rank, step, dtype))
@@ -310,7 +310,7 @@ def test_permuting_loses_what_neighbours_share() -> None:
     def body(comm: Communicator) -> list[float]:
         errors = []
         for permuted in (False, True):
-            inner = TopKC(2, 64, permuted=permuted)
+            inner = TopKC(2, 64, permuted=permuted, scope="layer")
             mine = Parameters(comm, [shape], ErrorFeedback(inner))
             average = mine.average(given(comm.rank, 0))[0]
             mean = sum(given(r, 0)[0] for r in range(3)) / 3
@@ -386,4 +386,4 @@ def test_options_are_checked() -> None:
 def test_defaults_are_the_papers() -> None:
     assert [TopKC(bits).size for bits in (0.5, 2, 4, 8)] == [128, 64, 64, 64]
     assert str(TopKC()) == "topkc(bits=2, chunk=64)"
-    assert str(TopKC(scope="model")) == "topkc(bits=2, chunk=64, whole model)"
+    assert str(TopKC(scope="layer")) == "topkc(bits=2, chunk=64, by layer)"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 METHODS: dict[str, dict[str, Any]] = {
     "qsgd:bits=4": {},
     "powersgd:rank=2": {},
-    "topkc:bits=4:chunk=16": {},
+    "topkc:bits=4:chunk=16:scope=layer": {},
     "thc:bits=6:code=3:chunk=64": {},
     "artopk:density=0.05:scope=layer": {},
     "dgc:density=0.05:momentum=0.5:warmup=3": {},
@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "qsgd:bits=2:block=64": {"error_feedback": True},
     "thc:bits=6:code=3": {"error_feedback": True},
-    "topkc:bits=4:chunk=16:scope=model": {},
+    "topkc:bits=4:chunk=16": {},
     "artopk:density=0.05:leader=auto": {},
     "lwtopk:density=0.05": {},
     "artopk:density=0.05:leader=variance:scope=layer": {},

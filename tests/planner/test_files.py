@@ -32,7 +32,7 @@ def plan_of(codec: Any = "qsgd", **arguments: Any) -> Any:
 TEXTS = [
     *("none", "qsgd", "qsgd:bits=3", "qsgd:bits=4:block=64:rounding=nearest", "bf16"),
     *("topk:density=0.05", "qsgd:algorithm=ring", "powersgd:rank=2", "artopk:density=0.01"),
-    *("randomshift:bits=5", "topkc:scope=model", "thc:bits=5", "dgc:clip=1.0"),
+    *("randomshift:bits=5", "topkc:scope=layer", "thc:bits=5", "dgc:clip=1.0"),
 ]
 
 

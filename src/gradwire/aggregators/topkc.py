@@ -71,15 +71,16 @@ class TopKC(Aggregator):
         permuted: permute the values at random in each step, alike on all ranks, before they are
             cut. Neighbours then have nothing in common, so the error grows: this shows what
             TopKC owes to large values being close to each other (UTIL Table 2).
-        scope: what one choice of chunks is over: "layer", each parameter by itself; "model", all
-            parameters, in the order of their names, after the last bucket of backward.
+        scope: what one choice of chunks is over: "model", all parameters, in the order of their
+            names, after the last bucket of backward; "layer", each parameter by itself, as its
+            bucket comes, with several times the error.
     """
 
     bits: float = 2.0
     chunk: int | None = None
     values: str = "fp16"
     permuted: bool = False
-    scope: str = "layer"
+    scope: str = "model"
 
     feeds_back = True
     needs_feedback = True
@@ -175,7 +176,7 @@ class TopKC(Aggregator):
         how = f"bits={self.bits:g}, chunk={self.size}"
         how += f", values={self.values}" if self.values != "fp16" else ""
         how += ", permuted" if self.permuted else ""
-        return f"topkc({how}{', whole model' if self.scope == 'model' else ''})"
+        return f"topkc({how}{', by layer' if self.scope == 'layer' else ''})"
 
 
 class _Vector:

@@ -68,7 +68,7 @@ class OfTensorFlow:
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ConfigError(
                 "gw.keras: XLA compiles this step, and cannot call gradwire: give model.compile, "
-                'or your tf.function, jit_compile=False (by default, "auto", it is on on a GPU)'
+                'or your tf.function, jit_compile=False (the default, "auto", compiles on a GPU)'
             )
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise ConfigError(
