@@ -25,6 +25,7 @@ _EXTRAS = (
     ("bench train --task image", "bench", ("sklearn",)),
     ("policies bayes, flexible", "adapt", ("optuna", "pymoo")),
 )
+_TRAINERS = ("lightning", "accelerate", "transformers", "ray", "keras")  # extras and modules
 
 
 def _counted(count: int, word: str) -> str:
@@ -50,7 +51,7 @@ def examine() -> Iterator[dict[str, Any]]:
     rings = f"rings of up to {shm.ring_bytes_for(1) >> 10} KiB between ranks of one machine"
     yield _row("transport shm", reason is None, reason or rings)
     yield from _lab()
-    for part, extra, modules in _EXTRAS:
+    for part, extra, modules in (*_EXTRAS, *((f"gw.{one}", one, (one,)) for one in _TRAINERS)):
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         lacks = f'{" and ".join(missing)} not installed: pip install "gradwire[{extra}]"'
         yield _row(part, not missing, lacks if missing else ", ".join(modules))
