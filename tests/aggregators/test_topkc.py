@@ -108,7 +108,9 @@ def test_no_scale_is_too_large_or_too_small(ranks: int, algorithm: str) -> None:
     def body(comm: Communicator) -> list[list[torch.Tensor]]:
         found = []
         for scale in (1.0, 2.0**-60, 2.0**-20, 2.0**17, 2.0**48):
-            mine = Parameters(comm, SHAPES, ErrorFeedback(TopKC(8, 16, scope="layer")), algorithm=algorithm)
+            mine = Parameters(
+                comm, SHAPES, ErrorFeedback(TopKC(8, 16, scope="layer")), algorithm=algorithm
+            )
             averages = []
             for step in range(3):
                 given = [g * scale for g in drawn(SHAPES, comm.rank, step)]
@@ -159,7 +161,9 @@ def test_chunks_are_in_the_order_of_summed_squares() -> None:
     def body(comm: Communicator) -> list[torch.Tensor]:
         pair = torch.zeros(2, chunk)
         pair[0, 0], pair[1, 1] = (3.0, 2.0) if comm.rank == 0 else (0.0, 2.0 * (comm.rank == 1))
-        mine = Parameters(comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk, scope="layer")))
+        mine = Parameters(
+            comm, [(2 * chunk,), (chunk * count,)], ErrorFeedback(TopKC(9, chunk, scope="layer"))
+        )
         return mine.average([pair.view(-1), given(comm.rank)])
 
     pair, average = as_threads(ranks, body)[0]

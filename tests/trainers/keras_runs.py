@@ -199,7 +199,7 @@ def odd_steps(rank: int) -> None:
     replicas_alike(numbers(ours))
 
 
-def what_is_refused(rank: int) -> None:
+def what_is_refused(rank: int, folder: Path) -> None:
     import keras
 
     def told(body: Any) -> str:
@@ -215,6 +215,12 @@ def what_is_refused(rank: int) -> None:
     made, ours = [given(one) for one in gradients(rank, 0)], variables()
     scaling = keras.optimizers.LossScaleOptimizer(sgd())
     assert "LossScaleOptimizer" in told(lambda: scaling.apply(made, ours))
+    unlike = model()
+    unlike.optimizer = keras.optimizers.SGD()  # as that of a copied model
+    assert "model.optimizer does not average" in told(lambda: fit(unlike))
+    (folder / f"other{rank}").write_bytes(b"PK no checkpoint")
+    error = told(lambda: gw.keras.load(optimizer, folder / f"other{rank}"))
+    assert f"other{rank}: not a file that" in error
     momentum = gw.keras.DistributedOptimizer(keras.optimizers.SGD(momentum=0.9), "dgc")
     assert "momentum already" in told(lambda: momentum.apply(made, ours))
     wrapped, alike = model(), sgd()

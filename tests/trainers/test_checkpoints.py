@@ -7,6 +7,7 @@ packages take seconds.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,3 +95,23 @@ def test_keras_averages_and_saves_all_ranks(
     all_pass(2, both + [ranks.tensorflow_alone] * (backend == "tensorflow"), tmp_path)
     all_pass(3, [ranks.resumes_on_three], tmp_path)
     all_pass(1, [ranks.alone])
+
+
+BESIDE = """
+import sys
+import tensorflow
+import torch
+from gradwire.integrations.trainers.keras_gradients import CROSSINGS
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+with CROSSINGS["tensorflow"].attaching():
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+assert "torch._dynamo" in sys.modules
+assert "triton" not in sys.modules
+"""
+
+
+@needs("keras", "tensorflow", "triton")
+def test_ddp_is_made_beside_tensorflow() -> None:
+    """Whose LLVM, with triton's, ends the process."""
+    subprocess.run([sys.executable, "-c", BESIDE], check=True)

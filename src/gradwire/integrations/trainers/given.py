@@ -50,7 +50,9 @@ class _StandIn(torch.nn.Module):
     def __init__(self, like: Like, device: torch.device) -> None:
         super().__init__()
         for name, (shape, dtype) in like.items():
-            value = torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+            value = torch.zeros((), dtype=dtype, device=device)
+            one = all(length == 1 for length in shape)  # whose strides DDP compares with a bucket's
+            value = value.reshape(tuple(shape)) if one else value.expand(tuple(shape))
             self._parameters[name] = torch.nn.Parameter(value)  # a name may have dots
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -115,22 +115,45 @@ def load(optimizer: keras.optimizers.Optimizer, path: str | os.PathLike[str]) ->
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """For `model.fit`: at its start all ranks get rank 0's weights and variables of the optimizer.
-    Where averaging fails within a tf.function, fit raises that error, not TensorFlow's.
+    """For `model.fit`: at its start all ranks get rank 0's weights and variables of the model's
+    optimizers. Where averaging fails within a tf.function, fit raises that error, not
+    TensorFlow's.
 
     Raises:
-        ConfigError: at the start of fit: ranks have unlike variables.
+        ConfigError: at the start of fit: ranks have unlike variables, or an optimizer of the model
+            does not average.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        model, optimizer = self.model, self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        model, every = self.model, _optimizers(self.model)
+        averaging = [
+            _averaging(getattr(one, "inner_optimizer", one)) or _averaging(one)
+            for one in every.values()
+        ]
+        for name, found in zip(every, averaging, strict=True):
+            if found is None:
+                raise ConfigError(
+                    f"gw.keras.BroadcastCallback: model.{name} does not average: call "
+                    f"gw.keras.DistributedOptimizer(model.{name}, ...), also after loading or "
+                    "copying a model, which makes a new optimizer"
+                )
+        if len(every) == 1 and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
         if not is_alone():
-            _broadcast([*model.weights, *optimizer.variables])
-        averaging = _averaging(optimizer)
-        if averaging is not None and not isinstance(model.train_function, _Raising):
-            model.train_function = _Raising(model.train_function, averaging)
+            _broadcast([*model.weights, *(v for one in every.values() for v in one.variables)])
+        if not isinstance(model.train_function, _Raising):
+            watched = [one for one in averaging if one is not None]
+            model.train_function = _Raising(model.train_function, watched)
+
+
+def _optimizers(model: keras.Model) -> dict[str, Any]:
+    """By attribute: `optimizer`, and what a model with a train_step of its own has besides."""
+    every = {
+        name: value
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer)
+    }
+    return every or {"optimizer": model.optimizer}
 
 
 def _broadcast(variables: Sequence[Any]) -> None:
@@ -175,7 +198,8 @@ class _Averaging:
             shapes = [tuple(variable.shape) for variable in variables]
             dtypes = [getattr(torch, keras.backend.standardize_dtype(g.dtype)) for g in gradients]
             like = dict(zip(names, zip(shapes, dtypes, strict=True), strict=True))
-            self._model = self._attached(stand_in(like, crossing.device(gradients)))
+            with crossing.attaching():
+                self._model = self._attached(stand_in(like, crossing.device(gradients)))
             self._names = names
         elif names != self._names:
             changed = sorted(set(names) ^ set(self._names)) or ["their order"]
@@ -222,18 +246,22 @@ class _Averaging:
 class _Raising:
     """A function within which averaging may fail: it raises that error itself."""
 
-    def __init__(self, run: Callable[..., Any], averaging: _Averaging) -> None:
+    def __init__(self, run: Callable[..., Any], averaging: Sequence[_Averaging]) -> None:
         self._run, self._averaging = run, averaging
 
     def __call__(self, *args: Any) -> Any:
-        self._averaging.failure()
+        self._failure()
         try:
             return self._run(*args)
         except Exception as error:
-            cause = self._averaging.failure()
+            cause = self._failure()
             if cause is None or cause is error:
                 raise
             raise cause from error
+
+    def _failure(self) -> BaseException | None:
+        found = [one.failure() for one in self._averaging]
+        return next((failure for failure in found if failure is not None), None)
 
 
 def _averaging(optimizer: Any) -> _Averaging | None:

@@ -27,6 +27,10 @@ class Crossing(Protocol):
         """`function`, which the backend's compiler does not rewrite."""
         ...
 
+    def attaching(self) -> contextlib.AbstractContextManager[None]:
+        """Around what makes a DDP module."""
+        ...
+
     def device(self, gradients: Sequence[Any]) -> torch.device:
         """Where `average` gets them."""
         ...
@@ -45,6 +49,9 @@ class OfTorch:
     def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         disabled: Callable[..., Any] = torch.compiler.disable(function)
         return disabled
+
+    def attaching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def device(self, gradients: Sequence[torch.Tensor]) -> torch.device:
         return gradients[0].device
@@ -81,6 +88,19 @@ class OfTensorFlow:
 
         plain: Callable[..., Any] = tf.autograph.experimental.do_not_convert(function)
         return plain
+
+    @contextlib.contextmanager
+    def attaching(self) -> Iterator[None]:
+        """DDP loads triton where that is installed, and a second LLVM after TensorFlow's ends the
+        process."""
+        if "triton" in sys.modules:
+            yield
+            return
+        sys.modules["triton"] = None  # type: ignore[assignment]  # as if it were not installed
+        try:
+            yield
+        finally:
+            del sys.modules["triton"]
 
     def device(self, gradients: Sequence[Any]) -> torch.device:
         return torch.device("cpu")

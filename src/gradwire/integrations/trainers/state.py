@@ -8,6 +8,7 @@ every rank's `load_state_dict`; some do so before they have wrapped the model. A
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -36,12 +37,22 @@ def write(state: Mapping[str, Any], path: str) -> None:
 
 def read(path: str) -> dict[str, Any]:
     """What `write` wrote; {} and a warning without the file. It is mapped: each rank reads its
-    own part alone."""
+    own part alone.
+
+    Raises:
+        ConfigError: another program's file.
+    """
     if not os.path.exists(path):
         warn_of_none(path)
         return {}
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return found
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"{path}: not a file that gradwire wrote, or a damaged one: give the path of one that "
+            f"has the state of all ranks ({str(error).splitlines()[0]:.80})"
+        ) from error
+    return dict(found)
 
 
 class Compression:
