@@ -137,8 +137,9 @@ class BroadcastCallback(keras.callbacks.Callback):
                     f"gw.keras.DistributedOptimizer(model.{name}, ...), also after loading or "
                     "copying a model, which makes a new optimizer"
                 )
-        if len(every) == 1 and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        only = next(iter(every.values()))
+        if len(every) == 1 and not only.built:
+            only.build(model.trainable_variables)
         if not is_alone():
             _broadcast([*model.weights, *(v for one in every.values() for v in one.variables)])
         if not isinstance(model.train_function, _Raising):
