@@ -67,6 +67,12 @@ def trains_and_resumes(rank: int, folder: Path) -> None:
     last = gw.accelerate.attach(again[0], resumed, CODEC, error_feedback=True)
     again[0].load_state(str(folder / "state"))
     exact(last.full_state_dict(), saved(folder))
+    accelerator = again[0]
+    accelerator.free_memory()  # as a function of find_executable_batch_size begins
+    model = accelerator.prepare(net())
+    last = gw.accelerate.attach(accelerator, model, CODEC, error_feedback=True)
+    accelerator.load_state(str(folder / "state"))
+    exact(last.full_state_dict(), saved(folder))
     error = caught(lambda: gw.accelerate.attach(None, resumed))  # type: ignore[arg-type]
     assert "give the Accelerator first" in str(error)
     # A handle by itself would be rank 0's.
