@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gradwire.bench.baselines import FULL, Baselines
 from gradwire.bench.report import learning, planning
-from gradwire.bench.report.gain import Gain, Standing, of_summaries, times
+from gradwire.bench.report.gain import Gain, Standing, of_summaries
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lengths import length
 from gradwire.bench.report.quantities import (
@@ -34,6 +34,7 @@ from gradwire.bench.report.quantities import (
     rate,
     seconds,
     size,
+    times,
 )
 from gradwire.bench.report.rows import grouped, read, sort
 from gradwire.errors import ConfigError

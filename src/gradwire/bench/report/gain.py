@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Verdict, by_seeds, paired
-from gradwire.bench.report.quantities import DASH, digits, faster
+from gradwire.bench.report.quantities import DASH, faster
 from gradwire.bench.report.rows import grouped
 
 Times = Sequence[float | None]
@@ -56,11 +56,6 @@ class Gain:
         if self.standing is Standing.UNJUDGED and self.ratio is not None:
             return f"{faster(1.0, self.ratio)}, {self.standing.value}"
         return DASH if self.standing is Standing.UNKNOWN else self.standing.value
-
-
-def times(ratio: float) -> str:
-    """ "2.41×"."""
-    return f"{digits(ratio)}×"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import gain, heat, origin
 from gradwire.bench.report.gain import Gain, Standing
 from gradwire.bench.report.kinds import Row
-from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
+from gradwire.bench.report.parts import Figure, Question, Section, Table
 from gradwire.bench.report.quantities import DASH, faster, network, plural, rate
-from gradwire.bench.report.rows import grouped, run_of
+from gradwire.bench.report.rows import grouped, run_of, split
 
 _TITLE = "Where does compression pay, and where does it not?"
 _COLUMNS = 5  # of a figure
@@ -49,11 +49,7 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
 def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
     """The columns of each map: rows of one run on one network. Runs on different networks share a
     map; where two were on the same network, each run has its own."""
-    columns = [
-        mine
-        for mine in grouped(rows, "net", "composed", "run").values()
-        if any(row["row"] == "summary" for row in mine)
-    ]
+    columns = [mine for mine in grouped(rows, "net", "composed", "run").values() if split(mine)[0]]
     places = {(mine[0]["net"], mine[0].get("composed")) for mine in columns}
     if len(places) == len(columns):
         return [columns]
@@ -66,17 +62,13 @@ def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
 def _compared(runs: Runs) -> tuple[Runs, ByNet, list[str]]:
     """The columns from the slowest network on, with the gains and the name of each."""
     runs = sorted(runs, key=lambda run: rate(run[0]["net"]))
-    by_net = []
-    for run in runs:
-        summaries = [row for row in run if row["row"] == "summary"]
-        evaluations = [row for row in run if row["row"] == "evaluation"]
-        by_net.append(gain.of_summaries(summaries, evaluations))
+    by_net = [gain.of_summaries(*split(run)) for run in runs]
     return runs, by_net, [_name(run[0], runs) for run in runs]
 
 
 def _drawn(names: Sequence[str], by_net: ByNet, methods: Sequence[str] = ()) -> str:
     methods = methods or _methods(by_net)
-    rows = [heat.TileRow(name, [gains.get(name) for gains in by_net]) for name in methods]
+    rows = [(name, [gains.get(name) for gains in by_net]) for name in methods]
     return heat.tiles([_lines(name) for name in names], rows, _TITLE)
 
 
@@ -92,11 +84,11 @@ def _section(runs: Runs, among: Sequence[Row]) -> Section:
     for part in (places[at : at + _COLUMNS] for at in places[::_COLUMNS]):
         drawn = _drawn([names[at] for at in part], [by_net[at] for at in part], methods)
         questions.append(Question(_TITLE, _answers(names, by_net, part), Figure(_CAPTION, drawn)))
-    table = [
-        [Cell(name), *(Cell(gains[name].text if name in gains else DASH) for gains in by_net)]
+    cells = [
+        [name, *(gains[name].text if name in gains else DASH for gains in by_net)]
         for name in methods
     ]
-    shown = Question("The same as a table", table=Table(["method", *names], table))
+    shown = Question("The same as a table", table=Table(["method", *names], cells))
     first = runs[0][0]
     under = ", sharded" if first.get("sharded") else ""
     title = f"Training {first['task']}, {first['ranks']} ranks{under}: gain over 16 bit by network"

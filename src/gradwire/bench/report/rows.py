@@ -98,6 +98,15 @@ def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The summaries and the evaluations among rows of `bench train`."""
+    by: dict[str, list[Row]] = {"summary": [], "evaluation": []}
+    for row in rows:
+        if row["row"] in by:
+            by[row["row"]].append(row)
+    return by["summary"], by["evaluation"]
+
+
 def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:
     """(command, commit, date) of the run that a row is from, or that made its recording (`key` is
     `recorded`). All rows of a run share them, and other runs differ."""

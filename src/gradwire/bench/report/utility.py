@@ -16,7 +16,7 @@ from gradwire.bench.report import svg
 from gradwire.bench.report.gain import Gain, Standing, at_hand, judged, left_out
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
-from gradwire.bench.report.parts import Cell, Figure, Question, Table
+from gradwire.bench.report.parts import Figure, Question, Table
 from gradwire.bench.report.quantities import digits, plural, seconds
 from gradwire.bench.report.rows import grouped
 
@@ -55,7 +55,7 @@ def question(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Quest
         f"loss {digits(statistics.mean(target.losses.values()), 4)}, step {target.step}"
         for target in targets
     ]
-    table = [[Cell(name), *(Cell(at[name].text) for at in gains)] for name in whole]
+    cells = [[name, *(at[name].text for at in gains)] for name in whole]
     answers = [
         f"{name}: {_told([at[name] for at in gains])}."
         for name in whole
@@ -75,7 +75,7 @@ def question(evaluations: Sequence[Row], summaries: Sequence[Row] = ()) -> Quest
         "faster it is, if above 1. A line ends where a method does not reach the target."
     )
     figure = Figure(caption, _figure(targets, gains, reference))
-    return Question(TITLE, [*answers, *sorted(told)], figure, Table(headings, table))
+    return Question(TITLE, [*answers, *sorted(told)], figure, Table(headings, cells))
 
 
 def _runs(evaluations: Sequence[Row]) -> Runs:
