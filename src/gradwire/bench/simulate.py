@@ -31,12 +31,11 @@ SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments"
 
 
 @dataclass(frozen=True)
-class WantedCollectives:
+class Wanted:
     """The command line's request.
 
     Attributes:
-        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
-        algorithms: each is combined with each codec.
+        algorithms: each is combined with each codec or method.
         ranks, net, model, per_node, cores, backward: see gradwire.sim.Scenario.
         options: fields of gradwire.Options except the algorithm; None leaves the default.
         sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
@@ -46,7 +45,6 @@ class WantedCollectives:
         fresh: measure again.
     """
 
-    codecs: Sequence[str] = ("qsgd",)
     algorithms: Sequence[str] = ("sra",)
     ranks: int = 4
     net: str = "1gbit,1ms"
@@ -59,6 +57,32 @@ class WantedCollectives:
     threads: int = 1
     file: Path | None = None
     fresh: bool = False
+
+    def at(self, point: Point, algorithm: str) -> dict[str, Any]:
+        """What scenarios of both kinds have, at a point of the sweep."""
+        given = {key: one for key, one in self.options.items() if one is not None}
+        if point.name in ("segments", "partitions"):
+            given[point.name] = point.number(point.name, None, whole=True)
+        cores = point.number("cores", self.cores)
+        return {
+            "ranks": point.ranks(self.ranks),
+            "net": point.net(self.net),
+            "options": Options(algorithm=algorithm, **given),
+            "per_node": int(point.number("per_node", self.per_node, whole=True)),
+            "cores": math.inf if cores is None else cores,
+            "backward": point.number("backward", self.backward),
+        }
+
+
+@dataclass(frozen=True)
+class WantedCollectives(Wanted):
+    """The request for the collectives of a step.
+
+    Attributes:
+        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
+    """
+
+    codecs: Sequence[str] = ("qsgd",)
 
 
 @stamped
@@ -102,7 +126,7 @@ def known_curves(
     fresh: bool,
     advance: workers.Advance | None,
 ) -> Curves:
-    """The curves of these codecs; arguments as the fields of `WantedCollectives`.
+    """The curves of these codecs; arguments as the fields of `Wanted`.
 
     Raises:
         ConfigError: the file is not one of curves, or cannot be written.
@@ -127,23 +151,11 @@ def _scenario(wanted: WantedCollectives, text: str, algorithm: str, point: Point
         raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
     if "algorithm" in options:
         raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
-    net = point.net(wanted.net)
-    given = {key: one for key, one in wanted.options.items() if one is not None}
-    if point.name in ("segments", "partitions"):
-        given[point.name] = point.number(point.name, None, whole=True)
-    ranks = point.ranks(wanted.ranks)
-    per_node = point.number("per_node", wanted.per_node, whole=True)
-    cores = point.number("cores", wanted.cores)
     return Scenario(
-        ranks=ranks,
-        net=net,
         codec=codec_table.get(**options),
         model=wanted.model,
-        options=Options(algorithm=algorithm, **given),
         feedback=feedback,
-        per_node=int(per_node),
-        cores=math.inf if cores is None else cores,
-        backward=point.number("backward", wanted.backward),
+        **wanted.at(point, algorithm),
     )
 
 
