@@ -150,11 +150,28 @@ def _rows(
     todo.append(_in_turn(_Arrays.copy, sets, order))
     *seconds, copying = interleaved.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
-    for op, each in zip(OPS, seconds, strict=True):
-        limit = _moved(codec, op, made.layout, numel) / bandwidth
-        yield _row(codec, target, device, threads, numel, op, each, limit, bandwidth)
-    if target != "eager":
-        yield from _torch_topk(codec, sets, threads, quick)
+    measured = [
+        (target, op, each, _moved(codec, op, made.layout, numel), bandwidth)
+        for op, each in zip(OPS, seconds, strict=True)
+    ]
+    density = getattr(codec, "density", None)
+    if target != "eager" and density is not None:
+        measured.append(_torch_topk(density, sets, threads, quick))
+    for form, op, each, moved, rate in measured:
+        yield {
+            "codec": codec_table.name_of(codec),
+            "options": codec_table.options(codec),
+            "target": form,
+            "device": device,
+            "threads": threads,
+            "numel": numel,
+            "op": op,
+            "seconds": each,
+            "gbps": FLOAT * numel / each / 1e9,
+            "limit_seconds": moved / rate,
+            "of_limit": moved / rate / each,
+            "copy_gbps": rate / 1e9,
+        }
 
 
 @dataclass
@@ -216,12 +233,9 @@ def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
 
 
 def _torch_topk(
-    codec: Codec, sets: Sequence[_Arrays], threads: int, quick: bool
-) -> Iterator[dict[str, Any]]:
-    """The row of torch.topk and a gather, for codecs that keep a share of the values."""
-    density = getattr(codec, "density", None)
-    if density is None:
-        return
+    density: float, sets: Sequence[_Arrays], threads: int, quick: bool
+) -> tuple[str, str, float, int, float]:
+    """What torch.topk and a gather take: (target, op, seconds, bytes moved, bandwidth)."""
     numel, device = sets[0].values.numel(), sets[0].values.device.type
     k = max(1, int(density * numel))
 
@@ -234,33 +248,4 @@ def _torch_topk(
     order = itertools.cycle(range(len(sets)))
     todo = [_in_turn(encode, sets, order), _in_turn(_Arrays.copy, sets, order)]
     seconds, copying = interleaved.medians(todo, threads, target, quick)
-    bandwidth = 2 * FLOAT * numel / copying
-    limit = (FLOAT * numel + 6 * k) / bandwidth
-    yield _row(codec, "torch-topk", device, threads, numel, "encode", seconds, limit, bandwidth)
-
-
-def _row(
-    codec: Codec,
-    target: str,
-    device: str,
-    threads: int,
-    numel: int,
-    op: str,
-    seconds: float,
-    limit: float,
-    bandwidth: float,
-) -> dict[str, Any]:
-    return {
-        "codec": codec_table.name_of(codec),
-        "options": codec_table.options(codec),
-        "target": target,
-        "device": device,
-        "threads": threads,
-        "numel": numel,
-        "op": op,
-        "seconds": seconds,
-        "gbps": FLOAT * numel / seconds / 1e9,
-        "limit_seconds": limit,
-        "of_limit": limit / seconds,
-        "copy_gbps": bandwidth / 1e9,
-    }
+    return "torch-topk", "encode", seconds, FLOAT * numel + 6 * k, 2 * FLOAT * numel / copying
