@@ -103,7 +103,7 @@ def test_curves_reach_their_own_ends() -> None:
     rows = train_rows(losses=(3.0, 3.6), baseline=(3.0, 3.0))
     evaluations = [row for row in rows if row["row"] == "evaluation"]
     curve = learning.curves(evaluations)["gradwire-qsgd4"]
-    assert curve.steps == [0, 10, 20]
+    assert list(curve.steps) == [0, 10, 20]
     assert curve.loss[-1] == pytest.approx(3.3)
     assert (curve.low[-1], curve.high[-1]) == (3.0, 3.6)
     assert "fill-opacity" in learning.against_seconds(evaluations, None)

@@ -41,7 +41,7 @@ class WantedSharded(Wanted):
         blocking: see gradwire.sim.sharded.ShardedScenario.
     """
 
-    methods: Sequence[str] = sharded_methods.COMPARED
+    methods: Sequence[str] = ()
     forward: float | None = None
     blocking: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import gain, svg
@@ -53,19 +53,13 @@ def curves(evaluations: Sequence[Row]) -> dict[str, Curve]:
     finite, has no mean."""
     found = {}
     for (method,), mine in grouped(evaluations, "method").items():
-        seeds = len({row["seed"] for row in mine})
-        by_step = {step: rows for (step,), rows in grouped(mine, "step").items()}
-        steps = sorted(by_step)
-        at = [by_step[step] for step in steps]
-        losses = [[row["loss"] for row in rows] for rows in at]
-        whole = [None not in some and len(some) == seeds for some in losses]
-        found[method] = Curve(
-            steps,
-            [statistics.mean(row["seconds"] for row in rows) for rows in at],
-            [statistics.mean(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-            [min(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-            [max(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-        )
+        seeds, points = len({row["seed"] for row in mine}), []
+        for (step,), rows in sorted(grouped(mine, "step").items()):
+            losses = [row["loss"] for row in rows]
+            whole = None not in losses and len(losses) == seeds
+            of_seeds = [of(losses) if whole else None for of in (statistics.mean, min, max)]
+            points.append((step, statistics.mean(row["seconds"] for row in rows), *of_seeds))
+        found[method] = Curve(*zip(*points, strict=True))
     return found
 
 
@@ -82,18 +76,9 @@ def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> 
         x = curve.seconds if by_time else curve.steps
         points = [(a, b) for a, b in zip(x, curve.loss, strict=True) if b is not None]
         met = [point for point in points if target is not None and point[1] <= target]
-        drawn.append(
-            Line(
-                method,
-                strokes[method],
-                x,
-                curve.loss,
-                curve.low,
-                curve.high,
-                wide=method == full and not by_time,  # others lie on it
-                mark=met[0] if met and by_time else None,
-            )
-        )
+        wide, mark = method == full and not by_time, met[0] if met and by_time else None
+        line = Line(method, strokes[method], x, curve.loss, curve.low, curve.high)
+        drawn.append(replace(line, wide=wide, mark=mark))  # the others lie on a wide one
     axes = Axes(
         x="training time, s" if by_time else "step",
         y="validation loss, nats",

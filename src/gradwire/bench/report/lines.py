@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gradwire.bench.report import svg
 from gradwire.bench.report.quantities import short
@@ -52,7 +52,6 @@ class Axes:
 
 def lines(drawn: Sequence[Line], axes: Axes) -> str:
     """The figure, every line to its own end."""
-    drawn = [_positive(one, axes) for one in drawn]
     entries = [(svg.element("path", d="M0 0H22", **_look(one)), one.label) for one in drawn]
     if axes.rule is not None:
         entries.append((svg.line(0, 0, 22, 0, "rule"), axes.rule[1]))
@@ -89,20 +88,6 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
     return svg.figure(parts, bottom + 36, axes.title)
 
 
-def _positive(one: Line, axes: Axes) -> Line:
-    """Without what a logarithmic axis cannot show."""
-    if not axes.log_x and not axes.log_y:
-        return one
-
-    def shown(y: Values) -> Values:
-        above = [v if v is not None and (v > 0 or not axes.log_y) else None for v in y]
-        return [v for x, v in zip(one.x, above, strict=False) if x > 0 or not axes.log_x]
-
-    x = [x for x in one.x if x > 0 or not axes.log_x]
-    low, high = shown(one.low), shown(one.high)
-    return replace(one, x=x, y=shown(one.y), low=low, high=high, limit=shown(one.limit))
-
-
 def _look(one: Line) -> dict[str, object]:
     return {
         "fill": "none",
@@ -118,11 +103,11 @@ def _curve(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
     parts = []
     dotted = {"stroke_width": 1.2, "stroke_dasharray": "1.5 2.5"}
     for values, look in ((one.y, _look(one)), (one.limit, _look(one) | dotted)):
-        for run in _runs(one.x, values):
-            path = "M" + "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in run)
+        for run in _runs(one.x, values, across, up):
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
             parts.append(svg.element("path", d=path, **look))
             if len(run) == 1 and values is one.y:
-                parts.append(_dot(across(run[0][0]), up(run[0][1]), one.stroke.colour, 2.5))
+                parts.append(_dot(*run[0], one.stroke.colour, 2.5))
     if one.mark is not None:
         parts.append(_dot(across(one.mark[0]), up(one.mark[1]), one.stroke.colour, 4.5))
     return parts
@@ -130,14 +115,14 @@ def _curve(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
 
 def _band(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
     edges = [
-        (x, low, high)
+        (across(x), up(low), up(high))
         for x, low, high in zip(one.x, one.low, one.high, strict=False)
         if low is not None and high is not None and high > low
     ]
     if len(edges) < 2:
         return []
-    there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in edges]
-    back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(edges)]
+    there = [f"{x:.1f} {high:.1f}" for x, _, high in edges]
+    back = [f"{x:.1f} {low:.1f}" for x, low, _ in reversed(edges)]
     path = "M" + "L".join(there + back) + "Z"
     return [svg.element("path", d=path, fill=one.stroke.colour, fill_opacity=0.22)]
 
@@ -148,12 +133,14 @@ def _dot(x: float, y: float, colour: str, radius: float) -> str:
     )
 
 
-def _runs(xs: Sequence[float], ys: Values) -> list[list[tuple[float, float]]]:
-    """The points, in runs without a gap."""
+def _runs(
+    xs: Sequence[float], ys: Values, across: svg.Scale, up: svg.Scale
+) -> list[list[tuple[float, float]]]:
+    """The places of the points, in runs without a gap; a gap is what the axes cannot show, too."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(xs, ys, strict=False):
-        if y is None:
+        if y is None or (across.log and x <= 0) or (up.log and y <= 0):
             runs.append([])
         else:
-            runs[-1].append((x, y))
+            runs[-1].append((across(x), up(y)))
     return [run for run in runs if run]
