@@ -139,7 +139,7 @@ def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     timed_methods = [_TimedMethod(name, config.numel) for name in config.methods]
-    gradient = gradient_of(rank, config.numel)
+    gradient = _gradient_of(rank, config.numel)
     turns = _WARM_UP + config.rounds
     for turn in range(turns):
         progress(f"turns of {', '.join(config.methods)}", turn, turns)
@@ -147,7 +147,7 @@ def measure(config: Config, progress: workers.Advance) -> list[dict[str, Any]]:
             if len(timed_methods) > 1:
                 timed_method.step(gradient, counts=False)
             timed_method.step(gradient, counts=turn >= _WARM_UP)
-    parts = [gradient_of(r, config.numel)[:_SAMPLE].double() for r in range(world_size)]
+    parts = [_gradient_of(r, config.numel)[:_SAMPLE].double() for r in range(world_size)]
     expected = torch.stack(parts).mean(0)
     return [timed_method.row(expected, config.per_node) for timed_method in timed_methods]
 
@@ -220,11 +220,13 @@ class _TimedMethod:
         found = weight.grad.view(-1)[: expected.numel()].double()
         ours = self.method.kind == "gradwire"
         algorithm = str(self.method.options.get("algorithm", "sra")) if ours else "ring"
+        transport = communicator().transport if ours else None
+        named = transport.name if isinstance(transport, Mixed) else type(transport).__name__
         reductions = 2 if self.method.kind == "torch_powersgd" else 1
         return {
             "method": self.name,
             "algorithm": algorithm,
-            "transport": _transport() if ours else "gloo",
+            "transport": named if ours else "gloo",
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "seconds_quartiles": quartiles(self.seconds),
@@ -251,13 +253,7 @@ def _link_bytes() -> int:
     return int(lines[0][1].split()[8]) if lines else 0
 
 
-def _transport() -> str:
-    """The name of gradwire's transport."""
-    transport = communicator().transport
-    return transport.name if isinstance(transport, Mixed) else type(transport).__name__
-
-
-def gradient_of(rank: int, numel: int) -> torch.Tensor:
+def _gradient_of(rank: int, numel: int) -> torch.Tensor:
     """The gradient of `rank`: normal values, with a scale that varies as between layers."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
     return values.mul_(torch.linspace(0.1, 1.0, numel))

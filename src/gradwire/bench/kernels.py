@@ -87,7 +87,8 @@ def run(
         if reason is not None:
             raise ConfigError(f"device 'cuda': {reason}")
         threads = (1,)
-    chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
+    given = [methods.parse(f"gradwire:{name}").options for name in codecs or codec_table.REGISTRY]
+    chosen = [codec_table.get(**dict[str, Any](options)) for options in given]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
     if numel is not None and device == "cpu":
@@ -115,11 +116,6 @@ def check_threads(count: int) -> None:
         raise ConfigError(f"--threads {count}: a kernel has 1 or more")
     if count > max(os.cpu_count() or 1, _MOST_THREADS):
         raise ConfigError(f"--threads {count}: this machine has {os.cpu_count()} cores")
-
-
-def _parse(name: str) -> Codec:
-    options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
-    return codec_table.get(**options)
 
 
 def _rows(

@@ -7,11 +7,10 @@ curves), and sweep and value where a parameter was swept. docs/reference/simulat
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +169,10 @@ def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
         raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")
     if not file.parent.is_dir():
         raise ConfigError(f"--plot {file}: not a file in an existing folder")
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        from gradwire.bench import sim_plot
+    except ModuleNotFoundError as error:
         raise ConfigError(
             '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
-        )
-    drawn = importlib.import_module("gradwire.bench.sim_plot")
-    return lambda rows: drawn.draw(rows, file)
+        ) from error
+    return partial(sim_plot.draw, file=file)

@@ -46,7 +46,7 @@ def _examination(rows: Sequence[Row]) -> Section:
     elif told:
         questions.append(Question(_PAYS, told))
     if parts:
-        shown = table(parts, "part | there = available | {none} = detail", none="")
+        shown = table(parts, "part | there = available | detail")
         questions.append(Question("What is there?", table=shown))
     return Section("Examination of this machine and network", (), questions)
 

@@ -74,22 +74,17 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[float]:
         """Round values within the scale, `most` at most."""
-        if self.log:
-            return self._powers(most)
-        step = _round_up((self.high - self.low) / most)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [place * step for place in range(first, last + 1)]
-
-    def _powers(self, most: int) -> list[float]:
-        first, last = (
-            math.ceil(math.log10(self.low) - 1e-9),
-            math.floor(math.log10(self.high) + 1e-9),
-        )
+        low, high = self.low, self.high
+        if not self.log:
+            step = _round_up((high - low) / most)
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            return [place * step for place in range(first, last + 1)]
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
         if last - first < 2:  # less than two decades: 1, 2, 5 of each
             found = [m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)]
-            found = [v for v in found if self.low <= v * (1 + 1e-9) and v <= self.high * (1 + 1e-9)]
-            return found if len(found) >= 2 else [self.low, self.high]
+            found = [v for v in found if low <= v * (1 + 1e-9) and v <= high * (1 + 1e-9)]
+            return found if len(found) >= 2 else [low, high]
         every = math.ceil((last - first + 1) / most)
         return [10.0**power for power in range(first, last + 1, every)]
 
