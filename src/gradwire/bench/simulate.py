@@ -30,7 +30,7 @@ SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedStep:
     """The command line's request.
 
     Attributes:
@@ -74,7 +74,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class WantedCollectives(Wanted):
+class WantedCollectives(WantedStep):
     """The request for the collectives of a step.
 
     Attributes:
@@ -104,8 +104,6 @@ def run(
         for algorithm in wanted.algorithms
         for scenario in [_scenario(wanted, text, algorithm, point)]
     ]
-    if not points:
-        raise ConfigError("nothing to simulate: name a codec and an algorithm")
     needed = [scenario.codec for *_, scenario in points]
     known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
     for point, text, scenario in points:
@@ -125,7 +123,7 @@ def known_curves(
     fresh: bool,
     advance: workers.Advance | None,
 ) -> Curves:
-    """The curves of these codecs; arguments as the fields of `Wanted`.
+    """The curves of these codecs; arguments as the fields of `WantedStep`.
 
     Raises:
         ConfigError: the file is not one of curves, or cannot be written.

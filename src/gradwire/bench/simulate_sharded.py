@@ -18,7 +18,7 @@ from gradwire.bench.kernels import check_threads
 from gradwire.bench.provenance import stamped
 from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.bench.sim_sweep import Point
-from gradwire.bench.simulate import Wanted, known_curves
+from gradwire.bench.simulate import WantedStep, known_curves
 from gradwire.codecs import Identity
 from gradwire.errors import ConfigError
 from gradwire.planner import WeightRules
@@ -32,7 +32,7 @@ _WIDTHS = {"fp32": Torch(4), "fp16": Torch(2), "bf16": Torch(2)}
 
 
 @dataclass(frozen=True)
-class WantedSharded(Wanted):
+class WantedSharded(WantedStep):
     """The request for a step under FSDP2.
 
     Attributes:
@@ -66,8 +66,6 @@ def run(wanted: WantedSharded, advance: workers.Advance | None = None) -> Iterat
         for method in found
         for algorithm in (wanted.algorithms if method.ours else wanted.algorithms[:1])
     ]
-    if not points:
-        raise ConfigError("nothing to simulate: name a method and an algorithm")
     needed = dict.fromkeys(
         codec for *_, one in points for codec in codecs_of(one.groups, one.weights, one.gradients)
     )
