@@ -24,18 +24,22 @@ from gradwire.bench.report.quantities import (
 )
 
 _TIME = "How long does a step take, and where does it go?"
-_PARTS = "What happens in a step's time?"
 _BYTES = "How many bytes are sent?"
 _UNKNOWN = "not known"
 
 
 def times(summaries: Sequence[Row]) -> Question:
-    """Median step, its quartiles, and how much of it is computing."""
+    """Median step, its quartiles, and its parts; what no row carries is said to be not known."""
     baselines = Baselines.of_rows(summaries)
     baseline = baselines.best(summaries, "step_seconds")
-    drawn, shown, answers = [], [], []
+    drawn, shown, answers, spent = [], [], [], []
     for row in summaries:
-        whole, exposed = row["step_seconds"], _exposed(row)
+        whole, computing, kernels = (
+            row.get(key) for key in ("step_seconds", "ideal_step_seconds", "kernel_seconds")
+        )
+        exposed = None
+        if whole is not None and computing is not None:
+            exposed = max(0.0, whole - computing)
         middle = spread_of(row, "step_seconds_quartiles")
         if whole is not None:
             parts = [whole] if exposed is None else [whole - exposed, exposed]
@@ -43,8 +47,21 @@ def times(summaries: Sequence[Row]) -> Question:
         told, cell = _against(row, baseline)
         if told and row["method"] != baselines.full:
             answers.append(f"A step of {row['method']} is {told}.")
-        half = reach(middle or (), seconds, "not recorded")
-        shown.append({**row, "half": half, "exposed": seconds(exposed), "against": cell})
+        if kernels is not None and whole:
+            spent.append(
+                f"{row['method']} spends {seconds(kernels)} of a step in its kernels, "
+                f"{percent_of(kernels / whole)} of the step's time."
+            )
+        shown.append({
+            **row, "half": reach(middle or (), seconds, "not recorded"), "against": cell,
+            "exposed": seconds(exposed), "kernels": _known(kernels), "wire": _wire(row),
+            "waiting": _known(row.get("exposed_seconds")),
+        })  # fmt: skip
+    spent.append(
+        "Parts overlap and do not add up. Kernels are encoding, merging and decoding together, "
+        "with checksums; no benchmark times encoding and decoding apart. The wire is what the "
+        "bytes take at the network's rate, by calculation; all else is measured."
+    )
     caption = (
         "Median step of rank 0. Computing is a step without communication, measured at the end of "
         "the same run; the rest is communication that computing does not hide. "
@@ -54,10 +71,22 @@ def times(summaries: Sequence[Row]) -> Question:
     figure = Figure(caption, bars(drawn, "per step", _TIME, names)) if drawn else None
     columns = (
         "method | step = step_seconds | middle half = half | computing = ideal_step_seconds | "
-        "exposed | against {name} = against"
+        "exposed | waiting after backward = waiting | kernels | wire at full rate = wire | "
+        "against {name} = against"
     )
     name = baselines.against(baseline)
-    return Question(_TIME, answers, figure, table(shown, columns, name=name))
+    return Question(_TIME, [*answers, *spent], figure, table(shown, columns, name=name))
+
+
+def _known(value: float | None) -> str:
+    return _UNKNOWN if value is None else seconds(value)
+
+
+def _wire(row: Row) -> str:
+    bits, sent = rate(row["net"]), per_step(row, "wire_bytes")
+    if sent is None:
+        return _UNKNOWN
+    return seconds(8 * sent / bits) if bits and math.isfinite(bits) else "no network"
 
 
 def _against(row: Row, baseline: Row | None) -> tuple[str, str]:
@@ -77,46 +106,6 @@ def _against(row: Row, baseline: Row | None) -> tuple[str, str]:
         Verdict.NOISE: (near, "about as fast"),
         Verdict.UNKNOWN: (unknown, f"{compared}, {verdict.value}"),
     }[verdict]
-
-
-def _exposed(row: Row) -> float | None:
-    """Seconds of a step that are not computing."""
-    if row["step_seconds"] is None or row["ideal_step_seconds"] is None:
-        return None
-    return max(0.0, float(row["step_seconds"]) - float(row["ideal_step_seconds"]))
-
-
-def parts(summaries: Sequence[Row]) -> Question:
-    """Computing, kernels, the wire, and exposed communication; what no row carries is said to be
-    not known."""
-    shown, answers = [], []
-    for row in summaries:
-        kernels, bits = row.get("kernel_seconds"), rate(row["net"])
-        sent = per_step(row, "wire_bytes")
-        if kernels is not None and row["step_seconds"]:
-            answers.append(
-                f"{row['method']} spends {seconds(kernels)} of a step in its kernels, "
-                f"{percent_of(kernels / row['step_seconds'])} of the step's time."
-            )
-        known = {
-            "computing": row["ideal_step_seconds"], "kernels": kernels, "exposed": _exposed(row),
-            "waiting": row.get("exposed_seconds"),
-        }  # fmt: skip
-        told = {key: _UNKNOWN if time is None else seconds(time) for key, time in known.items()}
-        wire = _UNKNOWN
-        if sent is not None:
-            wire = seconds(8 * sent / bits) if bits and math.isfinite(bits) else "no network"
-        shown.append({"method": row["method"], **told, "wire": wire})
-    answers.append(
-        "Parts overlap and do not add up. Kernels are encoding, merging and decoding together, "
-        "with checksums; no benchmark times encoding and decoding apart. The wire is what the "
-        "bytes take at the network's rate, by calculation; all else is measured."
-    )
-    columns = (
-        "method | computing | kernels | wire at full rate = wire | "
-        "exposed: step less computing = exposed | waiting after backward = waiting"
-    )
-    return Question(_PARTS, answers, table=table(shown, columns))
 
 
 def sent(summaries: Sequence[Row]) -> Question:

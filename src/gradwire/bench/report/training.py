@@ -95,7 +95,7 @@ def _section(rows: Sequence[Row], among: Sequence[Row]) -> Section:
         learning.what_is_learned(trained, summaries),
     ]
     if summaries:
-        questions += [steps.times(summaries), steps.parts(summaries), steps.sent(summaries)]
+        questions += [steps.times(summaries), steps.sent(summaries)]
     title = f"Training {first['task']}, {first['ranks']} ranks"
     return Section(title + (", sharded" if first.get("sharded") else ""), told, questions)
 
