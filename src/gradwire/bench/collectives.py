@@ -199,17 +199,16 @@ class _TimedMethod:
 
             self.model.register_comm_hook(None, default_hooks.allreduce_hook)
         self.seconds: list[float] = []
-        self.sent: list[int] = []
-        self.link_sent: list[int] = []
+        self.sent = self.link_sent = 0  # in the last step
         self.steps = 0
 
     def step(self, gradient: torch.Tensor, counts: bool) -> None:
         self.model.zero_grad(set_to_none=False)
-        before = _link_bytes()
+        sent, on_link = self.applied.traffic(self.steps).wire_bytes, _link_bytes()
         self.model(gradient).backward()
         self.steps += 1
-        self.sent.append(self.applied.traffic(self.steps).wire_bytes)
-        self.link_sent.append(_link_bytes() - before)
+        self.sent = self.applied.traffic(self.steps).wire_bytes - sent
+        self.link_sent = _link_bytes() - on_link
         slowest = torch.tensor(self.model.seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if counts:
@@ -230,8 +229,8 @@ class _TimedMethod:
             "numel": weight.numel(),
             "seconds": statistics.median(self.seconds),
             "seconds_quartiles": quartiles(self.seconds),
-            "wire_bytes": self.sent[-1] - self.sent[-2],
-            "link_bytes": self.link_sent[-1] if per_node > 1 else self.sent[-1] - self.sent[-2],
+            "wire_bytes": self.sent,
+            "link_bytes": self.link_sent if per_node > 1 else self.sent,
             "rounds": reductions * _rounds(algorithm, per_node),
             "nmse": float((found - expected).square().sum() / expected.square().sum()),
         }

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -137,7 +136,7 @@ def _rows(
             factor=1 / ranks, mark=mark,
         )  # fmt: skip
 
-    sets = [_Arrays.of(made.layout, numel, device, seed) for seed in range(_sets(numel))]
+    sets = [_Arrays(made.layout, numel, device, seed) for seed in range(_sets(numel))]
     for arrays in sets:
         run("encode", arrays.rows("encode"))
         arrays.peers = arrays.payload.repeat(PEERS)
@@ -170,21 +169,16 @@ def _rows(
         }
 
 
-@dataclass
 class _Arrays:
     """The arrays that kernels, and the copy, read and write."""
 
-    values: torch.Tensor
-    result: torch.Tensor  # decoded values, so that `values` is the same for every op
-    residual: torch.Tensor
-    payload: torch.Tensor
-    peers: torch.Tensor  # the payloads of PEERS peers
-
-    @classmethod
-    def of(cls, layout: Layout, numel: int, device: str, seed: int) -> _Arrays:
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
-        payload = torch.zeros(layout.nbytes(numel), dtype=torch.uint8, device=device)
-        return cls(values, torch.zeros_like(values), torch.zeros_like(values), payload, payload)
+    def __init__(self, layout: Layout, numel: int, device: str, seed: int) -> None:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        self.values = values.to(device)
+        self.result = torch.zeros_like(self.values)  # decoded: `values` are the same for every op
+        self.residual = torch.zeros_like(self.values)
+        self.payload = torch.zeros(layout.nbytes(numel), dtype=torch.uint8, device=device)
+        self.peers = self.payload  # the payloads of PEERS peers
 
     def rows(self, op: str) -> np.ndarray:
         rows = np.zeros(1, ROW)
