@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gradwire.bench.baselines import FULL, Baselines
 from gradwire.bench.report import learning, planning
-from gradwire.bench.report.gain import Gain, Standing, of_summaries, times
+from gradwire.bench.report.gain import Gain, Standing, of_summaries
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lengths import length
 from gradwire.bench.report.quantities import (
@@ -34,8 +34,9 @@ from gradwire.bench.report.quantities import (
     rate,
     seconds,
     size,
+    times,
 )
-from gradwire.bench.report.rows import grouped, read, sort
+from gradwire.bench.report.rows import grouped, read, sort, split
 from gradwire.errors import ConfigError
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -43,8 +44,6 @@ GAINS_LEGEND = (
     "A number is the gain. Bold: faster than the best 16-bit baseline (*1*); plain: within noise, "
     "or too few seeds to judge."
 )
-NO_COMMIT = "no git checkout"
-HEADINGS = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
 
 
 def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) -> str:
@@ -57,8 +56,9 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
     made = []
     # A method is compared with the baselines of its own run, not with those of another's seeds.
     for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
-        lines = _grid(mine) if gains else _lines(mine)
-        if lines:
+        runs = _runs(mine)
+        if runs:
+            lines = _grid(runs) if gains else _lines(runs)
             made.append("\n".join([_about(mine), "", *lines, "", *_commands(mine)]))
     if not made:
         which = "" if task is None else f" of the task {task!r}"
@@ -74,24 +74,20 @@ def steps(rows: Iterable[Row], task: str | None = None) -> str:
         ConfigError: no row is a summary of `bench train`, or none is of this task.
     """
     trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
-    runs = _runs(trained)
-    if not runs:
+    columns = [split(run)[0] for run in _runs(trained)]
+    if not columns:
         raise ConfigError("there are no summary rows of `gradwire bench train`")
-    bars = [Baselines.of_rows(run).best(_summaries(run), "step_seconds") for run in runs]
-    heads = ["method", "sent per step", *(network(run[0]["net"]) for run in runs)]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for first in _summaries(runs[0]):
-        cells = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
-        for run, bar in zip(runs, bars, strict=True):
-            mine = next((r for r in _summaries(run) if r["method"] == first["method"]), None)
-            cells.append(DASH if mine is None else _step(mine, bar))
-        lines.append(_line(cells))
-    return "\n".join([*lines, "", *_commands(trained)])
-
-
-def _step(row: Row, bar: Row | None) -> str:
-    over = "" if bar is None else f" ({row['step_seconds'] / bar['step_seconds']:.2f})"
-    return seconds(row["step_seconds"]) + over
+    heads = ["method", "sent per step", *(network(summaries[0]["net"]) for summaries in columns)]
+    cells = []
+    for first in columns[0]:
+        line = [f"`{first['method']}`", size(first.get("wire_bytes_per_step"))]
+        for summaries in columns:
+            bar = Baselines.of_rows(summaries).best(summaries, "step_seconds")
+            mine = next((r for r in summaries if r["method"] == first["method"]), None)
+            took = mine and mine["step_seconds"]
+            line.append(_beside(took, bar and bar["step_seconds"]))
+        cells.append(line)
+    return "\n".join([*_table(heads, cells), "", *_commands(trained)])
 
 
 def choices(rows: Iterable[Row]) -> str:
@@ -100,22 +96,17 @@ def choices(rows: Iterable[Row]) -> str:
     Raises:
         ConfigError: there are none.
     """
-    found = sort(rows)["bench planner"]
-    if not found:
-        raise ConfigError("there are no rows of `gradwire bench planner`")
+    found = _of_kind(rows, "bench planner")
     heads = ["network", "gradient", "choice", "took", "expected", "off by", "fastest", "ratio"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
+    cells = []
     for (net,), mine in grouped(found, "net").items():
-        named = network(str(net))
-        for row in mine:
-            off = percent(1 + row["error"])
-            cells = [named, size(row["nbytes"]), f"`{row['method']}` by {row['algorithm']}"]
-            cells += [seconds(row["seconds"]), seconds(row["expected_seconds"])]
-            cells += [off if abs(row["error"]) <= planning.TRUE else f"**{off}**"]
-            cells += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
-            lines.append(_line(cells))
-            named = ""
-    return "\n".join([*lines, "", *_commands(found)])
+        for at, row in enumerate(mine):
+            line = [network(net) if at == 0 else "", size(row["nbytes"])]
+            line += [f"`{row['method']}` by {row['algorithm']}", seconds(row["seconds"])]
+            line += [seconds(row["expected_seconds"]), _off(row["error"])]
+            line += [f"`{row['best_method'].removeprefix('gradwire:')}`", times(row["ratio"])]
+            cells.append(line)
+    return "\n".join([*_table(heads, cells), "", *_commands(found)])
 
 
 def parts(rows: Iterable[Row]) -> str:
@@ -124,17 +115,18 @@ def parts(rows: Iterable[Row]) -> str:
     Raises:
         ConfigError: there are none.
     """
-    found = sort(rows)["bench ablation"]
-    if not found:
-        raise ConfigError("there are no rows of `gradwire bench ablation`")
+    found = _of_kind(rows, "bench ablation")
     columns = grouped(found, "model", "net", "ranks", "where")
     heads = ["part", *(f"{model}, {net}, {ranks} ranks, {where}"
                        for model, net, ranks, where in columns)]  # fmt: skip
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for part in dict.fromkeys(row["part"] for row in found):
-        mine = [next((r for r in of if r["part"] == part), None) for of in columns.values()]
-        lines.append(_line([part, *(DASH if row is None else _part(row) for row in mine)]))
-    return "\n".join([*lines, "", *_commands(found)])
+    cells = [
+        [
+            part,
+            *(next((_part(r) for r in of if r["part"] == part), DASH) for of in columns.values()),
+        ]
+        for part in dict.fromkeys(row["part"] for row in found)
+    ]
+    return "\n".join([*_table(heads, cells), "", *_commands(found)])
 
 
 def auto(rows: Iterable[Row], task: str | None = None) -> str:
@@ -153,43 +145,51 @@ def auto(rows: Iterable[Row], task: str | None = None) -> str:
         raise ConfigError("there are no rows in which automatic mode tried settings")
     decided.sort(key=lambda row: rate(row["net"]))
     of_run = ("task", "net", "run", "seed")
-    scores = [row for row in kinds["bench train"] if row["row"] == "evaluation"]
-    runs = grouped(scores, *of_run)
+    runs = grouped(split(kinds["bench train"])[1], *of_run)
     columns = []
     for place, (*_, last) in grouped(decided, *of_run).items():
         columns.append((last, _settled(runs.get(place, []), last["step"])))
     heads = ["method", *(f"{row['task']}, {network(row['net'])}" for row, _ in columns)]
-    lines = [_line(heads), _line(["---"] * len(heads))]
+    fastest = [
+        min((took for name, took in of.items() if name.startswith("torch-")), default=None)
+        for _, of in columns
+    ]
+    cells = []
     for method in dict.fromkeys(name for _, of in columns for name in of):
-        cells = [_beside_torch(method, of) for _, of in columns]
-        lines.append(_line([f"`{method}`", *cells]))
-    heads = ["task", "network", "tried", "took", "expected", "off by"]
-    lines += ["", _line(heads), _line(["---"] * len(heads))]
+        mine = [of.get(method) for _, of in columns]
+        cells.append([f"`{method}`", *map(_beside, mine, fastest)])
+    lines = [*_table(heads, cells), ""]
+    cells = []
     for row in decided:
         at = [row["task"], network(row["net"])]
         for one in row["tried"]:
-            cells = [*at, one["setting"] + ("\\*" if one["used"] else ""), seconds(one["seconds"])]
-            lines.append(_line([*cells, *_expected(one)]))
+            took, expected = one["seconds"], one.get("expected_seconds")
+            off = DASH if expected is None else _off(expected / took - 1)
+            star = "\\*" if one["used"] else ""
+            cells.append([*at, one["setting"] + star, seconds(took), seconds(expected), off])
             at = ["", ""]
+    lines += _table(["task", "network", "tried", "took", "expected", "off by"], cells)
     return "\n".join([*lines, "", *_commands(decided)])
 
 
-def _expected(tried: Row) -> list[str]:
-    """What a setting was expected to take, and by how much that is off."""
-    expected = tried.get("expected_seconds")
-    if expected is None:
-        return [DASH, DASH]
-    off = percent(expected / tried["seconds"])
-    true = abs(expected / tried["seconds"] - 1) <= planning.TRUE
-    return [seconds(expected), off if true else f"**{off}**"]
+def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+    found = sort(rows)[kind]
+    if not found:
+        raise ConfigError(f"there are no rows of `gradwire {kind}`")
+    return found
 
 
-def _beside_torch(method: str, steps: dict[str, float]) -> str:
-    if method not in steps:
+def _off(error: float) -> str:
+    """By how much an expectation is off, bold if that is much."""
+    told = percent(1 + error)
+    return told if abs(error) <= planning.TRUE else f"**{told}**"
+
+
+def _beside(took: float | None, other: float | None) -> str:
+    """Seconds, in brackets over another's."""
+    if took is None:
         return DASH
-    torch = [took for name, took in steps.items() if name.startswith("torch-")]
-    over = f" ({steps[method] / min(torch):.2f})" if torch else ""
-    return seconds(steps[method]) + over
+    return seconds(took) + (f" ({took / other:.2f})" if other else "")
 
 
 def _settled(run: Sequence[Row], decided: int) -> dict[str, float]:
@@ -211,48 +211,44 @@ def _part(row: Row) -> str:
 
 
 def _about(rows: Sequence[Row]) -> str:
-    first = next(row for row in rows if row["row"] == "summary")
+    summaries, _ = split(rows)
+    first = summaries[0]
     said = f"Task `{first['task']}`, {first['ranks']} ranks"
     if first.get("parameters"):
         said += f", {first['parameters']:,} parameters"
     seeds = first.get("seeds") or ()
     if seeds:
         said += f", seeds {', '.join(map(str, seeds))}"
-    return f"{said}, {length(_summaries(rows))}:"
+    return f"{said}, {length(summaries)}:"
 
 
 def _runs(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each network, slow ones first; those without summaries are left out."""
-    runs = [mine for mine in grouped(rows, "net", "composed").values() if _summaries(mine)]
+    runs = [mine for mine in grouped(rows, "net", "composed").values() if split(mine)[0]]
     return sorted(runs, key=lambda mine: rate(mine[0]["net"]))
 
 
-def _gains(run: Sequence[Row]) -> dict[str, Gain]:
-    return of_summaries(_summaries(run), [row for row in run if row["row"] == "evaluation"])
+def _full(summaries: Sequence[Row]) -> Row | None:
+    return next((row for row in summaries if row["method"] == FULL), None)
 
 
-def _full(run: Sequence[Row]) -> Row | None:
-    return next((row for row in _summaries(run) if row["method"] == FULL), None)
-
-
-def _grid(rows: Sequence[Row]) -> list[str]:
+def _grid(runs: Sequence[Sequence[Row]]) -> list[str]:
     """A line per method: its gain on each network, then what it learned, on the slowest."""
-    runs = _runs(rows)
-    if not runs:
-        return []
-    gains = [_gains(run) for run in runs]
+    gains = [of_summaries(*split(run)) for run in runs]
     heads = ["method", *(network(run[0]["net"]) for run in runs)]
     heads += ["last loss", "against fp32", "last metric"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for row in _summaries(runs[0]):
-        if not row.get("timing_only"):
-            mine = [_short(found.get(row["method"])) for found in gains]
-            known = row["final_metric"] is not None
-            metric = digits(row["final_metric"], 4) if known else DASH
-            lines.append(
-                _line([f"`{row['method']}`", *mine, *_learned(row, _full(runs[0])), metric])
-            )
-    return [*lines, "", GAINS_LEGEND]
+    summaries, _ = split(runs[0])
+    cells = [
+        [
+            f"`{row['method']}`",
+            *(_short(found.get(row["method"])) for found in gains),
+            *_learned(row, _full(summaries)),
+            digits(row["final_metric"], 4),
+        ]
+        for row in summaries
+        if not row.get("timing_only")
+    ]
+    return [*_table(heads, cells), "", GAINS_LEGEND]
 
 
 def _short(gain: Gain | None) -> str:
@@ -265,33 +261,28 @@ def _short(gain: Gain | None) -> str:
     return _gain(gain)
 
 
-def _lines(rows: Sequence[Row]) -> list[str]:
-    """Of Markdown, of one table; none without summaries."""
-    runs = _runs(rows)
-    if not runs:
-        return []
-    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+def _lines(runs: Sequence[Sequence[Row]]) -> list[str]:
+    """A line per network and method."""
+    cells = []
     for run in runs:
-        summaries, gains, full = _summaries(run), _gains(run), _full(run)
+        summaries, evaluations = split(run)
+        gains = of_summaries(summaries, evaluations)
         net = network(run[0]["net"]) + (", composed" if run[0].get("composed") else "")
         for row in summaries:
-            lines.append(_line(_cells(net, row, gains[row["method"]], full)))
+            gain = gains[row["method"]]
+            cells.append([net, f"`{row['method']}`", *_cells(row, gain, _full(summaries))])
             net = ""
-    return lines
+    heads = ("network", "method", "step", "time to target", "gain", "last loss", "against fp32")
+    return _table(heads, cells)
 
 
-def _summaries(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["row"] == "summary"]
-
-
-def _cells(net: str, row: Row, gain: Gain, full: Row | None) -> list[str]:
-    cells = [net, f"`{row['method']}`", seconds(row["step_seconds"])]
+def _cells(row: Row, gain: Gain, full: Row | None) -> list[str]:
+    step = seconds(row["step_seconds"])
     if row.get("timing_only"):
-        return [*cells, "for timing only", *[DASH] * 3]
-    reached = row["time_to_target"] is not None
-    missed = "not reached" if row["target"] is not None else DASH
-    time = seconds(row["time_to_target"]) if reached else missed
-    return [*cells, time, _gain(gain), *_learned(row, full)]
+        return [step, "for timing only", *[DASH] * 3]
+    missed = row["time_to_target"] is None and row["target"] is not None
+    time = "not reached" if missed else seconds(row["time_to_target"])
+    return [step, time, _gain(gain), *_learned(row, full)]
 
 
 def _learned(row: Row, full: Row | None) -> list[str]:
@@ -312,14 +303,17 @@ def _gain(gain: Gain) -> str:
     return gain.text if gain.ratio is None else f"{times(gain.ratio)}, {gain.standing.value}"
 
 
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def _table(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *cells]
+    return [f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |" for line in lines]
 
 
 def _commands(rows: Sequence[Row]) -> list[str]:
     runs = [row["run"] for row in rows if isinstance(row.get("run"), dict)]
     made = [
-        f"- `{run.get('command')}` at {run.get('commit') or NO_COMMIT}, {run.get('machine')}"
+        f"- `{run.get('command')}` at {run.get('commit') or 'no git checkout'}, "
+        f"{run.get('machine')}"
         for run in runs
     ]
     return list(dict.fromkeys(made))

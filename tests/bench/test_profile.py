@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench import profile
-from gradwire.bench.profile_worker import _had_to_wait
+from gradwire.bench.profile import _had_to_wait
 from gradwire.engine.trace import WIRE, Span
 
 PARTS = [

@@ -116,7 +116,7 @@ def test_every_row_lands_in_one_section() -> None:
     ]
     tables = [q.table for section in made[:-1] for q in section.questions if q.table is not None]
     assert [len(table.rows) for table in tables] == [
-        *[3] * 13, 1, 1, 4, 2, 2, 1, 1, 3, 1, 4, 2, 3, 1, 1, 1
+        *[3] * 11, 1, 1, 4, 2, 2, 1, 1, 3, 1, 4, 2, 3, 1, 1, 1
     ]  # fmt: skip
     for table in tables:
         assert all(len(row) == len(table.headings) for row in table.rows)

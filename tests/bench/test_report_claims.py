@@ -17,7 +17,7 @@ from gradwire.bench.report.noise import Verdict, by_seeds, by_spreads
 def told(rows: list[dict[str, Any]]) -> str:
     """All sentences and table cells of a page."""
     questions = [q for section in page.sections(rows) for q in section.questions]
-    cells = [c.text for q in questions if q.table for row in q.table.rows for c in row]
+    cells = [c for q in questions if q.table for row in q.table.rows for c in row]
     return " | ".join([answer for q in questions for answer in q.answers] + cells)
 
 
@@ -103,7 +103,7 @@ def test_curves_reach_their_own_ends() -> None:
     rows = train_rows(losses=(3.0, 3.6), baseline=(3.0, 3.0))
     evaluations = [row for row in rows if row["row"] == "evaluation"]
     curve = learning.curves(evaluations)["gradwire-qsgd4"]
-    assert curve.steps == [0, 10, 20]
+    assert list(curve.steps) == [0, 10, 20]
     assert curve.loss[-1] == pytest.approx(3.3)
     assert (curve.low[-1], curve.high[-1]) == (3.0, 3.6)
     assert "fill-opacity" in learning.against_seconds(evaluations, None)
@@ -128,8 +128,8 @@ def points(drawn: str, colour: str) -> list[tuple[float, float]]:
 
 
 def test_spread_limit_and_ticks_are_drawn() -> None:
-    bar = bars.Bar("a <b>", "red", [1.0, 2.0], "3 ms", spread=(2.5, 3.5), limit=4.0)
-    drawn = bars.bars([bar], "ms", "a title", ("computing", "exposed"))
+    bar = bars.Bar("a <b>", [1.0, 2.0], spread=(2.5, 3.5), limit=4.0)
+    drawn = bars.bars([bar], "per step", "a title", ("computing", "exposed"))
     assert "a <b>" in html.unescape(drawn)
     assert "<b>" not in drawn
     assert drawn.count('class="tick"') == 2  # in the legend, too

@@ -25,10 +25,7 @@ def question(section: Section, start: str) -> Question:
 def cells(found: Question) -> dict[str, dict[str, str]]:
     """The table's cells by method and heading."""
     assert found.table is not None
-    return {
-        row[0].text: dict(zip(found.table.headings, (cell.text for cell in row), strict=True))
-        for row in found.table.rows
-    }
+    return {row[0]: dict(zip(found.table.headings, row, strict=True)) for row in found.table.rows}
 
 
 BEST = ((0.4, "fsdp-mixed"), (0.6, "fsdp-bf16"))

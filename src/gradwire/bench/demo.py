@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,6 @@ _CONFIG = TrainConfig(
 )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A network, and the reason for its choice, in a sentence."""
-
-    net: str
-    reason: str
-
-
 def demo(
     page: Path,
     write: Callable[[dict[str, Any]], None],
@@ -72,12 +64,12 @@ def demo(
     if net is not None:
         net = str(lab.Schedule.parse(net))
     report.check_packages()  # before the three minutes of training
-    choice = Choice(net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
-    console.print(choice.reason, highlight=False, soft_wrap=True)
-    config = replace(_CONFIG, net=choice.net)
+    net, reason = (net, f"Network {net}, as asked.") if net else choose(_CONFIG, console)
+    console.print(reason, highlight=False, soft_wrap=True)
+    config = replace(_CONFIG, net=net)
     found = []
     for row in train_view.watch(config, console):
-        row["run"]["note"] = choice.reason
+        row["run"]["note"] = reason
         found.append(row)
         write(row)
     console.print(train_view.table([row for row in found if row["row"] == "summary"]))
@@ -85,58 +77,37 @@ def demo(
     console.print(f"The report is in {page}", highlight=False, soft_wrap=True)
 
 
-def choose(config: TrainConfig, console: Console) -> Choice:
-    """The fastest of `RATES` that computing does not hide; `none` where no lab works."""
+def choose(config: TrainConfig, console: Console) -> tuple[str, str]:
+    """The fastest network of `RATES` that computing does not hide, `none` where no lab works; and
+    the reason, in a sentence."""
     unavailable = lab.available()
     if unavailable is not None:
-        return Choice(
-            "none",
-            "No network is emulated, so this run shows losses and bytes, but no gain in time: "
-            + unavailable,
-        )
+        told = "No network is emulated, so this run shows losses and bytes, but no gain in time: "
+        return "none", told + unavailable
     console.print("Measuring a step without communication ...", style="dim")
-    ideal, parameters = _ideal_step(config)
-    return fastest(ideal, parameters, config.nodes)
+    alone = replace(
+        config, net="none", methods=("torch-fp32",), steps=0, budget_seconds=None, ideal_steps=6
+    )
+    *_, last = train.run(alone, announce=lambda text: None)
+    return fastest(float(last["ideal_step_seconds"]), int(last["parameters"]), config.nodes)
 
 
-def fastest(ideal: float, parameters: int, nodes: int) -> Choice:
+def fastest(ideal: float, parameters: int, nodes: int) -> tuple[str, str]:
     """The choice of `choose`, as a pure function.
 
     Args:
         ideal: seconds of a step without communication.
     """
     sent = ring_bytes(parameters, 2, nodes)
-    chosen = RATES[-1]
-    for rate in RATES:
-        if _wire_seconds(sent, rate) >= _WIRE_TO_COMPUTE * ideal:
-            chosen = rate
-            break
-    wire = _wire_seconds(sent, chosen)
+    wires = {rate: sent * 8 / lab.Network.parse(rate).rate_bits_per_s for rate in RATES}
+    slow = (rate for rate, wire in wires.items() if wire >= _WIRE_TO_COMPUTE * ideal)
+    chosen = next(slow, RATES[-1])
     ranks = f"{nodes} ranks on {os.cpu_count()} cores"
     reason = (
         f"Network {chosen}, {LATENCY}: a step computes for {ideal * 1e3:.0f} ms here ({ranks}), "
-        f"and the fp16 hook's {sent / 1e6:.1f} MB per rank and step take {wire * 1e3:.0f} ms on "
-        f"the wire. It is the fastest of {', '.join(RATES)} on which that is {_WIRE_TO_COMPUTE:g} "
-        "times as long as computing, or the slowest of them; on a faster network the gain is "
-        "smaller."
+        f"and the fp16 hook's {sent / 1e6:.1f} MB per rank and step take "
+        f"{wires[chosen] * 1e3:.0f} ms on the wire. It is the fastest of {', '.join(RATES)} on "
+        f"which that is {_WIRE_TO_COMPUTE:g} times as long as computing, or the slowest of them; "
+        "on a faster network the gain is smaller."
     )
-    return Choice(f"{chosen},{LATENCY}", reason)
-
-
-def _wire_seconds(sent: int, rate: str) -> float:
-    return sent * 8 / lab.Network.parse(f"{rate},{LATENCY}").rate_bits_per_s
-
-
-def _ideal_step(config: TrainConfig) -> tuple[float, int]:
-    """Seconds of a step without communication, and the model's number of parameters."""
-    alone = replace(
-        config, net="none", methods=("torch-fp32",), steps=0, budget_seconds=None, ideal_steps=6
-    )
-    last: dict[str, Any] = {}
-    for row in train.run(alone, announce=_quiet):
-        last = row
-    return float(last["ideal_step_seconds"]), int(last["parameters"])
-
-
-def _quiet(text: str) -> None:
-    """Discard the announcements of the measuring run."""
+    return f"{chosen},{LATENCY}", reason

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,7 +86,8 @@ def run(
         if reason is not None:
             raise ConfigError(f"device 'cuda': {reason}")
         threads = (1,)
-    chosen = [_parse(name) for name in codecs or codec_table.REGISTRY]
+    given = [methods.parse(f"gradwire:{name}").options for name in codecs or codec_table.REGISTRY]
+    chosen = [codec_table.get(**dict[str, Any](options)) for options in given]
     if numel is not None and numel < 1:
         raise ConfigError(f"numel={numel} must be 1 or more")
     if numel is not None and device == "cpu":
@@ -117,11 +117,6 @@ def check_threads(count: int) -> None:
         raise ConfigError(f"--threads {count}: this machine has {os.cpu_count()} cores")
 
 
-def _parse(name: str) -> Codec:
-    options: dict[str, Any] = dict(methods.parse(f"gradwire:{name}").options)
-    return codec_table.get(**options)
-
-
 def _rows(
     codec: Codec, target: str, numel: int, threads: int, quick: bool, device: str
 ) -> Iterator[dict[str, Any]]:
@@ -141,7 +136,7 @@ def _rows(
             factor=1 / ranks, mark=mark,
         )  # fmt: skip
 
-    sets = [_Arrays.of(made.layout, numel, device, seed) for seed in range(_sets(numel))]
+    sets = [_Arrays(made.layout, numel, device, seed) for seed in range(_sets(numel))]
     for arrays in sets:
         run("encode", arrays.rows("encode"))
         arrays.peers = arrays.payload.repeat(PEERS)
@@ -150,28 +145,40 @@ def _rows(
     todo.append(_in_turn(_Arrays.copy, sets, order))
     *seconds, copying = interleaved.medians(todo, threads, target, quick)
     bandwidth = 2 * FLOAT * numel / copying
-    for op, each in zip(OPS, seconds, strict=True):
-        limit = _moved(codec, op, made.layout, numel) / bandwidth
-        yield _row(codec, target, device, threads, numel, op, each, limit, bandwidth)
-    if target != "eager":
-        yield from _torch_topk(codec, sets, threads, quick)
+    measured = [
+        (target, op, each, _moved(codec, op, made.layout, numel), bandwidth)
+        for op, each in zip(OPS, seconds, strict=True)
+    ]
+    density = getattr(codec, "density", None)
+    if target != "eager" and density is not None:
+        measured.append(_torch_topk(density, sets, threads, quick))
+    for form, op, each, moved, rate in measured:
+        yield {
+            "codec": codec_table.name_of(codec),
+            "options": codec_table.options(codec),
+            "target": form,
+            "device": device,
+            "threads": threads,
+            "numel": numel,
+            "op": op,
+            "seconds": each,
+            "gbps": FLOAT * numel / each / 1e9,
+            "limit_seconds": moved / rate,
+            "of_limit": moved / rate / each,
+            "copy_gbps": rate / 1e9,
+        }
 
 
-@dataclass
 class _Arrays:
     """The arrays that kernels, and the copy, read and write."""
 
-    values: torch.Tensor
-    result: torch.Tensor  # decoded values, so that `values` is the same for every op
-    residual: torch.Tensor
-    payload: torch.Tensor
-    peers: torch.Tensor  # the payloads of PEERS peers
-
-    @classmethod
-    def of(cls, layout: Layout, numel: int, device: str, seed: int) -> _Arrays:
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
-        payload = torch.zeros(layout.nbytes(numel), dtype=torch.uint8, device=device)
-        return cls(values, torch.zeros_like(values), torch.zeros_like(values), payload, payload)
+    def __init__(self, layout: Layout, numel: int, device: str, seed: int) -> None:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        self.values = values.to(device)
+        self.result = torch.zeros_like(self.values)  # decoded: `values` are the same for every op
+        self.residual = torch.zeros_like(self.values)
+        self.payload = torch.zeros(layout.nbytes(numel), dtype=torch.uint8, device=device)
+        self.peers = self.payload  # the payloads of PEERS peers
 
     def rows(self, op: str) -> np.ndarray:
         rows = np.zeros(1, ROW)
@@ -216,12 +223,9 @@ def _moved(codec: Codec, op: str, layout: Layout, numel: int) -> int:
 
 
 def _torch_topk(
-    codec: Codec, sets: Sequence[_Arrays], threads: int, quick: bool
-) -> Iterator[dict[str, Any]]:
-    """The row of torch.topk and a gather, for codecs that keep a share of the values."""
-    density = getattr(codec, "density", None)
-    if density is None:
-        return
+    density: float, sets: Sequence[_Arrays], threads: int, quick: bool
+) -> tuple[str, str, float, int, float]:
+    """What torch.topk and a gather take: (target, op, seconds, bytes moved, bandwidth)."""
     numel, device = sets[0].values.numel(), sets[0].values.device.type
     k = max(1, int(density * numel))
 
@@ -234,33 +238,4 @@ def _torch_topk(
     order = itertools.cycle(range(len(sets)))
     todo = [_in_turn(encode, sets, order), _in_turn(_Arrays.copy, sets, order)]
     seconds, copying = interleaved.medians(todo, threads, target, quick)
-    bandwidth = 2 * FLOAT * numel / copying
-    limit = (FLOAT * numel + 6 * k) / bandwidth
-    yield _row(codec, "torch-topk", device, threads, numel, "encode", seconds, limit, bandwidth)
-
-
-def _row(
-    codec: Codec,
-    target: str,
-    device: str,
-    threads: int,
-    numel: int,
-    op: str,
-    seconds: float,
-    limit: float,
-    bandwidth: float,
-) -> dict[str, Any]:
-    return {
-        "codec": codec_table.name_of(codec),
-        "options": codec_table.options(codec),
-        "target": target,
-        "device": device,
-        "threads": threads,
-        "numel": numel,
-        "op": op,
-        "seconds": seconds,
-        "gbps": FLOAT * numel / seconds / 1e9,
-        "limit_seconds": limit,
-        "of_limit": limit / seconds,
-        "copy_gbps": bandwidth / 1e9,
-    }
+    return "torch-topk", "encode", seconds, FLOAT * numel + 6 * k, 2 * FLOAT * numel / copying

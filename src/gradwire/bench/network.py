@@ -36,6 +36,7 @@ from gradwire.sim import models
 
 METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
 NUMEL = 5_000_000
+_WORKER = "gradwire.bench.network_worker"
 _LAYERS = 8
 _TIMEOUT_S = 600.0
 
@@ -107,10 +108,9 @@ def plan(
     network = Network.parse(net)
     if ranks is None and not joins:
         asked = {"--numel": numel, "--model": model, "--compute": compute}
-        given = [name for name, value in asked.items() if value is not None]
-        given += ["--net"] if network.shaped else []
-        if given:
-            raise ConfigError(f"{given[0]} belongs to the measured step: give --ranks too")
+        for name, value in (asked | {"--net": network.shaped or None}).items():
+            if value is not None:
+                raise ConfigError(f"{name} belongs to the measured step: give --ranks too")
         return None
     if joins and ranks not in (None, started):
         raise ConfigError(f"--ranks {ranks}: torchrun has started {started} ranks; leave it out")
@@ -149,14 +149,13 @@ def run(
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined.
     """
+    ranks, network, config = wanted.ranks, wanted.network, wanted.config
     if wanted.joins:
         measured = join(wanted, advance)
-        net = "as it is"
     else:
-        worker, net = "gradwire.bench.network_worker", str(wanted.network)
-        ranks, network = wanted.ranks, wanted.network
-        measured = workers.rows(worker, wanted.config, ranks, network, _TIMEOUT_S, advance)
-    where = {"ranks": wanted.ranks, "net": net, "numel": models.numel(wanted.config.shapes)}
+        measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
+    net = "as it is" if wanted.joins else str(network)
+    where = {"ranks": ranks, "net": net, "numel": models.numel(config.shapes)}
     rows = [_row(seconds, where) for seconds in measured]
     yield from rows
     pays, text = network_verdict.verdict(rows)

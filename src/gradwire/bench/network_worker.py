@@ -82,18 +82,16 @@ class _Entrant:
         method = methods.parse(name)
         self.model = method.distribute(model)
         self.applied = method.apply(self.model)
-        self.steps: list[float] = []
-        self.computing: list[float] = []
-        self.communicating: list[float] = []
+        self.times: dict[str, list[float]] = {"steps": [], "computing": [], "communicating": []}
 
     def turn(self) -> None:
         """A step that is not timed, since connections rest while others have their turns; a step;
         averaging alone; computing alone."""
         self._step(self.pause)
-        self.steps.append(self._step(self.pause))
-        self.communicating.append(self._averaging())
+        self.times["steps"].append(self._step(self.pause))
+        self.times["communicating"].append(self._averaging())
         with self.model.no_sync():
-            self.computing.append(self._step(self.pause))
+            self.times["computing"].append(self._step(self.pause))
         self._clear()  # the others' turns need the memory
 
     def _step(self, pause: float | None) -> float:
@@ -133,7 +131,7 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
     for entrant in entrants:
         for _ in range(_WARM_UP):
             entrant.turn()
-        for times in (entrant.steps, entrant.computing, entrant.communicating):
+        for times in entrant.times.values():
             times.clear()
     begun = time.monotonic()
     for turn in range(config.turns):
@@ -147,15 +145,7 @@ def measure(config: StepConfig, advance: workers.Advance) -> list[dict[str, Any]
             entrant.turn()
     for entrant in entrants:
         entrant.applied.remove()
-    return [
-        {
-            "method": entrant.name,
-            "steps": entrant.steps,
-            "computing": entrant.computing,
-            "communicating": entrant.communicating,
-        }
-        for entrant in entrants
-    ]
+    return [{"method": entrant.name, **entrant.times} for entrant in entrants]
 
 
 def main(arguments: list[str]) -> None:

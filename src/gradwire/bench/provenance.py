@@ -96,9 +96,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _machine() -> str:
-    parts = [kernel_costs.processor(), f"{len(os.sched_getaffinity(0))} cores"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts.append(f"{memory / 2**30:.0f} GiB")
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
-    return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])
+    device = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    cores, system = len(os.sched_getaffinity(0)), f"{platform.system()} {platform.machine()}"
+    parts = [kernel_costs.processor(), f"{cores} cores", f"{memory / 2**30:.0f} GiB"]
+    return ", ".join([*parts, *device, system])

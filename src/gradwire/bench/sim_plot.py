@@ -13,7 +13,7 @@ matplotlib.use("agg")  # no display is needed, whatever the user's settings say
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gradwire.lab import Network
+from gradwire.bench.sim_sweep import place
 
 Row = dict[str, Any]
 
@@ -23,49 +23,44 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     first = rows[0]
-    if "sweep" in first:
-        _lines(axes, rows)
-    else:
+    swept = first.get("sweep")
+    if swept is None:
         _bars(axes, rows)
-    where = [f"{first['model']}"]
-    if first.get("sweep") != "ranks":
-        where.append(f"{first['ranks']} ranks")
-    if first.get("sweep") not in ("rate", "latency"):
-        where.append(str(first["net"]))
-    axes.set_title(", ".join(where))
+    else:
+        _lines(axes, rows, swept)
+    ranks = [] if swept == "ranks" else [f"{first['ranks']} ranks"]
+    net = [] if swept in ("rate", "latency") else [str(first["net"])]
+    axes.set_title(", ".join([first["model"], *ranks, *net]))
     figure.savefig(file, dpi=150)
 
 
-def _lines(axes: Axes, rows: Sequence[Row]) -> None:
+def _lines(axes: Axes, rows: Sequence[Row], swept: str) -> None:
     for number, name in enumerate(dict.fromkeys(map(_name, rows))):
         mine = [row for row in rows if _name(row) == name]
-        places = [_place(row) for row in mine]
-        colour = f"C{number % 10}"
+        places, colour = [_place(row) for row in mine], f"C{number % 10}"
         axes.plot(places, [row["seconds"] for row in mine], "o-", color=colour, label=name)
         if all(row["limit_seconds"] is not None for row in mine):
             limits = [row["limit_seconds"] for row in mine]
             axes.plot(places, limits, ":", color=colour, linewidth=1)
-    places = [_place(row) for row in rows]
-    if all(isinstance(place, int | float) and place > 0 for place in places):
-        if max(places) >= 8 * min(places):
-            axes.set_xscale("log", base=2 if rows[0]["sweep"] == "ranks" else 10)
+    labels = {_place(row): str(row["value"]) for row in rows}
+    if all(isinstance(place, float) and place > 0 for place in labels):
+        if max(labels) >= 8 * min(labels):
+            axes.set_xscale("log", base=2 if swept == "ranks" else 10)
         axes.set_yscale("log")
-        axes.set_xticks(sorted(set(places)), [_label(row) for row in _by_place(rows)])
+        axes.set_xticks(list(labels), list(labels.values()))
         axes.minorticks_off()
-    axes.set_xlabel(rows[0]["sweep"])
+    axes.set_xlabel(swept)
     axes.set_ylabel("seconds (dotted: the wire's limit)")
     axes.grid(alpha=0.3)
     axes.legend()
 
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
-    names = [_name(row) for row in rows]
     axes.barh(range(len(rows)), [row["seconds"] for row in rows], height=0.6)
-    for place, row in enumerate(rows):
+    for at, row in enumerate(rows):
         if row["limit_seconds"] is not None:
-            tick = [place - 0.4, place + 0.4]
-            axes.plot([row["limit_seconds"]] * 2, tick, color="black")
-    axes.set_yticks(range(len(rows)), names)
+            axes.plot([row["limit_seconds"]] * 2, [at - 0.4, at + 0.4], color="black")
+    axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds (tick: the wire's limit)")
 
@@ -75,17 +70,6 @@ def _name(row: Row) -> str:
 
 
 def _place(row: Row) -> Any:
-    """Where a row stands along the sweep."""
-    if row["sweep"] in ("rate", "latency"):
-        network = Network.parse(row["net"], emulated=False)
-        return network.rate_bits_per_s if row["sweep"] == "rate" else network.latency_s
-    return row["value"]
-
-
-def _label(row: Row) -> str:
-    return str(row["value"])
-
-
-def _by_place(rows: Sequence[Row]) -> list[Row]:
-    """One row of each place, in order."""
-    return [row for _, row in sorted({_place(row): row for row in rows}.items())]
+    """A number, or what matplotlib puts into a category."""
+    found = place(row)
+    return row["value"] if found is None else found

@@ -84,3 +84,12 @@ def points(text: str | None) -> list[Point]:
     if not equals or not name.strip() or not chosen:
         raise ConfigError(f"--sweep {text!r}: expected NAME=VALUE,VALUE..., as in ranks=2,4,8")
     return [Point(name.strip(), value) for value in chosen]
+
+
+def place(row: dict[str, Any]) -> float | None:
+    """Where a row of `gradwire sim` stands along its sweep; None where that is no number."""
+    if row.get("sweep") in ("rate", "latency"):
+        network = Network.parse(row["net"], emulated=False)
+        return network.rate_bits_per_s if row["sweep"] == "rate" else network.latency_s
+    value = row.get("value")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

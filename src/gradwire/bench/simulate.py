@@ -7,11 +7,10 @@ curves), and sweep and value where a parameter was swept. docs/reference/simulat
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,11 @@ SWEPT = ("ranks", "rate", "latency", "per_node", "cores", "backward", "segments"
 
 
 @dataclass(frozen=True)
-class WantedCollectives:
+class WantedStep:
     """The command line's request.
 
     Attributes:
-        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
-        algorithms: each is combined with each codec.
+        algorithms: each is combined with each codec or method.
         ranks, net, model, per_node, cores, backward: see gradwire.sim.Scenario.
         options: fields of gradwire.Options except the algorithm; None leaves the default.
         sweep: NAME=VALUE,VALUE...: one of `SWEPT`, or an option of the codecs.
@@ -46,7 +44,6 @@ class WantedCollectives:
         fresh: measure again.
     """
 
-    codecs: Sequence[str] = ("qsgd",)
     algorithms: Sequence[str] = ("sra",)
     ranks: int = 4
     net: str = "1gbit,1ms"
@@ -59,6 +56,32 @@ class WantedCollectives:
     threads: int = 1
     file: Path | None = None
     fresh: bool = False
+
+    def at(self, point: Point, algorithm: str) -> dict[str, Any]:
+        """What scenarios of both kinds have, at a point of the sweep."""
+        given = {key: one for key, one in self.options.items() if one is not None}
+        if point.name in ("segments", "partitions"):
+            given[point.name] = point.number(point.name, None, whole=True)
+        cores = point.number("cores", self.cores)
+        return {
+            "ranks": point.ranks(self.ranks),
+            "net": point.net(self.net),
+            "options": Options(algorithm=algorithm, **given),
+            "per_node": int(point.number("per_node", self.per_node, whole=True)),
+            "cores": math.inf if cores is None else cores,
+            "backward": point.number("backward", self.backward),
+        }
+
+
+@dataclass(frozen=True)
+class WantedCollectives(WantedStep):
+    """The request for the collectives of a step.
+
+    Attributes:
+        codecs: NAME or NAME:OPTION=VALUE:..., where error_feedback=true keeps residuals.
+    """
+
+    codecs: Sequence[str] = ("qsgd",)
 
 
 @stamped
@@ -81,8 +104,6 @@ def run(
         for algorithm in wanted.algorithms
         for scenario in [_scenario(wanted, text, algorithm, point)]
     ]
-    if not points:
-        raise ConfigError("nothing to simulate: name a codec and an algorithm")
     needed = [scenario.codec for *_, scenario in points]
     known = known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
     for point, text, scenario in points:
@@ -102,7 +123,7 @@ def known_curves(
     fresh: bool,
     advance: workers.Advance | None,
 ) -> Curves:
-    """The curves of these codecs; arguments as the fields of `WantedCollectives`.
+    """The curves of these codecs; arguments as the fields of `WantedStep`.
 
     Raises:
         ConfigError: the file is not one of curves, or cannot be written.
@@ -127,23 +148,11 @@ def _scenario(wanted: WantedCollectives, text: str, algorithm: str, point: Point
         raise ConfigError(f"codec {text!r}: error_feedback={feedback!r}: use true or false")
     if "algorithm" in options:
         raise ConfigError(f"codec {text!r}: give algorithms with --algorithm")
-    net = point.net(wanted.net)
-    given = {key: one for key, one in wanted.options.items() if one is not None}
-    if point.name in ("segments", "partitions"):
-        given[point.name] = point.number(point.name, None, whole=True)
-    ranks = point.ranks(wanted.ranks)
-    per_node = point.number("per_node", wanted.per_node, whole=True)
-    cores = point.number("cores", wanted.cores)
     return Scenario(
-        ranks=ranks,
-        net=net,
         codec=codec_table.get(**options),
         model=wanted.model,
-        options=Options(algorithm=algorithm, **given),
         feedback=feedback,
-        per_node=int(per_node),
-        cores=math.inf if cores is None else cores,
-        backward=point.number("backward", wanted.backward),
+        **wanted.at(point, algorithm),
     )
 
 
@@ -158,9 +167,10 @@ def plotter(file: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
         raise ConfigError(f"--plot {file}: give a name that ends in .png or .svg")
     if not file.parent.is_dir():
         raise ConfigError(f"--plot {file}: not a file in an existing folder")
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        from gradwire.bench import sim_plot
+    except ModuleNotFoundError as error:
         raise ConfigError(
             '--plot needs matplotlib, which is not installed: pip install "gradwire[report]"'
-        )
-    drawn = importlib.import_module("gradwire.bench.sim_plot")
-    return lambda rows: drawn.draw(rows, file)
+        ) from error
+    return partial(sim_plot.draw, file=file)

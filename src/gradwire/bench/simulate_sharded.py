@@ -8,10 +8,8 @@ where a parameter was swept. docs/reference/simulator.md explains them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire.aggregators import registry
@@ -20,9 +18,8 @@ from gradwire.bench.kernels import check_threads
 from gradwire.bench.provenance import stamped
 from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.bench.sim_sweep import Point
-from gradwire.bench.simulate import known_curves
+from gradwire.bench.simulate import WantedStep, known_curves
 from gradwire.codecs import Identity
-from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.planner import WeightRules
 from gradwire.planner.weights import in_blocks
@@ -35,34 +32,18 @@ _WIDTHS = {"fp32": Torch(4), "fp16": Torch(2), "bf16": Torch(2)}
 
 
 @dataclass(frozen=True)
-class WantedSharded:
-    """The command line's request.
+class WantedSharded(WantedStep):
+    """The request for a step under FSDP2.
 
     Attributes:
-        methods: names as of `bench train --sharded`.
-        algorithms: each is combined with each method of gradwire's; torch's have one row.
+        methods: names as of `bench train --sharded`; of torch's, the first algorithm has a row.
         forward: seconds of computing; None: half of `backward`.
         blocking: see gradwire.sim.sharded.ShardedScenario.
-        sweep: NAME=VALUE,VALUE...: one of `SWEPT`.
-        ranks, net, model, per_node, cores, backward, options, threads, file, fresh: as of
-            `simulate.WantedCollectives`.
     """
 
-    methods: Sequence[str] = sharded_methods.COMPARED
-    algorithms: Sequence[str] = ("sra",)
-    ranks: int = 4
-    net: str = "1gbit,1ms"
-    model: str = "gpt2"
-    per_node: int = 1
-    cores: float | None = None
+    methods: Sequence[str] = ()
     forward: float | None = None
-    backward: float = 0.0
     blocking: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    sweep: str | None = None
-    threads: int = 1
-    file: Path | None = None
-    fresh: bool = False
 
 
 @stamped
@@ -85,8 +66,6 @@ def run(wanted: WantedSharded, advance: workers.Advance | None = None) -> Iterat
         for method in found
         for algorithm in (wanted.algorithms if method.ours else wanted.algorithms[:1])
     ]
-    if not points:
-        raise ConfigError("nothing to simulate: name a method and an algorithm")
     needed = dict.fromkeys(
         codec for *_, one in points for codec in codecs_of(one.groups, one.weights, one.gradients)
     )
@@ -110,26 +89,17 @@ def _scenario(
             f"--sweep {point.name}: with --sharded sweep one of {', '.join(SWEPT)}, and give "
             "options of codecs in --methods"
         )
-    given = {key: one for key, one in wanted.options.items() if one is not None}
-    if point.name == "segments":
-        given["segments"] = point.number("segments", None, whole=True)
     weights, gradients = sent_by(method)
-    backward = point.number("backward", wanted.backward)
-    forward = backward / 2 if wanted.forward is None else wanted.forward
-    cores = point.number("cores", wanted.cores)
+    common = wanted.at(point, algorithm if method.ours else "sra")
+    forward = common["backward"] / 2 if wanted.forward is None else wanted.forward
     return ShardedScenario(
-        ranks=point.ranks(wanted.ranks),
-        net=point.net(wanted.net),
         weights=weights,
         gradients=gradients,
         groups=models.groups(wanted.model),
         feedback=method.options.get("error_feedback", False),
         forward=point.number("forward", forward),
-        backward=backward,
         blocking=wanted.blocking,
-        options=Options(algorithm=algorithm if method.ours else "sra", **given),
-        per_node=int(point.number("per_node", wanted.per_node, whole=True)),
-        cores=math.inf if cores is None else cores,
+        **common,
     )
 
 

@@ -81,50 +81,49 @@ def run(
     if reason is not None:
         raise ConfigError(f"this machine cannot emulate a network to compare with ({reason})")
     cores = float(len(os.sched_getaffinity(0)))
-    chosen = [codec_table.get(codec) for codec in codecs]
+    chosen = {text: codec_table.get(text) for text in codecs}
     labs = [
-        (net, count)
+        (Network.parse(net), count)
         for net, count in itertools.product(nets, ranks)
         if count * Network.parse(net).rate_bits_per_s <= _LAB_BITS_PER_S
     ]
     points, done = len(labs) * len(chosen) * len(algorithms), itertools.count()
-    for net, count in labs:
-        network = Network.parse(net)
-        known = measuring.measured(chosen, threads=1, fresh=fresh, advance=advance)
+    for network, count in labs:
+        net = str(network)
+        known = measuring.measured(chosen.values(), threads=1, fresh=fresh, advance=advance)
         known = replace(known, link=on_shared_cores(known.link))
-        for text, codec in zip(codecs, chosen, strict=True):
-            for algorithm in algorithms:
-                if advance is not None:
-                    advance(f"{text} by {algorithm}, {count} ranks on {net}", next(done), points)
-                scenario = Scenario(
-                    ranks=count,
-                    net=Net(net, network.rate_bits_per_s, network.latency_s),
-                    codec=codec,
-                    model=str(numel),
-                    options=Options(algorithm=algorithm),
-                    cores=cores,
-                    barrier=True,
-                )
-                model = predict(scenario, known)
-                method = f"gradwire:{text}:algorithm={algorithm}"
-                lab = [_measured(count, net, method, numel)]
-                while len(lab) < runs and _least(lab) > _SLOW * model["seconds"]:
-                    lab.append(_measured(count, net, method, numel))
-                assert all(row["wire_bytes"] == model["wire_bytes"] for row in lab), (lab, model)
-                least = _least(lab)
-                yield {
-                    "ranks": count,
-                    "net": net,
-                    "method": f"gradwire:{text}",
-                    "algorithm": algorithm,
-                    "numel": numel,
-                    "measured_seconds": least,
-                    "simulated_seconds": model["seconds"],
-                    "error": model["seconds"] / least - 1,
-                    "of_limit": max(row["of_limit"] for row in lab),
-                    "runs": len(lab),
-                    "spread": max(row["seconds"] for row in lab) / least - 1,
-                }
+        for (text, codec), algorithm in itertools.product(chosen.items(), algorithms):
+            if advance is not None:
+                advance(f"{text} by {algorithm}, {count} ranks on {net}", next(done), points)
+            scenario = Scenario(
+                ranks=count,
+                net=Net(net, network.rate_bits_per_s, network.latency_s),
+                codec=codec,
+                model=str(numel),
+                options=Options(algorithm=algorithm),
+                cores=cores,
+                barrier=True,
+            )
+            model = predict(scenario, known)
+            method = f"gradwire:{text}:algorithm={algorithm}"
+            lab = [_measured(count, net, method, numel)]
+            while len(lab) < runs and _least(lab) > _SLOW * model["seconds"]:
+                lab.append(_measured(count, net, method, numel))
+            assert all(row["wire_bytes"] == model["wire_bytes"] for row in lab), (lab, model)
+            least = _least(lab)
+            yield {
+                "ranks": count,
+                "net": net,
+                "method": f"gradwire:{text}",
+                "algorithm": algorithm,
+                "numel": numel,
+                "measured_seconds": least,
+                "simulated_seconds": model["seconds"],
+                "error": model["seconds"] / least - 1,
+                "of_limit": max(row["of_limit"] for row in lab),
+                "runs": len(lab),
+                "spread": max(row["seconds"] for row in lab) / least - 1,
+            }
 
 
 def _least(lab: Sequence[dict[str, Any]]) -> float:

@@ -1,6 +1,7 @@
 """Starts a benchmark's ranks on the lab's nodes, and reads what rank 0 reports while they run.
 
-A worker is a module, started as `python -m WORKER CONFIG EVENTS`: the file with its configuration,
+A worker is a module, started as `python -m WORKER CONFIG EVENTS` (its own arguments may follow its
+name; `rank` is the worker of most benchmarks): the file with its configuration,
 and the file to which rank 0 appends events, one JSON object per line, each with an `event`. Every
 benchmark has `row` (`row`: a dict) and `progress` (`what`, `done`, `total`), or events of its own.
 An event `network` (`scheduled`) changes the lab's network, and is not passed on.
@@ -103,6 +104,19 @@ def rows(
     return found
 
 
+def measured(
+    config: Any,
+    nodes: int,
+    net: lab.Network,
+    timeout: float,
+    advance: Advance | None = None,
+    per_node: int = 1,
+) -> list[Row]:
+    """As `rows`, of ranks that call `measure` of the module of the configuration's class."""
+    worker = f"gradwire.bench.rank {type(config).__module__}"
+    return rows(worker, config, nodes, net, timeout, advance, per_node)
+
+
 def events(
     worker: str,
     config: str,
@@ -128,7 +142,7 @@ def events(
         config_file, events_file = folder / "config.json", folder / "events.jsonl"
         config_file.write_text(config)
         events_file.touch()
-        argv = [sys.executable, "-m", worker, str(config_file), str(events_file)]
+        argv = [sys.executable, "-m", *worker.split(), str(config_file), str(events_file)]
         emulated = stack.enter_context(lab.Lab(nodes, net))
         announce(emulated.describe())
         ranks = emulated.torchrun_env(per_node)

@@ -11,7 +11,7 @@ import typer
 from gradwire.cli.adapting import bench_ablation, bench_adapt, bench_planner
 from gradwire.cli.grids import bench_grid
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
-from gradwire.cli.output import output
+from gradwire.cli.output import measured
 from gradwire.cli.training import bench_train
 
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
@@ -38,11 +38,11 @@ def bench_kernels(
     counts = numbers("--threads", threads)
     codecs, targets = names("--codec", codec_name), names("--target", target)
     columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: kernels.run(codecs, targets, numel, counts, quick, device, advance),
-            columns,
-        )
+    measured(
+        json_file,
+        lambda advance: kernels.run(codecs, targets, numel, counts, quick, device, advance),
+        columns,
+    )
 
 
 @bench.command("collectives")
@@ -63,13 +63,13 @@ def bench_collectives(
 
     chosen, codecs = names("--methods", methods), names("--codec", codec_name)
     columns = ["method", "net", "numel", "seconds", "wire_bytes", "of_limit", "nmse"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: collectives.run(
-                ranks, net, chosen, codecs, numel, quick, per_node, advance
-            ),
-            columns,
-        )
+    measured(
+        json_file,
+        lambda advance: collectives.run(
+            ranks, net, chosen, codecs, numel, quick, per_node, advance
+        ),
+        columns,
+    )
 
 
 @bench.command("aggregators")
@@ -89,11 +89,11 @@ def bench_aggregators(
 
     chosen = names("--methods", methods)
     columns = ["method", "ms_per_million", "of_limit", "orthogonal_share", "rounds", "wire_bytes"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
-            [*columns, "state_bytes_per_value"],
-        )
+    measured(
+        json_file,
+        lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
+        [*columns, "state_bytes_per_value"],
+    )
 
 
 @bench.command("transports")
@@ -108,11 +108,11 @@ def bench_transports(
     from gradwire.bench import transports
 
     wanted = names("--bytes", sizes)
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: transports.run(wanted, quick, advance),
-            ["transport", "bytes", "latency_us", "gbps"],
-        )
+    measured(
+        json_file,
+        lambda advance: transports.run(wanted, quick, advance),
+        ["transport", "bytes", "latency_us", "gbps"],
+    )
 
 
 @bench.command("profile")
@@ -136,11 +136,11 @@ def bench_profile(
 
     writable("--trace", trace)
     chosen, file = names("--methods", methods), None if trace is None else str(trace)
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: profile.run(ranks, net, chosen, numel, bucket_mb, file, quick, advance),
-            ["method", "part", "seconds", "steps", "transport", "ranks", "numel"],
-        )
+    measured(
+        json_file,
+        lambda advance: profile.run(ranks, net, chosen, numel, bucket_mb, file, quick, advance),
+        ["method", "part", "seconds", "steps", "transport", "ranks", "numel"],
+    )
 
 
 bench.command("train")(bench_train)
@@ -168,13 +168,13 @@ def bench_record(
     from gradwire.bench import record
 
     points = numbers("--at", at)
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: record.run(
-                folder, task, points, steps, ranks, seed, quick, advance=advance
-            ),
-            ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
-        )
+    measured(
+        json_file,
+        lambda advance: record.run(
+            folder, task, points, steps, ranks, seed, quick, advance=advance
+        ),
+        ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
+    )
 
 
 @bench.command("error")
@@ -201,13 +201,11 @@ def bench_error(
     chosen, points = names("--methods", methods), numbers("--at", at)
     columns = ["at", *(["layer"] if layers else []), "method", "error_feedback", "nmse", "cosine"]
     columns += ["input_bits", "packed_bits"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: error.run(
-                folders or (), chosen, algorithm, points, layers, quick, advance
-            ),
-            columns,
-        )
+    measured(
+        json_file,
+        lambda advance: error.run(folders or (), chosen, algorithm, points, layers, quick, advance),
+        columns,
+    )
 
 
 bench.command("adapt")(bench_adapt)

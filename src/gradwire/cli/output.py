@@ -126,6 +126,14 @@ def output(destination: str | None) -> Iterator[Output]:
         made.close()
 
 
+def measured(
+    destination: str | None, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
+) -> None:
+    """`Output.measured` of a command that does nothing else."""
+    with output(destination) as out:
+        out.measured(measure, columns)
+
+
 @contextmanager
 def _progress(console: Console) -> Iterator[Advance]:
     """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds.

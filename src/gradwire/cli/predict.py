@@ -65,10 +65,18 @@ def sim(
     json_file: Json = None,
 ) -> None:
     """Predict what a step's collectives take, on simulated networks."""
-    from gradwire.bench import simulate, simulate_sharded
+    from gradwire.bench import sharded_methods, simulate, simulate_sharded
     from gradwire.bench import validate as validation
 
-    _check_sharded(sharded, codec_name, method_names, forward, blocking)
+    of_sharded = {"--methods": method_names, "--forward": forward, "--blocking": blocking or None}
+    for option, given in of_sharded.items():
+        if given is not None and not sharded:
+            raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")
+    if sharded and codec_name is not None:
+        raise ConfigError(
+            f"--codec {codec_name}: a step under FSDP2 has codecs of weights and of gradients: "
+            "give --methods, as in qsdp:w=8:g=8"
+        )
     if sharded and (validate or partitions is not None or coordinated):
         raise ConfigError("--sharded: leave --validate, --partitions and --coordinated out")
     with output(json_file) as out:
@@ -84,28 +92,17 @@ def sim(
         writable("--plot", plot)
         if curves is not None and (fresh or not curves.exists()):
             writable("--curves", curves)
+        options = {"segments": segments, "partitions": partitions, "coordinated": coordinated}
         common: dict[str, Any] = {
-            "algorithms": names("--algorithm", algorithm) or [],
-            "ranks": ranks,
-            "net": net,
-            "model": model,
-            "per_node": per_node,
-            "cores": cores,
-            "backward": backward,
-            "options": {
-                "segments": segments, "partitions": partitions, "coordinated": coordinated,
-            },
-            "sweep": sweep,
-            "threads": threads,
-            "file": curves,
-            "fresh": fresh,
+            "algorithms": names("--algorithm", algorithm) or [], "ranks": ranks, "net": net,
+            "model": model, "per_node": per_node, "cores": cores, "backward": backward,
+            "options": options, "sweep": sweep, "threads": threads, "file": curves, "fresh": fresh,
         }  # fmt: skip
         swept = ["value"] if sweep else []
         if sharded:
-            chosen = names("--methods", method_names)
-            given: dict[str, Any] = {} if chosen is None else {"methods": chosen}
+            chosen = names("--methods", method_names) or sharded_methods.COMPARED
             step = simulate_sharded.WantedSharded(
-                **given, forward=forward, blocking=blocking, **common
+                methods=chosen, forward=forward, blocking=blocking, **common
             )
             columns = ["method", "seconds", "weights_wire_bytes", "gradients_wire_bytes"]
             rows = out.measured(
@@ -113,32 +110,9 @@ def sim(
                 [*swept, *columns, "ratio", "of_limit"],
             )
         else:
-            chosen = names("--codec", "qsgd" if codec_name is None else codec_name)
-            wanted = simulate.WantedCollectives(codecs=chosen or [], **common)
+            codecs = names("--codec", codec_name) or ["qsgd"]
+            wanted = simulate.WantedCollectives(codecs=codecs, **common)
             columns = ["codec", "algorithm", "ranks", "seconds", "wire_bytes", "of_limit", "exact"]
             rows = out.measured(lambda advance: simulate.run(wanted, advance), [*swept, *columns])
         if draw is not None:
             draw(rows)
-
-
-def _check_sharded(
-    sharded: bool,
-    codec_name: str | None,
-    method_names: str | None,
-    forward: float | None,
-    blocking: bool,
-) -> None:
-    """Raise ConfigError for options of the other kind of step."""
-    if sharded and codec_name is not None:
-        raise ConfigError(
-            f"--codec {codec_name}: a step under FSDP2 has codecs of weights and of gradients: "
-            "give --methods, as in qsdp:w=8:g=8"
-        )
-    of_sharded = {
-        "--methods": method_names is not None,
-        "--forward": forward is not None,
-        "--blocking": blocking,
-    }
-    for option, given in of_sharded.items():
-        if given and not sharded:
-            raise ConfigError(f"{option}: is for a step under FSDP2: give --sharded, too")

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.bench.report import svg
-from gradwire.bench.report.bars import Dots, dots
+from gradwire.bench.report.bars import dots
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
-from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
-from gradwire.bench.report.quantities import DASH, digits, seconds
+from gradwire.bench.report.parts import Figure, Question, Section, Table, table
+from gradwire.bench.report.quantities import DASH, digits
 from gradwire.bench.report.rows import grouped
 
 _GAIN = "How many times fewer bytes than the uniform plan, at equal error?"
 _RATIO = "What compression costs what error?"
 _LAYERS = "How many bits does each layer get?"
-_PALETTE = ("g0", "t1", "g1", "g3", "g2", "t3", "g4", "t2", "t0")
+_COLUMNS = (
+    "family | reference | policy | ratio | of the uniform plan's = of_uniform | "
+    "error, of the budget = share | global L2 error = global_error | solved in = solve_seconds"
+)
 _METRICS = {"l2": "sum of L2 norms", "squared": "sum of squared L2 norms"}
 
 
-def sections(rows: Sequence[Row]) -> list[Section]:
-    """One per task, metric and run."""
-    return [_section(mine) for mine in grouped(rows, "task", "error_metric", "run").values()]
-
-
-def _section(rows: Sequence[Row]) -> Section:
+def policies(rows: Sequence[Row]) -> Section:
+    """Of one task, metric and run."""
     first = rows[0]
     metric = _METRICS.get(first["error_metric"], first["error_metric"])
     known = [row for row in rows if None not in (row["ratio"], row["of_uniform"], row["error"])]
@@ -48,31 +47,27 @@ def _where(row: Row) -> str:
 def _gains(rows: Sequence[Row]) -> list[Question]:
     """A figure per point: a row of dots per reference."""
     found: list[Question] = []
-    for _, there in grouped(rows, "at", "sigma").items():
-        where, drawn, best, table = _where(there[0]), list[Dots](), list[str](), list[list[Cell]]()
+    for there in grouped(rows, "at", "sigma").values():
+        drawn, best, shown = [], [], list[Row]()
         for (family, reference), mine in grouped(there, "family", "reference").items():
-            bounded = [row for row in mine if row["budget"] is not None]
-            points = [(row["policy"], row["of_uniform"]) for row in bounded if row["of_uniform"]]
-            codec = reference.partition(":")[0]
-            drawn.append(Dots(f"mixed, {codec}" if family == "mixed" else reference, points))
-            name, most = max(points, key=lambda point: point[1], default=("", 0.0))
-            if most > 1:
-                best.append(f"{family} around {reference}: {name}, {digits(most)} times.")
             for row in mine:
                 share = row["error"] / row["budget"] if row["budget"] else None
-                table.append([
-                    Cell(family), Cell(reference), Cell(row["policy"]),
-                    Cell(digits(row["ratio"]), True), Cell(digits(row["of_uniform"]), True),
-                    Cell(digits(share), True), Cell(digits(row["global_error"]), True),
-                    Cell(seconds(row["solve_seconds"]), True),
-                ])  # fmt: skip
-        headings = ["family", "reference", "policy", "ratio", "of the uniform plan's"]
-        headings += ["error, of the budget", "global L2 error", "solved in"]
+                shown.append({**row, "share": share})
+            points = [
+                (row["policy"], row["of_uniform"])
+                for row in mine
+                if row["budget"] is not None and row["of_uniform"]
+            ]
+            codec = reference.partition(":")[0]
+            drawn.append((f"mixed, {codec}" if family == "mixed" else reference, points))
+            name, most = max(points, key=lambda point: float(point[1]), default=("", 0.0))
+            if most > 1:
+                best.append(f"{family} around {reference}: {name}, {digits(most)} times.")
+        where = _where(there[0])
         caption = f"{where}: policies that keep to the budget. Right of 1 a plan sends less."
         figure = Figure(caption, dots(drawn, "gain over uniform", _GAIN, rule=(1.0, "uniform")))
-        title = _GAIN if not found else ""
         answers = best or ["No policy sends less."]
-        found.append(Question(title, answers, figure, Table(headings, table)))
+        found.append(Question("" if found else _GAIN, answers, figure, table(shown, _COLUMNS)))
     return found
 
 
@@ -82,21 +77,21 @@ def _curves(rows: Sequence[Row]) -> list[Question]:
     for (_, _, family), mine in grouped(rows, "at", "sigma", "family").items():
         if family == "mixed" or len({row["reference"] for row in mine}) < 2:
             continue
+        strokes = svg.plain(row["policy"] for row in mine)
         drawn = []
-        for colour, ((policy,), own) in zip(
-            _PALETTE, grouped(mine, "policy").items(), strict=False
-        ):
-            points = sorted((row["error"], row["ratio"]) for row in own if row["error"])
+        for policy, stroke in strokes.items():
+            own = [row for row in mine if row["policy"] == policy and row["error"]]
+            points = sorted((row["error"], row["ratio"]) for row in own)
             if points:
                 xs, ys = zip(*points, strict=True)
-                drawn.append(Line(str(policy), svg.Stroke(f"var(--{colour})"), xs, ys))
+                drawn.append(Line(policy, stroke, xs, ys))
         axes = Axes("error", "fp32 bytes over payload bytes", _RATIO, log_x=True, log_y=True)
         caption = (
             f"{_where(mine[0])}, {family}: a line joins a policy's plans around several "
             "references. Left and up is better."
         )
         figure = Figure(caption, lines(drawn, axes))
-        found.append(Question(_RATIO if not found else "", figure=figure))
+        found.append(Question("" if found else _RATIO, figure=figure))
     return found
 
 
@@ -112,11 +107,11 @@ def _bits(rows: Sequence[Row]) -> list[Question]:
             continue
         places = list(range(1, len(names) + 1))
         drawn = [
-            Line(policy, svg.Stroke(f"var(--{colour})"), places, [bits[name] for name in names])
-            for colour, (policy, bits) in zip(_PALETTE, plans.items(), strict=False)
+            Line(policy, stroke, places, [plans[policy][name] for name in names])
+            for policy, stroke in svg.plain(plans).items()
         ]
-        table = [
-            [Cell(str(place)), Cell(name), *(Cell(digits(b[name]), True) for b in plans.values())]
+        cells = [
+            [str(place), name, *(digits(bits[name]) for bits in plans.values())]
             for place, name in zip(places, names, strict=True)
         ]
         caption = (
@@ -124,6 +119,6 @@ def _bits(rows: Sequence[Row]) -> list[Question]:
             "without a choice, as vectors are, are left out."
         )
         figure = Figure(caption, lines(drawn, Axes("layer", "payload bits per value", _LAYERS)))
-        title = _LAYERS if not found else ""
-        found.append(Question(title, (), figure, Table(["", "layer", *plans], table)))
+        shown = Table(["", "layer", *plans], cells)
+        found.append(Question("" if found else _LAYERS, (), figure, shown))
     return found

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from gradwire.bench.report import svg
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lines import Axes, Line, lines
-from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
-from gradwire.bench.report.quantities import DASH, digits, plural, size
+from gradwire.bench.report.parts import Figure, Question, Section, Table, table
+from gradwire.bench.report.quantities import digits, plural, reach
 from gradwire.bench.report.rows import grouped, run_of
 
 _STEP = "How far is a step's average from the exact mean, at how many bits?"
 _SUM = "How much is lost over all steps together?"
 _LAYERS = "Where is it lost?"
 _COMMIT = "commit of the run"
-_PALETTE = ("g0", "t1", "g1", "g3", "g2", "t3", "g4", "t2", "t0")
 
 Group = tuple[tuple[str, str, bool], list[Row]]  # (method, algorithm, error feedback), its rows
 
@@ -43,8 +42,8 @@ def _section(rows: Sequence[Row], several: bool) -> Section:
     questions = []
     if totals:
         groups = list(grouped(totals, "method", "algorithm", "error_feedback").items())
-        questions += _drawn(groups, "nmse", _STEP, [_table(groups)], _step_answers(groups))
-        questions += _drawn(groups, "nmse_of_sum", _SUM, [], _sum_answers(groups))
+        questions += _questions(groups, "nmse", _STEP, _step_answers(groups), _table(groups))
+        questions += _questions(groups, "nmse_of_sum", _SUM, _sum_answers(groups))
     if layers:
         questions.append(Question(_LAYERS, table=_by_layer(layers)))
     command, commit, date = run_of(first, "recorded")
@@ -53,60 +52,59 @@ def _section(rows: Sequence[Row], several: bool) -> Section:
     return Section(title, [about, told] if several else [about], questions)
 
 
+def _known(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
 def _mean(rows: Sequence[Row], key: str) -> float | None:
     """Over the points; None if one has none."""
-    values = [row.get(key) for row in rows]
-    known = [value for value in values if value is not None]
-    return statistics.mean(known) if len(known) == len(values) else None
+    known = _known(rows, key)
+    return statistics.mean(known) if len(known) == len(rows) else None
 
 
-def _drawn(
-    groups: Sequence[Group], key: str, title: str, tables: Sequence[Table], answers: list[str]
+def _questions(
+    groups: Sequence[Group], key: str, title: str, answers: list[str], told: Table | None = None
 ) -> list[Question]:
+    """Answers and the table stand beside the first figure."""
+    figures = _figures(groups, key, title)
+    first = Question(title, answers, figures[0] if figures else None, told)
+    return [first, *(Question(title, (), one) for one in figures[1:])]
+
+
+def _figures(groups: Sequence[Group], key: str, title: str) -> list[Figure]:
     """A figure per nine families of methods, a line for each, dashed with error feedback."""
-    families = list(dict.fromkeys(_family(*name[:2]) for name, _ in groups))
-    found = []
-    for start in range(0, len(families), len(_PALETTE)):
+    points: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for (method, algorithm, feedback), rows in groups:
+        bits, error = _mean(rows, "packed_bits"), _mean(rows, key)
+        if bits and error is not None:
+            family = f"{method.partition(':')[0]}, {algorithm}"
+            points.setdefault((family, feedback), []).append((bits, error))
+    strokes = svg.plain(family for family, _ in points)
+    families, found = list(strokes), []
+    caption = (
+        "A line joins the options of one method. Bits are those that a rank feeds into "
+        "collectives, without headers; dashed: with error feedback."
+    )
+    axes = Axes(
+        "bits per value, packed", "NMSE", title, rule=(1.0, "sends nothing"), log_x=True,
+        log_y=True,
+    )  # fmt: skip
+    for start in range(0, len(families), len(svg.PALETTE)):
         drawn = []
-        for family, colour in zip(families[start:], _PALETTE, strict=False):
+        for family in families[start : start + len(svg.PALETTE)]:
             for feedback in (False, True):
-                mine = [
-                    rows for name, rows in groups
-                    if (_family(*name[:2]), name[2]) == (family, feedback)
-                ]  # fmt: skip
-                points = sorted(
-                    (_mean(rows, "packed_bits"), _mean(rows, key))
-                    for rows in mine
-                    if _mean(rows, "packed_bits") and _mean(rows, key) is not None
-                )
-                if points:
+                if (family, feedback) in points:
                     label = f"{family}, error feedback" if feedback else family
-                    stroke = svg.Stroke(f"var(--{colour})", "6 3" if feedback else "")
-                    xs, ys = [x or 0.0 for x, _ in points], [y for _, y in points]
+                    stroke = strokes[family].dashed if feedback else strokes[family]
+                    xs, ys = zip(*sorted(points[family, feedback]), strict=True)
                     drawn.append(Line(label, stroke, xs, ys))
-        if not drawn:
-            continue
-        axes = Axes(
-            "bits per value, packed", "NMSE", title, rule=(1.0, "sends nothing"), log_x=True,
-            log_y=True,
-        )  # fmt: skip
-        caption = (
-            "A line joins the options of one method. Bits are those that a rank feeds into "
-            "collectives, without headers; dashed: with error feedback."
-        )
-        figure, last = Figure(caption, lines(drawn, axes)), start == 0
-        table = tables[0] if tables and last else None
-        found.append(Question(title, answers if last else [], figure, table))
-    return found or [Question(title, answers, table=tables[0] if tables else None)]
-
-
-def _family(method: str, algorithm: str) -> str:
-    return f"{method.partition(':')[0]}, {algorithm}"
+        found.append(Figure(caption, lines(drawn, axes)))
+    return found
 
 
 def _step_answers(groups: Sequence[Group]) -> list[str]:
     worst = [
-        f"{method}{_with(feedback)} ({digits(error)})"
+        f"{method}{' with error feedback' if feedback else ''} ({digits(error)})"
         for (method, _, feedback), rows in groups
         if (error := _mean(rows, "nmse")) is not None and error >= 1
     ]
@@ -137,37 +135,32 @@ def _sum_answers(groups: Sequence[Group]) -> list[str]:
     return answers
 
 
-def _with(feedback: object) -> str:
-    return " with error feedback" if feedback else ""
+def _table(groups: Sequence[Group]) -> Table | None:
+    keys = ("nmse", "nmse_of_fed", "nmse_of_sum", "cosine", "packed_bits", "input_bits")
+    rows = [
+        {
+            **mine[0],
+            **{key: _mean(mine, key) for key in (*keys, "wire_bytes")},
+            "over points": reach(_known(mine, "nmse"), digits),
+        }
+        for _, mine in groups
+    ]
+    columns = (
+        "method | algorithm | error feedback = error_feedback | NMSE = nmse | over points | "
+        "NMSE of what was fed in = nmse_of_fed | NMSE of the sum = nmse_of_sum | cosine | "
+        "bits, packed = packed_bits | bits, 32-bit positions = input_bits | "
+        "sent per rank and step = wire_bytes"
+    )
+    return table(rows, columns)
 
 
-def _table(groups: Sequence[Group]) -> Table:
-    rows = []
-    for (method, algorithm, feedback), mine in groups:
-        single = [row["nmse"] for row in mine if row["nmse"] is not None]
-        among = f"{digits(min(single))} to {digits(max(single))}" if len(single) > 1 else DASH
-        keys = ("nmse", "nmse_of_fed", "nmse_of_sum", "cosine", "packed_bits", "input_bits")
-        figures = {key: Cell(digits(_mean(mine, key)), True) for key in keys}
-        rows.append([
-            Cell(method), Cell(algorithm), Cell("yes" if feedback else "no"), figures.pop("nmse"),
-            Cell(among, True), *figures.values(), Cell(size(_mean(mine, "wire_bytes")), True),
-        ])  # fmt: skip
-    headings = ["method", "algorithm", "error feedback", "NMSE", "over points"]
-    headings += ["NMSE of what was fed in", "NMSE of the sum", "cosine"]
-    headings += ["bits, packed", "bits, 32-bit positions", "sent per rank and step"]
-    return Table(headings, rows)
-
-
-def _by_layer(layers: Sequence[Row]) -> Table:
-    rows = []
-    for (method, feedback, layer), mine in grouped(
-        layers, "method", "error_feedback", "layer"
-    ).items():
-        keys = ("nmse", "nmse_of_sum", "cosine", "packed_bits")
-        rows.append([
-            Cell(method), Cell("yes" if feedback else "no"), Cell(layer),
-            Cell(f"{mine[0]['numel']:,}", True),
-            *(Cell(digits(_mean(mine, key)), True) for key in keys),
-        ])  # fmt: skip
-    headings = ["method", "error feedback", "layer", "values", "NMSE", "NMSE of the sum"]
-    return Table([*headings, "cosine", "bits, packed"], rows)
+def _by_layer(layers: Sequence[Row]) -> Table | None:
+    """Means over the points."""
+    found = grouped(layers, "method", "error_feedback", "layer")
+    keys = ("nmse", "nmse_of_sum", "cosine", "packed_bits")
+    rows = [{**mine[0], **{key: _mean(mine, key) for key in keys}} for mine in found.values()]
+    columns = (
+        "method | error feedback = error_feedback | layer | values = numel | NMSE = nmse | "
+        "NMSE of the sum = nmse_of_sum | cosine | bits, packed = packed_bits"
+    )
+    return table(rows, columns)

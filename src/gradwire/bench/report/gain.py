@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.noise import Verdict, by_seeds, paired
-from gradwire.bench.report.quantities import DASH, digits, faster
+from gradwire.bench.report.quantities import DASH, faster
 from gradwire.bench.report.rows import grouped
 
 Times = Sequence[float | None]
@@ -56,11 +56,6 @@ class Gain:
         if self.standing is Standing.UNJUDGED and self.ratio is not None:
             return f"{faster(1.0, self.ratio)}, {self.standing.value}"
         return DASH if self.standing is Standing.UNKNOWN else self.standing.value
-
-
-def times(ratio: float) -> str:
-    """ "2.41×"."""
-    return f"{digits(ratio)}×"
 
 
 @dataclass(frozen=True)
@@ -100,25 +95,26 @@ def judged(
     known = {name: _median(found[name]) for name in bars if name in found}
     reached = {name: time for name, time in known.items() if time}
     bar = min(reached, key=lambda name: reached[name]) if reached else None
+    missed = bar is None and None in known.values()
     gains = {}
     for method, mine in found.items():
-        median = _median(mine)
+        median, ratio = _median(mine), None
         if method in timing_only:
-            gains[method] = Gain(Standing.TIMING)
+            standing = Standing.TIMING
         elif not mine:
-            gains[method] = Gain(Standing.UNKNOWN)  # no seed is the others', too
+            standing = Standing.UNKNOWN  # no seed is the others', too
         elif median is None:
-            gains[method] = Gain(Standing.NEVER)
+            standing = Standing.NEVER
         elif bar is None or not median:
-            missed = bool(known) and None in known.values() and bar is None
-            gains[method] = Gain(Standing.ONLY if missed else Standing.UNKNOWN)
+            standing = Standing.ONLY if missed else Standing.UNKNOWN
         elif method == bar:
-            gains[method] = Gain(Standing.BAR, 1.0)
+            standing, ratio = Standing.BAR, 1.0
         else:
             ours, its = (resolved.get(name, Resolution()) for name in (method, bar))
             resolution = sum(known_to(ours, median, its, reached[bar]))
-            verdict = by_seeds(mine, found[bar], resolution)
-            gains[method] = Gain(_STANDINGS[verdict], reached[bar] / median)
+            standing = _STANDINGS[by_seeds(mine, found[bar], resolution)]
+            ratio = reached[bar] / median
+        gains[method] = Gain(standing, ratio)
     return gains
 
 
@@ -141,22 +137,14 @@ def of_summaries(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[s
     return judged(found, resolutions(summaries, evaluations), timing_only)
 
 
-def resolutions(summaries: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Resolution]:
-    """Of each method's time to the target. The rows at hand may be fewer than the run's
-    evaluations: then the summary says how far apart these were."""
-    return at_hand(summaries, evaluations, _told_gaps(summaries))
-
-
-def at_hand(
-    summaries: Sequence[Row], evaluations: Sequence[Row], told: Mapping[str, float] | None = None
+def resolutions(
+    summaries: Sequence[Row], evaluations: Sequence[Row], at_target: bool = True
 ) -> dict[str, Resolution]:
-    """Of each method's time to any loss among the rows at hand."""
-    gaps = longest_gaps(evaluations) | dict(told or {})
+    """Of each method's time to the target, else to any loss among the rows at hand. These may be
+    fewer than the run's evaluations: at the target, the summary says how far apart these were."""
+    gaps = longest_gaps(evaluations) | (_told_gaps(summaries) if at_target else {})
     timing = {row["method"]: _timing_error(row) for row in summaries}
-    return {
-        name: Resolution(gaps.get(name, 0.0), timing.get(name, 0.0))
-        for name in dict.fromkeys([*gaps, *timing])
-    }
+    return {name: Resolution(gaps.get(name, 0.0), timing.get(name, 0.0)) for name in gaps | timing}
 
 
 def _timing_error(row: Row) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import gain, heat, origin
 from gradwire.bench.report.gain import Gain, Standing
 from gradwire.bench.report.kinds import Row
-from gradwire.bench.report.parts import Cell, Figure, Question, Section, Table
-from gradwire.bench.report.quantities import DASH, faster, network, plural, rate
-from gradwire.bench.report.rows import grouped, run_of
+from gradwire.bench.report.parts import Figure, Question, Section, Table
+from gradwire.bench.report.quantities import DASH, network, plural, rate
+from gradwire.bench.report.rows import grouped, run_of, split
 
 _TITLE = "Where does compression pay, and where does it not?"
 _COLUMNS = 5  # of a figure
@@ -31,9 +31,11 @@ def picture(rows: Sequence[Row]) -> tuple[str, str] | None:
     found = _trainings(rows)
     if len(found) != 1 or sum(map(len, found[0])) != len(rows):
         return None
-    runs, by_net, names = _compared(found[0])
+    runs, by_net, names, methods = _compared(found[0])
     first = runs[0][0]
-    return _drawn(names, by_net), f"{first['task']}, {first['ranks']} ranks: gain over 16 bit"
+    return _drawn(
+        names, by_net, methods
+    ), f"{first['task']}, {first['ranks']} ranks: gain over 16 bit"
 
 
 def _trainings(rows: Sequence[Row]) -> list[Runs]:
@@ -49,11 +51,7 @@ def _trainings(rows: Sequence[Row]) -> list[Runs]:
 def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
     """The columns of each map: rows of one run on one network. Runs on different networks share a
     map; where two were on the same network, each run has its own."""
-    columns = [
-        mine
-        for mine in grouped(rows, "net", "composed", "run").values()
-        if any(row["row"] == "summary" for row in mine)
-    ]
+    columns = [mine for mine in grouped(rows, "net", "composed", "run").values() if split(mine)[0]]
     places = {(mine[0]["net"], mine[0].get("composed")) for mine in columns}
     if len(places) == len(columns):
         return [columns]
@@ -63,40 +61,32 @@ def _maps(rows: Sequence[Row]) -> list[list[list[Row]]]:
     return list(runs.values())
 
 
-def _compared(runs: Runs) -> tuple[Runs, ByNet, list[str]]:
-    """The columns from the slowest network on, with the gains and the name of each."""
+def _compared(runs: Runs) -> tuple[Runs, ByNet, list[str], list[str]]:
+    """The columns from the slowest network on, the gains and the name of each, and all methods."""
     runs = sorted(runs, key=lambda run: rate(run[0]["net"]))
-    by_net = []
-    for run in runs:
-        summaries = [row for row in run if row["row"] == "summary"]
-        evaluations = [row for row in run if row["row"] == "evaluation"]
-        by_net.append(gain.of_summaries(summaries, evaluations))
-    return runs, by_net, [_name(run[0], runs) for run in runs]
+    by_net = [gain.of_summaries(*split(run)) for run in runs]
+    methods = list(dict.fromkeys(name for gains in by_net for name in gains))
+    return runs, by_net, [_name(run[0], runs) for run in runs], methods
 
 
-def _drawn(names: Sequence[str], by_net: ByNet, methods: Sequence[str] = ()) -> str:
-    methods = methods or _methods(by_net)
-    rows = [heat.TileRow(name, [gains.get(name) for gains in by_net]) for name in methods]
+def _drawn(names: Sequence[str], by_net: ByNet, methods: Sequence[str]) -> str:
+    rows = [(name, [gains.get(name) for gains in by_net]) for name in methods]
     return heat.tiles([_lines(name) for name in names], rows, _TITLE)
 
 
-def _methods(by_net: ByNet) -> list[str]:
-    return list(dict.fromkeys(name for gains in by_net for name in gains))
-
-
 def _section(runs: Runs, among: Sequence[Row]) -> Section:
-    runs, by_net, names = _compared(runs)
-    methods = _methods(by_net)
+    runs, by_net, names, methods = _compared(runs)
     questions = []
-    places = range(len(runs))
-    for part in (places[at : at + _COLUMNS] for at in places[::_COLUMNS]):
-        drawn = _drawn([names[at] for at in part], [by_net[at] for at in part], methods)
-        questions.append(Question(_TITLE, _answers(names, by_net, part), Figure(_CAPTION, drawn)))
-    table = [
-        [Cell(name), *(Cell(gains[name].text if name in gains else DASH) for gains in by_net)]
+    for at in range(0, len(runs), _COLUMNS):
+        part = slice(at, at + _COLUMNS)
+        answers = [_answer(*one) for one in zip(names[part], by_net[part], strict=True)]
+        drawn = _drawn(names[part], by_net[part], methods)
+        questions.append(Question(_TITLE, answers, Figure(_CAPTION, drawn)))
+    cells = [
+        [name, *(gains[name].text if name in gains else DASH for gains in by_net)]
         for name in methods
     ]
-    shown = Question("The same as a table", table=Table(["method", *names], table))
+    shown = Question("The same as a table", table=Table(["method", *names], cells))
     first = runs[0][0]
     under = ", sharded" if first.get("sharded") else ""
     title = f"Training {first['task']}, {first['ranks']} ranks{under}: gain over 16 bit by network"
@@ -129,26 +119,20 @@ def _lines(name: str) -> list[str]:
     return [part.removesuffix(" latency").removesuffix(" emulated") for part in name.split(", ")]
 
 
-def _answers(
-    names: Sequence[str], by_net: Sequence[dict[str, Gain]], part: Sequence[int]
-) -> list[str]:
-    """For each network which methods lose, and which gain."""
-    found = []
-    for place in part:
-        gains = by_net[place]
-        bar = next((n for n, one in gains.items() if one.standing is Standing.BAR), None)
-        ours = {n: one for n, one in gains.items() if n not in Baselines.among(gains).names}
-        parts = []
-        for standing, word in _CLAUSES.items():
-            mine = {n: one.ratio for n, one in ours.items() if one.standing is standing}
-            compared = standing in (Standing.GAIN, Standing.LOSS)
-            told = [f"{n} ({faster(1.0, mine[n] or 1.0)})" if compared else n for n in mine]
-            if told:
-                parts.append(f"{word}: {', '.join(told)}")
-        against = f"against {bar}" if bar else "no 16-bit baseline reached the target"
-        what = "; ".join(parts) or f"no method but {plural(len(gains), 'baseline')}"
-        found.append(f"{names[place]}, {against}: {what}.")
-    return found
+def _answer(name: str, gains: Mapping[str, Gain]) -> str:
+    """Which methods lose on a network, and which gain."""
+    bar = next((n for n, one in gains.items() if one.standing is Standing.BAR), None)
+    baselines = Baselines.among(gains).names
+    parts = []
+    for standing, word in _CLAUSES.items():
+        mine = [n for n, one in gains.items() if one.standing is standing and n not in baselines]
+        if standing in (Standing.GAIN, Standing.LOSS):
+            mine = [f"{n} ({gains[n].text})" for n in mine]
+        if mine:
+            parts.append(f"{word}: {', '.join(mine)}")
+    against = f"against {bar}" if bar else "no 16-bit baseline reached the target"
+    what = "; ".join(parts) or f"no method but {plural(len(gains), 'baseline')}"
+    return f"{name}, {against}: {what}."
 
 
 _CLAUSES = {

@@ -7,33 +7,29 @@ colour-blindness tell apart. Tiles also say it by a sign: ▲ gain, ▼ loss, �
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gradwire.bench.report import svg
 from gradwire.bench.report.gain import Gain, Standing, strength
-from gradwire.bench.report.quantities import digits
+from gradwire.bench.report.quantities import times
 
 STRONGEST = 0.55  # opacity at which text still reads on a tile
 _WEAKEST = 0.12
 _HEIGHT, _PITCH = 22.0, 40.0
+_SIDES = {
+    Standing.LOSS: "loss", Standing.NEVER: "loss", Standing.GAIN: "gain", Standing.ONLY: "gain"
+}  # fmt: skip
 _SIGNS = {Standing.GAIN: "▲ ", Standing.LOSS: "▼ ", Standing.NOISE: "≈ ", Standing.UNJUDGED: "? "}
 _WORDS = {
     Standing.NEVER: "▼ never",
     Standing.ONLY: "▲ only it",
     Standing.TIMING: "timing",
-    Standing.UNKNOWN: "–",
+    Standing.BAR: "1×",
 }
 
-
-@dataclass(frozen=True)
-class TileRow:
-    """A name, and a tile per column; None where nothing was measured."""
-
-    label: str
-    tiles: Sequence[Gain | None]
+Tiles = tuple[str, Sequence[Gain | None]]  # a name; per column, None where nothing was measured
 
 
-def tiles(columns: Sequence[Sequence[str]], rows: Sequence[TileRow], title: str) -> str:
+def tiles(columns: Sequence[Sequence[str]], rows: Sequence[Tiles], title: str) -> str:
     """The figure; a column's name has lines. Names of rows stand above their tiles."""
     legend = [
         (_box(Standing.LOSS, 0.25), "▼ 4 times slower, or more"),
@@ -50,25 +46,23 @@ def tiles(columns: Sequence[Sequence[str]], rows: Sequence[TileRow], title: str)
             text = svg.shortened(text, wide)
             found.append(svg.text(middle, top + 14 + 14 * level, text, "middle", soft=True))
     top += 14 * deep + 6
-    for at, row in enumerate(rows):
+    for at, (label, gains) in enumerate(rows):
         y = top + _PITCH * at
-        found.append(svg.text(1, y + 12, svg.shortened(row.label, svg.WIDTH)))
-        for place, gain in enumerate(row.tiles):
-            found += _tile(gain, place * wide + 1, y + 16, wide - 2)
+        found.append(svg.text(1, y + 12, svg.shortened(label, svg.WIDTH)))
+        for place, gain in enumerate(gains):
+            x, width = place * wide + 1, wide - 2
+            box = {"x": x, "y": y + 16, "width": width, "height": _HEIGHT}
+            found.append(svg.element("rect", **box, **_look(gain)))
+            found.append(svg.text(x + width / 2, y + 31.5, _written(gain), "middle"))
     return svg.figure(found, top + _PITCH * len(rows) + 4, title)
 
 
-def _tile(gain: Gain | None, x: float, y: float, width: float) -> list[str]:
-    middle = svg.text(x + width / 2, y + 15.5, _written(gain), "middle")
-    return [svg.element("rect", x=x, y=y, width=width, height=_HEIGHT, **_look(gain)), middle]
-
-
 def _written(gain: Gain | None) -> str:
-    if gain is None or gain.ratio is None:
-        return _WORDS[gain.standing] if gain is not None else "–"
-    if gain.standing is Standing.BAR:
-        return "1×"
-    return f"{_SIGNS[gain.standing]}{digits(gain.ratio)}×"
+    if gain is None or gain.standing is Standing.UNKNOWN:
+        return "–"
+    if gain.standing in _WORDS or gain.ratio is None:
+        return _WORDS[gain.standing]
+    return f"{_SIGNS[gain.standing]}{times(gain.ratio)}"
 
 
 def _box(standing: Standing, ratio: float) -> str:
@@ -79,14 +73,10 @@ def _look(gain: Gain | None) -> dict[str, object]:
     """Fill and border. Only what was judged has a colour."""
     if gain is None:
         return {"fill": "none"}
-    if gain.standing is Standing.NEVER:
-        return {"fill": "var(--loss)", "fill_opacity": STRONGEST}
-    if gain.standing is Standing.ONLY:
-        return {"fill": "var(--gain)", "fill_opacity": STRONGEST}
-    if gain.standing in (Standing.GAIN, Standing.LOSS) and gain.ratio is not None:
-        opacity = _WEAKEST + (STRONGEST - _WEAKEST) * strength(gain.ratio)
-        colour = "gain" if gain.standing is Standing.GAIN else "loss"
-        return {"fill": f"var(--{colour})", "fill_opacity": round(opacity, 3)}
+    if gain.standing in _SIDES:
+        strong = 1.0 if gain.ratio is None else strength(gain.ratio)
+        opacity = round(_WEAKEST + (STRONGEST - _WEAKEST) * strong, 3)
+        return {"fill": f"var(--{_SIDES[gain.standing]})", "fill_opacity": opacity}
     unjudged = gain.standing is Standing.UNJUDGED
     return {
         "fill": "none",

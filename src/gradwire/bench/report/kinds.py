@@ -52,81 +52,75 @@ class RowKind:
         return self.marks <= row.keys() and all(row[k] == v for k, v in self.values.items())
 
 
-def _is_number(value: object) -> bool:
+def _number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return value == 0 or _LEAST <= abs(value) <= _MOST
 
 
-def _is_integer(value: object) -> bool:
+def _amount(value: Any) -> bool:
+    return _number(value) and bool(value >= 0)
+
+
+def _integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LONG
 
 
-def _is_count(value: Any) -> bool:
-    return _is_integer(value) and bool(value >= 0)
-
-
-def _is_amount(value: Any) -> bool:
-    return _is_number(value) and bool(value >= 0)
-
-
-def _is_text(value: object) -> bool:
+def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_spread(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(map(_is_amount, value))
-        and value[0] <= value[1]
+def _list(of: Callable[[Any], bool], null: bool = False) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list) and all((null and one is None) or of(one) for one in value)
     )
 
 
-def _is_tried(value: object) -> bool:
+def _object(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+
+
+def _tried(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("used"), bool):
         return False
-    return _is_text(value.get("setting")) and _is_amount(value.get("seconds"))
+    return _text(value.get("setting")) and _amount(value.get("seconds"))
 
 
-def _lists(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(allows, value))
-
-
-def _is_network(value: object) -> bool:
+def _network(value: Any) -> bool:
     try:
         return isinstance(value, str) and Network.parse(value, emulated=False).shaped
     except ConfigError:
         return False
 
 
-def _is_run(value: object) -> bool:
-    if not isinstance(value, dict) or not _is_amount(value.get("load") or 0):
-        return False
-    return all(one is None or _is_text(one) or _is_number(one) for one in value.values())
+def _run(value: Any) -> bool:
+    known = _object(lambda one: one is None or _text(one) or _number(one))(value)
+    return value is None or (known and _amount(value.get("load") or 0))
 
 
-TEXT = Value("a text", _is_text)
-NUMBER = Value("a number", _is_number)
-AMOUNT = Value("a number of 0 or more", _is_amount)
-INTEGER = Value("an integer", _is_integer)
-COUNT = Value("an integer of 0 or more", _is_count)
-POSITIVE = Value("an integer of 1 or more", lambda value: _is_count(value) and value > 0)
-SPREAD = Value("a list of two numbers, the lower one first,", _is_spread)
-AMOUNTS = Value("a list of numbers of 0 or more", lambda v: _lists(_is_amount)(v) and bool(v))
-INTEGERS = Value("a list of integers", _lists(INTEGER.allows))
-NUMBERS = Value("a list of numbers or nulls", _lists(NUMBER.or_null().allows))
-TIMES = Value("a list of numbers of 0 or more or nulls", _lists(AMOUNT.or_null().allows))
-FLAG = Value("true or false", lambda value: isinstance(value, bool))
-LAYERS = Value(
-    "an object of numbers of 0 or more",
-    lambda value: isinstance(value, dict) and all(map(_is_amount, value.values())),
-)
-TRIED = Value("a list of what was tried: setting, seconds and used", _lists(_is_tried))
-OPTIONS = Value("an object", lambda value: isinstance(value, dict))
-PLAIN = Value("a text or a number", lambda v: isinstance(v, bool | str) or _is_number(v))
-NETWORK = Value("a network as RATE,LATENCY", _is_network)
-RUN = Value("an object of texts and numbers or null", lambda v: v is None or _is_run(v))
+_VALUES = {
+    "text": Value("a text", _text),
+    "number": Value("a number", _number),
+    "amount": Value("a number of 0 or more", _amount),
+    "integer": Value("an integer", _integer),
+    "count": Value("an integer of 0 or more", lambda v: _integer(v) and v >= 0),
+    "positive": Value("an integer of 1 or more", lambda v: _integer(v) and v > 0),
+    "spread": Value(
+        "a list of two numbers, the lower one first,",
+        lambda v: _list(_amount)(v) and len(v) == 2 and v[0] <= v[1],
+    ),
+    "amounts": Value("a list of numbers of 0 or more", lambda v: _list(_amount)(v) and bool(v)),
+    "integers": Value("a list of integers", _list(_integer)),
+    "numbers": Value("a list of numbers or nulls", _list(_number, null=True)),
+    "times": Value("a list of numbers of 0 or more or nulls", _list(_amount, null=True)),
+    "flag": Value("true or false", lambda v: isinstance(v, bool)),
+    "layers": Value("an object of numbers of 0 or more", _object(_amount)),
+    "tried": Value("a list of what was tried: setting, seconds and used", _list(_tried)),
+    "options": Value("an object", lambda v: isinstance(v, dict)),
+    "plain": Value("a text or a number", lambda v: isinstance(v, bool | str) or _number(v)),
+    "network": Value("a network as RATE,LATENCY", _network),
+}
+_RUN = Value("an object of texts and numbers or null", _run)
 
 
 def _kind(name: str, marks: str, keys: str, more: str = "", **values: str) -> RowKind:
@@ -135,19 +129,11 @@ def _kind(name: str, marks: str, keys: str, more: str = "", **values: str) -> Ro
     return RowKind(name, known, values, _values(keys), _values(more))
 
 
-_NAMED = {
-    "text": TEXT, "number": NUMBER, "amount": AMOUNT, "integer": INTEGER, "count": COUNT,
-    "positive": POSITIVE, "spread": SPREAD, "amounts": AMOUNTS, "integers": INTEGERS,
-    "numbers": NUMBERS, "times": TIMES, "flag": FLAG, "options": OPTIONS, "plain": PLAIN,
-    "network": NETWORK, "layers": LAYERS, "tried": TRIED,
-}  # fmt: skip
-
-
 def _values(told: str) -> dict[str, Value]:
     found = {}
     for one in told.split():
         key, _, name = one.partition(":")
-        value = _NAMED[name.rstrip("?")]
+        value = _VALUES[name.rstrip("?")]
         found[key] = value.or_null() if name.endswith("?") else value
     return found
 
@@ -308,7 +294,7 @@ def check(row: Row, where: str) -> None:
         raise ConfigError(f"{where}: the row has no keys")
     kind = kind_of(row)
     needed = dict(kind.keys) if kind else {}
-    allowed = {**needed, **(kind.more if kind else {}), "run": RUN}
+    allowed = {**needed, **(kind.more if kind else {}), "run": _RUN}
     whose = f", a row of `gradwire {kind.name}`" if kind else ""
     for key, value in allowed.items():
         if key not in row and key not in needed:

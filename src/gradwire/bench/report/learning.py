@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report import gain, svg
@@ -12,13 +12,14 @@ from gradwire.bench.report.kinds import Row
 from gradwire.bench.report.lengths import length
 from gradwire.bench.report.lines import Axes, Line, lines
 from gradwire.bench.report.noise import Verdict, by_seeds, paired
-from gradwire.bench.report.parts import Cell, Figure, Question, Table
+from gradwire.bench.report.parts import Figure, Question, table
 from gradwire.bench.report.quantities import (
     DASH,
     digits,
     faster,
     percent,
     plural,
+    reach,
     seconds,
     than,
 )
@@ -31,6 +32,9 @@ _COMPOSED = (
     "included."
 )
 _LEARNED = "Does compression change what is learned?"
+_TIMING = "for timing only"
+_FEW = ", and so with every seed; these are too few to judge"
+_UNKNOWN = "; the spread over seeds is unknown"
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,13 @@ def curves(evaluations: Sequence[Row]) -> dict[str, Curve]:
     finite, has no mean."""
     found = {}
     for (method,), mine in grouped(evaluations, "method").items():
-        seeds = len({row["seed"] for row in mine})
-        by_step = {step: rows for (step,), rows in grouped(mine, "step").items()}
-        steps = sorted(by_step)
-        at = [by_step[step] for step in steps]
-        losses = [[row["loss"] for row in rows] for rows in at]
-        whole = [None not in some and len(some) == seeds for some in losses]
-        found[method] = Curve(
-            steps,
-            [statistics.mean(row["seconds"] for row in rows) for rows in at],
-            [statistics.mean(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-            [min(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-            [max(some) if ok else None for some, ok in zip(losses, whole, strict=True)],
-        )
+        seeds, points = len({row["seed"] for row in mine}), []
+        for (step,), rows in sorted(grouped(mine, "step").items()):
+            losses = [row["loss"] for row in rows]
+            whole = None not in losses and len(losses) == seeds
+            of_seeds = [of(losses) if whole else None for of in (statistics.mean, min, max)]
+            points.append((step, statistics.mean(row["seconds"] for row in rows), *of_seeds))
+        found[method] = Curve(*zip(*points, strict=True))
     return found
 
 
@@ -78,18 +76,9 @@ def _figure(evaluations: Sequence[Row], target: float | None, by_time: bool) -> 
         x = curve.seconds if by_time else curve.steps
         points = [(a, b) for a, b in zip(x, curve.loss, strict=True) if b is not None]
         met = [point for point in points if target is not None and point[1] <= target]
-        drawn.append(
-            Line(
-                method,
-                strokes[method],
-                x,
-                curve.loss,
-                curve.low,
-                curve.high,
-                wide=method == full and not by_time,  # others lie on it
-                mark=met[0] if met and by_time else None,
-            )
-        )
+        wide, mark = method == full and not by_time, met[0] if met and by_time else None
+        line = Line(method, strokes[method], x, curve.loss, curve.low, curve.high)
+        drawn.append(replace(line, wide=wide, mark=mark))  # the others lie on a wide one
     axes = Axes(
         x="training time, s" if by_time else "step",
         y="validation loss, nats",
@@ -104,24 +93,25 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
     target = summaries[0]["target"] if summaries else None
     baselines = Baselines.of_rows(summaries)
     baseline = baselines.best(summaries, "time_to_target")
-    answers, table = [_target(summaries)] if summaries else [], []
     resolved = gain.resolutions(summaries, evaluations)
+    answers = [_target(summaries)] if summaries else []
+    shown = []
     for row in summaries:
         word, clause = _time_verdict(row, baseline, resolved)
         if row.get("timing_only"):
-            table.append([Cell(row["method"]), *(Cell(DASH, True),) * 2, Cell("for timing only")])
+            shown.append({"method": row["method"], "against": _TIMING})
             continue
-        if row["time_to_target"] is None and target is not None:
+        missed = row["time_to_target"] is None and target is not None
+        if missed:
             answers.append(
                 f"{row['method']} did not reach the target in {length([row])}{_some(row)}."
             )
         elif clause and row["method"] != baselines.full:
             answers.append(f"{row['method']} {clause}.")
-        times = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
-        spread = f"{seconds(min(times))} to {seconds(max(times))}" if len(times) > 1 else DASH
-        reached = row["time_to_target"] is not None
-        text = seconds(row["time_to_target"]) if reached else "not reached" if target else DASH
-        table.append([Cell(row["method"]), Cell(text, True), Cell(spread, True), Cell(word)])
+        time = "not reached" if missed else seconds(row["time_to_target"])
+        known = [time for time in row.get("time_to_target_by_seed") or () if time is not None]
+        seeds = reach(known, seconds)
+        shown.append({"method": row["method"], "time": time, "seeds": seeds, "against": word})
     figure = None
     if evaluations:
         caption = (
@@ -129,8 +119,9 @@ def time_to_loss(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Questi
             "evaluation at or below the target. "
         ) + (_COMPOSED if evaluations[0].get("composed") else _WHOLE)
         figure = Figure(caption, against_seconds(evaluations, target))
-    headings = ["method", "time to target", "over seeds", f"against {baselines.against(baseline)}"]
-    return Question(TITLE, answers, figure, Table(headings, table) if table else None)
+    columns = "method | time to target = time | over seeds = seeds | against {name} = against"
+    name = baselines.against(baseline)
+    return Question(TITLE, answers, figure, table(shown, columns, name=name))
 
 
 def _target(summaries: Sequence[Row]) -> str:
@@ -169,60 +160,44 @@ def _time_verdict(
     told = f"reaches it {than(compared, str(baseline['method']))}"
     if one_seed(row):
         return compared, told
-    clause = {
-        Verdict.LESS: told,
-        Verdict.MORE: told,
-        Verdict.NOISE: f"reaches it in about the time of {baseline['method']}, within noise{why}",
-        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
-        Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
+    noise = f"reaches it in about the time of {baseline['method']}, within noise{why}"
+    return {
+        Verdict.LESS: (compared, told),
+        Verdict.MORE: (compared, told),
+        Verdict.NOISE: (verdict.value, noise),
+        Verdict.FEW: (f"{compared}, {verdict.value}", told + _FEW),
+        Verdict.UNKNOWN: (f"{compared}, {verdict.value}", told + _UNKNOWN),
     }[verdict]
-    cell = {Verdict.LESS: compared, Verdict.MORE: compared, Verdict.NOISE: verdict.value}
-    return cell.get(verdict, f"{compared}, {verdict.value}"), clause
 
 
 def what_is_learned(evaluations: Sequence[Row], summaries: Sequence[Row]) -> Question:
     """Loss after the same number of steps, against fp32."""
     full = Baselines.of_rows(summaries).full
     baseline = {row["method"]: row for row in summaries}.get(full)
-    answers, table = [], []
+    answers, shown = [], []
     for row in summaries:
         if row.get("timing_only"):
-            table.append(
-                [Cell(row["method"]), *(Cell(DASH),) * 2, Cell("for timing only"), Cell(DASH)]
-            )
+            shown.append({"method": row["method"], "against": _TIMING})
             continue
         word, clause = loss_verdict(row, baseline)
         if clause:
             answers.append(f"{row['method']} {clause}.")
-        losses = [loss for loss in _losses(row) if loss is not None]
-        spread = (
-            f"{digits(min(losses), 4)} to {digits(max(losses), 4)}" if len(losses) > 1 else DASH
-        )
-        table.append(
-            [
-                Cell(row["method"]),
-                Cell(digits(row["final_loss"], 4), True),
-                Cell(spread, True),
-                Cell(word),
-                Cell(digits(row.get("final_metric"), 4), True),
-            ]
-        )
+        known = [loss for loss in row.get("final_loss_by_seed") or () if loss is not None]
+        seeds = reach(known, lambda loss: digits(loss, 4))
+        shown.append({**row, "seeds": seeds, "against": word})
     figure = None
     if evaluations:
         caption = "Mean over seeds; the band reaches from the least to the greatest."
         figure = Figure(caption, _figure(evaluations, None, by_time=False))
     metric = str(summaries[0].get("metric_name") or "metric") if summaries else ""
-    headings = ["method", "last loss", "over seeds", f"against {full}", metric]
-    return Question(_LEARNED, answers, figure, Table(headings, table) if table else None)
+    columns = "method | last loss = final_loss | over seeds = seeds | against {full} = against | "
+    columns += "{metric} = final_metric"
+    return Question(_LEARNED, answers, figure, table(shown, columns, full=full, metric=metric))
 
 
 def one_seed(row: Row) -> bool:
     """Whether a summary is of one seed, so that its section says that nothing is judged."""
     return len(row.get("seeds") or ()) == 1
-
-
-def _losses(row: Row) -> list[float | None]:
-    return row.get("final_loss_by_seed") or [row["final_loss"]]
 
 
 def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
@@ -243,12 +218,10 @@ def loss_verdict(row: Row, baseline: Row | None) -> tuple[str, str]:
         verdict = Verdict.NOISE
     if one_seed(row):
         return change, told
-    clause = {
-        Verdict.LESS: f"{told}, more than noise",
-        Verdict.MORE: f"{told}, more than noise: it costs accuracy here",
-        Verdict.NOISE: f"{told}, which is within noise",
-        Verdict.FEW: f"{told}, and so with every seed; these are too few to judge",
-        Verdict.UNKNOWN: f"{told}; the spread over seeds is unknown",
+    return {
+        Verdict.LESS: (f"{change}, lower", f"{told}, more than noise"),
+        Verdict.MORE: (f"{change}, higher", f"{told}, more than noise: it costs accuracy here"),
+        Verdict.NOISE: (f"{change}, {verdict.value}", f"{told}, which is within noise"),
+        Verdict.FEW: (f"{change}, {verdict.value}", told + _FEW),
+        Verdict.UNKNOWN: (f"{change}, {verdict.value}", told + _UNKNOWN),
     }[verdict]
-    word = {Verdict.LESS: "lower", Verdict.MORE: "higher"}.get(verdict, verdict.value)
-    return f"{change}, {word}", clause

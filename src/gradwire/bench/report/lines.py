@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradwire.bench.report import svg
 from gradwire.bench.report.quantities import short
 from gradwire.bench.report.svg import Stroke
 
 _LEFT, _RIGHT, _PLOT = 40.0, 390.0, 210.0
+
+Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Line:
     label: str
     stroke: Stroke
     x: Sequence[float]
-    y: Sequence[float | None]
-    low: Sequence[float | None] = ()
-    high: Sequence[float | None] = ()
-    limit: Sequence[float | None] = ()
+    y: Values
+    low: Values = ()
+    high: Values = ()
+    limit: Values = ()
     wide: bool = False
     mark: tuple[float, float] | None = None
 
@@ -46,14 +48,11 @@ class Axes:
     log_x: bool = False
     log_y: bool = False
     x_ticks: Sequence[float] = ()
-    x_form: Callable[[float], str] = short
 
 
 def lines(drawn: Sequence[Line], axes: Axes) -> str:
     """The figure, every line to its own end."""
-    if axes.log_x or axes.log_y:
-        drawn = [_positive(one, axes) for one in drawn]
-    entries = [(_sample(one), one.label) for one in drawn]
+    entries = [(svg.element("path", d="M0 0H22", **_look(one)), one.label) for one in drawn]
     if axes.rule is not None:
         entries.append((svg.line(0, 0, 22, 0, "rule"), axes.rule[1]))
     parts, top = svg.legend(entries, 0.0)
@@ -70,10 +69,12 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
         else svg.linear(xs, _LEFT, _RIGHT, zero=True)
     )
     up = svg.logarithmic(ys, bottom, top) if axes.log_y else svg.linear(ys, bottom, top)
-    parts += svg.bottom_axis(
-        across, top, bottom, _named(axes.x, axes.log_x), axes.x_form, list(axes.x_ticks) or None
+    label_x, label_y = (
+        f"{label} (logarithmic)" if logarithmic else label
+        for label, logarithmic in ((axes.x, axes.log_x), (axes.y, axes.log_y))
     )
-    parts.append(svg.text(0, top - 8, _named(axes.y, axes.log_y)))
+    parts += svg.bottom_axis(across, top, bottom, label_x, axes.x_ticks)
+    parts.append(svg.text(0, top - 8, label_y))
     for value in up.ticks():
         parts.append(svg.line(_LEFT, up(value), _RIGHT, up(value), "grid"))
         parts.append(svg.text(_LEFT - 5, up(value) + 4, short(value), "end", soft=True))
@@ -85,26 +86,6 @@ def lines(drawn: Sequence[Line], axes: Axes) -> str:
         level = up(axes.rule[0])
         parts.append(svg.line(_LEFT, level, _RIGHT, level, "rule"))
     return svg.figure(parts, bottom + 36, axes.title)
-
-
-def _named(axis: str, logarithmic: bool) -> str:
-    return f"{axis} (logarithmic)" if logarithmic else axis
-
-
-def _positive(one: Line, axes: Axes) -> Line:
-    """Without what a logarithmic axis cannot show."""
-
-    def shown(y: Sequence[float | None]) -> list[float | None]:
-        above = [v if v is not None and (v > 0 or not axes.log_y) else None for v in y]
-        return [v for x, v in zip(one.x, above, strict=False) if x > 0 or not axes.log_x]
-
-    x = [x for x in one.x if x > 0 or not axes.log_x]
-    low, high = shown(one.low), shown(one.high)
-    return replace(one, x=x, y=shown(one.y), low=low, high=high, limit=shown(one.limit))
-
-
-def _sample(one: Line) -> str:
-    return svg.element("path", d="M0 0H22", **_look(one))
 
 
 def _look(one: Line) -> dict[str, object]:
@@ -120,15 +101,13 @@ def _look(one: Line) -> dict[str, object]:
 
 def _curve(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
     parts = []
-    for run in _runs(one.x, one.y):
-        path = "M" + "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in run)
-        parts.append(svg.element("path", d=path, **_look(one)))
-        if len(run) == 1:
-            parts.append(_dot(across(run[0][0]), up(run[0][1]), one.stroke.colour, 2.5))
-    for run in _runs(one.x, one.limit):
-        path = "M" + "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in run)
-        look = {**_look(one), "stroke_width": 1.2, "stroke_dasharray": "1.5 2.5"}
-        parts.append(svg.element("path", d=path, **look))
+    dotted = {"stroke_width": 1.2, "stroke_dasharray": "1.5 2.5"}
+    for values, look in ((one.y, _look(one)), (one.limit, _look(one) | dotted)):
+        for run in _runs(one.x, values, across, up):
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
+            parts.append(svg.element("path", d=path, **look))
+            if len(run) == 1 and values is one.y:
+                parts.append(_dot(*run[0], one.stroke.colour, 2.5))
     if one.mark is not None:
         parts.append(_dot(across(one.mark[0]), up(one.mark[1]), one.stroke.colour, 4.5))
     return parts
@@ -136,14 +115,14 @@ def _curve(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
 
 def _band(one: Line, across: svg.Scale, up: svg.Scale) -> list[str]:
     edges = [
-        (x, low, high)
+        (across(x), up(low), up(high))
         for x, low, high in zip(one.x, one.low, one.high, strict=False)
         if low is not None and high is not None and high > low
     ]
     if len(edges) < 2:
         return []
-    there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in edges]
-    back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(edges)]
+    there = [f"{x:.1f} {high:.1f}" for x, _, high in edges]
+    back = [f"{x:.1f} {low:.1f}" for x, low, _ in reversed(edges)]
     path = "M" + "L".join(there + back) + "Z"
     return [svg.element("path", d=path, fill=one.stroke.colour, fill_opacity=0.22)]
 
@@ -154,12 +133,14 @@ def _dot(x: float, y: float, colour: str, radius: float) -> str:
     )
 
 
-def _runs(xs: Sequence[float], ys: Sequence[float | None]) -> list[list[tuple[float, float]]]:
-    """The points, in runs without a gap."""
+def _runs(
+    xs: Sequence[float], ys: Values, across: svg.Scale, up: svg.Scale
+) -> list[list[tuple[float, float]]]:
+    """The places of the points, in runs without a gap; a gap is what the axes cannot show, too."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(xs, ys, strict=False):
-        if y is None:
+        if y is None or (across.log and x <= 0) or (up.log and y <= 0):
             runs.append([])
         else:
-            runs[-1].append((x, y))
+            runs[-1].append((across(x), up(y)))
     return [run for run in runs if run]

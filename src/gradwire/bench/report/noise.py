@@ -31,6 +31,12 @@ class Verdict(enum.Enum):
     UNKNOWN = "spread unknown"
 
 
+def spread_of(row: Mapping[str, Any], key: str) -> Spread | None:
+    """The bounds of the middle half, where the row has them."""
+    found = row.get(key)
+    return (float(found[0]), float(found[1])) if found else None
+
+
 def by_spreads(mine: Spread | None, baseline: Spread | None) -> Verdict:
     """Of two quantities with a spread each."""
     if mine is None or baseline is None:
@@ -65,9 +71,7 @@ def by_seeds(
     pairs = [
         (a, b) for a, b in zip(mine, baseline, strict=False) if a is not None and b is not None
     ]
-    if not pairs or len(pairs) < max(len(mine), len(baseline)):
-        return Verdict.UNKNOWN
-    if len(pairs) < 2:
+    if len(pairs) < max(2, len(mine), len(baseline)):
         return Verdict.UNKNOWN
     differences = [a - b for a, b in pairs]
     mean = statistics.mean(differences)

@@ -8,57 +8,50 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.bench.report.kinds import Row
-from gradwire.bench.report.parts import Cell, Question, Section, Table
+from gradwire.bench.report.parts import Question, Section, Table
 from gradwire.bench.report.quantities import DASH, network, plural
 from gradwire.bench.report.rows import grouped
 
+_SHARED = ("commit", "gradwire", "machine", "torch", "Python")  # may be told once for all runs
 _NAMES = {
-    "commit": "commit",
-    "gradwire": "gradwire",
-    "machine": "machine",
-    "torch": "torch",
-    "python": "Python",
-}
+    "command": "command", "note": "note", **{name.lower(): name for name in _SHARED},
+    "net": "network", "load": "load before", "date": "date", "rows": "rows",
+}  # fmt: skip
 
 
 def section(rows: Sequence[Row]) -> Section:
     """What all runs have in common, what each run was, and how many rows tell of none."""
-    runs: dict[str, tuple[dict[str, Any], list[Row]]] = {}
-    silent: list[Row] = []
-    for row in rows:
-        run = row.get("run")
-        if isinstance(run, dict):
-            runs.setdefault(json.dumps(run, sort_keys=True), (run, []))[1].append(row)
-        else:
-            silent.append(row)
+    telling = [row for row in rows if isinstance(row.get("run"), dict)]
+    runs: dict[str, list[Row]] = {}
+    for row in telling:
+        runs.setdefault(json.dumps(row["run"], sort_keys=True), []).append(row)
+    silent = len(rows) - len(telling)
     about = []
     if silent:
         about.append(
-            f"{plural(len(silent), 'row')} of {len(rows)} {_are(len(silent))} without command, "
-            "commit and machine: from files written before gradwire recorded these, from checks "
-            "of `gradwire doctor` that measure nothing, or from something else."
+            f"{plural(silent, 'row')} of {len(rows)} {'is' if silent == 1 else 'are'} without "
+            "command, commit and machine: from files written before gradwire recorded these, from "
+            "checks of `gradwire doctor` that measure nothing, or from something else."
         )
-    found = list(runs.values())
-    loaded = [run for run, _ in found if _overloaded(run)]
+    loaded = [mine[0]["run"] for mine in runs.values() if _overloaded(mine[0]["run"])]
     if loaded:
         most = max(loaded, key=lambda run: float(run["load"]))
         about.append(
-            f"Before {len(loaded)} of {plural(len(found), 'run')}, more processes ran or waited "
+            f"Before {len(loaded)} of {plural(len(runs), 'run')}, more processes ran or waited "
             f"than the machine has cores (a load of {most['load']} on {_cores(most)}): the times "
             f"of {'this run' if len(loaded) == 1 else 'these runs'} may be those of a busy machine."
         )
-    if not found:
-        return Section("What was run", about)
-    common = [key for key in _NAMES if len({str(run.get(key)) for run, _ in found}) == 1]
-    first, mine = found[0]
-    if len(found) == 1:
-        keys = _run_keys(found, list(_NAMES))
-        cells = [[Cell(name), _cell(first, mine, key)] for key, name in keys.items()]
-        return Section("What was run", about, [Question("", table=Table((), cells))])
-    shared = Table((), [[Cell(_NAMES[key]), _value(first, key)] for key in common])
-    keys = _run_keys(found, [key for key in _NAMES if key not in common])
-    each = Table(list(keys.values()), [[_cell(*one, key) for key in keys] for one in found])
-    return Section("What was run", about, [Question("", table=shared), Question("", table=each)])
+    each = {name: [_said(mine, key) for mine in runs.values()] for key, name in _NAMES.items()}
+    if not any("note" in row["run"] for row in telling):
+        del each["note"]
+    common = {name: told[0] for name, told in each.items() if len(set(told)) == 1}
+    if len(runs) > 1:
+        common = {name: told for name, told in common.items() if name in _SHARED}
+    own = {name: told for name, told in each.items() if name not in common}
+    tables = [Table((), list(common.items()))] if common else []
+    if own:
+        tables.append(Table(list(own), list(zip(*own.values(), strict=True))))
+    return Section("What was run", about, [Question("", table=table) for table in tables if runs])
 
 
 def told(rows: Sequence[Row], among: Sequence[Row]) -> list[str]:
@@ -69,10 +62,6 @@ def told(rows: Sequence[Row], among: Sequence[Row]) -> list[str]:
         return []
     commit = run.get("commit") or "no git checkout"
     return [f"Rows of one run alone, of {run.get('date')}, at {commit}: {run.get('command')}"]
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _cores(run: dict[str, Any]) -> int | None:
@@ -86,25 +75,14 @@ def _overloaded(run: dict[str, Any]) -> bool:
     return cores is not None and load is not None and float(load) > cores
 
 
-def _run_keys(
-    found: Sequence[tuple[dict[str, Any], list[Row]]], more: Sequence[str]
-) -> dict[str, str]:
-    """The keys of runs that are shown, and their names."""
-    keys = {"command": "command"}
-    if any("note" in run for run, _ in found):
-        keys["note"] = "note"
-    keys |= {key: _NAMES[key] for key in more}
-    return {**keys, "net": "network", "load": "load before", "date": "date", "rows": "rows"}
-
-
-def _cell(run: dict[str, Any], rows: Sequence[Row], key: str) -> Cell:
+def _said(rows: Sequence[Row], key: str) -> str:
+    """A cell on the run of these rows."""
+    run = rows[0]["run"]
     if key == "net":
         nets = dict.fromkeys(str(row["net"]) for row in rows if "net" in row)
-        return Cell("; ".join(network(net) for net in nets) or DASH)
-    return Cell(f"{len(rows):,}") if key == "rows" else _value(run, key)
-
-
-def _value(run: dict[str, Any], key: str) -> Cell:
-    if key == "commit" and key in run and run[key] is None:
-        return Cell("not in a git checkout")
-    return Cell("not recorded" if run.get(key) is None else str(run[key]))
+        return "; ".join(map(network, nets)) or DASH
+    if key == "rows":
+        return f"{len(rows):,}"
+    if key == "commit" and run.get(key, "") is None:
+        return "not in a git checkout"
+    return "not recorded" if run.get(key) is None else str(run[key])

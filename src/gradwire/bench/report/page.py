@@ -7,60 +7,80 @@ in it runs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
 from gradwire.bench.report import (
     adapting,
-    aggregators,
-    collectives,
-    doctor,
+    costs,
     errors,
     gains,
-    kernels,
     learning,
-    links,
+    machine,
     origin,
-    others,
     planning,
-    sharded_simulation,
     simulation,
     svg,
     training,
 )
 from gradwire.bench.report.kinds import Row, check
-from gradwire.bench.report.parts import Section
-from gradwire.bench.report.quantities import network, plural
-from gradwire.bench.report.rows import grouped, read, sort
+from gradwire.bench.report.parts import Question, Section, Table
+from gradwire.bench.report.quantities import digits, network, plural, spelled
+from gradwire.bench.report.rows import grouped, read, sort, split
 from gradwire.errors import ConfigError
 
 TITLE = "gradwire benchmark report"
-_RUN = (
-    "parameters",
-    "task_options",
-    "sharded",
-    "composed",
-    "run",
-)  # what else tells one run from another
-_MAKERS = {
+
+Make = Callable[[Sequence[Row]], list[Section]]
+
+
+def _per(keys: str, section: Callable[[Sequence[Row]], Section]) -> Make:
+    """A section for each group of rows that have the same values under `keys`."""
+    return lambda rows: [section(mine) for mine in grouped(rows, *keys.split()).values()]
+
+
+def _unknown(rows: Sequence[Row]) -> list[Section]:
+    """Rows that no other part knows: said so, and shown under their own keys."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(key for key in row if key != "run"), []).append(row)
+    questions = []
+    for keys, mine in kinds.items():
+        cells = [[_plain(row[key]) for key in keys] for row in mine]
+        questions.append(Question(f"{plural(len(mine), 'row')}", table=Table(keys, cells)))
+    about = (
+        "The report has no figure for these rows: no benchmark of this version writes such keys. "
+        "They are listed as they are, without units."
+    )
+    return [Section("Rows of an unknown kind", [about], questions)]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return digits(value, 4)
+    return json.dumps(value) if isinstance(value, list | dict) else spelled("", value)
+
+
+_MAKERS: dict[str, Make] = {
     "bench train": training.sections,
-    "decisions": others.decisions,
-    "bench adapt": adapting.sections,
-    "probe": links.sections,
-    "bench planner": planning.choices,
-    "bench ablation": planning.ablations,
+    "decisions": _per("task net ranks", planning.decisions),
+    "bench adapt": _per("task error_metric run", adapting.policies),
+    "probe": _per("ranks net run", machine.probe),
+    "bench planner": _per("ranks run", planning.choices),
+    "bench ablation": _per("model numel net run", planning.ablation),
     "bench error": errors.sections,
-    "bench aggregators": aggregators.sections,
-    "bench collectives": collectives.sections,
-    "bench kernels": kernels.sections,
-    "sim": simulation.sections,
-    "sim --sharded": sharded_simulation.sections,
+    "bench aggregators": _per("task ranks numel", costs.aggregators),
+    "bench collectives": _per("ranks per_node net numel", costs.collectives),
+    "bench kernels": costs.kernels,
+    "sim": simulation.collectives,
+    "sim --sharded": _per("model machine", simulation.sharded),
     "sim --validate": simulation.validation,
-    "bench transports": others.transports,
-    "bench profile": others.profile,
-    "doctor": doctor.sections,
-    "": others.unknown,
+    "bench transports": costs.transports,
+    "bench profile": _per("method net ranks numel", costs.profile),
+    "doctor": machine.doctor,
+    "": _unknown,
 }
 
 
@@ -88,19 +108,17 @@ def picture(files: Iterable[Path], file: Path) -> None:
     if several is not None:
         _write(file, svg.alone(*several))
         return
-    groups = grouped(rows, "task", "net", "ranks", *_RUN)
-    runs = {
-        key: mine for key, mine in groups.items() if any(r["row"] == "evaluation" for r in mine)
-    }
+    of_run = ("parameters", "task_options", "sharded", "composed", "run")
+    groups = grouped(rows, "task", "net", "ranks", *of_run)
+    runs = {key: mine for key, mine in groups.items() if split(mine)[1]}
     if len(runs) != 1:
         raise ConfigError(
             "--svg draws the evaluations of one `gradwire bench train`; these files have "
             f"{len(runs)} such runs"
         )
     ((task, net, ranks, *_), mine), *_ = runs.items()
-    evaluations = [row for row in mine if row["row"] == "evaluation"]
-    targets = [row["target"] for row in mine if row["row"] == "summary"]
-    drawn = learning.against_seconds(evaluations, targets[0] if targets else None)
+    summaries, evaluations = split(mine)
+    drawn = learning.against_seconds(evaluations, summaries[0]["target"] if summaries else None)
     _write(file, svg.alone(drawn, f"{task}, {ranks} ranks, {network(net)}"))
 
 
@@ -156,11 +174,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     if not rows:
         raise ConfigError("there are no rows to report on")
     by_kind = sort(rows)
-    found: list[Section] = []
-    for kind, make in _MAKERS.items():
-        if by_kind[kind]:
-            found += make(by_kind[kind])
-    return [*found, origin.section(rows)]
+    made = [make(by_kind[kind]) for kind, make in _MAKERS.items() if by_kind[kind]]
+    return [*(section for some in made for section in some), origin.section(rows)]
 
 
 def results(rows: Sequence[Row]) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from gradwire.bench.report.kinds import Row
+from gradwire.bench.report.quantities import DASH, spelled
 
-@dataclass(frozen=True)
-class Cell:
-    """A table's cell: its text, and whether it is a number."""
-
-    text: str
-    number: bool = False
+_UNIT = r"%|[kMGµmn]?(s|B|bit/s|B/s)"
+_NUMBER = re.compile(rf"{DASH}|[-+]?\d[\d.,e+-]*×?( ({_UNIT})( to .*)?)?")
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Table:
     stands beside its figure, where the screen is wide."""
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
 
     @property
     def folded(self) -> bool:
@@ -29,6 +28,26 @@ class Table:
     @property
     def narrow(self) -> bool:
         return len(self.headings) <= 6 and not self.folded
+
+    @property
+    def numbers(self) -> list[bool]:
+        """Of each column whether it holds numbers; the first one has the rows' names."""
+        columns = zip(*self.rows, strict=True)
+        return [at > 0 and all(map(_NUMBER.fullmatch, cells)) for at, cells in enumerate(columns)]
+
+
+def table(rows: Sequence[Row], columns: str, **names: str) -> Table | None:
+    """A table of rows; None without any.
+
+    Args:
+        columns: "HEADING | HEADING = KEY | ...": without a key the heading is one, too. A text
+            under it is told as it is, a number in the unit that the key's name says.
+        names: what stands in a heading for {NAME}.
+    """
+    pairs = [column.strip().partition(" = ") for column in columns.split("|")]
+    keys = [key or heading for heading, _, key in pairs]
+    cells = [[spelled(key, row.get(key)) for key in keys] for row in rows]
+    return Table([heading.format(**names) for heading, *_ in pairs], cells) if cells else None
 
 
 @dataclass(frozen=True)
@@ -55,4 +74,4 @@ class Section:
 
     title: str
     about: Sequence[str] = ()
-    questions: Sequence[Question] = field(default_factory=tuple)
+    questions: Sequence[Question] = ()

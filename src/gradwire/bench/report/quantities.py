@@ -4,46 +4,63 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import ConfigError
 from gradwire.lab import Network
 
 DASH = "–"
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_SHARES = ("of_limit", "orthogonal_share", "cut")
 
 
 def seconds(value: float | None) -> str:
     """ "1.23 s", "45.6 ms", "7.8 µs"."""
     if value is None:
         return DASH
-    for unit, scale in _TIMES:
-        if abs(value) >= scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{digits(value * 1e6)} µs" if value else "0 s"
-
-
-def time_unit(values: Iterable[float]) -> tuple[str, float]:
-    """The unit for an axis of these seconds, and how many seconds it is."""
-    most = max(values, default=1.0)
-    return next(((unit, scale) for unit, scale in _TIMES if most >= scale), _TIMES[-1])
+    if value == 0:
+        return "0 s"
+    unit, scale = unit_of(TIMES, abs(value))
+    return f"{digits(value / scale)} {unit}"
 
 
 def size(value: float | None) -> str:
     """Bytes in decimal units, as network rates are."""
     if value is None:
         return DASH
-    for scale, unit in _SIZES:
-        if value >= scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{value:.0f} B"
+    unit, scale = unit_of(SIZES, value)
+    return f"{value:.0f} B" if unit == "B" else f"{digits(value / scale)} {unit}"
 
 
-def size_unit(values: Iterable[float]) -> tuple[str, float]:
-    """The unit for an axis of these bytes, and how many bytes it is."""
-    most = max(values, default=1.0)
-    return next(((unit, scale) for scale, unit in _SIZES if most >= scale), ("B", 1.0))
+def unit_of(units: Sequence[tuple[str, float]], most: float) -> tuple[str, float]:
+    """The name of the largest unit that is not above `most`, and how much it is."""
+    return next((one for one in units if most >= one[1]), units[-1])
+
+
+def spelled(key: str, value: object) -> str:
+    """What stands under a key of a row, in the unit that the key's name says."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return network(value) if key == "net" else value
+    assert isinstance(value, int | float)
+    if key.endswith(("seconds", "time_to_target")):
+        return seconds(value)
+    if key.endswith("bytes"):
+        return size(value)
+    if key in _SHARES:
+        return percent_of(value)
+    if key.endswith(("loss", "metric")):
+        return digits(value, 4)
+    return f"{value:,}" if isinstance(value, int) else digits(value)
+
+
+def reach(values: Sequence[float], form: Callable[[float], str], unknown: str = DASH) -> str:
+    """ "1.00 s to 2.00 s" of the least and the greatest of two values or more."""
+    return f"{form(min(values))} to {form(max(values))}" if len(values) > 1 else unknown
 
 
 def digits(value: float | None, count: int = 3) -> str:
@@ -107,6 +124,11 @@ def faster(mine: float, baseline: float) -> str:
         return "as fast"
     word, ratio = ("faster", baseline / mine) if mine < baseline else ("slower", mine / baseline)
     return f"{digits(ratio)} times {word}"
+
+
+def times(ratio: float) -> str:
+    """ "2.41×"."""
+    return f"{digits(ratio)}×"
 
 
 def than(compared: str, baseline: str) -> str:

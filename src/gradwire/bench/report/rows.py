@@ -48,14 +48,14 @@ def _rows(opened: BinaryIO, file: Path) -> Iterator[Row]:
 def _parsed(line: bytes, where: str) -> Row:
     try:
         text = line.decode("utf-8").rstrip()
+        row = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        deep = _depth(row) > _DEPTH
+        if "\\u" in text and isinstance(row, dict) and not deep:
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    except RecursionError:
+        row, deep = {}, True
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8 text: {error.reason}") from error
-    try:
-        row = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        if "\\u" in text and isinstance(row, dict) and _depth(row) <= _DEPTH:
-            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no character
-    except RecursionError as error:
-        raise ConfigError(f"{where} is nested deeper than {_DEPTH} levels: not a row") from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{where} is not JSON: {reason}") from error
@@ -63,7 +63,7 @@ def _parsed(line: bytes, where: str) -> Row:
         raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a JSON object but {type(row).__name__}")
-    if _depth(row) > _DEPTH:
+    if deep:
         raise ConfigError(f"{where} is nested deeper than {_DEPTH} levels: not a row")
     return row
 
@@ -96,6 +96,15 @@ def sort(rows: Iterable[Row]) -> dict[str, list[Row]]:
         kind = kind_of(row)
         found[kind.name if kind else ""].append(row)
     return found
+
+
+def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The summaries and the evaluations among rows of `bench train`."""
+    by: dict[str, list[Row]] = {"summary": [], "evaluation": []}
+    for row in rows:
+        if row["row"] in by:
+            by[row["row"]].append(row)
+    return by["summary"], by["evaluation"]
 
 
 def run_of(row: Row, key: str = "run") -> tuple[Any, Any, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from gradwire.bench.report.quantities import short
 
 WIDTH = 400.0
+PALETTE = ("g0", "t1", "g1", "g3", "g2", "t3", "g4", "t2", "t0")  # neighbours differ most
 _LETTER = 7.0  # of a letter of 12 units, roughly
 
 STYLE = """
@@ -50,6 +51,10 @@ class Stroke:
     colour: str
     dashes: str = ""
 
+    @property
+    def dashed(self) -> Stroke:
+        return Stroke(self.colour, "6 3")
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -69,22 +74,17 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[float]:
         """Round values within the scale, `most` at most."""
-        if self.log:
-            return self._powers(most)
-        step = _round_up((self.high - self.low) / most)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [place * step for place in range(first, last + 1)]
-
-    def _powers(self, most: int) -> list[float]:
-        first, last = (
-            math.ceil(math.log10(self.low) - 1e-9),
-            math.floor(math.log10(self.high) + 1e-9),
-        )
+        low, high = self.low, self.high
+        if not self.log:
+            step = _round_up((high - low) / most)
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            return [place * step for place in range(first, last + 1)]
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
         if last - first < 2:  # less than two decades: 1, 2, 5 of each
             found = [m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)]
-            found = [v for v in found if self.low <= v * (1 + 1e-9) and v <= self.high * (1 + 1e-9)]
-            return found if len(found) >= 2 else [self.low, self.high]
+            found = [v for v in found if low <= v * (1 + 1e-9) and v <= high * (1 + 1e-9)]
+            return found if len(found) >= 2 else [low, high]
         every = math.ceil((last - first + 1) / most)
         return [10.0**power for power in range(first, last + 1, every)]
 
@@ -113,16 +113,22 @@ def _round_up(step: float) -> float:
 def strokes(names: Iterable[str]) -> dict[str, Stroke]:
     """Torch's methods in greys and blues, all others in warm colours; the same at every call."""
     found: dict[str, Stroke] = {}
-    distinct = list(dict.fromkeys(names))
-    for ours, palette in (
-        (False, ["t0", "t1", "t2", "t3"]),
-        (True, ["g0", "g1", "g2", "g3", "g4"]),
-    ):
-        members = [name for name in distinct if name.startswith("torch") != ours]
-        for place, name in enumerate(members):
-            dashes = ("", "7 3", "2 3", "9 3 2 3")[place // len(palette) % 4]
-            found[name] = Stroke(f"var(--{palette[place % len(palette)]})", dashes)
+    seen = {"t": 0, "g": 0}
+    for name in dict.fromkeys(names):
+        family, colours = ("t", 4) if name.startswith("torch") else ("g", 5)
+        turn, colour = divmod(seen[family], colours)
+        found[name] = Stroke(f"var(--{family}{colour})", ("", "7 3", "2 3", "9 3 2 3")[turn % 4])
+        seen[family] += 1
     return found
+
+
+def plain(names: Iterable[str]) -> dict[str, Stroke]:
+    """A colour for each of names that are of no family; they repeat after nine."""
+    distinct = dict.fromkeys(names)
+    return {
+        name: Stroke(f"var(--{PALETTE[place % len(PALETTE)]})")
+        for place, name in enumerate(distinct)
+    }
 
 
 def element(tag: str, content: str = "", /, **attributes: object) -> str:
@@ -171,15 +177,13 @@ def bottom_axis(
     top: float,
     bottom: float,
     label: str,
-    form: Callable[[float], str] = short,
-    ticks: Sequence[float] | None = None,
+    ticks: Sequence[float] = (),
 ) -> list[str]:
     """Grid lines, their values and the axis's label below a plot."""
     found = []
-    shown = list(scale.ticks() if ticks is None else ticks)
-    for value in shown:
-        found.append(line(scale(value), top, scale(value), bottom, "grid"))
-        told, at = form(value), scale(value)
+    for value in ticks or scale.ticks():
+        told, at = short(value), scale(value)
+        found.append(line(at, top, at, bottom, "grid"))
         half = _LETTER * len(told) / 2
         anchor = "start" if at < half else "end" if at + half > WIDTH else "middle"
         found.append(text(at, bottom + 15, told, anchor, soft=True))
