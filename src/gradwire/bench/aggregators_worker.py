@@ -26,30 +26,15 @@ _ORTHOGONAL = (  # functions that orthogonalise
 )  # fmt: skip
 
 
-class _GivenGradients(torch.autograd.Function):
-    """A loss with given gradients, at the cost of copying them."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        return None, *ctx.gradients
-
-
 class _Shapes(torch.nn.Module):
-    """Parameters of given shapes."""
+    """Parameters of given shapes, whose gradients are given, too."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         super().__init__()
         self.layers = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
-    def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        apply: Any = _GivenGradients.apply
-        loss: torch.Tensor = apply(gradients, *self.layers)
-        return loss
+    def forward(self) -> None:
+        """Nothing; but DDP prepares for a backward."""
 
 
 class _HookedDDP(DistributedDataParallel):
@@ -96,32 +81,28 @@ class _Measured:
             self.applied = self.method.apply(self.model)
         self.steps = 0
         self.sent: list[int] = []
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
-        self.orthogonal: list[float] = []
+        self.spent: list[list[float]] = []  # CPU time, time and that of orthogonalising, of steps
 
     def step(self, gradients: Sequence[torch.Tensor], clock: _Clock, counts: bool) -> None:
-        loss = self.model(gradients)
+        self.model()
+        parameters = list(self.model.parameters())
         dist.barrier()
         orthogonal, begun, cpu = clock.seconds, time.perf_counter(), time.process_time()
-        loss.backward()
+        torch.autograd.backward(parameters, gradients)
         wall = time.perf_counter() - begun
         dist.barrier()  # a rank may still be sending
         spent = [time.process_time() - cpu, wall, clock.seconds - orthogonal]
         mean = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(mean)
-        cpu, wall, orthogonal = (mean / dist.get_world_size()).tolist()
         self.steps += 1
         if self.method is not None:
             self.sent.append(self.applied.traffic(self.steps).wire_bytes)
         if counts:
-            self.cpu.append(cpu)
-            self.wall.append(wall)
-            self.orthogonal.append(orthogonal)
+            self.spent.append((mean / dist.get_world_size()).tolist())
 
     def row(self, idle: _Measured, copying: float, task: str) -> dict[str, Any]:
-        seconds = statistics.median(self.cpu) - statistics.median(idle.cpu)
-        orthogonal = statistics.median(self.orthogonal)
+        cpu, wall, orthogonal = map(statistics.median, zip(*self.spent, strict=True))
+        seconds = cpu - statistics.median(of[0] for of in idle.spent)
         numel = sum(p.numel() for p in self.model.parameters())
         state_bytes, rounds = self._state()
         return {
@@ -131,7 +112,7 @@ class _Measured:
             "parameters": len(list(self.model.parameters())),
             "seconds": seconds,
             "ms_per_million": 1e9 * seconds / numel,
-            "wall_seconds": statistics.median(self.wall),
+            "wall_seconds": wall,
             "limit_seconds": copying,
             # Below the time of a hook that does nothing, a share says nothing.
             "of_limit": copying / seconds if seconds > 0 else None,
@@ -168,21 +149,6 @@ _nothing.__annotations__ = {
 }
 
 
-class _Copy:
-    """Copies of `numel` values between arrays that are in no cache."""
-
-    def __init__(self, numel: int) -> None:
-        count = max(2, min(64, _COLD // (4 * numel)))
-        self.arrays = [torch.zeros(numel) for _ in range(count)]
-        self.seconds: list[float] = []
-
-    def step(self) -> None:
-        for source, target in zip(self.arrays[::2], self.arrays[1::2], strict=False):
-            begun = time.thread_time()
-            target.copy_(source)
-            self.seconds.append(time.thread_time() - begun)
-
-
 def gradients_of(task: str, rank: int) -> list[torch.Tensor]:
     """This rank's gradients of the task's first step."""
     made = tasks.get(task)
@@ -199,14 +165,20 @@ def main(arguments: list[str]) -> None:
     clock, gradients = _Clock(), gradients_of(config.task, dist.get_rank())
     shapes = [gradient.shape for gradient in gradients]
     idle, *measured = [_Measured(name, shapes) for name in (None, *config.methods)]
-    copy = _Copy(sum(gradient.numel() for gradient in gradients))
+    numel = sum(gradient.numel() for gradient in gradients)
+    # In no cache: so many that what was copied is displaced before its turn comes again.
+    arrays = [torch.zeros(numel) for _ in range(max(2, min(64, _COLD // (4 * numel))))]
+    copies: list[float] = []
     turns = _WARM_UP + config.turns
     for turn in range(turns):
         events.progress(f"turns of {len(measured)} methods", turn, turns)
         for one in (idle, *measured):
             one.step(gradients, clock, counts=turn >= _WARM_UP)
-        copy.step()
-    copying = statistics.median(copy.seconds)
+        for source, target in zip(arrays[::2], arrays[1::2], strict=False):
+            begun = time.thread_time()
+            target.copy_(source)
+            copies.append(time.thread_time() - begun)
+    copying = statistics.median(copies)
     events.rows([one.row(idle, copying, config.task) for one in measured])
     for one in measured:
         one.applied.remove()

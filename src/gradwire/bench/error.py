@@ -22,8 +22,8 @@ Rows are of all parameters together (`row: total`) and, on request, of each (`ro
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
 
 Row = dict[str, Any]
-Parameters = Sequence[tuple[str, tuple[int, ...]]]
 
 METHODS = (
     "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",
@@ -68,6 +67,21 @@ class Measured:
     inner: Aggregator
     options: Options
     feedback: tuple[bool, ...]
+
+    def aggregator(self, feedback: bool, recording: Recording) -> Aggregator:
+        """What averages the compressed parameters.
+
+        Raises:
+            ConfigError: `attach` would refuse it.
+        """
+        blank = [
+            (name, torch.empty(shape, device="meta"))
+            for name, shape in map(recording.parameters.__getitem__, _compressed(recording))
+        ]
+        rules = replace(Rules(default=self.inner), feedback=feedback)
+        make_plan(blank, rules, recording.ranks, self.options)
+        wrap = feedback and RESIDUAL not in self.inner.states((64, 64))
+        return ErrorFeedback(self.inner) if wrap else self.inner
 
 
 @stamped
@@ -99,18 +113,14 @@ def run(
     measured = [method(text, algorithm) for text in chosen]
     if not folders and not quick:
         raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
-    recordings = [(Path(folder), Recording.read(Path(folder))) for folder in folders]
-    for folder, recording in recordings:
-        _check(folder, recording, measured, at)
-    if recordings:
-        yield from _all(recordings, measured, at, layers, advance)
-        return
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as made:
-        for _ in record.run(Path(made), ranks=2, quick=True, advance=advance):
-            pass
-        recording = Recording.read(Path(made))
-        _check(Path(made), recording, measured, at)
-        yield from _all([(Path(made), recording)], measured, at, layers, advance)
+    with record.recordings(folders, at, quick, advance) as found:
+        for folder, recording in found:
+            _check(folder, recording, measured)
+        for folder, recording in found:
+            for point in at or recording.at:
+                for one in measured:
+                    for feedback in one.feedback:
+                        yield from _one(folder, recording, point, one, feedback, layers, advance)
 
 
 def method(text: str, algorithm: str | None = None) -> Measured:
@@ -138,14 +148,8 @@ def method(text: str, algorithm: str | None = None) -> Measured:
     return Measured(text, inner, options, (True,) if own else both)
 
 
-def _check(
-    folder: Path, recording: Recording, measured: Sequence[Measured], at: Sequence[int] | None
-) -> None:
+def _check(folder: Path, recording: Recording, measured: Sequence[Measured]) -> None:
     """Raise ConfigError for what cannot be measured on a recording."""
-    unknown = next((point for point in at or () if point not in recording.at), None)
-    if unknown is not None:
-        known = ", ".join(map(str, recording.at))
-        raise ConfigError(f"--at {unknown}: {folder} has the points {known}")
     if recording.ranks < 2:
         raise ConfigError(f"{folder} has 1 rank, which sends nothing: record 2 or more")
     if not _compressed(recording):
@@ -153,7 +157,7 @@ def _check(
     for one in measured:
         for feedback in one.feedback:
             try:
-                _aggregators(one, feedback, recording)
+                one.aggregator(feedback, recording)
             except ConfigError as error:
                 raise ConfigError(f"method {one.method!r}: {error}") from error
 
@@ -161,33 +165,6 @@ def _check(
 def _compressed(recording: Recording) -> list[int]:
     """Indices of the parameters that `attach` compresses."""
     return [i for i, (_, shape) in enumerate(recording.parameters) if len(shape) >= 2]
-
-
-def _aggregators(one: Measured, feedback: bool, recording: Recording) -> list[Aggregator]:
-    """Of each compressed parameter; checked as `attach` checks them."""
-    inner = one.inner
-    wrap = feedback and RESIDUAL not in inner.states((64, 64))
-    aggregator = ErrorFeedback(inner) if wrap else inner
-    named = [
-        (recording.parameters[i][0], recording.parameters[i][1]) for i in _compressed(recording)
-    ]
-    blank = [(name, torch.empty(shape, device="meta")) for name, shape in named]
-    make_plan(blank, replace(Rules(default=inner), feedback=feedback), recording.ranks, one.options)
-    return [aggregator] * len(named)
-
-
-def _all(
-    recordings: Sequence[tuple[Path, Recording]],
-    measured: Sequence[Measured],
-    at: Sequence[int] | None,
-    layers: bool,
-    advance: Advance | None,
-) -> Iterator[Row]:
-    for folder, recording in recordings:
-        for point in at or recording.at:
-            for one in measured:
-                for feedback in one.feedback:
-                    yield from _one(folder, recording, point, one, feedback, layers, advance)
 
 
 def _one(
@@ -203,9 +180,8 @@ def _one(
     places = _compressed(recording)
     parameters = [recording.parameters[i] for i in places]
     sums = [Sums(shape) for _, shape in parameters]
-    sent = 0.0
-    aggregators = _aggregators(one, feedback, recording)
-    with InProcessRanks(recording.ranks, parameters, aggregators, one.options) as ranks:
+    sent, aggregator = 0.0, one.aggregator(feedback, recording)
+    with closing(InProcessRanks(recording.ranks, parameters, aggregator, one.options)) as ranks:
         for step in range(recording.steps):
             if advance is not None:
                 what = f"{recording.task} at {at}: {one.method}"
@@ -213,40 +189,27 @@ def _one(
             whole = recording.gradients(folder, at, step)
             gradients = [[of_rank[i] for i in places] for of_rank in whole]
             residuals = ranks.residual_mean()
-            averaged = ranks.average(gradients)
-            sent += averaged.wire_bytes
-            columns = zip(
-                sums, zip(*gradients, strict=True), residuals, averaged.averages, strict=True
-            )
+            averages, wire_bytes = ranks.average(gradients)
+            sent += wire_bytes
+            columns = zip(sums, zip(*gradients, strict=True), residuals, averages, strict=True)
             for kept, of_ranks, residual, average in columns:
-                kept.add(list(of_ranks), residual, average)
-        counted = ranks.members[0]
+                kept.add(of_ranks, residual, average)
     common = {
-        "task": recording.task,
-        "at": at,
-        "steps": recording.steps,
-        "ranks": recording.ranks,
-        "method": one.method,
-        "algorithm": one.options.algorithm,
-        "error_feedback": feedback,
-    }
-    total = figures(sums)
-    bits = _bits(counted, total["numel"], recording.steps)
-    yield {
-        "row": "total", **common, "layer": None, **total, **bits,
-        "wire_bytes": sent / recording.steps, "recorded": dict(recording.run),
+        "task": recording.task, "at": at, "steps": recording.steps, "ranks": recording.ranks,
+        "method": one.method, "algorithm": one.options.algorithm, "error_feedback": feedback,
+        "recorded": dict(recording.run),
     }  # fmt: skip
+
+    def row(members: Sequence[Counted], sums: Sequence[Sums], **of: Any) -> Row:
+        found = figures(sums)
+        values = found["numel"] * recording.steps
+        bits = {
+            "input_bits": sum(member.input_bits for member in members) / values,
+            "packed_bits": sum(member.packed_bits for member in members) / values,
+        }
+        return {**of, **common, **found, **bits}
+
+    counted = ranks.members[0]
+    yield row(counted, sums, row="total", layer=None, wire_bytes=sent / recording.steps)
     for member, kept in zip(counted, sums, strict=True) if layers else ():
-        bits = _bits([member], kept.numel, recording.steps)
-        yield {
-            "row": "layer", **common, "layer": member.name, **figures([kept]), **bits,
-            "wire_bytes": None, "recorded": dict(recording.run),
-        }  # fmt: skip
-
-
-def _bits(members: Sequence[Counted], numel: int, steps: int) -> Row:
-    values = numel * steps
-    return {
-        "input_bits": sum(member.input_bits for member in members) / values,
-        "packed_bits": sum(member.packed_bits for member in members) / values,
-    }
+        yield row([member], [kept], row="layer", layer=member.name, wire_bytes=None)

@@ -15,7 +15,7 @@ Weights are quantised by RandomShift, gradients by QSGD (`qsdp`); both by Learne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.bench import train
@@ -66,7 +66,7 @@ class Grid:
         rows, columns = self.rows, self.columns
         ends = {(r, c) for r in (rows[0], rows[-1]) for c in (columns[0], columns[-1])}
         cells = {place: method for place, method in self.cells.items() if place in ends}
-        return Grid(self.name, self.title, cells, self.baselines[:1], self.shows)
+        return replace(self, cells=cells, baselines=self.baselines[:1])
 
 
 def _product(labels: tuple[str, ...], method: str) -> Cells:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +49,6 @@ class TrainConfig:
         state: folder from which a killed run continues; None saves nothing.
         save_seconds: time between two saved states, at least.
         timeout_seconds: for the whole run.
-        collective_timeout_seconds: for each collective.
     """
 
     task: str = "gpt"
@@ -80,7 +77,6 @@ class TrainConfig:
     state: str | None = None
     save_seconds: float = 60.0
     timeout_seconds: float = 7 * 24 * 3600.0
-    collective_timeout_seconds: float = 60.0
 
     def check(self) -> tasks.Task:
         """Check all fields before anything is launched; returns the task.
@@ -176,19 +172,15 @@ class TrainConfig:
         Raises:
             ConfigError: there is none, or it is for the other of DDP and FSDP2.
         """
-        if sharded_methods.knows(name) and not self.sharded:
+        of_sharded = sharded_methods.knows(name)
+        if of_sharded and not self.sharded:
             raise ConfigError(f"method {name!r} trains under FSDP2: give --sharded, too")
-        if not self.sharded:
-            return methods.parse(name)
-        try:
-            return sharded_methods.parse(name)
-        except ConfigError:
-            if sharded_methods.knows(name) or not _is_of_ddp(name):
-                raise
-        raise ConfigError(
-            f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
-            + sharded_methods.KNOWN
-        )
+        if self.sharded and not of_sharded and _is_of_ddp(name):
+            raise ConfigError(
+                f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
+                + sharded_methods.KNOWN
+            )
+        return sharded_methods.parse(name) if self.sharded else methods.parse(name)
 
     def groups(self) -> list[tuple[int, tuple[str, ...]]]:
         """What trains together: (seed, methods), in order."""
@@ -196,18 +188,6 @@ class TrainConfig:
         together = tuple(m for m in self.methods if m not in alone)
         parts = [together, *((m,) for m in alone)]
         return [(seed, part) for seed in self.seeds for part in parts if part]
-
-    def to_json(self) -> str:
-        """The record as one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        for name in ("methods", "seeds", "nets"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
 
 
 def _is_of_ddp(name: str) -> bool:

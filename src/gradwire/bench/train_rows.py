@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import lab
-from gradwire.bench import methods, sharded_methods, train_state, workers
+from gradwire.bench import train_state, workers
 from gradwire.bench.sharded_methods import POLICY
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
@@ -66,7 +66,7 @@ def train_rows(
                 progress(Progress(phase, **event))
         elif kind == "evaluation":
             summary.evaluations.append(event)
-            yield evaluation_row(common, event, task)
+            yield evaluation_row(config, common, event, task)
         elif kind == "decision":
             yield {"row": "decision", **common, **event}
         elif kind == "finished":
@@ -77,7 +77,7 @@ def train_rows(
 
 def common_keys(config: TrainConfig) -> Row:
     """The keys that all rows of a run share."""
-    schedule = lab.Schedule.parse(config.net)
+    schedule, sharded = lab.Schedule.parse(config.net), config.sharded
     return {
         "task": config.task,
         "task_options": dict(config.task_options),
@@ -85,21 +85,15 @@ def common_keys(config: TrainConfig) -> Row:
         "ranks": config.nodes,
         "composed": False,
         **({"schedule": schedule.spelled()} if schedule.changes else {}),
-        **(_sharded_keys(config) if config.sharded else {}),
+        **({"sharded": True, "policy": POLICY, "accumulate": config.accumulate} if sharded else {}),
     }
 
 
-def _sharded_keys(config: TrainConfig) -> Row:
-    return {"sharded": True, "policy": POLICY, "accumulate": config.accumulate}
-
-
-def evaluation_row(common: Row, event: Row, task: Task) -> Row:
-    known = sharded_methods if "sharded" in common else methods
-    timing_only = known.parse(event["method"]).timing_only
-    return {
-        "row": "evaluation", **common, **event, "metric_name": task.metric,
-        "timing_only": timing_only,
-    }  # fmt: skip
+def evaluation_row(config: TrainConfig, common: Row, event: Row, task: Task) -> Row:
+    """The row of an evaluation."""
+    timing_only = config.method(event["method"]).timing_only
+    metric = {"metric_name": task.metric, "timing_only": timing_only}
+    return {"row": "evaluation", **common, **event, **metric}
 
 
 def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
@@ -110,5 +104,5 @@ def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
         found = train_state.latest(folder)
         if found is not None and found["ended"]:
             return
-    net, timeout, text = lab.Schedule.parse(config.net), config.timeout_seconds, config.to_json()
-    yield from workers.events(WORKER, text, config.nodes, net, timeout, announce)
+    net = lab.Schedule.parse(config.net)
+    yield from workers.events(WORKER, config, config.nodes, net, config.timeout_seconds, announce)

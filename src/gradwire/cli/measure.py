@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from gradwire.cli import options
 from gradwire.cli.adapting import bench_ablation, bench_adapt, bench_planner
 from gradwire.cli.grids import bench_grid
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
-from gradwire.cli.output import output
+from gradwire.cli.output import measured, output
 from gradwire.cli.training import bench_train
 
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
@@ -80,7 +81,7 @@ def bench_aggregators(
     task: Annotated[
         str, typer.Option("--task", help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
     ] = "gpt",
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    ranks: options.Ranks = 2,
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -89,11 +90,8 @@ def bench_aggregators(
 
     chosen = names("--methods", methods)
     columns = ["method", "ms_per_million", "of_limit", "orthogonal_share", "rounds", "wire_bytes"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
-            [*columns, "state_bytes_per_value"],
-        )
+    columns += ["state_bytes_per_value"]
+    measured(json_file, columns, aggregators.run, chosen, task, ranks, quick)
 
 
 @bench.command("transports")
@@ -150,16 +148,14 @@ bench.command("grid")(bench_grid)
 @bench.command("record")
 def bench_record(
     folder: Annotated[Path, typer.Option("--output", help="A new folder.")],
-    task: Annotated[
-        str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")
-    ] = "gpt",
+    task: options.Task = "gpt",
     at: Annotated[
         str | None, typer.Option("--at", help="Where recording begins; 0,100,400 unless quick.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Consecutive steps at each; 8 unless quick.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    ranks: options.Ranks = 4,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     quick: Quick = False,
     json_file: Json = None,
@@ -168,13 +164,8 @@ def bench_record(
     from gradwire.bench import record
 
     points = numbers("--at", at)
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: record.run(
-                folder, task, points, steps, ranks, seed, quick, advance=advance
-            ),
-            ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
-        )
+    columns = ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"]
+    measured(json_file, columns, record.run, folder, task, points, steps, ranks, seed, quick)
 
 
 @bench.command("error")
@@ -188,9 +179,7 @@ def bench_error(
     algorithm: Annotated[
         str | None, typer.Option("--algorithm", help="Of all-reduces; sra unless given.")
     ] = None,
-    at: Annotated[
-        str | None, typer.Option("--at", help="Only these points, such as 0,100.")
-    ] = None,
+    at: options.At = None,
     layers: Annotated[bool, typer.Option("--layers", help="Rows for each parameter, too.")] = False,
     quick: Quick = False,
     json_file: Json = None,
@@ -201,13 +190,8 @@ def bench_error(
     chosen, points = names("--methods", methods), numbers("--at", at)
     columns = ["at", *(["layer"] if layers else []), "method", "error_feedback", "nmse", "cosine"]
     columns += ["input_bits", "packed_bits"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: error.run(
-                folders or (), chosen, algorithm, points, layers, quick, advance
-            ),
-            columns,
-        )
+    given = folders or (), chosen, algorithm, points, layers, quick
+    measured(json_file, columns, error.run, *given)
 
 
 bench.command("adapt")(bench_adapt)

@@ -126,6 +126,19 @@ def output(destination: str | None) -> Iterator[Output]:
         made.close()
 
 
+def measured(
+    json_file: str | None, columns: list[str], run: Callable[..., Iterable[Row]], *given: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Do what a command does whose rows `run` yields: write them, and print a table of `columns`.
+
+    Args:
+        given, options: arguments of `run`, which is also given `advance`.
+    """
+    with output(json_file) as out:
+        out.measured(lambda advance: run(*given, **options, advance=advance), columns)
+
+
 @contextmanager
 def _progress(console: Console) -> Iterator[Advance]:
     """What shows progress on `console`: a bar on a terminal, else a line every 2 seconds.
