@@ -12,7 +12,7 @@ from bench_runs import refused
 
 from gradwire.aggregators import PowerSGD, registry
 from gradwire.bench import aggregators, methods, tasks
-from gradwire.bench.aggregators_worker import _Measured
+from gradwire.bench.aggregators import _Measured
 from gradwire.bench.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gradwire import codecs
 from gradwire.bench import curves as measuring
 from gradwire.bench import memory, workers
 from gradwire.bench.network import StepConfig, copies
 from gradwire.bench.planner_grid import fitted_to_lab, in_lab, method_of
-from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -80,7 +80,7 @@ def run(
         memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
     if lab and network.shaped and (reason := available()) is not None:
         raise ConfigError(f"this machine cannot emulate a network ({reason}): give --no-lab")
-    chosen = codec_of(codec)
+    chosen = codecs.get(codec)
     known = measuring.measured([FULL, HALF, chosen], advance=advance)
     if lab:
         known = fitted_to_lab(known, ranks, network, size)

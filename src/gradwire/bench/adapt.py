@@ -41,7 +41,7 @@ from gradwire.bench.adapt_families import REFERENCES, Compared, compared
 from gradwire.bench.adapt_tables import Named
 from gradwire.bench.provenance import stamped
 from gradwire.bench.recording import Recording
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.controllers import (
     Accordion,
     AccordionLGreco,
@@ -123,7 +123,7 @@ def run(
     folders: Sequence[str | Path] = (),
     config: Config | None = None,
     quick: bool = False,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows: of recordings, then of seeded tables.
 
@@ -155,15 +155,14 @@ def run(
 
 
 def _recorded(
-    folder: Path, recording: Recording, config: Config, advance: Advance | None
+    folder: Path, recording: Recording, config: Config, advance: Advance
 ) -> Iterator[Row]:
     before: dict[str, float] = {}
     for at in config.at or recording.at:
         named = adapt_tables.averages(folder, recording, at)
         common: Row = {"task": recording.task, "at": at, "sigma": None, "seed": None}
         for i, one in enumerate(config.compared):
-            if advance is not None:
-                advance(f"{recording.task} at {at}: {one.name}", i, len(config.compared))
+            advance(f"{recording.task} at {at}: {one.name}", i, len(config.compared))
             layers = adapt_tables.recorded_layers(named, one.family)
             yield from _rows(layers, one, config, common)
             if isinstance(one.family, Density):
@@ -174,11 +173,10 @@ def _recorded(
         before = {name: float(gradient.double().norm()) for name, gradient in named}
 
 
-def _seeded(model: str, sigma: float, config: Config, advance: Advance | None) -> Iterator[Row]:
+def _seeded(model: str, sigma: float, config: Config, advance: Advance) -> Iterator[Row]:
     common = {"task": model, "at": None, "sigma": sigma, "seed": config.seed}
     for i, one in enumerate(config.compared):
-        if advance is not None:
-            advance(f"{model}, sigma {sigma:g}: {one.name}", i, len(config.compared))
+        advance(f"{model}, sigma {sigma:g}: {one.name}", i, len(config.compared))
         layers = adapt_tables.seeded_layers(model, sigma, one.family, config.seed)
         yield from _rows(layers, one, config, common)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ GLOBAL_TOPK, THRESHOLD, ADACOMP = "global-topk", "threshold", "adacomp"
 NAMES = (GLOBAL_TOPK, THRESHOLD, ADACOMP)
 BINS = tuple(2**i for i in range(4, 16))
 
-_HALVINGS = 40  # of the range of the threshold's logarithm, to fp32's resolution
+_STEPS = 2**40  # of the range of the threshold's logarithm: fp32's resolution
 _HALF_MOST = 65504.0
 
 
@@ -106,15 +107,12 @@ class Whole:
         """The largest threshold that keeps to the budget, by halving the range of its logarithm."""
         top = max((float(v.abs().max()) for v in self._values.values() if len(v)), default=0.0)
         low, high = math.log(1e-37), math.log(max(2 * top, 2e-37))
-        if not keeps(math.exp(low)):
-            return None
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if keeps(math.exp(middle)):
-                low = middle
-            else:
-                high = middle
-        return math.exp(low)
+
+        def at(step: int) -> float:
+            return math.exp(low + (high - low) * step / _STEPS)
+
+        kept = bisect_left(range(_STEPS), True, key=lambda step: not keeps(at(step)))
+        return at(kept - 1) if kept else None
 
     def _kept(self, threshold: float) -> tuple[list[int], np.ndarray]:
         """(values sent of each matrix, errors of all layers)."""

@@ -22,22 +22,23 @@ Rows are of all parameters together (`row: total`) and, on request, of each (`ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.aggregators import Aggregator, ErrorFeedback, registry
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.bench import record
-from gradwire.bench.error_sums import Sums, figures
 from gradwire.bench.in_process import Counted, InProcessRanks
 from gradwire.bench.provenance import stamped
 from gradwire.bench.recording import Recording
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -92,7 +93,7 @@ def run(
     at: Sequence[int] | None = None,
     layers: bool = False,
     quick: bool = False,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows.
 
@@ -174,7 +175,7 @@ def _one(
     one: Measured,
     feedback: bool,
     layers: bool,
-    advance: Advance | None,
+    advance: Advance,
 ) -> Iterator[Row]:
     """The rows of one method at one point."""
     places = _compressed(recording)
@@ -183,9 +184,8 @@ def _one(
     sent, aggregator = 0.0, one.aggregator(feedback, recording)
     with closing(InProcessRanks(recording.ranks, parameters, aggregator, one.options)) as ranks:
         for step in range(recording.steps):
-            if advance is not None:
-                what = f"{recording.task} at {at}: {one.method}"
-                advance(what + (", error feedback" if feedback else ""), step, recording.steps)
+            what = f"{recording.task} at {at}: {one.method}"
+            advance(what + (", error feedback" if feedback else ""), step, recording.steps)
             whole = recording.gradients(folder, at, step)
             gradients = [[of_rank[i] for i in places] for of_rank in whole]
             residuals = ranks.residual_mean()
@@ -213,3 +213,59 @@ def _one(
     yield row(counted, sums, row="total", layer=None, wire_bytes=sent / recording.steps)
     for member, kept in zip(counted, sums, strict=True) if layers else ():
         yield row([member], [kept], row="layer", layer=member.name, wire_bytes=None)
+
+
+class Sums:
+    """The sums of one parameter, of the average a, the exact mean m, and f, the mean of what ranks
+    fed in.
+
+    Attributes:
+        numel: its values.
+        steps: of each step so far |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.numel = math.prod(shape)
+        self.steps: list[list[float]] = []
+        self._lost = torch.zeros(shape, dtype=torch.float64)
+        self._exact = torch.zeros(shape, dtype=torch.float64)
+
+    def add(
+        self, gradients: Sequence[torch.Tensor], residual: torch.Tensor, average: torch.Tensor
+    ) -> None:
+        """Add a step: all ranks' gradients, the mean of their residuals before, and the average."""
+        mean = torch.zeros_like(self._exact)
+        for gradient in gradients:
+            mean += gradient
+        mean /= len(gradients)
+        a = average.double()
+        lost, fed = a - mean, mean + residual
+        late = a - fed
+        pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
+        self.steps.append([float((x * y).sum()) for x, y in pairs])
+        self._lost += lost
+        self._exact += mean
+
+    def of_sum(self) -> tuple[float, float]:
+        """|sum of a - sum of m|^2 and |sum of m|^2, over all steps."""
+        return float(self._lost.square().sum()), float(self._exact.square().sum())
+
+
+def figures(parts: Sequence[Sums]) -> dict[str, Any]:
+    """numel, nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of these parameters as one
+    vector; null where the exact mean is zero."""
+    steps = np.sum([part.steps for part in parts], axis=0)
+    error, exact, _, _, fed_error, fed = steps.sum(0).tolist()
+    cosines = [p / math.sqrt(a * m) for _, m, a, p, _, _ in steps.tolist() if a and m]
+    return {
+        "numel": sum(part.numel for part in parts),
+        "nmse": _ratio(error, exact),
+        "nmse_by_step": [_ratio(*step[:2]) for step in steps.tolist()],
+        "nmse_of_fed": _ratio(fed_error, fed),
+        "nmse_of_sum": _ratio(*map(sum, zip(*(part.of_sum() for part in parts), strict=True))),
+        "cosine": sum(cosines) / len(steps),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

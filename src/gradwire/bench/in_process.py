@@ -77,7 +77,6 @@ class InProcessRanks:
         parameters: (name, shape) of each.
         aggregator: of all of them.
         options: of every collective.
-        seed: of random numbers.
 
     Attributes:
         members: rank -> its parameters.
@@ -89,7 +88,6 @@ class InProcessRanks:
         parameters: Sequence[tuple[str, tuple[int, ...]]],
         aggregator: Aggregator,
         options: Options,
-        seed: int = 0,
     ) -> None:
         hub = Hub(ranks, _TIMEOUT_S)
         self._options = options
@@ -98,7 +96,7 @@ class InProcessRanks:
         self.members = [
             [
                 Counted(
-                    name, shape, aggregator, rng.parameter_keys(seed, name, rank),
+                    name, shape, aggregator, rng.parameter_keys(0, name, rank),
                     rotation(i, ranks),
                 )
                 for i, (name, shape) in enumerate(parameters)

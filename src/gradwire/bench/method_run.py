@@ -21,7 +21,7 @@ from torch import nn
 from gradwire.bench.methods import Applied, Method, Traffic
 from gradwire.bench.tasks import Score, Task
 
-_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss", "parts", "counted_from")
+_COUNTED = ("step", "step_seconds", "link_bytes", "parts", "counted_from")
 # of `Handle.stats`; `plan` counts its versions
 _PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
 
@@ -36,7 +36,6 @@ class MethodRun:
         step: steps trained.
         step_seconds: per step, from fetching the batch to the end of the optimizer's step.
         link_bytes: bytes that left this node's interface during steps; None without a lab.
-        last_loss: this rank's training loss of the last step.
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
         counted_from: bytes sent in the first steps, whose times are not averaged.
@@ -53,7 +52,6 @@ class MethodRun:
     step: int = 0
     step_seconds: list[float] = field(default_factory=list)
     link_bytes: int | None = None
-    last_loss: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
     counted_from: int = 0
@@ -72,11 +70,9 @@ class MethodRun:
         return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
 
     def backward(self) -> None:
-        """The gradients of one step, averaged; sets `last_loss`."""
+        """The gradients of one step, averaged."""
         batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
-        loss = self.task.loss(self.model, batch)
-        loss.backward()
-        self.last_loss = loss.item()
+        self.task.loss(self.model, batch).backward()
 
     def evaluate(self) -> Score:
         """The score on the validation data; every rank evaluates a share."""
@@ -232,8 +228,8 @@ class MethodRun:
 
     def count_from(self, sent: tuple[int, int]) -> None:
         """Have `sent` be this now, and count on from it."""
-        parts = zip(self.apart, sent, self.sent(), strict=True)
-        self.apart = tuple(apart + wanted - now for apart, wanted, now in parts)  # type: ignore[assignment]
+        apart, now = self.apart, self.sent()
+        self.apart = (apart[0] + sent[0] - now[0], apart[1] + sent[1] - now[1])
 
     def close(self) -> None:
         """Release the method's resources."""

@@ -23,10 +23,8 @@ from gradwire import codecs as codec_table
 from gradwire.bench import simulate, workers
 from gradwire.bench.kernels import check_threads
 from gradwire.bench.provenance import stamped
-from gradwire.codecs.text import parse
 from gradwire.lab import Network
-from gradwire.lang import Codec
-from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Situation, choose, name
+from gradwire.planner.choice import FULL, HALF, Situation, choose, name
 from gradwire.planner.selective import decisions
 from gradwire.sim import Net, models
 
@@ -60,7 +58,7 @@ def run(
             measured.
     """
     check_threads(threads)
-    chosen = [codec_of(text) for text in codecs]
+    chosen = [codec_table.get(text) for text in codecs]
     network = Network.parse(net, emulated=False)
     where = Situation(
         models.shapes(model) if shapes is None else shapes, ranks,
@@ -84,31 +82,21 @@ def run(
                 "compressed_seconds": one.decision.compressed_seconds,
             }  # fmt: skip
     for ranked in choice.of_codec:
-        yield {"part": "setting", **context, **setting_row(ranked, choice)}
+        setting, limit = ranked.setting, ranked.limit_seconds
+        yield {
+            "part": "setting", **context,
+            "method": name(setting.codec),
+            "algorithm": setting.options.algorithm,
+            "coordinated": setting.options.coordinated,
+            "segments": setting.options.segments,
+            "coalesce_bytes": setting.coalesce_bytes,
+            "least": setting.least,
+            "seconds": ranked.seconds,
+            "wire_bytes": ranked.wire_bytes,
+            "of_limit": None if limit is None else limit / ranked.seconds,
+            "saves": 1 - ranked.seconds / choice.uncompressed.seconds,
+        }  # fmt: skip
     yield {
         "part": "verdict", **context, "compress": choice.compresses,
         "method": name(choice.best.setting.codec), "detail": choice.verdict,
     }  # fmt: skip
-
-
-def codec_of(text: str) -> Codec:
-    """A codec by name, with its options."""
-    codec, options = parse(text)
-    return codec_table.get(codec, **options)
-
-
-def setting_row(ranked: Ranked, choice: Choice) -> dict[str, Any]:
-    """The keys that describe a setting."""
-    setting, limit = ranked.setting, ranked.limit_seconds
-    return {
-        "method": name(setting.codec),
-        "algorithm": setting.options.algorithm,
-        "coordinated": setting.options.coordinated,
-        "segments": setting.options.segments,
-        "coalesce_bytes": setting.coalesce_bytes,
-        "least": setting.least,
-        "seconds": ranked.seconds,
-        "wire_bytes": ranked.wire_bytes,
-        "of_limit": None if limit is None else limit / ranked.seconds,
-        "saves": 1 - ranked.seconds / choice.uncompressed.seconds,
-    }

@@ -31,7 +31,7 @@ from gradwire.bench import memory, tasks
 from gradwire.bench.provenance import here
 from gradwire.bench.recording import MANIFEST, Recording, save
 from gradwire.bench.tasks import Task
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.errors import ConfigError
 
 Row = dict[str, Any]
@@ -55,7 +55,7 @@ def run(
     seed: int = 0,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Record, and yield a row per point.
 
@@ -87,7 +87,7 @@ def run(
 
 @contextmanager
 def recordings(
-    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance | None
+    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
 ) -> Iterator[list[tuple[Path, Recording]]]:
     """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
 
@@ -101,7 +101,7 @@ def recordings(
                 pass
         found = [(Path(one), Recording.read(Path(one))) for one in ([tiny] if made else folders)]
         for folder, recording in found:
-            for unknown in set(at or ()) - set(recording.at):
+            for unknown in (one for one in at or () if one not in recording.at):
                 where = "the quick recording" if made else folder
                 known = ", ".join(map(str, recording.at))
                 raise ConfigError(f"--at {unknown}: {where} has the points {known}")
@@ -109,7 +109,7 @@ def recordings(
 
 
 def _record(
-    recording: Recording, task: Task, model: nn.Module, folder: Path, advance: Advance | None
+    recording: Recording, task: Task, model: nn.Module, folder: Path, advance: Advance
 ) -> Iterator[Row]:
     optimizer = task.optimizer(model)
     model.train()
@@ -119,9 +119,8 @@ def _record(
     norms: list[float] = []
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
-        if advance is not None:
-            what = "training" if point is None else f"recording at {point}"
-            advance(f"{recording.task}, {what}", step, end)
+        what = "training" if point is None else f"recording at {point}"
+        advance(f"{recording.task}, {what}", step, end)
         ranks, loss = _gradients(recording, task, model, parameters, step)
         mean = torch.stack(ranks).mean(0)
         if not mean.isfinite().all():
@@ -156,8 +155,7 @@ def _record(
                 "run": dict(recording.run),
             }
             losses, norms = [], []
-    if advance is not None:
-        advance(recording.task, end, end)
+    advance(recording.task, end, end)
 
 
 def _gradients(

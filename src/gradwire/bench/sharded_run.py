@@ -115,15 +115,11 @@ class ShardedRun(MethodRun):
         self.optimizer.load_state_dict(moments | {"state": _each(moments["state"], wrapped)})
 
     def backward(self) -> None:
-        losses = []
         for part in range(self.accumulate):
             self.model.set_requires_gradient_sync(part == self.accumulate - 1)
             number = self.step * self.accumulate + part
             batch = self.task.batch(self.seed, dist.get_rank(), number, dist.get_world_size())
-            loss = self.task.loss(self.model, batch)
-            (loss / self.accumulate).backward()
-            losses.append(loss.item())
-        self.last_loss = sum(losses) / len(losses)
+            (self.task.loss(self.model, batch) / self.accumulate).backward()
 
     @torch.no_grad()
     def _gather_into_replica(self) -> None:

@@ -40,11 +40,10 @@ class Traffic:
     def keys(self) -> dict[str, int | None]:
         """What rows have of it."""
         keys = {"wire_bytes": self.wire_bytes, "peak_extra_bytes": self.peak_extra_bytes}
-        if self.weights_wire_bytes is None:
-            return keys
-        gradients = self.wire_bytes - self.weights_wire_bytes
-        by_kind = {"weights_wire_bytes": self.weights_wire_bytes, "gradients_wire_bytes": gradients}
-        return {**keys, **by_kind}
+        if self.weights_wire_bytes is not None:
+            keys["weights_wire_bytes"] = self.weights_wire_bytes
+            keys["gradients_wire_bytes"] = self.wire_bytes - self.weights_wire_bytes
+        return keys
 
 
 @dataclass(frozen=True)

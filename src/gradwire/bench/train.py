@@ -24,12 +24,12 @@ from gradwire.bench import sharded_methods
 from gradwire.bench.provenance import stamped
 from gradwire.bench.train_compose import composed_rows
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_rows import Progress, train_rows
+from gradwire.bench.train_rows import Advance, train_rows
 from gradwire.bench.train_state import lease, prepare, remove
 from gradwire.errors import ConfigError
 from gradwire.lab import links
 
-__all__ = ["COMPARED", "Progress", "TrainConfig", "plan", "run"]
+__all__ = ["COMPARED", "TrainConfig", "plan", "run"]
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
 
@@ -127,7 +127,7 @@ def _to_stderr(text: str) -> None:
 @stamped
 def run(
     config: TrainConfig,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Advance | None = None,
     announce: Callable[[str], None] = _to_stderr,
     state: Path | None = None,
     resume: bool = False,

@@ -13,6 +13,8 @@ from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.errors import ConfigError
 from gradwire.lab import Schedule
 
+TOLERANCE = 0.01  # relative, on the baseline's last loss
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -32,9 +34,8 @@ class TrainConfig:
         ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
         budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
             first evaluation, so that training and evaluation end within this time.
-        target: validation loss to reach; None takes the baseline's last loss plus `tolerance`.
+        target: validation loss to reach; None takes the baseline's last loss plus `TOLERANCE`.
         target_at: if set, the target is the baseline's loss at this share of its run.
-        tolerance: relative, on the baseline's last loss.
         patience: if set, a method's run ends once its rolling loss has not improved for so many
             evaluations.
         rolling: evaluations in a rolling average.
@@ -64,7 +65,6 @@ class TrainConfig:
     ideal_steps: int = 6
     budget_seconds: float | None = None
     target: float | None = None
-    tolerance: float = 0.01
     target_at: float | None = None
     patience: int | None = None
     rolling: int = 5
@@ -93,27 +93,16 @@ class TrainConfig:
         for name, values in (("methods", self.methods), ("seeds", self.seeds), ("nets", nets)):
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} contain duplicates: {', '.join(map(str, values))}")
-        least = {
-            "nodes": 1,
-            "steps": 0,
-            "evaluate_every": 1,
-            "ideal_steps": 2,
-            "first_step": 0,
-            "skip_steps": 0,
-            "rolling": 1,
-            "timed_steps": 6,
-            "patience": 1,
-            "accumulate": 1,
-        }
+        least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "patience": 1, "accumulate": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{name} is {value}, must be at least {bound}")
-        if self.nets and Schedule.parse(self.net).changes:
+        changes = Schedule.parse(self.net).changes
+        if self.nets and changes:
             raise ConfigError(
                 f"net is {self.net}: composed runs train on one network; leave the schedule out"
             )
-        Schedule.parse(self.net)
         watches = next((name for name in self.methods if self.method(name).watches), None)
         if self.nets and watches is not None:
             raise ConfigError(

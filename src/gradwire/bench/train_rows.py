@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,9 @@ Row = dict[str, Any]
 Announce = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one method.
-
-    Attributes:
-        phase: what it trains for: "training", "timing NET" or "whole run NET".
-        seconds: its training time so far.
-        loss: rank 0's training loss of the last step; None if it was not finite.
-    """
-
-    phase: str
-    method: str
-    seed: int
-    step: int
-    steps: int
-    seconds: float
-    loss: float | None
-
-
-Advance = Callable[[Progress], None]
+# Is told the progress of one method: an event `step` (`train_worker`) with `phase`, what it trains
+# for: "training", "timing NET" or "whole run NET".
+Advance = Callable[[Row], None]
 
 
 def train_rows(
@@ -61,9 +43,8 @@ def train_rows(
         elif kind == "length":
             announce(f"{event['steps']} steps: {event['reason']}")
         elif kind == "step":
-            event["loss"] = event.pop("train_loss")
             if progress is not None:
-                progress(Progress(phase, **event))
+                progress({"phase": phase, **event})
         elif kind == "evaluation":
             summary.evaluations.append(event)
             yield evaluation_row(config, common, event, task)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradwire.bench.baselines import Baselines
-from gradwire.bench.train_config import TrainConfig
+from gradwire.bench.train_config import TOLERANCE, TrainConfig
 
 Row = dict[str, Any]
 
@@ -115,7 +115,7 @@ class Summary:
         baseline = full if full in config.methods else config.methods[0]
         share, tolerance, origin = config.target_at, 0.0, baseline
         if share is None:
-            share, tolerance = 1.0, config.tolerance
+            share, tolerance = 1.0, TOLERANCE
         else:
             origin = f"{baseline} at {share:g} of its run"
         losses = [

@@ -42,14 +42,14 @@ def watch(
         shown = _Bars(config, bars)
         last_line = 0.0
 
-        def moved(at: train.Progress) -> None:
+        def moved(at: Row) -> None:
             nonlocal last_line
             shown.moved(at)
             now = time.monotonic()
             if config.nets and not console.is_terminal and now - last_line >= _BETWEEN_LINES_S:
                 last_line = now
                 console.print(
-                    f"{at.phase}: {at.method}, seed {at.seed}, step {at.step} of {at.steps}",
+                    "{phase}: {method}, seed {seed}, step {step} of {steps}".format(**at),
                     highlight=False, soft_wrap=True,
                 )  # fmt: skip
 
@@ -88,12 +88,13 @@ class _Bars:
             for name in self._config.methods
         }
 
-    def moved(self, at: train.Progress) -> None:
-        if at.phase != self._phase:
-            self._begin(at.phase)
-        seeds = (at.seed,) if at.phase.startswith("timing") else self._config.seeds
-        done, total = seeds.index(at.seed) * at.steps + at.step, at.steps * len(seeds)
-        self._bars.update(self._ids[at.method], completed=done, total=total, seconds=at.seconds)
+    def moved(self, at: Row) -> None:
+        if at["phase"] != self._phase:
+            self._begin(at["phase"])
+        seeds = (at["seed"],) if at["phase"].startswith("timing") else self._config.seeds
+        done, total = seeds.index(at["seed"]) * at["steps"] + at["step"], at["steps"] * len(seeds)
+        bar = self._ids[at["method"]]
+        self._bars.update(bar, completed=done, total=total, seconds=at["seconds"])
 
     def evaluated(self, row: Row) -> None:
         loss = digits(row["loss"], 4)

@@ -5,7 +5,7 @@ JSON object per line, each with the key `event`:
 
 - `setup`: `parameters`;
 - `length`: `steps` and `reason`, once the number of steps is fixed;
-- `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
+- `step`: progress of a method: `method, seed, step, steps, seconds`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, rolling_metric, rolling_loss,
   wire_bytes, link_bytes, peak_extra_bytes`, under FSDP2 also `weights_wire_bytes,
   gradients_wire_bytes`, on a network that changes also `net_now`;
@@ -169,7 +169,6 @@ class Training:
                     step=run.step,
                     steps=self.steps,
                     seconds=sum(run.step_seconds),
-                    train_loss=run.last_loss,
                 )
 
     def _evaluate(self, runs: list[MethodRun]) -> None:

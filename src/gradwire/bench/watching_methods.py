@@ -83,6 +83,6 @@ def _flexible_options(options: Options) -> dict[str, Any]:
 
 
 def _check(method: str, given: Options, known: tuple[str, ...]) -> None:
-    for name in set(given) - set(known):
+    for name in (one for one in given if one not in known):
         options = ", ".join(known)
         raise ConfigError(f"method {method}: no option {name!r}; known: {options}")

@@ -36,6 +36,10 @@ _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: their ends are
 _LAST_LINES = 15
 
 
+def unseen(what: str, done: int, total: int) -> None:
+    """The `Advance` of what nobody watches."""
+
+
 class WorkerError(GradwireError):
     """A rank failed, or the run took too long; the message ends with that rank's last output."""
 

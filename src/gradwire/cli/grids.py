@@ -27,7 +27,7 @@ def bench_grid(
     json_file: Json = None,
 ) -> None:
     """Train under FSDP2 with every combination of a grid: weights x gradients."""
-    from gradwire.bench import grid_view, grids
+    from gradwire.bench import grids
 
     with output(json_file) as out:
         grid, config = grids.plan(
@@ -40,4 +40,4 @@ def bench_grid(
             seeds=tuple(numbers("--seeds", seeds) or ()),
             steps=steps,
         )
-        out.console.print(grid_view.table(grid, trained(config, out, json_file, resume)))
+        out.console.print(grids.table(grid, trained(config, out, json_file, resume)))
