@@ -12,7 +12,7 @@ from bench_runs import refused
 
 from gradwire.aggregators import PowerSGD, registry
 from gradwire.bench import aggregators, methods, tasks
-from gradwire.bench.aggregators_worker import _Measured
+from gradwire.bench.aggregators import _Measured
 from gradwire.bench.methods import Traffic
 
 METHODS = ["torch-powersgd:rank=2", "powersgd:rank=2", "qsgd:bits=4", "torch-fp16-hook"]
@@ -65,12 +65,12 @@ def test_what_methods_send_and_keep(rows: dict[str, dict[str, float]]) -> None:
 def test_a_time_within_that_of_an_empty_hook_has_no_shares() -> None:
     parameters = [torch.zeros(10)]
     made = SimpleNamespace(
-        name="a", cpu=[0.1], wall=[0.1], orthogonal=[0.025], sent=[0, 8], steps=2,
+        name="a", spent=[[0.1, 0.1, 0.025]], sent=[0, 8], steps=2,
         model=SimpleNamespace(parameters=lambda: parameters), _state=lambda: (0, 1),
         applied=SimpleNamespace(traffic=lambda steps: Traffic(8, None)),
     )  # fmt: skip
     for idle, shares in ((0.1, (None, None)), (0.2, (None, None)), (0.0, (0.5, 0.25))):
-        row = _Measured.row(made, SimpleNamespace(cpu=[idle]), 0.05, "gpt")  # type: ignore[arg-type]
+        row = _Measured.row(made, SimpleNamespace(spent=[[idle]]), 0.05, "gpt")  # type: ignore[arg-type]
         assert (row["of_limit"], row["orthogonal_share"]) == shares
 
 

@@ -14,7 +14,7 @@ from bench_runs import OPTIONS, Found, refused_by_command, trained
 from rich.console import Console
 from test_train_sharded import SHARDED, STEPS, numel, sizes
 
-from gradwire.bench import grid_view, grids, sharded_methods
+from gradwire.bench import grids, sharded_methods
 from gradwire.bench.report.quantities import seconds
 from gradwire.bench.sharded_comms import TorchGather, TorchScatter, kept
 from gradwire.bench.simulate_sharded import sent_by
@@ -29,7 +29,7 @@ FAKE = grids.GRIDS["fake"]
 def text_of(grid: grids.Grid, rows: list[dict[str, Any]]) -> str:
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(grid_view.table(grid, rows))
+        console.print(grids.table(grid, rows))
     return captured.get()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from bench_runs import refused
 
 from gradwire.bench import tasks
-from gradwire.bench.tasks.schedule import warm_up_then_decay
 
 GPT: dict[str, Any] = {
     "layers": 1, "width": 32, "heads": 2, "context": 16, "validation_sequences": 37
@@ -61,9 +61,8 @@ def test_a_task_keeps_the_contract(name: str) -> None:
     model = task.model(0)
     whole = task.evaluate(model.eval(), 0, 1)
     for parts in (2, 5, 8):
-        sums = sum(task.evaluate(model, part, parts).tensor() for part in range(parts))
-        assert isinstance(sums, torch.Tensor)
-        total = tasks.Score.from_tensor(sums)
+        scores = [astuple(task.evaluate(model, part, parts)) for part in range(parts)]
+        total = tasks.Score(*map(sum, zip(*scores, strict=True)))
         assert total.count == whole.count
         assert total.mean_loss == pytest.approx(whole.mean_loss, rel=1e-4)
         assert task.metric_of(total) == pytest.approx(task.metric_of(whole), rel=1e-2)
@@ -137,7 +136,8 @@ def test_wrong_tasks_and_options_are_refused() -> None:
 
 
 def test_learning_rate_and_momentum() -> None:
-    factors = [warm_up_then_decay(step, 10, horizon=100) for step in range(150)]
+    rises = tasks.get("gpt", **{**GPT, "horizon": 100})
+    factors = [rises.learning_rate(step) for step in range(150)]
     assert factors[:10] == sorted(factors[:10])
     assert factors[9] == 1.0
     assert factors[10:] == sorted(factors[10:], reverse=True)

@@ -100,9 +100,6 @@ def test_the_default_network_without_a_lab_is_announced(
 
 def test_a_plan_holds_what_is_given() -> None:
     assert train.plan(nets=(" 1000MBIT,1000us",)).nets == ("1gbit,1ms",)
-    # The configuration survives json.
-    config = TrainConfig(task_options={"width": 64}, seeds=(1, 2), methods=("torch-fp32",))
-    assert TrainConfig.from_json(config.to_json()) == config
     # Arguments override quick.
     config = train.plan(
         quick=True, net="none", nodes=3, steps=7, methods=("torch-fp32",), task_options={"width": 8}

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ from pathlib import Path
 from gradwire.bench import train
 from gradwire.bench.train_config import TrainConfig
 folder, kill_at, rows = Path(sys.argv[2]), int(sys.argv[3]), []
-run = train.run(TrainConfig.from_json(sys.argv[1]), announce=print, state=folder, resume=True)
+given = json.loads(sys.argv[1])
+config = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+run = train.run(config, announce=print, state=folder, resume=True)
 for row in run:
     rows.append(row)
     if len(rows) == kill_at:
@@ -91,7 +93,7 @@ def test_a_killed_command_ends_with_the_same_rows(tmp_path: Path) -> None:
     """The command itself is killed, while its ranks train on."""
     folder = tmp_path / "state"
     for kill_at, code in ((4, -signal.SIGKILL), (8, -signal.SIGKILL), (0, 0)):
-        command = [sys.executable, "-c", RUN, DDP.to_json(), str(folder), str(kill_at)]
+        command = [sys.executable, "-c", RUN, json.dumps(asdict(DDP)), str(folder), str(kill_at)]
         assert subprocess.run(command, timeout=300, check=False).returncode == code
     rows = json.loads(folder.with_suffix(".rows").read_text())
     assert without_times(rows) == without_times(trained(DDP).rows)

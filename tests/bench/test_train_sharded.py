@@ -12,7 +12,6 @@ from gradwire.bench import sharded_methods, train
 from gradwire.bench.sharded_run import layers
 from gradwire.bench.simulate_sharded import sent_by
 from gradwire.bench.tasks import get
-from gradwire.bench.train_config import TrainConfig
 from gradwire.errors import ConfigError
 from gradwire.lang import layout
 from gradwire.planner.weights import WeightRules
@@ -242,6 +241,5 @@ def test_names_are_read_into_codecs_and_options() -> None:
     config = train.plan(sharded=True, quick=True, net="none")
     assert config.methods == sharded_methods.COMPARED_QUICKLY
     assert train.plan(sharded=True, net="none").methods == sharded_methods.COMPARED
-    assert TrainConfig.from_json(config.to_json()) == config
     with pytest.raises(ConfigError, match="unknown method 'fsdp'"):
         replace(config, methods=("fsdp",)).check()

@@ -29,7 +29,8 @@ def test_watching_passes_every_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
         config: TrainConfig, progress: Any, announce: Any, state: Any, resume: bool
     ) -> Iterator[dict[str, Any]]:
         announce("two nodes")
-        progress(train.Progress("training", "torch-fp32", 0, 5, 10, 0.7, None))
+        at = {"phase": "training", "method": "torch-fp32", "seed": 0, "step": 5, "steps": 10}
+        progress({**at, "seconds": 0.7})
         yield from rows()
 
     monkeypatch.setattr(train, "run", run)

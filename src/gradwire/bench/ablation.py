@@ -21,36 +21,27 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from gradwire import codecs
 from gradwire.bench import curves as measuring
 from gradwire.bench import memory, workers
 from gradwire.bench.network import StepConfig, copies
 from gradwire.bench.planner_grid import fitted_to_lab, in_lab, method_of
-from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
 from gradwire.lab import Network, available
-from gradwire.planner.choice import FULL, HALF, Setting, Situation, choose, simulate
-from gradwire.sim import Curves, kernel_costs, models
+from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
+from gradwire.sim import kernel_costs, models
 
 MOST_TURNS = 1000
 _PARTS = 6
 _TOGETHER = 1 << 40  # bytes: one bucket
 _TIMEOUT_S = 1800.0
 _WORKER = "gradwire.bench.network_worker"
-
-
-@dataclass(frozen=True)
-class AblationPart:
-    """A part of the design, with all those before it."""
-
-    name: str
-    setting: Setting
-    eager: bool = False
 
 
 @stamped
@@ -89,7 +80,7 @@ def run(
         memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
     if lab and network.shaped and (reason := available()) is not None:
         raise ConfigError(f"this machine cannot emulate a network ({reason}): give --no-lab")
-    chosen = codec_of(codec)
+    chosen = codecs.get(codec)
     known = measuring.measured([FULL, HALF, chosen], advance=advance)
     if lab:
         known = fitted_to_lab(known, ranks, network, size)
@@ -99,60 +90,57 @@ def run(
     where = replace(in_lab(known, ranks, network, shapes), cores=cores, backward=backward)
     best = choose(where, [chosen]).of(chosen).setting
     parts = _parts(best)
-    context = {
-        "model": model, "ranks": ranks, "net": str(network), "numel": size,
-    }  # fmt: skip
+    methods = {part: _method(*of) for part, of in parts.items()}
+    context = {"model": model, "ranks": ranks, "net": str(network), "numel": size}
 
-    def rows(place: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def rows(place: str, found: dict[str, tuple[float | None, float]]) -> Iterator[dict[str, Any]]:
         before: float | None = None
-        for part, row in zip(parts, found, strict=True):
-            seconds = row["synchronisation_seconds"]
+        for part, (step, seconds) in found.items():
             cut = None if before is None else 1 - seconds / before
-            about = {"where": place, "part": part.name, "method": _method(part), **context}
-            yield {**about, "step_seconds": None, **row, "cut": cut}
+            about = {"where": place, "part": part, "method": methods[part], **context}
+            times = {"step_seconds": step, "synchronisation_seconds": seconds}
+            yield {**about, **times, "cut": cut}
             before = seconds
 
-    slow = replace(where.curves, codecs={**known.codecs, **eager})
-    yield from rows("simulator", [_simulated(where, part, slow) for part in parts])
+    slow = replace(where, curves=replace(where.curves, codecs={**known.codecs, **eager}))
+    simulated = {
+        part: simulate(slow if target == "eager" else where, setting).seconds - backward
+        for part, (setting, target) in parts.items()
+    }
+    yield from rows("simulator", {part: (None, seconds) for part, seconds in simulated.items()})
     if lab:
         # The planner's setting may be that of a part: then they are one measurement.
-        names = tuple(dict.fromkeys(map(_method, parts)))
+        names = tuple(dict.fromkeys(methods.values()))
         config = StepConfig(shapes, compute, names, turns, _TIMEOUT_S / 3)
         measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
         found = {row["method"]: _measured(row) for row in measured}
-        yield from rows("lab", [found[_method(part)] for part in parts])
+        yield from rows("lab", {part: found[name] for part, name in methods.items()})
 
 
-def _parts(best: Setting) -> list[AblationPart]:
+def _parts(best: Setting) -> dict[str, tuple[Setting, str]]:
+    """Of each part, with all those before it, the setting and the kernels' target."""
     codec = best.codec
     plain = Options(segments=1, batched=False)
-    pipelined = Options(batched=False)
-    return [
-        AblationPart("none", Setting(codec, plain, _TOGETHER), eager=True),
-        AblationPart("kernels", Setting(codec, plain, _TOGETHER)),
-        AblationPart("pipelining", Setting(codec, pipelined)),
-        AblationPart("batching", Setting(codec, Options())),
-        AblationPart("bulk", Setting(codec, Options(coordinated=True))),
-        AblationPart("selective", best),
-    ]
+    return {
+        "none": (Setting(codec, plain, _TOGETHER), "eager"),
+        "kernels": (Setting(codec, plain, _TOGETHER), ""),
+        "pipelining": (Setting(codec, Options(batched=False)), ""),
+        "batching": (Setting(codec, Options()), ""),
+        "bulk": (Setting(codec, Options(coordinated=True)), ""),
+        "selective": (best, ""),
+    }
 
 
-def _method(part: AblationPart) -> str:
-    text = method_of(part.setting) + f":coalesce_bytes={part.setting.coalesce_bytes}"
-    if not part.setting.options.batched:
+def _method(setting: Setting, target: str) -> str:
+    text = method_of(setting) + f":coalesce_bytes={setting.coalesce_bytes}"
+    if not setting.options.batched:
         text += ":batched=false"
-    if part.setting.least:
-        text += f":least={part.setting.least}"
-    return text + (":target=eager" if part.eager else "")
+    if setting.least:
+        text += f":least={setting.least}"
+    return text + (f":target={target}" if target else "")
 
 
-def _simulated(where: Situation, part: AblationPart, slow: Curves) -> dict[str, Any]:
-    if part.eager:
-        where = replace(where, curves=slow)
-    seconds = simulate(where, part.setting).seconds
-    return {"synchronisation_seconds": seconds - where.backward}
-
-
-def _measured(row: dict[str, Any]) -> dict[str, Any]:
+def _measured(row: dict[str, Any]) -> tuple[float, float]:
+    """Median seconds of a step, and of averaging alone."""
     step, computing = statistics.median(row["steps"]), statistics.median(row["computing"])
-    return {"step_seconds": step, "synchronisation_seconds": max(step - computing, 0.0)}
+    return step, max(step - computing, 0.0)

@@ -29,18 +29,19 @@ chooses from half the higher level on. Rows of the family topk of recordings hav
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gradwire.bench import adapt_tables, adapt_whole, record
 from gradwire.bench.adapt_families import REFERENCES, Compared, compared
 from gradwire.bench.adapt_tables import Named
 from gradwire.bench.provenance import stamped
 from gradwire.bench.recording import Recording
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.controllers import (
     Accordion,
     AccordionLGreco,
@@ -52,7 +53,7 @@ from gradwire.controllers import (
     registry,
 )
 from gradwire.controllers.error import METRICS, check_metric, global_l2, terms, total
-from gradwire.controllers.layer import plan_error, plan_global_error
+from gradwire.controllers.layer import plan_nbytes
 from gradwire.errors import ConfigError
 from gradwire.sim import models
 
@@ -122,7 +123,7 @@ def run(
     folders: Sequence[str | Path] = (),
     config: Config | None = None,
     quick: bool = False,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows: of recordings, then of seeded tables.
 
@@ -140,65 +141,42 @@ def run(
     for text in config.policies or ():
         if text not in adapt_whole.NAMES and isinstance(registry.get(text), Bayes):
             Bayes.check()
-    recordings = [(Path(folder), Recording.read(Path(folder))) for folder in folders]
-    for folder, recording in recordings:
-        _check_points(folder, recording, config.at)
     if quick:
         policies = config.policies or tuple(QUICK.get(name, name) for name in POLICIES)
         config = replace(
             config, models=config.models[:1], sigmas=config.sigmas[-1:], policies=policies
         )
-    if recordings or not quick:
+    with record.recordings(folders, config.at, quick, advance) as recordings:
         for folder, recording in recordings:
             yield from _recorded(folder, recording, config, advance)
-    else:
-        with tempfile.TemporaryDirectory(prefix="gradwire-") as made:
-            for _ in record.run(Path(made), ranks=2, quick=True, advance=advance):
-                pass
-            recording = Recording.read(Path(made))
-            _check_points("the quick recording", recording, config.at)
-            yield from _recorded(Path(made), recording, config, advance)
     for model in config.models:
         for sigma in config.sigmas:
             yield from _seeded(model, sigma, config, advance)
 
 
-def _check_points(folder: Path | str, recording: Recording, at: Sequence[int] | None) -> None:
-    unknown = next((point for point in at or () if point not in recording.at), None)
-    if unknown is not None:
-        known = ", ".join(map(str, recording.at))
-        raise ConfigError(f"--at {unknown}: {folder} has the points {known}")
-
-
 def _recorded(
-    folder: Path, recording: Recording, config: Config, advance: Advance | None
+    folder: Path, recording: Recording, config: Config, advance: Advance
 ) -> Iterator[Row]:
-    points = config.at or recording.at
-    named: dict[int, Named] = {at: adapt_tables.averages(folder, recording, at) for at in points}
-    for number, at in enumerate(points):
-        before = _norms(named[points[number - 1]]) if number else {}
+    before: dict[str, float] = {}
+    for at in config.at or recording.at:
+        named = adapt_tables.averages(folder, recording, at)
         common: Row = {"task": recording.task, "at": at, "sigma": None, "seed": None}
         for i, one in enumerate(config.compared):
-            if advance is not None:
-                advance(f"{recording.task} at {at}: {one.name}", i, len(config.compared))
-            layers = adapt_tables.recorded_layers(named[at], one.family)
+            advance(f"{recording.task} at {at}: {one.name}", i, len(config.compared))
+            layers = adapt_tables.recorded_layers(named, one.family)
             yield from _rows(layers, one, config, common)
             if isinstance(one.family, Density):
-                yield from _whole_rows(named[at], layers, one, config, common)
-            if one.accordion is not None and before:
-                wide = adapt_tables.recorded_layers(named[at], one.accordion.family)
-                yield from _accordion_rows(wide, one, config, common, before)
+                yield from _whole_rows(named, layers, one, config, common)
+            if one.around is not None and before:
+                layers = adapt_tables.recorded_layers(named, one.around)
+                yield from _accordion_rows(layers, one, config, common, before)
+        before = {name: float(gradient.double().norm()) for name, gradient in named}
 
 
-def _norms(named: Named) -> dict[str, float]:
-    return {name: float(gradient.double().norm()) for name, gradient in named}
-
-
-def _seeded(model: str, sigma: float, config: Config, advance: Advance | None) -> Iterator[Row]:
+def _seeded(model: str, sigma: float, config: Config, advance: Advance) -> Iterator[Row]:
     common = {"task": model, "at": None, "sigma": sigma, "seed": config.seed}
     for i, one in enumerate(config.compared):
-        if advance is not None:
-            advance(f"{model}, sigma {sigma:g}: {one.name}", i, len(config.compared))
+        advance(f"{model}, sigma {sigma:g}: {one.name}", i, len(config.compared))
         layers = adapt_tables.seeded_layers(model, sigma, one.family, config.seed)
         yield from _rows(layers, one, config, common)
 
@@ -219,7 +197,7 @@ def _rows(layers: Sequence[Layer], one: Compared, config: Config, common: Row) -
                     raise
                 yield {**shared, **dict.fromkeys(FIGURES), "fallback": str(error)}
                 continue
-            yield {**shared, **_figures(layers, found, bounded=True)}
+            yield {**shared, **_of_plan(layers, found, budget.error)}
 
 
 def _accordion_rows(
@@ -227,40 +205,31 @@ def _accordion_rows(
 ) -> Iterator[Row]:
     """A row per metric and policy of `ACCORDION`."""
     assert one.accordion is not None
-    accordion = Accordion(one.accordion.low, one.accordion.high, before=before)
-    made = {Accordion.name: accordion, AccordionLGreco.name: AccordionLGreco(accordion)}
+    accordion = Accordion(*one.accordion, before=before)
     for metric in config.metrics:
-        for name, policy in made.items():
-            if name in (config.policies or POLICIES):
+        for policy in (accordion, AccordionLGreco(accordion)):
+            if policy.name in (config.policies or POLICIES):
                 found = policy.propose(layers, Budget(0.0, metric))
-                shared = _shared(name, layers, one, metric, common)
-                yield {**shared, **_figures(layers, found, bounded=False)}
+                shared = _shared(policy.name, layers, one, metric, common)
+                yield {**shared, **_of_plan(layers, found, None)}
 
 
 def _whole_rows(
     named: Named, layers: Sequence[Layer], one: Compared, config: Config, common: Row
 ) -> Iterator[Row]:
     """A row per metric and method of `adapt_whole`."""
-    budgets = [Budget.of(layers, config.alpha, metric) for metric in config.metrics]
-    wanted = [name for name in adapt_whole.NAMES if name in (config.policies or POLICIES)]
-    raw = 4 * sum(layer.numel for layer in layers)
-    uniform = raw / sum(int(layer.nbytes[layer.reference]) for layer in layers)
-    for name, budget, found in adapt_whole.outcomes(named, layers, wanted, budgets):
-        by = {metric: total(terms(found.errors, metric)) for metric in METRICS}
-        yield {
-            **_shared(name, layers, one, budget.metric, common),
-            "ratio": raw / found.nbytes,
-            "uniform_ratio": uniform,
-            "of_uniform": raw / found.nbytes / uniform,
-            "error": by[budget.metric],
-            "budget": budget.error,
-            "error_l2": by["l2"],
-            "error_squared": by["squared"],
-            "global_error": global_l2(found.errors),
-            "solve_seconds": found.seconds,
-            "bits_by_layer": None,
-            "fallback": found.fallback or None,
-        }
+    whole = adapt_whole.Whole(named, layers)
+    for metric in config.metrics:
+        budget = Budget.of(layers, config.alpha, metric)
+        for name in adapt_whole.NAMES:
+            if name in (config.policies or POLICIES):
+                found = whole.outcome(name, budget)
+                of = _figures(layers, found.nbytes, found.errors, metric)
+                yield {
+                    **_shared(name, layers, one, metric, common), **of,
+                    "budget": budget.error, "solve_seconds": found.seconds, "bits_by_layer": None,
+                    "fallback": found.fallback or None,
+                }  # fmt: skip
 
 
 def _shared(policy: str, layers: Sequence[Layer], one: Compared, metric: str, common: Row) -> Row:
@@ -271,23 +240,33 @@ def _shared(policy: str, layers: Sequence[Layer], one: Compared, metric: str, co
     }  # fmt: skip
 
 
-def _figures(layers: Sequence[Layer], found: Proposal, bounded: bool) -> Row:
-    raw = 4 * sum(layer.numel for layer in layers)
-    ratio, uniform = raw / found.nbytes, raw / found.reference_nbytes
+def _of_plan(layers: Sequence[Layer], found: Proposal, budget: float | None) -> Row:
+    chosen = list(zip(layers, found.choices, strict=True))
+    errors = np.array([one.errors[choice] for one, choice in chosen])
     return {
-        "ratio": ratio,
-        "uniform_ratio": uniform,
-        "of_uniform": ratio / uniform,
-        "error": found.error,
-        "budget": found.budget.error if bounded else None,
-        "error_l2": plan_error(layers, found.choices, "l2"),
-        "error_squared": plan_error(layers, found.choices, "squared"),
-        "global_error": plan_global_error(layers, found.choices),
+        **_figures(layers, found.nbytes, errors, found.budget.metric),
+        "budget": budget,
         "solve_seconds": found.seconds,
         "bits_by_layer": {
             one.label: round(8 * int(one.nbytes[choice]) / one.numel, 3)
-            for one, choice in zip(layers, found.choices, strict=True)
+            for one, choice in chosen
             if len(one.methods) > 1
         },
         "fallback": found.fallback or None,
+    }
+
+
+def _figures(layers: Sequence[Layer], nbytes: int, errors: np.ndarray, metric: str) -> Row:
+    """Of so many bytes, with the L2 norms of layers' errors."""
+    raw = 4 * sum(layer.numel for layer in layers)
+    uniform = raw / plan_nbytes(layers, [layer.reference for layer in layers])
+    by = {one: total(terms(errors, one)) for one in METRICS}
+    return {
+        "ratio": raw / nbytes,
+        "uniform_ratio": uniform,
+        "of_uniform": raw / nbytes / uniform,
+        "error": by[metric],
+        "error_l2": by["l2"],
+        "error_squared": by["squared"],
+        "global_error": global_l2(errors),
     }

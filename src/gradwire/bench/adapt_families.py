@@ -20,35 +20,23 @@ _SHAPE = (4096, 4096)  # of a matrix that every method shrinks
 
 
 @dataclass(frozen=True)
-class TwoLevels:
-    """Accordion's levels, and choices for LGreco around both (THESIS 4.6.3: half the high level's
-    to twice the low one's).
-
-    Attributes:
-        low: the reference.
-        high: what sends less: a bit less, or half the density or rank.
-        family: of choices; its reference is the low level.
-    """
-
-    low: Aggregator
-    high: Aggregator
-    family: Family
-
-
-@dataclass(frozen=True)
 class Compared:
     """A family, as rows name it.
 
     Attributes:
         name, reference: in rows.
         family: of choices.
-        accordion: of families with one kind of method; else None.
+        accordion: of families with one kind of method Accordion's levels, the reference and what
+            sends less: a bit less, or half the density or rank.
+        around: choices for LGreco around both (THESIS 4.6.3: half the high level's to twice the low
+            one's); its reference is the low level.
     """
 
     name: str
     reference: str
     family: Family
-    accordion: TwoLevels | None
+    accordion: tuple[Aggregator, Aggregator] | None = None
+    around: Family | None = None
 
 
 def compared(
@@ -62,13 +50,13 @@ def compared(
     unknown = next((name for name in families or () if name not in FAMILIES), None)
     if unknown is not None:
         raise ConfigError(f"--families {unknown}: use {', '.join(FAMILIES)}")
-    made = [(text, _family(text, blocks)) for text in references]
-    found = [Compared(own.name, text, own, _levels(own)) for text, own in made]
-    if len(made) > 1:
-        for text, own in made:
-            others = tuple(other for _, other in made if other != own)
-            mixture = Mixture((own, *others))
-            found.append(Compared(mixture.name, text, mixture, None))
+    made = {text: registry.family(text) for text in references}
+    made = {k: replace(f, blocks=blocks) if isinstance(f, Bits) else f for k, f in made.items()}
+    found = [_with_levels(text, own) for text, own in made.items()]
+    if len(references) > 1:
+        for text, own in made.items():
+            others = tuple(other for other in made.values() if other != own)
+            found.append(Compared(Mixture.name, text, Mixture((own, *others))))
     kept = tuple(one for one in found if families is None or one.name in families)
     if not kept:
         raise ConfigError(
@@ -77,24 +65,20 @@ def compared(
     return kept
 
 
-def _family(text: str, blocks: tuple[int, ...]) -> Family:
-    family = registry.family(text)
-    return replace(family, blocks=blocks) if isinstance(family, Bits) else family
-
-
-def _levels(family: Family) -> TwoLevels:
-    low = family.reference(_SHAPE)
+def _with_levels(text: str, family: Family) -> Compared:
+    high: Family
+    around = family
     if isinstance(family, Bits):
-        high = max(2, family.bits - 1)
-        wide: Family = replace(family, least=max(2, high // 2))
-        return TwoLevels(low, replace(family, bits=high).reference(_SHAPE), wide)
-    if isinstance(family, Density):
+        bits = max(2, family.bits - 1)
+        high, around = replace(family, bits=bits), replace(family, least=max(2, bits // 2))
+    elif isinstance(family, Density):
         half = family.density / 2
-        wide = family
+        high = replace(family, density=half)
         if family.per_decade is None:
-            wide = replace(family, least=half / 10, step=half / 10)
-        return TwoLevels(low, replace(family, density=half).reference(_SHAPE), wide)
-    assert isinstance(family, Rank), family
-    high = max(1, family.rank // 2)
-    wide = replace(family, least=max(1, high // 2))
-    return TwoLevels(low, replace(family, rank=high).reference(_SHAPE), wide)
+            around = replace(family, least=half / 10, step=half / 10)
+    else:
+        assert isinstance(family, Rank), family
+        rank = max(1, family.rank // 2)
+        high, around = replace(family, rank=rank), replace(family, least=max(1, rank // 2))
+    levels = family.reference(_SHAPE), high.reference(_SHAPE)
+    return Compared(family.name, text, family, levels, around)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ GLOBAL_TOPK, THRESHOLD, ADACOMP = "global-topk", "threshold", "adacomp"
 NAMES = (GLOBAL_TOPK, THRESHOLD, ADACOMP)
 BINS = tuple(2**i for i in range(4, 16))
 
-_HALVINGS = 40  # of the range of the threshold's logarithm, to fp32's resolution
+_STEPS = 2**40  # of the range of the threshold's logarithm: fp32's resolution
 _HALF_MOST = 65504.0
 
 
@@ -68,7 +69,7 @@ class Whole:
         self._layers = layers
         self._matrices = [i for i, (_, gradient) in enumerate(named) if gradient.dim() > 1]
         self._values = {i: named[i][1].reshape(-1) for i in self._matrices}
-        self._sorted = {i: _Sorted.of(values) for i, values in self._values.items()}
+        self._sorted = {i: _sorted(values) for i, values in self._values.items()}
         self._uniform = np.array([one.errors[one.reference] for one in layers])
         self._adacomp: list[tuple[int, np.ndarray]] | None = None
 
@@ -84,8 +85,10 @@ class Whole:
 
     def _find(self, name: str, budget: Budget) -> tuple[int, np.ndarray] | None:
         if name == ADACOMP:
-            within = [one for one in self._bins() if _error(one[1], budget) <= budget.error]
-            return min(within, key=lambda one: one[0]) if within else None
+            if self._adacomp is None:
+                self._adacomp = [self._encoded(AdaComp(block=size, density=1.0)) for size in BINS]
+            within = [one for one in self._adacomp if _error(one[1], budget) <= budget.error]
+            return min(within, key=lambda one: one[0], default=None)
         threshold = self._largest(lambda t: _error(self._kept(t)[1], budget) <= budget.error)
         if threshold is None:
             return None
@@ -102,32 +105,24 @@ class Whole:
 
     def _largest(self, keeps: Callable[[float], bool]) -> float | None:
         """The largest threshold that keeps to the budget, by halving the range of its logarithm."""
-        top = max((one.largest for one in self._sorted.values()), default=0.0)
+        top = max((float(v.abs().max()) for v in self._values.values() if len(v)), default=0.0)
         low, high = math.log(1e-37), math.log(max(2 * top, 2e-37))
-        if not keeps(math.exp(low)):
-            return None
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if keeps(math.exp(middle)):
-                low = middle
-            else:
-                high = middle
-        return math.exp(low)
+
+        def at(step: int) -> float:
+            return math.exp(low + (high - low) * step / _STEPS)
+
+        kept = bisect_left(range(_STEPS), True, key=lambda step: not keeps(at(step)))
+        return at(kept - 1) if kept else None
 
     def _kept(self, threshold: float) -> tuple[list[int], np.ndarray]:
         """(values sent of each matrix, errors of all layers)."""
         errors, counts = self._uniform.copy(), []
         for i in self._matrices:
-            count = self._sorted[i].reaching(threshold)
+            negative, left = self._sorted[i]
+            count = int(torch.searchsorted(negative, -threshold, right=True))
             counts.append(count)
-            errors[i] = math.sqrt(float(self._sorted[i].left[count]))
+            errors[i] = math.sqrt(float(left[count]))
         return counts, errors
-
-    def _bins(self) -> list[tuple[int, np.ndarray]]:
-        """(bytes, errors) of adacomp with each of `BINS`."""
-        if self._adacomp is None:
-            self._adacomp = [self._encoded(AdaComp(block=size, density=1.0)) for size in BINS]
-        return self._adacomp
 
     def _encoded(self, codec: AdaComp) -> tuple[int, np.ndarray]:
         errors, sent = self._uniform.copy(), self._flat_nbytes()
@@ -142,35 +137,15 @@ class Whole:
         return sum(int(self._layers[i].nbytes[0]) for i in flat)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sorted:
-    """Magnitudes in descending order, and what is lost if the first k are sent.
-
-    Attributes:
-        negative: fp32[n], the magnitudes times -1, ascending.
-        left: float64[n + 1], squared L2 norms, with the rounding of sent values to fp16.
-    """
-
-    negative: torch.Tensor
-    left: torch.Tensor
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> _Sorted:
-        size = values.abs().sort(descending=True).values
-        squares = size.double().square()
-        rounded = (size - size.clamp(max=_HALF_MOST).half().float()).double().square()
-        # From the smallest up, so that what is left never suffers from cancellation.
-        tail = squares.flip(0).cumsum(0).flip(0)
-        zero = torch.zeros(1, dtype=torch.float64)
-        return cls(-size, torch.cat([tail, zero]) + torch.cat([zero, rounded.cumsum(0)]))
-
-    @property
-    def largest(self) -> float:
-        return -float(self.negative[0]) if len(self.negative) else 0.0
-
-    def reaching(self, threshold: float) -> int:
-        """How many values have that magnitude or more."""
-        return int(torch.searchsorted(self.negative, -threshold, right=True))
+def _sorted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp32[n], magnitudes times -1, ascending; float64[n + 1], squared L2 norms of what is lost if
+    the first k are sent, with the rounding of sent values to fp16)."""
+    size = values.abs().sort(descending=True).values
+    rounded = (size - size.clamp(max=_HALF_MOST).half().float()).double().square()
+    # From the smallest up, so that what is left never suffers from cancellation.
+    tail = size.double().square().flip(0).cumsum(0).flip(0)
+    zero = torch.zeros(1, dtype=torch.float64)
+    return -size, torch.cat([tail, zero]) + torch.cat([zero, rounded.cumsum(0)])
 
 
 def _error(errors: np.ndarray, budget: Budget) -> float:
@@ -186,13 +161,3 @@ def _used(codec: lang.Codec, numel: int, entries: int) -> int:
     """Bytes of a payload with so many entries."""
     made = layout(codec)
     return int(made.used_nbytes(made.offsets(numel)[-1], entries))
-
-
-def outcomes(
-    named: Named, layers: Sequence[Layer], names: Sequence[str], budgets: Sequence[Budget]
-) -> Iterator[tuple[str, Budget, Unplanned]]:
-    """The outcomes of some of `NAMES`, by budget."""
-    whole = Whole(named, layers)
-    for budget in budgets:
-        for name in names:
-            yield name, budget, whole.outcome(name, budget)

@@ -22,22 +22,23 @@ Rows are of all parameters together (`row: total`) and, on request, of each (`ro
 
 from __future__ import annotations
 
-import tempfile
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.aggregators import Aggregator, ErrorFeedback, registry
 from gradwire.aggregators.error_feedback import RESIDUAL
 from gradwire.bench import record
-from gradwire.bench.error_sums import Sums, figures
 from gradwire.bench.in_process import Counted, InProcessRanks
 from gradwire.bench.provenance import stamped
 from gradwire.bench.recording import Recording
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.codecs.text import parse
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
@@ -45,7 +46,6 @@ from gradwire.planner import make_plan
 from gradwire.planner.rules import Rules
 
 Row = dict[str, Any]
-Parameters = Sequence[tuple[str, tuple[int, ...]]]
 
 METHODS = (
     "fp16", "qsgd:bits=4", "terngrad", "topk:density=0.01", "powersgd:rank=4",
@@ -69,6 +69,21 @@ class Measured:
     options: Options
     feedback: tuple[bool, ...]
 
+    def aggregator(self, feedback: bool, recording: Recording) -> Aggregator:
+        """What averages the compressed parameters.
+
+        Raises:
+            ConfigError: `attach` would refuse it.
+        """
+        blank = [
+            (name, torch.empty(shape, device="meta"))
+            for name, shape in map(recording.parameters.__getitem__, _compressed(recording))
+        ]
+        rules = replace(Rules(default=self.inner), feedback=feedback)
+        make_plan(blank, rules, recording.ranks, self.options)
+        wrap = feedback and RESIDUAL not in self.inner.states((64, 64))
+        return ErrorFeedback(self.inner) if wrap else self.inner
+
 
 @stamped
 def run(
@@ -78,7 +93,7 @@ def run(
     at: Sequence[int] | None = None,
     layers: bool = False,
     quick: bool = False,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Yield the rows.
 
@@ -99,18 +114,14 @@ def run(
     measured = [method(text, algorithm) for text in chosen]
     if not folders and not quick:
         raise ConfigError("no folder of recorded gradients given: gradwire bench record makes one")
-    recordings = [(Path(folder), Recording.read(Path(folder))) for folder in folders]
-    for folder, recording in recordings:
-        _check(folder, recording, measured, at)
-    if recordings:
-        yield from _all(recordings, measured, at, layers, advance)
-        return
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as made:
-        for _ in record.run(Path(made), ranks=2, quick=True, advance=advance):
-            pass
-        recording = Recording.read(Path(made))
-        _check(Path(made), recording, measured, at)
-        yield from _all([(Path(made), recording)], measured, at, layers, advance)
+    with record.recordings(folders, at, quick, advance) as found:
+        for folder, recording in found:
+            _check(folder, recording, measured)
+        for folder, recording in found:
+            for point in at or recording.at:
+                for one in measured:
+                    for feedback in one.feedback:
+                        yield from _one(folder, recording, point, one, feedback, layers, advance)
 
 
 def method(text: str, algorithm: str | None = None) -> Measured:
@@ -138,14 +149,8 @@ def method(text: str, algorithm: str | None = None) -> Measured:
     return Measured(text, inner, options, (True,) if own else both)
 
 
-def _check(
-    folder: Path, recording: Recording, measured: Sequence[Measured], at: Sequence[int] | None
-) -> None:
+def _check(folder: Path, recording: Recording, measured: Sequence[Measured]) -> None:
     """Raise ConfigError for what cannot be measured on a recording."""
-    unknown = next((point for point in at or () if point not in recording.at), None)
-    if unknown is not None:
-        known = ", ".join(map(str, recording.at))
-        raise ConfigError(f"--at {unknown}: {folder} has the points {known}")
     if recording.ranks < 2:
         raise ConfigError(f"{folder} has 1 rank, which sends nothing: record 2 or more")
     if not _compressed(recording):
@@ -153,7 +158,7 @@ def _check(
     for one in measured:
         for feedback in one.feedback:
             try:
-                _aggregators(one, feedback, recording)
+                one.aggregator(feedback, recording)
             except ConfigError as error:
                 raise ConfigError(f"method {one.method!r}: {error}") from error
 
@@ -163,33 +168,6 @@ def _compressed(recording: Recording) -> list[int]:
     return [i for i, (_, shape) in enumerate(recording.parameters) if len(shape) >= 2]
 
 
-def _aggregators(one: Measured, feedback: bool, recording: Recording) -> list[Aggregator]:
-    """Of each compressed parameter; checked as `attach` checks them."""
-    inner = one.inner
-    wrap = feedback and RESIDUAL not in inner.states((64, 64))
-    aggregator = ErrorFeedback(inner) if wrap else inner
-    named = [
-        (recording.parameters[i][0], recording.parameters[i][1]) for i in _compressed(recording)
-    ]
-    blank = [(name, torch.empty(shape, device="meta")) for name, shape in named]
-    make_plan(blank, replace(Rules(default=inner), feedback=feedback), recording.ranks, one.options)
-    return [aggregator] * len(named)
-
-
-def _all(
-    recordings: Sequence[tuple[Path, Recording]],
-    measured: Sequence[Measured],
-    at: Sequence[int] | None,
-    layers: bool,
-    advance: Advance | None,
-) -> Iterator[Row]:
-    for folder, recording in recordings:
-        for point in at or recording.at:
-            for one in measured:
-                for feedback in one.feedback:
-                    yield from _one(folder, recording, point, one, feedback, layers, advance)
-
-
 def _one(
     folder: Path,
     recording: Recording,
@@ -197,56 +175,97 @@ def _one(
     one: Measured,
     feedback: bool,
     layers: bool,
-    advance: Advance | None,
+    advance: Advance,
 ) -> Iterator[Row]:
     """The rows of one method at one point."""
     places = _compressed(recording)
     parameters = [recording.parameters[i] for i in places]
     sums = [Sums(shape) for _, shape in parameters]
-    sent = 0.0
-    aggregators = _aggregators(one, feedback, recording)
-    with InProcessRanks(recording.ranks, parameters, aggregators, one.options) as ranks:
+    sent, aggregator = 0.0, one.aggregator(feedback, recording)
+    with closing(InProcessRanks(recording.ranks, parameters, aggregator, one.options)) as ranks:
         for step in range(recording.steps):
-            if advance is not None:
-                what = f"{recording.task} at {at}: {one.method}"
-                advance(what + (", error feedback" if feedback else ""), step, recording.steps)
+            what = f"{recording.task} at {at}: {one.method}"
+            advance(what + (", error feedback" if feedback else ""), step, recording.steps)
             whole = recording.gradients(folder, at, step)
             gradients = [[of_rank[i] for i in places] for of_rank in whole]
             residuals = ranks.residual_mean()
-            averaged = ranks.average(gradients)
-            sent += averaged.wire_bytes
-            columns = zip(
-                sums, zip(*gradients, strict=True), residuals, averaged.averages, strict=True
-            )
+            averages, wire_bytes = ranks.average(gradients)
+            sent += wire_bytes
+            columns = zip(sums, zip(*gradients, strict=True), residuals, averages, strict=True)
             for kept, of_ranks, residual, average in columns:
-                kept.add(list(of_ranks), residual, average)
-        counted = ranks.members[0]
+                kept.add(of_ranks, residual, average)
     common = {
-        "task": recording.task,
-        "at": at,
-        "steps": recording.steps,
-        "ranks": recording.ranks,
-        "method": one.method,
-        "algorithm": one.options.algorithm,
-        "error_feedback": feedback,
-    }
-    total = figures(sums)
-    bits = _bits(counted, total["numel"], recording.steps)
-    yield {
-        "row": "total", **common, "layer": None, **total, **bits,
-        "wire_bytes": sent / recording.steps, "recorded": dict(recording.run),
+        "task": recording.task, "at": at, "steps": recording.steps, "ranks": recording.ranks,
+        "method": one.method, "algorithm": one.options.algorithm, "error_feedback": feedback,
+        "recorded": dict(recording.run),
     }  # fmt: skip
+
+    def row(members: Sequence[Counted], sums: Sequence[Sums], **of: Any) -> Row:
+        found = figures(sums)
+        values = found["numel"] * recording.steps
+        bits = {
+            "input_bits": sum(member.input_bits for member in members) / values,
+            "packed_bits": sum(member.packed_bits for member in members) / values,
+        }
+        return {**of, **common, **found, **bits}
+
+    counted = ranks.members[0]
+    yield row(counted, sums, row="total", layer=None, wire_bytes=sent / recording.steps)
     for member, kept in zip(counted, sums, strict=True) if layers else ():
-        bits = _bits([member], kept.numel, recording.steps)
-        yield {
-            "row": "layer", **common, "layer": member.name, **figures([kept]), **bits,
-            "wire_bytes": None, "recorded": dict(recording.run),
-        }  # fmt: skip
+        yield row([member], [kept], row="layer", layer=member.name, wire_bytes=None)
 
 
-def _bits(members: Sequence[Counted], numel: int, steps: int) -> Row:
-    values = numel * steps
+class Sums:
+    """The sums of one parameter, of the average a, the exact mean m, and f, the mean of what ranks
+    fed in.
+
+    Attributes:
+        numel: its values.
+        steps: of each step so far |a - m|^2, |m|^2, |a|^2, a . m, |a - f|^2 and |f|^2.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.numel = math.prod(shape)
+        self.steps: list[list[float]] = []
+        self._lost = torch.zeros(shape, dtype=torch.float64)
+        self._exact = torch.zeros(shape, dtype=torch.float64)
+
+    def add(
+        self, gradients: Sequence[torch.Tensor], residual: torch.Tensor, average: torch.Tensor
+    ) -> None:
+        """Add a step: all ranks' gradients, the mean of their residuals before, and the average."""
+        mean = torch.zeros_like(self._exact)
+        for gradient in gradients:
+            mean += gradient
+        mean /= len(gradients)
+        a = average.double()
+        lost, fed = a - mean, mean + residual
+        late = a - fed
+        pairs = ((lost, lost), (mean, mean), (a, a), (a, mean), (late, late), (fed, fed))
+        self.steps.append([float((x * y).sum()) for x, y in pairs])
+        self._lost += lost
+        self._exact += mean
+
+    def of_sum(self) -> tuple[float, float]:
+        """|sum of a - sum of m|^2 and |sum of m|^2, over all steps."""
+        return float(self._lost.square().sum()), float(self._exact.square().sum())
+
+
+def figures(parts: Sequence[Sums]) -> dict[str, Any]:
+    """numel, nmse, nmse_by_step, nmse_of_fed, nmse_of_sum and cosine of these parameters as one
+    vector; null where the exact mean is zero."""
+    steps = np.sum([part.steps for part in parts], axis=0)
+    error, exact, _, _, fed_error, fed = steps.sum(0).tolist()
+    cosines = [p / math.sqrt(a * m) for _, m, a, p, _, _ in steps.tolist() if a and m]
     return {
-        "input_bits": sum(member.input_bits for member in members) / values,
-        "packed_bits": sum(member.packed_bits for member in members) / values,
+        "numel": sum(part.numel for part in parts),
+        "nmse": _ratio(error, exact),
+        "nmse_by_step": [_ratio(*step[:2]) for step in steps.tolist()],
+        "nmse_of_fed": _ratio(fed_error, fed),
+        "nmse_of_sum": _ratio(*map(sum, zip(*(part.of_sum() for part in parts), strict=True))),
+        "cosine": sum(cosines) / len(steps),
     }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

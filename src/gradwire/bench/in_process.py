@@ -7,12 +7,9 @@ without a network, and its bytes are those of a network.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +28,6 @@ _TIMEOUT_S = 600.0
 _INDEX_BITS = 32  # of a position, as papers count it
 
 
-@dataclass
 class Counted(Attached):
     """A parameter that counts what its aggregator feeds into collectives.
 
@@ -54,10 +50,6 @@ class Counted(Attached):
         self.input_bits += counted
         return super().resolve(request, number, options, world_size)
 
-    # Attached compares by identity; a dataclass would compare fields.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
 
 def bits_of(values: torch.Tensor, codec: Codec | None) -> tuple[int, int]:
     """(bits as they are packed, bits with 32 for each position) of a collective's input; expected
@@ -78,27 +70,13 @@ def bits_of(values: torch.Tensor, codec: Codec | None) -> tuple[int, int]:
     return packed, counted
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """One step of all ranks.
-
-    Attributes:
-        averages: of every parameter, equal on all ranks: rank 0's.
-        wire_bytes: sent by a rank, headers included; mean over ranks.
-    """
-
-    averages: list[torch.Tensor]
-    wire_bytes: float
-
-
 class InProcessRanks:
     """Ranks as threads, which average the gradients of the same parameters.
 
     Args:
         parameters: (name, shape) of each.
-        aggregators: of each parameter; equal ones are one object.
+        aggregator: of all of them.
         options: of every collective.
-        seed: of random numbers.
 
     Attributes:
         members: rank -> its parameters.
@@ -108,9 +86,8 @@ class InProcessRanks:
         self,
         ranks: int,
         parameters: Sequence[tuple[str, tuple[int, ...]]],
-        aggregators: Sequence[Aggregator],
+        aggregator: Aggregator,
         options: Options,
-        seed: int = 0,
     ) -> None:
         hub = Hub(ranks, _TIMEOUT_S)
         self._options = options
@@ -119,18 +96,19 @@ class InProcessRanks:
         self.members = [
             [
                 Counted(
-                    name, shape, aggregator, rng.parameter_keys(seed, name, rank),
+                    name, shape, aggregator, rng.parameter_keys(0, name, rank),
                     rotation(i, ranks),
                 )
-                for i, ((name, shape), aggregator) in enumerate(
-                    zip(parameters, aggregators, strict=True)
-                )
+                for i, (name, shape) in enumerate(parameters)
             ]
             for rank in range(ranks)
         ]  # fmt: skip
 
-    def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> Averaged:
-        """One step; `gradients` by rank and parameter are not changed.
+    def average(
+        self, gradients: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], float]:
+        """One step: rank 0's average of every parameter, equal on all ranks; and what a rank sent,
+        headers included, mean over ranks. `gradients` by rank and parameter are not changed.
 
         Raises:
             ConfigError, CodecError, TransportError: the first error of any rank.
@@ -139,7 +117,7 @@ class InProcessRanks:
             done = list(pool.map(self._one_rank, range(len(gradients)), gradients))
         shapes = [member.shape for member in self.members[0]]
         averages = [part.view(shape) for part, shape in zip(done[0][0], shapes, strict=True)]
-        return Averaged(averages, sum(sent for _, sent in done) / len(done))
+        return averages, sum(sent for _, sent in done) / len(done)
 
     def _one_rank(
         self, rank: int, gradients: Sequence[torch.Tensor]
@@ -165,19 +143,13 @@ class InProcessRanks:
         """The mean over ranks of each parameter's residual, in float64; zeros where none is."""
         means = []
         for of_ranks in zip(*self.members, strict=True):
-            total = torch.zeros(math.prod(of_ranks[0].shape), dtype=torch.float64)
+            total = torch.zeros(of_ranks[0].shape, dtype=torch.float64)
             for member in of_ranks:
                 if RESIDUAL in member.state:
-                    total += member.state[RESIDUAL].view(-1)
-            means.append(total.view(of_ranks[0].shape) / len(of_ranks))
+                    total += member.state[RESIDUAL].view(total.shape)
+            means.append(total / len(of_ranks))
         return means
 
     def close(self) -> None:
         for comm in self._comms:
             comm.close()
-
-    def __enter__(self) -> InProcessRanks:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

@@ -16,8 +16,6 @@ def check(option: str, nbytes: int) -> None:
     Raises:
         ConfigError: they do not; the message tells both numbers.
     """
-    if not hasattr(os, "sysconf"):
-        return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > memory:
         raise ConfigError(

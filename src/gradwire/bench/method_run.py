@@ -1,36 +1,33 @@
 """The training run of one method on one rank: model, optimizer, hook and clock.
 
 The worker has one run per method and interleaves them, so that a temporary slowdown of the machine
-affects all of them. `TrainRun` has what DDP (`MethodRun`) and FSDP2 (`sharded_run.ShardedRun`)
-share.
+affects all of them. `MethodRun` trains under DDP; `sharded_run.ShardedRun` is one under FSDP2.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.methods import Applied, Method, Traffic
 from gradwire.bench.tasks import Score, Task
 
-_COUNTED = ("step", "step_seconds", "link_bytes", "last_loss", "parts", "counted_from")
+_COUNTED = ("step", "step_seconds", "link_bytes", "parts", "counted_from")
 # of `Handle.stats`; `plan` counts its versions
 _PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
 
 
 @dataclass
-class TrainRun(ABC):
+class MethodRun:
     """State of one method's run with one seed.
 
     Everything that a resumed run needs is in `state`.
@@ -39,7 +36,6 @@ class TrainRun(ABC):
         step: steps trained.
         step_seconds: per step, from fetching the batch to the end of the optimizer's step.
         link_bytes: bytes that left this node's interface during steps; None without a lab.
-        last_loss: this rank's training loss of the last step.
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
         counted_from: bytes sent in the first steps, whose times are not averaged.
@@ -50,38 +46,61 @@ class TrainRun(ABC):
     name: str
     seed: int
     task: Task
-    model: nn.Module
+    model: Any  # DistributedDataParallel, or under FSDP2 a module
     optimizer: torch.optim.Optimizer
     applied: Applied
     step: int = 0
     step_seconds: list[float] = field(default_factory=list)
     link_bytes: int | None = None
-    last_loss: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     scores: list[tuple[float, float]] = field(default_factory=list)
     counted_from: int = 0
     apart: tuple[int, int] = (0, 0)
 
-    @abstractmethod
-    def backward(self) -> None:
-        """The gradients of one step, averaged; sets `last_loss`."""
+    @classmethod
+    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
+        """A new run of `method`; the initial weights are equal for every method and rank.
 
-    @abstractmethod
+        Raises:
+            ConfigError: the method's codec or options are unknown.
+        """
+        model = method.distribute(task.model(seed))
+        momentum = 0.0 if method.replaces_momentum else None
+        optimizer = task.optimizer(model.module, momentum)
+        return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
+
+    def backward(self) -> None:
+        """The gradients of one step, averaged."""
+        batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
+        self.task.loss(self.model, batch).backward()
+
     def evaluate(self) -> Score:
         """The score on the validation data; every rank evaluates a share."""
+        return self.score(self.model.module)  # with rank 0's buffers, as DDP before each step
 
-    @abstractmethod
     def ideal_step(self) -> float:
         """Seconds of a step without communication. Call it after the last evaluation, since ranks
         diverge."""
+        with self.model.no_sync():
+            start = time.perf_counter()
+            self.one_step()
+            return time.perf_counter() - start
 
-    @abstractmethod
     def model_state(self) -> dict[str, Any]:
-        """What this rank saves of model and optimizer."""
+        """What this rank saves of model and optimizer: rank 0 all of it."""
+        if dist.get_rank() != 0:
+            return {}
+        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    @abstractmethod
     def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
-        """The inverse; `replicas` is rank 0's state."""
+        """The inverse; `replicas` is rank 0's state.
+
+        One step is trained first and undone: after it, DDP rebuilds its buckets, on which the
+        order of torch's sums depends."""
+        if own["step"]:
+            self.one_step()
+        self.model.module.load_state_dict(replicas["model"])
+        self.optimizer.load_state_dict(replicas["optimizer"])
 
     def train(self, steps: int) -> None:
         """`steps` more steps."""
@@ -104,15 +123,13 @@ class TrainRun(ABC):
 
     def one_step(self) -> None:
         """Take one step, which is not counted."""
-        factor = self.task.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        self.task.set_learning_rate(self.optimizer, self.step)
         self.backward()
         self.optimizer.step()
         self.stepped()
         self.optimizer.zero_grad()
 
-    def stepped(self) -> None:  # noqa: B027 (most methods do nothing)
+    def stepped(self) -> None:
         """Called after the optimizer's step, while there are gradients."""
 
     @contextmanager
@@ -139,23 +156,16 @@ class TrainRun(ABC):
         kept: list[dict[str, Any]] = [{key: r[key] for key in told if key in r} for r in found]
         return sorted(kept, key=lambda row: int(row["step"]))
 
-    def mean_part(self, name: str) -> float | None:
-        """One of `parts` per measured step; None without any."""
-        steps = self.parts.get("steps")
-        return self.parts[name] / steps if steps else None
-
-    @property
-    def plan_changes(self) -> int | None:
-        """Changes of plan in measured steps, by a policy; None without any step."""
-        changes = self.parts.get("plan")
-        return None if changes is None else int(changes)
-
-    @property
-    def mean_ratio(self) -> float | None:
-        """Uncompressed bytes over those sent of gradients in measured steps; None for torch's
-        methods."""
-        sent = self.parts.get("wire_bytes")
-        return self.parts["raw_bytes"] / sent if sent else None
+    def means(self) -> dict[str, Any]:
+        """Of measured steps: seconds per step in kernels and in waiting, uncompressed bytes of
+        gradients over those sent, and changes of plan by a policy; None for torch's methods."""
+        of = self.parts
+        return {
+            "kernel_seconds": of["kernel_seconds"] / of["steps"] if of.get("steps") else None,
+            "exposed_seconds": of["exposed_seconds"] / of["steps"] if of.get("steps") else None,
+            "mean_ratio": of["raw_bytes"] / of["wire_bytes"] if of.get("wire_bytes") else None,
+            "plan_changes": int(of["plan"]) if of else None,
+        }
 
     def state(self) -> dict[str, Any]:
         """This rank's state between two steps."""
@@ -176,8 +186,7 @@ class TrainRun(ABC):
         for name in _COUNTED:
             setattr(self, name, own[name])
         self.scores = [(loss, metric) for loss, metric in own["scores"]]
-        self.apart = (0, 0)
-        self.count_apart(self.sent(), own["sent"])
+        self.count_from(own["sent"])
         torch.set_rng_state(own["random"])
 
     def advance(self, steps: int) -> None:
@@ -193,81 +202,38 @@ class TrainRun(ABC):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
         model.eval()
-        sums = self.task.evaluate(model, dist.get_rank(), dist.get_world_size()).tensor()
+        mine = self.task.evaluate(model, dist.get_rank(), dist.get_world_size())
+        sums = torch.tensor(astuple(mine), dtype=torch.float64)
         model.train()
         dist.all_reduce(sums)
         dist.broadcast(sums, 0)  # equal bits on all ranks, which decide by them when to stop
-        score = Score.from_tensor(sums)
+        score = Score(*sums.tolist())
         self.scores.append((score.mean_loss, self.task.metric_of(score)))
         return score
 
     def traffic(self) -> Traffic:
         """Bytes and memory so far; memory since the last start."""
-        return self.applied.traffic(self.step).shifted(*self.apart)
+        found, (wire_bytes, of_weights) = self.applied.traffic(self.step), self.apart
+        weights = found.weights_wire_bytes
+        return replace(
+            found,
+            wire_bytes=found.wire_bytes + wire_bytes,
+            weights_wire_bytes=None if weights is None else weights + of_weights,
+        )
 
     def sent(self) -> tuple[int, int]:
         """(all bytes, those of weights) so far."""
         traffic = self.traffic()
         return traffic.wire_bytes, traffic.weights_wire_bytes or 0
 
-    def count_apart(self, now: tuple[int, int], instead: tuple[int, int]) -> None:
-        """Have `traffic` tell `instead` where it would tell `now`, by what `sent` returns."""
-        self.apart = (
-            self.apart[0] + instead[0] - now[0],
-            self.apart[1] + instead[1] - now[1],
-        )
+    def count_from(self, sent: tuple[int, int]) -> None:
+        """Have `sent` be this now, and count on from it."""
+        apart, now = self.apart, self.sent()
+        self.apart = (apart[0] + sent[0] - now[0], apart[1] + sent[1] - now[1])
 
     def close(self) -> None:
         """Release the method's resources."""
         self.applied.remove()
-
-
-@dataclass
-class MethodRun(TrainRun):
-    """A run under DDP."""
-
-    model: DistributedDataParallel
-
-    @classmethod
-    def start(cls, method: Method, task: Task, seed: int) -> MethodRun:
-        """A new run of `method`; the initial weights are equal for every method and rank.
-
-        Raises:
-            ConfigError: the method's codec or options are unknown.
-        """
-        model = method.distribute(task.model(seed))
-        momentum = 0.0 if method.replaces_momentum else None
-        optimizer = task.optimizer(model.module, momentum)
-        return cls(method.name, seed, task, model, optimizer, method.apply(model, optimizer))
-
-    def backward(self) -> None:
-        batch = self.task.batch(self.seed, dist.get_rank(), self.step, dist.get_world_size())
-        loss = self.task.loss(self.model, batch)
-        loss.backward()
-        self.last_loss = loss.item()
-
-    def evaluate(self) -> Score:
-        return self.score(self.model.module)  # with rank 0's buffers, as DDP before each step
-
-    def ideal_step(self) -> float:
-        with self.model.no_sync():
-            start = time.perf_counter()
-            self.one_step()
-            return time.perf_counter() - start
-
-    def model_state(self) -> dict[str, Any]:
-        """Rank 0's has the replicas'."""
-        if dist.get_rank() != 0:
-            return {}
-        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_model(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
-        """One step is trained first and undone: after it, DDP rebuilds its buckets, on which the
-        order of torch's sums depends."""
-        if own["step"]:
-            self.one_step()
-        self.model.module.load_state_dict(replicas["model"])
-        self.optimizer.load_state_dict(replicas["optimizer"])
 
 
 def interface_bytes() -> int | None:

@@ -18,7 +18,6 @@ sent too.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -49,7 +48,8 @@ Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 # Arguments of `attach`, beside those of `gradwire.Options`.
 _OF_RULES = ("codec", "include", "exclude", "codecs", "error_feedback")
-_OF_ATTACH = ("seed", "coalesce_bytes", "least")
+_OF_ATTACH = (*_OF_RULES, "seed", "coalesce_bytes", "least", "policy", "replan")
+_OF_OPTIONS = tuple(option.name for option in fields(gradwire.Options))
 _OF_REPLAN = tuple(option.name for option in fields(gradwire.Replan))
 
 
@@ -91,16 +91,13 @@ class Method:
         options = self._made()[1]
         if not shapes:
             return
-        arguments, _ = _split(self.options)
-        for name in ("policy", "replan"):
-            arguments.pop(name, None)
-        of_rules = {k: arguments.pop(k) for k in _OF_RULES if k in arguments}
-        of_attach = {k: arguments.pop(k) for k in _OF_ATTACH if k in arguments}
+        own, given, _ = _split(self.options)
+        of_rules = {k: given[k] for k in _OF_RULES if k in given}
         blank = [(name, torch.empty(shape, device="meta")) for name, shape in shapes]
         try:
-            check_seed(of_attach.get("seed", 0))
-            check_coalesce_bytes(of_attach.get("coalesce_bytes", 0))
-            make_plan(blank, Rules().changed(arguments, **of_rules), ranks, options)
+            check_seed(given.get("seed", 0))
+            check_coalesce_bytes(given.get("coalesce_bytes", 0))
+            make_plan(blank, Rules().changed(own, **of_rules), ranks, options)
         except ConfigError as error:
             raise ConfigError(f"method {self.name!r} on {ranks} ranks: {error}") from error
 
@@ -140,11 +137,9 @@ class Method:
         return bool(getattr(self._made()[0], "replaces_momentum", False))
 
     def _made(self) -> tuple[Aggregator, gradwire.Options]:
-        of_attach = {*inspect.signature(gradwire.attach).parameters, "least"}
         try:
-            given, options = _split(self.options)
-            more = {k: v for k, v in given.items() if k not in of_attach}
-            made = registry.get(str(self.options["codec"]), **more)
+            own, given, options = _split(self.options)
+            made = registry.get(str(self.options["codec"]), **own)
             if "policy" in given:
                 policy_of(given["policy"])
                 family_of({made})
@@ -181,7 +176,7 @@ class Method:
 NAMED: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("torch-fp32", "torch_fp32"),
+        Method("torch-fp32", "torch_fp32", {"dtype": "fp32"}),
         Method("torch-fp16-hook", "torch_cast", {"dtype": "fp16"}),
         Method("torch-bf16-hook", "torch_cast", {"dtype": "bf16"}),
         # One bucket: the hook waits for collectives inside callbacks that run on gloo's own two
@@ -245,10 +240,6 @@ def _with_number(text: str, kind: str) -> Method:
     return replace(base, name=text, options={name: options[name]})
 
 
-def _gradwire(model: DistributedDataParallel, options: Options) -> Applied:
-    return of_handle(attach(model, options))
-
-
 def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
     """A handle, by the options of a method of gradwire's.
 
@@ -257,32 +248,33 @@ def attach(model: DistributedDataParallel, options: Options) -> gradwire.Handle:
     """
     if options["codec"] == AUTO:
         return gradwire.attach(model, AUTO, auto=watching_methods.auto_options(options))
-    arguments, run = _split(options)
-    least = arguments.pop("least", 0)
+    own, given, run = _split(options)
+    least = given.pop("least", 0)
     if least:
         named = model.module.named_parameters()
-        arguments["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
-    handle: gradwire.Handle = gradwire.attach(model, options=gradwire.Options(**run), **arguments)
+        given["exclude"] = [exactly(name) for name, p in named if p.numel() < least]
+    how = gradwire.Options(**run)
+    handle: gradwire.Handle = gradwire.attach(model, options=how, **given, **own)
     return handle
 
 
-def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what `attach` is given, what its `gradwire.Options` is made of); raises ConfigError for an
-    option of `gradwire.Replan` with a wrong value."""
-    names = {option.name for option in fields(gradwire.Options)}
-    run = {name: value for name, value in options.items() if name in names}
-    given: dict[str, Any] = {name: v for name, v in options.items() if name not in names}
+def _split(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(options of the codec, what else `attach` is given, what its `gradwire.Options` is made of);
+    raises ConfigError for an option of `gradwire.Replan` with a wrong value."""
+    own: dict[str, Any] = dict(options)
+    run = {name: own.pop(name) for name in _OF_OPTIONS if name in own}
+    given = {name: own.pop(name) for name in _OF_ATTACH if name in own}
     if "policy" in given:
-        when = {name: given.pop(name) for name in _OF_REPLAN if name in given}
+        when = {name: own.pop(name) for name in _OF_REPLAN if name in own}
         never = {"stale": None} if when.get("stale") == "none" else {}
         given["replan"] = gradwire.Replan(**(when | never))
-    return given, run
+    return own, given, run
 
 
 _APPLY: dict[str, Callable[[DistributedDataParallel, Options], Applied]] = {
-    "torch_fp32": torch_hooks.torch_fp32,
+    "torch_fp32": torch_hooks.torch_cast,
     "torch_cast": torch_hooks.torch_cast,
     "torch_powersgd": torch_hooks.torch_powersgd,
     "truncate": torch_hooks.truncate,
-    "gradwire": _gradwire,
+    "gradwire": lambda model, options: of_handle(attach(model, options)),
 }

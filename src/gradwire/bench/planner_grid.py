@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gradwire import codecs as codec_table
 from gradwire.aggregators import Compressed, registry
 from gradwire.bench import collectives, memory, workers
 from gradwire.bench import curves as measuring
-from gradwire.bench.planning import codec_of
 from gradwire.bench.provenance import stamped
 from gradwire.bench.validate import SWITCH_S
 from gradwire.collectives import Options
@@ -63,7 +63,7 @@ def run(
     sizes: Sequence[int] = SIZES,
     codecs: Sequence[str] = ("qsgd:bits=4",),
     fresh: bool = False,
-    advance: workers.Advance | None = None,
+    advance: workers.Advance = workers.unseen,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each network and size. `advance` is called with every one.
 
@@ -80,13 +80,12 @@ def run(
         if size < 4 or size % 4:
             raise ConfigError(f"--bytes {size}: give bytes of fp32 values, 4 or more")
         memory.check(f"--bytes {size} on {ranks} ranks", 2 * _COPIES * size * ranks)
-    chosen = [codec_of(text) for text in codecs]
+    chosen = [codec_table.get(text) for text in codecs]
     points = [(network, size) for network in networks for size in sizes]
     known = measuring.measured([FULL, HALF, *chosen], threads=1, fresh=fresh, advance=advance)
     fitted: dict[Network, Curves] = {}
     for done, (network, size) in enumerate(points):
-        if advance is not None:
-            advance(f"{size} bytes on {network}", done, len(points))
+        advance(f"{size} bytes on {network}", done, len(points))
         if network not in fitted:
             fitted[network] = fitted_to_lab(known, ranks, network, max(sizes) // 4)
         where = in_lab(fitted[network], ranks, network, ((1, size // 4),))

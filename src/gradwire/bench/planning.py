@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,59 +23,53 @@ from gradwire import codecs as codec_table
 from gradwire.bench import simulate, workers
 from gradwire.bench.kernels import check_threads
 from gradwire.bench.provenance import stamped
-from gradwire.codecs.text import parse
 from gradwire.lab import Network
-from gradwire.lang import Codec
-from gradwire.planner.choice import FULL, HALF, Choice, Ranked, Situation, choose, name
+from gradwire.planner.choice import FULL, HALF, Situation, choose, name
 from gradwire.planner.selective import decisions
 from gradwire.sim import Net, models
 
 
-@dataclass(frozen=True)
-class WantedPlan:
-    """The command line's request.
+@stamped
+def run(
+    model: str,
+    net: str,
+    codecs: Sequence[str] = ("qsgd:bits=4",),
+    ranks: int = 4,
+    per_node: int = 1,
+    cores: float | None = None,
+    backward: float = 0.0,
+    threads: int = 1,
+    file: Path | None = None,
+    fresh: bool = False,
+    shapes: models.Shapes | None = None,
+    advance: workers.Advance | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows.
 
-    Attributes:
+    Args:
         model, ranks, net, per_node, cores, backward: see gradwire.sim.Scenario.
-        shapes: of the parameters, if `model` is only a name for them.
         codecs: NAME or NAME:OPTION=VALUE:..., from the most exact to the least.
         threads, file, fresh: as of gradwire.bench.simulate.WantedCollectives.
-    """
-
-    model: str
-    net: str
-    codecs: Sequence[str] = ("qsgd:bits=4",)
-    ranks: int = 4
-    per_node: int = 1
-    cores: float | None = None
-    backward: float = 0.0
-    threads: int = 1
-    file: Path | None = None
-    fresh: bool = False
-    shapes: models.Shapes | None = None
-
-
-@stamped
-def run(wanted: WantedPlan, advance: workers.Advance | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows. `advance` is called before every codec whose kernels are measured.
+        shapes: of the parameters, if `model` is only a name for them.
+        advance: called before every codec whose kernels are measured.
 
     Raises:
         ConfigError: an unknown name or a number out of range; it is raised before anything is
             measured.
     """
-    check_threads(wanted.threads)
-    chosen = [codec_of(text) for text in wanted.codecs]
-    shapes = models.shapes(wanted.model) if wanted.shapes is None else wanted.shapes
-    network = Network.parse(wanted.net, emulated=False)
-    net = Net(wanted.net, network.rate_bits_per_s, network.latency_s)
-    cores = math.inf if wanted.cores is None else wanted.cores
-    of = wanted.per_node, cores, wanted.backward
-    Situation(shapes, wanted.ranks, net, simulate.NO_CURVES, *of)
+    check_threads(threads)
+    chosen = [codec_table.get(text) for text in codecs]
+    network = Network.parse(net, emulated=False)
+    where = Situation(
+        models.shapes(model) if shapes is None else shapes, ranks,
+        Net(net, network.rate_bits_per_s, network.latency_s), simulate.NO_CURVES, per_node,
+        math.inf if cores is None else cores, backward,
+    )  # fmt: skip
     needed = [FULL, HALF, *chosen]
-    known = simulate.known_curves(needed, wanted.threads, wanted.file, wanted.fresh, advance)
-    where = Situation(shapes, wanted.ranks, net, known, *of)
+    known = simulate.known_curves(needed, threads, file, fresh, advance)
+    where = replace(where, curves=known)
     choice = choose(where, chosen)
-    context = {"model": wanted.model, "ranks": wanted.ranks, "net": wanted.net}
+    context = {"model": model, "ranks": ranks, "net": net}
     if chosen:
         best = choice.of(chosen[0]).setting
         for one in decisions(where, best.codec, best.options.algorithm):
@@ -88,31 +82,21 @@ def run(wanted: WantedPlan, advance: workers.Advance | None = None) -> Iterator[
                 "compressed_seconds": one.decision.compressed_seconds,
             }  # fmt: skip
     for ranked in choice.of_codec:
-        yield {"part": "setting", **context, **setting_row(ranked, choice)}
+        setting, limit = ranked.setting, ranked.limit_seconds
+        yield {
+            "part": "setting", **context,
+            "method": name(setting.codec),
+            "algorithm": setting.options.algorithm,
+            "coordinated": setting.options.coordinated,
+            "segments": setting.options.segments,
+            "coalesce_bytes": setting.coalesce_bytes,
+            "least": setting.least,
+            "seconds": ranked.seconds,
+            "wire_bytes": ranked.wire_bytes,
+            "of_limit": None if limit is None else limit / ranked.seconds,
+            "saves": 1 - ranked.seconds / choice.uncompressed.seconds,
+        }  # fmt: skip
     yield {
         "part": "verdict", **context, "compress": choice.compresses,
         "method": name(choice.best.setting.codec), "detail": choice.verdict,
     }  # fmt: skip
-
-
-def codec_of(text: str) -> Codec:
-    """A codec by name, with its options."""
-    codec, options = parse(text)
-    return codec_table.get(codec, **options)
-
-
-def setting_row(ranked: Ranked, choice: Choice) -> dict[str, Any]:
-    """The keys that describe a setting."""
-    setting, limit = ranked.setting, ranked.limit_seconds
-    return {
-        "method": name(setting.codec),
-        "algorithm": setting.options.algorithm,
-        "coordinated": setting.options.coordinated,
-        "segments": setting.options.segments,
-        "coalesce_bytes": setting.coalesce_bytes,
-        "least": setting.least,
-        "seconds": ranked.seconds,
-        "wire_bytes": ranked.wire_bytes,
-        "of_limit": None if limit is None else limit / ranked.seconds,
-        "saves": 1 - ranked.seconds / choice.uncompressed.seconds,
-    }

@@ -20,28 +20,34 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire import __version__, codecs
+import torch
+import torch.distributed as dist
+
+from gradwire import __version__, codecs, groups
 from gradwire.bench import curves, memory, workers
 from gradwire.bench.provenance import stamped
 from gradwire.errors import ConfigError, TransportError
 from gradwire.lab import Network, available
 from gradwire.lang import Codec, kernel_cache
-from gradwire.planner.links import MOST_SECONDS
+from gradwire.planner.links import MOST_SECONDS, measure_links, measure_sends
 from gradwire.planner.whole import write_whole
 
 CODECS = ("qsgd", "topk")
 SECONDS = 5.0
+_WORKER = "gradwire.bench.probe"  # this module, as a program
 _TIMEOUT_S = 600.0
 _RANK_BYTES = 100 << 20  # that a process with torch takes, at least
+_SEND_BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KB to 16 MB
+_SEND_S = 1.0  # of the largest message, at most
 _AS_IT_IS = "as it is"
 
 Row = dict[str, Any]
-Advance = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def plan(
 
 
 @stamped
-def run(wanted: ProbePlan, advance: Advance | None = None) -> Iterator[Row]:
+def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[Row]:
     """Yield the rows.
 
     Raises:
@@ -141,24 +147,19 @@ def run(wanted: ProbePlan, advance: Advance | None = None) -> Iterator[Row]:
             yield {**named, **costs, "threads": known.threads, **where}
 
 
-def _started(wanted: ProbePlan, advance: Advance | None) -> Row:
+def _started(wanted: ProbePlan, advance: workers.Advance | None) -> Row:
     """Pairs and sends of ranks that are started here, or as they are known."""
     file = cache_file([socket.gethostname()] * wanted.ranks, wanted.net)
     known = None if wanted.fresh else kept(file)
     if known is not None:
         return known
-    worker, config = "gradwire.bench.probe_worker", wanted.config
-    ranks, network = wanted.ranks, wanted.network
-    return keep(file, workers.rows(worker, config, ranks, network, _TIMEOUT_S, advance))
+    config, ranks, network = wanted.config, wanted.ranks, wanted.network
+    return keep(file, workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance))
 
 
 def join(wanted: ProbePlan) -> Row:
     """As one of the ranks that torchrun has started: pairs and sends, measured or known; alike on
     all ranks."""
-    import torch.distributed as dist
-
-    from gradwire.bench import probe_worker
-
     try:
         dist.init_process_group("gloo")
     except (ValueError, RuntimeError) as error:
@@ -173,11 +174,45 @@ def join(wanted: ProbePlan) -> Row:
     dist.broadcast_object_list(told)  # as rank 0 knows it
     found: Row | None = told[0]
     if found is None:
-        rows = probe_worker.measure(wanted.config)
+        rows = measure(wanted.config)
         found = keep(file, rows) if dist.get_rank() == 0 else {"rows": rows}
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+# ---- a rank, started on every node or by torchrun
+
+
+def measure(config: ProbeConfig) -> list[Row]:
+    """Rows of pairs and sends, in the default group; alike on all ranks."""
+    comm = groups.communicator()
+    links = measure_links(comm, config.seconds)
+    rows: list[Row] = []
+    for i in range(links.ranks):
+        for j in range(links.ranks):
+            if i != j:
+                alpha, beta = links.alpha[i][j], links.beta[i][j]
+                costs = {"alpha": alpha, "beta": beta, "bandwidth": 8 / beta}
+                rows.append({"part": "pair", "from": i, "to": j, **costs})
+    beta = links.beta[0][1]
+    sizes = [size for size in _SEND_BYTES if size * beta < _SEND_S or size == _SEND_BYTES[0]]
+    for nbytes, seconds in measure_sends(comm, sizes).items():
+        rows.append({"part": "send", "bytes": nbytes, "seconds": seconds})
+    assert dist.group.WORLD is not None
+    groups.release(dist.group.WORLD)  # before rank 0, which has the store, may end
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, and on rank 0 report."""
+    config, events = workers.configured(ProbeConfig, arguments)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    events.progress("links", 0, 1)
+    events.rows(measure(config))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # ---- the cache
@@ -206,3 +241,7 @@ def kept(file: Path) -> Row | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None  # it is measured again
     return {"measured": measured, "rows": rows, "cached": True} if whole else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradwire.bench import memory, tasks
 from gradwire.bench.provenance import here
 from gradwire.bench.recording import MANIFEST, Recording, save
 from gradwire.bench.tasks import Task
-from gradwire.bench.workers import Advance
+from gradwire.bench.workers import Advance, unseen
 from gradwire.errors import ConfigError
 
 Row = dict[str, Any]
@@ -52,7 +55,7 @@ def run(
     seed: int = 0,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
-    advance: Advance | None = None,
+    advance: Advance = unseen,
 ) -> Iterator[Row]:
     """Record, and yield a row per point.
 
@@ -82,12 +85,31 @@ def run(
     found.write(folder)
 
 
+@contextmanager
+def recordings(
+    folders: Sequence[str | Path], at: Sequence[int] | None, quick: bool, advance: Advance
+) -> Iterator[list[tuple[Path, Recording]]]:
+    """The recordings in these folders; if `quick` and there is none, a tiny one, made and deleted.
+
+    Raises:
+        ConfigError: a folder without a complete recording, or without one of the points `at`.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as tiny:
+        made = quick and not folders
+        if made:
+            for _ in run(Path(tiny), ranks=2, quick=True, advance=advance):
+                pass
+        found = [(Path(one), Recording.read(Path(one))) for one in ([tiny] if made else folders)]
+        for folder, recording in found:
+            for unknown in (one for one in at or () if one not in recording.at):
+                where = "the quick recording" if made else folder
+                known = ", ".join(map(str, recording.at))
+                raise ConfigError(f"--at {unknown}: {where} has the points {known}")
+        yield found
+
+
 def _record(
-    recording: Recording,
-    task: Task,
-    model: torch.nn.Module,
-    folder: Path,
-    advance: Advance | None,
+    recording: Recording, task: Task, model: nn.Module, folder: Path, advance: Advance
 ) -> Iterator[Row]:
     optimizer = task.optimizer(model)
     model.train()
@@ -97,9 +119,8 @@ def _record(
     norms: list[float] = []
     for step in range(end):
         point = next((at for at in recording.at if at <= step < at + recording.steps), None)
-        if advance is not None:
-            what = "training" if point is None else f"recording at {point}"
-            advance(f"{recording.task}, {what}", step, end)
+        what = "training" if point is None else f"recording at {point}"
+        advance(f"{recording.task}, {what}", step, end)
         ranks, loss = _gradients(recording, task, model, parameters, step)
         mean = torch.stack(ranks).mean(0)
         if not mean.isfinite().all():
@@ -111,7 +132,14 @@ def _record(
             save(recording.file(folder, point, step - point), ranks)
             losses.append(loss)
             norms.append(float(mean.double().norm()))
-        _take_step(task, optimizer, parameters, mean, step)
+        task.set_learning_rate(optimizer, step)
+        for parameter, part in zip(
+            parameters, mean.split([p.numel() for p in parameters]), strict=True
+        ):
+            gradient = torch.empty_like(parameter)  # in the parameter's memory format
+            parameter.grad = gradient.copy_(part.view(parameter.shape))
+        optimizer.step()
+        optimizer.zero_grad()
         if point is not None and step == point + recording.steps - 1:
             yield {
                 "task": recording.task,
@@ -127,14 +155,13 @@ def _record(
                 "run": dict(recording.run),
             }
             losses, norms = [], []
-    if advance is not None:
-        advance(recording.task, end, end)
+    advance(recording.task, end, end)
 
 
 def _gradients(
     recording: Recording,
     task: Task,
-    model: torch.nn.Module,
+    model: nn.Module,
     parameters: Sequence[torch.Tensor],
     step: int,
 ) -> tuple[list[torch.Tensor], float]:
@@ -148,24 +175,6 @@ def _gradients(
         found.append(torch.cat([part.detach().float().reshape(-1) for part in parts]))
         model.zero_grad()
     return found, losses / recording.ranks
-
-
-def _take_step(
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[torch.Tensor],
-    mean: torch.Tensor,
-    step: int,
-) -> None:
-    factor = task.learning_rate(step)
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-    parts = mean.split([p.numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        gradient = torch.empty_like(parameter)  # in the parameter's memory format
-        parameter.grad = gradient.copy_(part.view(parameter.shape))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _check(at: Sequence[int], steps: int, ranks: int, seed: int) -> None:

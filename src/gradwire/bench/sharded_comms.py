@@ -41,11 +41,12 @@ class TorchGather(_Allocates, AllGather):
     """Torch's all-gather of the first 1/`ratio` of each rank's part, of values cast to `width`.
 
     Attributes:
+        sends: if not, a rank's own part takes the place of every other's.
         wire_bytes: by the formula, so far.
     """
 
-    def __init__(self, width: str = "fp32", ratio: float = 1) -> None:
-        self.width, self.ratio = WIDTHS[width], ratio
+    def __init__(self, width: str = "fp32", ratio: float = 1, sends: bool = True) -> None:
+        self.width, self.ratio, self.sends = WIDTHS[width], ratio, sends
         self.wire_bytes = 0
 
     def __call__(
@@ -55,6 +56,9 @@ class TorchGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if not self.sends:
+            output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
+            return None
         own = input_tensor[: kept(input_tensor.numel(), self.ratio)].to(self.width)
         self.wire_bytes += (group.size() - 1) * own.nbytes
         if own.dtype == input_tensor.dtype and own.numel() == input_tensor.numel():
@@ -75,11 +79,12 @@ class TorchScatter(_Allocates, ReduceScatter):
     16-bit values are divided by the number of ranks before they are summed, as in DDP's hooks.
 
     Attributes:
+        sends: if not, a rank's own gradient is taken for the average.
         wire_bytes: by the formula, so far.
     """
 
-    def __init__(self, width: str = "fp32", ratio: float = 1) -> None:
-        self.width, self.ratio = WIDTHS[width], ratio
+    def __init__(self, width: str = "fp32", ratio: float = 1, sends: bool = True) -> None:
+        self.width, self.ratio, self.sends = WIDTHS[width], ratio, sends
         self.wire_bytes = 0
 
     def __call__(
@@ -90,6 +95,9 @@ class TorchScatter(_Allocates, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if not self.sends:
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+            return None
         count = kept(output_tensor.numel(), self.ratio)
         every = input_tensor.view(group.size(), -1)[:, :count].to(self.width).contiguous()
         self.wire_bytes += (group.size() - 1) * every.nbytes // group.size()
@@ -108,30 +116,3 @@ class TorchScatter(_Allocates, ReduceScatter):
         output_tensor[count:].zero_()
         output_tensor[:count].copy_(own)
         return None
-
-
-class NoGather(_Allocates, AllGather):
-    """Puts a rank's own part in the place of every other's: a step without communication."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
-
-
-class NoScatter(_Allocates, ReduceScatter):
-    """Takes a rank's own gradient for the average."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])

@@ -137,10 +137,14 @@ def parse(text: str) -> ShardedMethod:
     if kind == "qsdp":
         if set(codecs) != {"w", "g"}:
             raise ConfigError(f"method {text!r}: write qsdp:w=BITS:g=BITS")
-        codecs["g"], _ = _of_bits(text, "g", codecs["g"], of_bits)
-        codecs["w"], differ = _of_bits(text, "w", codecs["w"], of_bits)
-        if differ and options.setdefault("keep", "reference") != "reference":
-            raise ConfigError(f"method {text!r}: differences of weights need keep=reference")
+        for of, value in codecs.items():
+            bits, colon, rest = value.partition(":")
+            found = re.fullmatch(r"(\d+)(diff)?" if of == "w" else r"(\d+)()", bits)
+            if found is None:
+                raise ConfigError(f"method {text!r}: {of}={bits} is no number of bits")
+            codecs[of] = f"{of_bits[of]}:bits={found[1]}{colon}{rest}"
+            if found[2] and options.setdefault("keep", "reference") != "reference":
+                raise ConfigError(f"method {text!r}: differences of weights need keep=reference")
     return ShardedMethod(text, True, codecs.get("w"), codecs.get("g"), options, learned)
 
 
@@ -177,12 +181,3 @@ def _sorted(text: str, parts: list[str]) -> tuple[dict[str, str], dict[str, Any]
         else:
             codecs[codec] += f":{part}"
     return codecs, options
-
-
-def _of_bits(text: str, of: str, value: str, codecs: dict[str, str]) -> tuple[str, bool]:
-    """(a codec's text from what `qsdp` has, bits and further options; whether of differences)."""
-    bits, colon, rest = value.partition(":")
-    found = re.fullmatch(r"(\d+)(diff)?" if of == "w" else r"(\d+)", bits)
-    if found is None:
-        raise ConfigError(f"method {text!r}: {of}={bits} is no number of bits")
-    return f"{codecs[of]}:bits={found[1]}{colon}{rest}", found[0].endswith("diff")

@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradwire
-from gradwire.bench.method_run import TrainRun
-from gradwire.bench.sharded_comms import NoGather, NoScatter, TorchGather, TorchScatter
+from gradwire.bench.method_run import MethodRun
+from gradwire.bench.sharded_comms import TorchGather, TorchScatter
 from gradwire.bench.sharded_methods import LEARN_AT, ShardedMethod
 from gradwire.bench.tasks import Score, Task
-from gradwire.bench.torch_hooks import Applied, Traffic
+from gradwire.bench.torch_hooks import Applied, Traffic, of_handle
 
 LARGE = 1 << 16  # values of a layer that is a group of its own
 
@@ -36,7 +36,7 @@ _POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.flo
 
 
 @dataclass(kw_only=True)
-class ShardedRun(TrainRun):
+class ShardedRun(MethodRun):
     """State of one method's run with one seed.
 
     Attributes:
@@ -50,7 +50,9 @@ class ShardedRun(TrainRun):
     learned: bool = False
 
     @classmethod
-    def start(cls, method: ShardedMethod, task: Task, seed: int, accumulate: int) -> ShardedRun:
+    def start(  # type: ignore[override]
+        cls, method: ShardedMethod, task: Task, seed: int, accumulate: int
+    ) -> ShardedRun:
         """A new run of `method`; the initial weights are equal for every method.
 
         Raises:
@@ -74,15 +76,15 @@ class ShardedRun(TrainRun):
         share."""
         before = self.sent()
         self._gather_into_replica()
-        self.count_apart(self.sent(), before)
+        self.count_from(before)
         return self.score(self.replica)
 
     def ideal_step(self) -> float:
         self.close()
         self.applied = replace(self.applied, remove=lambda: None)
         for module in _groups(self.model):
-            module.set_custom_all_gather(NoGather())
-            module.set_custom_reduce_scatter(NoScatter())
+            module.set_custom_all_gather(TorchGather(sends=False))
+            module.set_custom_reduce_scatter(TorchScatter(sends=False))
         return self.timed_step()
 
     def model_state(self) -> dict[str, Any]:
@@ -113,15 +115,11 @@ class ShardedRun(TrainRun):
         self.optimizer.load_state_dict(moments | {"state": _each(moments["state"], wrapped)})
 
     def backward(self) -> None:
-        losses = []
         for part in range(self.accumulate):
-            self.model.set_requires_gradient_sync(part == self.accumulate - 1)  # type: ignore[operator]
+            self.model.set_requires_gradient_sync(part == self.accumulate - 1)
             number = self.step * self.accumulate + part
             batch = self.task.batch(self.seed, dist.get_rank(), number, dist.get_world_size())
-            loss = self.task.loss(self.model, batch)
-            (loss / self.accumulate).backward()
-            losses.append(loss.item())
-        self.last_loss = sum(losses) / len(losses)
+            (self.task.loss(self.model, batch) / self.accumulate).backward()
 
     @torch.no_grad()
     def _gather_into_replica(self) -> None:
@@ -172,36 +170,28 @@ def _groups(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _applied(method: ShardedMethod, model: nn.Module) -> Applied:
     """The method at work on a model. Gathers that gradwire leaves to torch are counted, too."""
-    gather, scatter = _torch_comms(method)
+    gather, scatter = TorchGather(), TorchScatter()
+    if method.ratios is not None:
+        gather.ratio, scatter.ratio = method.ratios
+    elif not method.ours:
+        gather, scatter = TorchGather(str(method.weights)), TorchScatter(str(method.gradients))
     for module in _groups(model):
         if method.weights is None or not method.ours:
             module.set_custom_all_gather(gather)
         if not method.ours:
             module.set_custom_reduce_scatter(scatter)
     if not method.ours:
-
-        def of_torch(steps: int) -> Traffic:
-            return Traffic(gather.wire_bytes + scatter.wire_bytes, None, gather.wire_bytes)
-
-        return Applied(of_torch)
+        return Applied(
+            lambda steps: Traffic(gather.wire_bytes + scatter.wire_bytes, None, gather.wire_bytes)
+        )
     handle = gradwire.attach(model, method.gradients, weights=method.weights, **method.options)
 
-    def of_ours(steps: int) -> Traffic:
+    def traffic(steps: int) -> Traffic:
         stats = handle.stats()
         weights = gather.wire_bytes + int(stats["weights_wire_bytes"])
         return Traffic(weights + int(stats["wire_bytes"]), None, weights)
 
-    return Applied(of_ours, handle.detach, handle.state_dict, handle.load_state_dict, handle)
-
-
-def _torch_comms(method: ShardedMethod) -> tuple[TorchGather, TorchScatter]:
-    """Torch's collectives, for what gradwire does not send."""
-    if method.ratios is not None:
-        of_weights, of_gradients = method.ratios
-        return TorchGather(ratio=of_weights), TorchScatter(ratio=of_gradients)
-    if method.ours:
-        return TorchGather(), TorchScatter()
-    return TorchGather(str(method.weights)), TorchScatter(str(method.gradients))
+    return replace(of_handle(handle), traffic=traffic)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ nothing diverges, but what it trains is not the model: its rows are marked `timi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,32 +40,10 @@ class Traffic:
     def keys(self) -> dict[str, int | None]:
         """What rows have of it."""
         keys = {"wire_bytes": self.wire_bytes, "peak_extra_bytes": self.peak_extra_bytes}
-        if self.weights_wire_bytes is None:
-            return keys
-        gradients = self.wire_bytes - self.weights_wire_bytes
-        by_kind = {"weights_wire_bytes": self.weights_wire_bytes, "gradients_wire_bytes": gradients}
-        return {**keys, **by_kind}
-
-    def shifted(self, wire_bytes: int, weights_wire_bytes: int) -> Traffic:
-        """With so many bytes more."""
-        weights = self.weights_wire_bytes
-        return replace(
-            self,
-            wire_bytes=self.wire_bytes + wire_bytes,
-            weights_wire_bytes=None if weights is None else weights + weights_wire_bytes,
-        )
-
-
-def _nothing() -> None:
-    """Torch's hooks cannot be taken off; they go with their model."""
-
-
-def _stateless() -> dict[str, Any]:
-    return {}
-
-
-def _load_nothing(state: dict[str, Any]) -> None:
-    assert not state
+        if self.weights_wire_bytes is not None:
+            keys["weights_wire_bytes"] = self.weights_wire_bytes
+            keys["gradients_wire_bytes"] = self.wire_bytes - self.weights_wire_bytes
+        return keys
 
 
 @dataclass(frozen=True)
@@ -74,7 +52,8 @@ class Applied:
 
     Attributes:
         traffic: traffic after the given number of steps.
-        remove: gives back what the method holds; the model is not trained after it.
+        remove: gives back what the method holds; the model is not trained after it. Torch's hooks
+            cannot be taken off; they go with their model.
         state, load: this rank's state, of what `torch.load(weights_only=True)` reads; its inverse.
         handle: of gradwire's methods.
         flexible: what decides about it after each step of the optimizer.
@@ -82,9 +61,9 @@ class Applied:
     """
 
     traffic: Callable[[int], Traffic]
-    remove: Callable[[], None] = _nothing
-    state: Callable[[], dict[str, Any]] = _stateless
-    load: Callable[[dict[str, Any]], None] = _load_nothing
+    remove: Callable[[], None] = lambda: None
+    state: Callable[[], dict[str, Any]] = dict
+    load: Callable[[dict[str, Any]], None] = lambda state: None
     handle: gradwire.Handle | None = None
     flexible: gradwire.Flexible | None = None
     setup_seconds: float = 0.0
@@ -110,16 +89,14 @@ def ring_bytes(numel: int, bytes_per_value: int, world_size: int) -> int:
     return round(2 * (world_size - 1) / world_size * numel * bytes_per_value)
 
 
-def torch_fp32(model: DistributedDataParallel, options: Options) -> Applied:
-    step_bytes = ring_bytes(_numel(model), 4, _world_size(model))
-    return Applied(lambda steps: Traffic(steps * step_bytes, 0))
-
-
 def torch_cast(model: DistributedDataParallel, options: Options) -> Applied:
+    dtype = str(options["dtype"])
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_compress_hook}
-    model.register_comm_hook(None, hooks[str(options["dtype"])])
-    step_bytes = ring_bytes(_numel(model), 2, _world_size(model))
-    return Applied(lambda steps: Traffic(steps * step_bytes, None))
+    if dtype != "fp32":
+        model.register_comm_hook(None, hooks[dtype])
+    step_bytes = ring_bytes(_numel(model), 4 if dtype == "fp32" else 2, _world_size(model))
+    extra = 0 if dtype == "fp32" else None
+    return Applied(lambda steps: Traffic(steps * step_bytes, extra))
 
 
 def _bf16_compress_hook(

@@ -24,12 +24,12 @@ from gradwire.bench import sharded_methods
 from gradwire.bench.provenance import stamped
 from gradwire.bench.train_compose import composed_rows
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_rows import Progress, train_rows
+from gradwire.bench.train_rows import Advance, train_rows
 from gradwire.bench.train_state import lease, prepare, remove
 from gradwire.errors import ConfigError
 from gradwire.lab import links
 
-__all__ = ["COMPARED", "Progress", "TrainConfig", "plan", "run"]
+__all__ = ["COMPARED", "TrainConfig", "plan", "run"]
 
 COMPARED = ("torch-fp32", "torch-fp16-hook", "gradwire-qsgd4")  # of short runs
 
@@ -41,25 +41,23 @@ def plan(
     net: str | None = None,
     nodes: int | None = None,
     methods: tuple[str, ...] | None = None,
-    seeds: tuple[int, ...] = (0,),
     steps: int | None = None,
-    target: float | None = None,
     quick: bool = False,
     task_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] | None = None,
-    target_at: float | None = None,
-    patience: int | None = None,
+    target: float | None = None,
     nets: tuple[str, ...] = (),
-    validate: bool = False,
     sharded: bool = False,
-    accumulate: int = 1,
+    **given: Any,
 ) -> TrainConfig:
     """The configuration for these arguments; None selects the default.
 
-    `quick` ends within 45 seconds on two idle cores, unless `net` is slower than the default: a
-    small model, two nodes, three methods. The
-    default network is `none` where the lab does not work; `announce` reports that (by default to
-    standard error).
+    Args:
+        quick: end within 45 seconds on two idle cores, unless `net` is slower than the default: a
+            small model, two nodes, three methods.
+        announce: is told that the default network is `none` where the lab does not work (by default
+            to standard error).
+        given: further fields of `TrainConfig`.
 
     Raises:
         ConfigError: a name is unknown or a number is out of range.
@@ -76,11 +74,12 @@ def plan(
         raise ConfigError(
             f"--net {net}: --compose trains on none and times on --nets; leave it out"
         )
-    nets = tuple(str(lab.Schedule.parse(one)) for one in nets)
     if nets:
         net = "none"
     elif net is not None:
         net = str(lab.Schedule.parse(net))  # what a file says, not where it is
+    else:
+        net = _default_net(quick, announce or _to_stderr)
     compared = sharded_methods.COMPARED if sharded else TrainConfig.methods
     if quick:
         compared = sharded_methods.COMPARED_QUICKLY if sharded else COMPARED
@@ -88,23 +87,18 @@ def plan(
         task=task,
         task_options={**(_QUICK_OPTIONS.get(task, {}) if quick else {}), **(task_options or {})},
         nodes=nodes if nodes is not None else (2 if quick else 4),
-        net=net if net is not None else _default_net(quick, announce or _to_stderr),
+        net=net,
         methods=methods or compared,
-        seeds=seeds,
         steps=steps if steps is not None else (30 if quick else 200),
-        evaluate_every=10,
         target=target,
         # On a slow machine this reduces `steps`, so that a quick run ends in time.
         budget_seconds=15.0 if quick and steps is None and not nets else None,
         ideal_steps=4 if quick else 6,
-        target_at=target_at,
-        patience=patience,
         interleaved=not nets,
-        nets=nets,
+        nets=tuple(str(lab.Schedule.parse(one)) for one in nets),
         timed_steps=8 if quick else TrainConfig.timed_steps,
-        validate=validate,
         sharded=sharded,
-        accumulate=accumulate,
+        **given,
     )
     config.check()
     return config
@@ -133,7 +127,7 @@ def _to_stderr(text: str) -> None:
 @stamped
 def run(
     config: TrainConfig,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Advance | None = None,
     announce: Callable[[str], None] = _to_stderr,
     state: Path | None = None,
     resume: bool = False,

@@ -26,23 +26,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_rows import (
-    Advance,
-    Announce,
-    common_keys,
-    evaluation_row,
-    train_rows,
-)
+from gradwire.bench.train_rows import Advance, Announce, common_keys, evaluation_row, train_rows
 from gradwire.bench.train_summary import Summary
 from gradwire.lab import Schedule
 
 Row = dict[str, Any]
+# Summary rows by method of timed steps on a network: at the start of a run, and at its end.
+Timed = tuple[dict[str, Row], dict[str, Row]]
 
 
 def composed_rows(
@@ -58,10 +54,10 @@ def composed_rows(
     trained = list(train_rows(alone, progress, announce))
     composed: dict[str, list[Row]] = {}
     varied = tuple(method for method in config.methods if _varies(_of(trained, method)))
-    timed: dict[str, _Timed] = {}
+    timed: dict[str, Timed] = {}
     for net in config.nets:
-        schedule = Schedule.parse(net)
-        for one in dict.fromkeys(str(phase.net) for phase in schedule.phases):
+        for phase in Schedule.parse(net).phases:
+            one = str(phase.net)
             if one not in timed:
                 timed[one] = _timed(alone, one, varied, progress, announce)
         composed[net] = list(_compose(dataclasses.replace(alone, net=net), trained, timed))
@@ -74,40 +70,16 @@ def composed_rows(
         yield from _compared(composed[net], whole)
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """Summary rows by method of timed steps on a network: at the start of a run, and at its end."""
-
-    first: dict[str, Row]
-    last: dict[str, Row]
-
-
 def _timed(
     config: TrainConfig,
     net: str,
     varied: tuple[str, ...],
     progress: Advance | None,
     announce: Announce,
-) -> _Timed:
-    timing = _timing(config, net)
-    first = list(train_rows(timing, progress, announce, f"timing {net}"))
-    late = []
-    if varied:
-        last = dataclasses.replace(
-            timing,
-            methods=varied,
-            first_step=config.steps,
-            state=_folder(config, f"timing-late-{net}"),
-        )
-        late = list(train_rows(last, progress, announce, f"timing {net}, last steps"))
-    summaries = [[row for row in rows if row["row"] == "summary"] for rows in (first, late)]
-    return _Timed(*({row["method"]: row for row in rows} for rows in summaries))
-
-
-def _timing(config: TrainConfig, net: str) -> TrainConfig:
-    """The run that times steps: all methods in turns, one seed, few steps."""
+) -> Timed:
+    """The timed steps on a network: of all methods in turns, with one seed."""
     steps = config.skip_steps + config.timed_steps
-    return dataclasses.replace(
+    timing = dataclasses.replace(
         config,
         net=net,
         seeds=config.seeds[:1],
@@ -119,6 +91,21 @@ def _timing(config: TrainConfig, net: str) -> TrainConfig:
         target_at=None,
         state=_folder(config, f"timing-{net}"),
     )
+    first = _summaries(train_rows(timing, progress, announce, f"timing {net}"))
+    if not varied:
+        return first, {}
+    late = dataclasses.replace(
+        timing,
+        methods=varied,
+        first_step=config.steps,
+        state=_folder(config, f"timing-late-{net}"),
+    )
+    return first, _summaries(train_rows(late, progress, announce, f"timing {net}, last steps"))
+
+
+def _summaries(rows: Iterable[Row]) -> dict[str, Row]:
+    """By method."""
+    return {row["method"]: row for row in rows if row["row"] == "summary"}
 
 
 def _folder(config: TrainConfig, name: str) -> str | None:
@@ -126,27 +113,24 @@ def _folder(config: TrainConfig, name: str) -> str | None:
     return None if config.state is None else str(Path(config.state).with_name(name))
 
 
-def _compose(config: TrainConfig, trained: list[Row], timed: dict[str, _Timed]) -> Iterator[Row]:
+def _compose(config: TrainConfig, trained: list[Row], timed: dict[str, Timed]) -> Iterator[Row]:
     """The rows of one network: the scores of `trained` at the times of `timed`."""
     task = config.check()
     schedule = Schedule.parse(config.net)
     nets = [str(phase.net) for phase in schedule.phases]
     summary = Summary(config)
-    parameters = trained[0]["parameters"]
-    common = common_keys(config) | {"parameters": parameters, "composed": True}
+    common = common_keys(config) | {"parameters": trained[0]["parameters"], "composed": True}
     for method in config.methods:
-        times = {
-            net: StepTimes.of(timed[net].first[method], timed[net].last.get(method)) for net in nets
-        }
+        of = {net: [by[method] for by in timed[net] if method in by] for net in nets}
+        times = {net: StepTimes.of(*rows) for net, rows in of.items()}
         for seed in config.seeds:
             mine = _of(trained, method, seed)
             seconds = composed_seconds(mine, times, schedule, config.steps)
             for row, after in zip(mine, seconds, strict=True):
                 event = {key: row[key] for key in _SCORES if key in row} | {"seconds": after}
                 summary.evaluations.append(event)
-                yield evaluation_row(common, event, task)
-            # Most of a run is like its end.
-            ended = timed[nets[0]].last.get(method, timed[nets[0]].first[method])
+                yield evaluation_row(config, common, event, task)
+            ended = of[nets[0]][-1]  # most of a run is like its end
             if schedule.changes:
                 mean = seconds[-1] / max(1, mine[-1]["step"])
                 ended = {**ended, **dict.fromkeys(_OF_A_NETWORK), "step_seconds_mean": mean}
@@ -248,12 +232,9 @@ def composed_seconds(
 
 def _compared(composed: list[Row], whole: list[Row]) -> Iterator[Row]:
     """A row per method: the composed and the measured time, and the error of the former."""
-    found = [
-        {row["method"]: row for row in rows if row["row"] == "summary"}
-        for rows in (composed, whole)
-    ]
-    for method, mine in found[0].items():
-        theirs = found[1][method]
+    others = _summaries(whole)
+    for method, mine in _summaries(composed).items():
+        theirs = others[method]
         error = mine["seconds"] / theirs["seconds"] - 1 if theirs["seconds"] else None
         common = {key: mine[key] for key in ("task", "task_options", "net", "ranks", "parameters")}
         yield {

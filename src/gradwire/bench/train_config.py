@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +12,8 @@ from gradwire.bench.methods import Method
 from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.errors import ConfigError
 from gradwire.lab import Schedule
+
+TOLERANCE = 0.01  # relative, on the baseline's last loss
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class TrainConfig:
         ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
         budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
             first evaluation, so that training and evaluation end within this time.
-        target: validation loss to reach; None takes the baseline's last loss plus `tolerance`.
+        target: validation loss to reach; None takes the baseline's last loss plus `TOLERANCE`.
         target_at: if set, the target is the baseline's loss at this share of its run.
-        tolerance: relative, on the baseline's last loss.
         patience: if set, a method's run ends once its rolling loss has not improved for so many
             evaluations.
         rolling: evaluations in a rolling average.
@@ -51,7 +50,6 @@ class TrainConfig:
         state: folder from which a killed run continues; None saves nothing.
         save_seconds: time between two saved states, at least.
         timeout_seconds: for the whole run.
-        collective_timeout_seconds: for each collective.
     """
 
     task: str = "gpt"
@@ -67,7 +65,6 @@ class TrainConfig:
     ideal_steps: int = 6
     budget_seconds: float | None = None
     target: float | None = None
-    tolerance: float = 0.01
     target_at: float | None = None
     patience: int | None = None
     rolling: int = 5
@@ -80,7 +77,6 @@ class TrainConfig:
     state: str | None = None
     save_seconds: float = 60.0
     timeout_seconds: float = 7 * 24 * 3600.0
-    collective_timeout_seconds: float = 60.0
 
     def check(self) -> tasks.Task:
         """Check all fields before anything is launched; returns the task.
@@ -97,27 +93,16 @@ class TrainConfig:
         for name, values in (("methods", self.methods), ("seeds", self.seeds), ("nets", nets)):
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} contain duplicates: {', '.join(map(str, values))}")
-        least = {
-            "nodes": 1,
-            "steps": 0,
-            "evaluate_every": 1,
-            "ideal_steps": 2,
-            "first_step": 0,
-            "skip_steps": 0,
-            "rolling": 1,
-            "timed_steps": 6,
-            "patience": 1,
-            "accumulate": 1,
-        }
+        least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "patience": 1, "accumulate": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{name} is {value}, must be at least {bound}")
-        if self.nets and Schedule.parse(self.net).changes:
+        changes = Schedule.parse(self.net).changes
+        if self.nets and changes:
             raise ConfigError(
                 f"net is {self.net}: composed runs train on one network; leave the schedule out"
             )
-        Schedule.parse(self.net)
         watches = next((name for name in self.methods if self.method(name).watches), None)
         if self.nets and watches is not None:
             raise ConfigError(
@@ -176,19 +161,15 @@ class TrainConfig:
         Raises:
             ConfigError: there is none, or it is for the other of DDP and FSDP2.
         """
-        if sharded_methods.knows(name) and not self.sharded:
+        of_sharded = sharded_methods.knows(name)
+        if of_sharded and not self.sharded:
             raise ConfigError(f"method {name!r} trains under FSDP2: give --sharded, too")
-        if not self.sharded:
-            return methods.parse(name)
-        try:
-            return sharded_methods.parse(name)
-        except ConfigError:
-            if sharded_methods.knows(name) or not _is_of_ddp(name):
-                raise
-        raise ConfigError(
-            f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
-            + sharded_methods.KNOWN
-        )
+        if self.sharded and not of_sharded and _is_of_ddp(name):
+            raise ConfigError(
+                f"method {name!r} averages DDP's gradients: leave --sharded out, or use "
+                + sharded_methods.KNOWN
+            )
+        return sharded_methods.parse(name) if self.sharded else methods.parse(name)
 
     def groups(self) -> list[tuple[int, tuple[str, ...]]]:
         """What trains together: (seed, methods), in order."""
@@ -196,18 +177,6 @@ class TrainConfig:
         together = tuple(m for m in self.methods if m not in alone)
         parts = [together, *((m,) for m in alone)]
         return [(seed, part) for seed in self.seeds for part in parts if part]
-
-    def to_json(self) -> str:
-        """The record as one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        for name in ("methods", "seeds", "nets"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
 
 
 def _is_of_ddp(name: str) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire import lab
-from gradwire.bench import methods, sharded_methods, train_state, workers
+from gradwire.bench import train_state, workers
 from gradwire.bench.sharded_methods import POLICY
 from gradwire.bench.tasks import Task
 from gradwire.bench.train_config import TrainConfig
@@ -20,26 +19,9 @@ Row = dict[str, Any]
 Announce = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one method.
-
-    Attributes:
-        phase: what it trains for: "training", "timing NET" or "whole run NET".
-        seconds: its training time so far.
-        loss: rank 0's training loss of the last step; None if it was not finite.
-    """
-
-    phase: str
-    method: str
-    seed: int
-    step: int
-    steps: int
-    seconds: float
-    loss: float | None
-
-
-Advance = Callable[[Progress], None]
+# Is told the progress of one method: an event `step` (`train_worker`) with `phase`, what it trains
+# for: "training", "timing NET" or "whole run NET".
+Advance = Callable[[Row], None]
 
 
 def train_rows(
@@ -61,12 +43,11 @@ def train_rows(
         elif kind == "length":
             announce(f"{event['steps']} steps: {event['reason']}")
         elif kind == "step":
-            event["loss"] = event.pop("train_loss")
             if progress is not None:
-                progress(Progress(phase, **event))
+                progress({"phase": phase, **event})
         elif kind == "evaluation":
             summary.evaluations.append(event)
-            yield evaluation_row(common, event, task)
+            yield evaluation_row(config, common, event, task)
         elif kind == "decision":
             yield {"row": "decision", **common, **event}
         elif kind == "finished":
@@ -77,7 +58,7 @@ def train_rows(
 
 def common_keys(config: TrainConfig) -> Row:
     """The keys that all rows of a run share."""
-    schedule = lab.Schedule.parse(config.net)
+    schedule, sharded = lab.Schedule.parse(config.net), config.sharded
     return {
         "task": config.task,
         "task_options": dict(config.task_options),
@@ -85,21 +66,15 @@ def common_keys(config: TrainConfig) -> Row:
         "ranks": config.nodes,
         "composed": False,
         **({"schedule": schedule.spelled()} if schedule.changes else {}),
-        **(_sharded_keys(config) if config.sharded else {}),
+        **({"sharded": True, "policy": POLICY, "accumulate": config.accumulate} if sharded else {}),
     }
 
 
-def _sharded_keys(config: TrainConfig) -> Row:
-    return {"sharded": True, "policy": POLICY, "accumulate": config.accumulate}
-
-
-def evaluation_row(common: Row, event: Row, task: Task) -> Row:
-    known = sharded_methods if "sharded" in common else methods
-    timing_only = known.parse(event["method"]).timing_only
-    return {
-        "row": "evaluation", **common, **event, "metric_name": task.metric,
-        "timing_only": timing_only,
-    }  # fmt: skip
+def evaluation_row(config: TrainConfig, common: Row, event: Row, task: Task) -> Row:
+    """The row of an evaluation."""
+    timing_only = config.method(event["method"]).timing_only
+    metric = {"metric_name": task.metric, "timing_only": timing_only}
+    return {"row": "evaluation", **common, **event, **metric}
 
 
 def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
@@ -110,5 +85,5 @@ def _events(config: TrainConfig, announce: Announce) -> Iterator[Row]:
         found = train_state.latest(folder)
         if found is not None and found["ended"]:
             return
-    net, timeout, text = lab.Schedule.parse(config.net), config.timeout_seconds, config.to_json()
-    yield from workers.events(WORKER, text, config.nodes, net, timeout, announce)
+    net = lab.Schedule.parse(config.net)
+    yield from workers.events(WORKER, config, config.nodes, net, config.timeout_seconds, announce)

@@ -24,23 +24,17 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from gradwire.errors import ConfigError
+from gradwire.planner.whole import write_whole
 
 State = dict[str, Any]
 
 _DYING_SECONDS = 30.0
 _CONFIG, _ENDED = "config.json", "ended"  # the marker of a run, and what it becomes
-
-
-def write(path: Path, content: Any) -> None:
-    """Write JSON to `path`, whole or not at all."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)
 
 
 class Turns:
@@ -52,43 +46,36 @@ class Turns:
         self.rank = rank
         found = latest(folder)
         self._turn = found["turn"] if found else 0
-        self._known = found is not None
 
     def load(self, rank: int) -> State | None:
         """What `rank` saved in the last whole turn; None if there is none."""
-        if not self._known:
-            return None
-        return read_rank(self._folder() / f"rank{rank}.pt")
+        found = latest(self.folder)
+        return None if found is None else _rank(self.folder, found["turn"], rank)
 
     def write(self, own: State, events: list[State]) -> None:
         """Write this rank's file of the next turn; rank 0 its events, too."""
         self._turn += 1
-        folder = self._folder()
+        folder = self.folder / str(self._turn)
         folder.mkdir(exist_ok=True)
         torch.save(own, folder / f"rank{self.rank}.pt")
         if self.rank == 0:
-            write(folder / "events.json", events)
+            write_whole(folder / "events.json", json.dumps(events))
 
     def commit(self, ended: bool) -> None:
         """On rank 0, once all ranks have written: the turn is whole. Earlier ones are removed."""
-        write(self.folder / "latest.json", {"turn": self._turn, "ended": ended})
-        self._known = True
+        write_whole(self.folder / "latest.json", json.dumps({"turn": self._turn, "ended": ended}))
         for other in self.folder.iterdir():
             if other.is_dir() and other.name != str(self._turn):
                 shutil.rmtree(other, ignore_errors=True)
-
-    def _folder(self) -> Path:
-        return self.folder / str(self._turn)
 
 
 def latest(folder: Path) -> State | None:
     """{"turn", "ended"} of the last whole turn; None if there is none."""
     file = folder / "latest.json"
     found: State | None = _read(file)
+    kinds = {"turn": int, "ended": bool}
     if found is not None and not (
-        isinstance(found, dict)
-        and type(found.get("turn")) is int
-        and type(found.get("ended")) is bool
+        isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in kinds.items())
     ):
         raise _damaged(file, "it names no turn")
     return found
@@ -108,17 +95,16 @@ def saved_events(folder: Path) -> list[State]:
     return events
 
 
-def read_rank(file: Path, look: bool = False) -> State:
-    """What a rank has saved; to look only whether it is whole, it is not read into memory.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+def _rank(folder: Path, turn: int, rank: int, look: bool = False) -> State:
+    """What a rank has saved; to look only whether it is whole, it is not read into memory."""
+    file = folder / str(turn) / f"rank{rank}.pt"
     try:
         found: State = torch.load(file, weights_only=True, mmap=look)
     except Exception as error:  # of many types: what is truncated may be anything
         raise _damaged(file, type(error).__name__) from error
     if not isinstance(found, dict):
+        raise _damaged(file, "it is no rank's state")
+    if look and not {"position", "steps", "runs"} <= found.keys():
         raise _damaged(file, "it is no rank's state")
     return found
 
@@ -137,17 +123,6 @@ def _read(file: Path) -> Any:
 
 def _damaged(file: Path, reason: str) -> ConfigError:
     return ConfigError(f"--resume: {file} is damaged ({reason}): leave --resume out to start again")
-
-
-def _check(folder: Path, ranks: int) -> None:
-    """Raise ConfigError unless what a training needs to continue can be read."""
-    found = latest(folder)
-    if found is not None:
-        saved_events(folder)
-        for rank in range(ranks):
-            file = folder / str(found["turn"]) / f"rank{rank}.pt"
-            if not {"position", "steps", "runs"} <= read_rank(file, look=True).keys():
-                raise _damaged(file, "it is no rank's state")
 
 
 @contextlib.contextmanager
@@ -169,25 +144,28 @@ def lease(folder: Path) -> Iterator[None]:
                 f"{folder} cannot hold the state of this run ({reason}): move it away, or give "
                 "another --json FILE"
             ) from error
-        try:
-            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(mine.fileno()).st_nlink == 0:  # the run that held it has just removed it
-                raise BlockingIOError
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another run uses this state; end it first") from None
-        deadline = time.monotonic() + _DYING_SECONDS
-        while True:
-            try:
-                fcntl.flock(ranks, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"{folder}: ranks of an earlier run still use this state; end them first"
-                    ) from None
-                time.sleep(0.1)
+        # without a name, the run that held it has just removed it
+        if not _locked(mine, 0.0) or os.fstat(mine.fileno()).st_nlink == 0:
+            raise ConfigError(f"{folder}: another run uses this state; end it first")
+        if not _locked(ranks, _DYING_SECONDS):
+            raise ConfigError(
+                f"{folder}: ranks of an earlier run still use this state; end them first"
+            )
         fcntl.flock(ranks, fcntl.LOCK_UN)
         yield
+
+
+def _locked(file: TextIO, seconds: float) -> bool:
+    """Whether the file could be locked within this time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -206,23 +184,26 @@ def prepare(folder: Path, config: State, resume: bool) -> bool:
             saved is damaged; or the folder is not one of `bench train`.
     """
     file = folder / _CONFIG
-    if resume and file.exists():
-        before = _read(file)
-        if not isinstance(before, dict):
-            raise _damaged(file, "it is no configuration")
-        for name, value in json.loads(json.dumps(config)).items():
-            if before.get(name) != value:
-                raise ConfigError(
-                    f"--resume: the run in {folder} has {name} {json.dumps(before.get(name))}, "
-                    f"not {json.dumps(value)}: give its own options, or leave --resume out"
-                )
-        for one in sorted(folder.iterdir()):
-            if one.is_dir():
-                _check(one, config["nodes"])
-        return True
-    _clear(folder)
-    write(file, config)
-    return False
+    if not (resume and file.exists()):
+        _clear(folder)
+        write_whole(file, json.dumps(config))
+        return False
+    before = _read(file)
+    if not isinstance(before, dict):
+        raise _damaged(file, "it is no configuration")
+    for name, value in json.loads(json.dumps(config)).items():
+        if before.get(name) != value:
+            raise ConfigError(
+                f"--resume: the run in {folder} has {name} {json.dumps(before.get(name))}, "
+                f"not {json.dumps(value)}: give its own options, or leave --resume out"
+            )
+    for one in sorted(folder.iterdir()):
+        found = latest(one) if one.is_dir() else None
+        if found is not None:
+            saved_events(one)
+            for rank in range(config["nodes"]):
+                _rank(one, found["turn"], rank, look=True)
+    return True
 
 
 def remove(folder: Path) -> None:
@@ -237,8 +218,12 @@ def _clear(folder: Path) -> None:
     Raises:
         ConfigError: the folder has something, and no marker of a run.
     """
-    names = {_CONFIG, _ENDED, f"{Path(_CONFIG).stem}.new", "run.lock", "ranks.lock"}
-    others = [one for one in folder.iterdir() if one.name not in names]
+    ours = {_CONFIG, _ENDED, "run.lock", "ranks.lock"}
+    others = [
+        one
+        for one in folder.iterdir()
+        if one.name not in ours and not one.name.startswith("config.")  # of a write that was killed
+    ]
     marked = [folder / name for name in (_CONFIG, _ENDED) if (folder / name).exists()]
     if others and not marked:
         raise ConfigError(

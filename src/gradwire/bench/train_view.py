@@ -10,12 +10,12 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from gradwire.bench import train
 from gradwire.bench.baselines import Baselines
 from gradwire.bench.report.lengths import length
-from gradwire.bench.report.quantities import digits, seconds, size
+from gradwire.bench.report.quantities import DASH, digits, seconds, size
 from gradwire.bench.train_config import TrainConfig
 
 Row = dict[str, Any]
@@ -42,14 +42,14 @@ def watch(
         shown = _Bars(config, bars)
         last_line = 0.0
 
-        def moved(at: train.Progress) -> None:
+        def moved(at: Row) -> None:
             nonlocal last_line
             shown.moved(at)
             now = time.monotonic()
             if config.nets and not console.is_terminal and now - last_line >= _BETWEEN_LINES_S:
                 last_line = now
                 console.print(
-                    f"{at.phase}: {at.method}, seed {at.seed}, step {at.step} of {at.steps}",
+                    "{phase}: {method}, seed {seed}, step {step} of {steps}".format(**at),
                     highlight=False, soft_wrap=True,
                 )  # fmt: skip
 
@@ -74,7 +74,6 @@ class _Bars:
     def __init__(self, config: TrainConfig, bars: Progress) -> None:
         self._config = config
         self._bars = bars
-        self._phase = "training"
         self._ids: dict[str, TaskID] = {}
         self._begin("training")
 
@@ -85,26 +84,23 @@ class _Bars:
         total = self._config.steps * len(self._config.seeds)
         prefix = "" if phase == "training" else f"{phase}: "
         self._ids = {
-            name: self._bars.add_task(prefix + name, total=total, seconds=0.0, loss="–")
+            name: self._bars.add_task(prefix + name, total=total, seconds=0.0, loss=DASH)
             for name in self._config.methods
         }
 
-    def moved(self, at: train.Progress) -> None:
-        if at.phase != self._phase:
-            self._begin(at.phase)
-        seeds = (at.seed,) if at.phase.startswith("timing") else self._config.seeds
-        self._bars.update(
-            self._ids[at.method],
-            completed=seeds.index(at.seed) * at.steps + at.step,
-            total=at.steps * len(seeds),
-            seconds=at.seconds,
-        )
+    def moved(self, at: Row) -> None:
+        if at["phase"] != self._phase:
+            self._begin(at["phase"])
+        seeds = (at["seed"],) if at["phase"].startswith("timing") else self._config.seeds
+        done, total = seeds.index(at["seed"]) * at["steps"] + at["step"], at["steps"] * len(seeds)
+        bar = self._ids[at["method"]]
+        self._bars.update(bar, completed=done, total=total, seconds=at["seconds"])
 
     def evaluated(self, row: Row) -> None:
         loss = digits(row["loss"], 4)
-        self._bars.update(self._ids[row["method"]], loss=loss, seconds=row["seconds"])
-        if len(self._config.seeds) == 1:
-            self._bars.update(self._ids[row["method"]], completed=row["step"])
+        done = row["step"] if len(self._config.seeds) == 1 else None
+        bar = self._ids[row["method"]]
+        self._bars.update(bar, completed=done, loss=loss, seconds=row["seconds"])
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -117,21 +113,20 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _validation(rows: Sequence[Row]) -> Table:
-    made = Table(title="composed against whole runs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    made.add_column("net")
-    made.add_column("method", style="bold", overflow="fold")
-    for heading in ("composed", "whole", "error"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    made = _empty("composed against whole runs", ["composed", "whole", "error"], Column("net"))
     for row in rows:
-        error = row["error"]
-        made.add_row(
-            row["net"],
-            row["method"],
-            seconds(row["composed_seconds"]),
-            seconds(row["whole_seconds"]),
-            "–" if error is None else f"{error:+.1%}".replace("%", " %"),
-        )
+        error = DASH if row["error"] is None else f"{row['error']:+.1%}".replace("%", " %")
+        times = seconds(row["composed_seconds"]), seconds(row["whole_seconds"])
+        made.add_row(row["net"], row["method"], *times, error)
     return made
+
+
+def _empty(title: str, headings: Sequence[str], *before: Column, caption: str = "") -> Table:
+    """A table without rows, with a column of methods before those of these headings."""
+    method = Column("method", style="bold", overflow="fold")
+    others = (Column(one, justify="right", no_wrap=True) for one in headings)
+    layout: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    return Table(*before, method, *others, title=title, caption=caption or None, **layout)
 
 
 def table(summaries: Sequence[Row]) -> Table:
@@ -152,20 +147,17 @@ def table(summaries: Sequence[Row]) -> Table:
         origin = f"the loss of {first['target_from']}"
     elif first["target_from"] != "given":
         origin = f"the last loss of {first['target_from']}, with the tolerance"
-    made = Table(
-        title=f"{first['task']}, {first['ranks']} ranks, {network}, {length(summaries)}"
-        + (", composed" if first.get("composed") else ""),
-        caption=f"target loss {digits(first['target'], 4)}: {origin}",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    made.add_column("method", style="bold", overflow="fold")
     of_sixteen = "of 16 bit" if first.get("sharded") else "of fp16"
     headings = ["step", "compute", of_sixteen, "sent", "loss", "against\nfp32", "time to\ntarget"]
-    for heading in headings:  # with "method", the table fits into 80 columns
-        made.add_column(heading, justify="right", no_wrap=True)
+    made = _empty(  # it fits into 80 columns
+        f"{first['task']}, {first['ranks']} ranks, {network}, {length(summaries)}"
+        + (", composed" if first.get("composed") else ""),
+        headings,
+        caption=f"target loss {digits(first['target'], 4)}: {origin}",
+    )
     for row in summaries:
         reached = row["time_to_target"]
+        target = "not met" if reached is None else seconds(reached)
         made.add_row(
             row["method"],
             seconds(row["step_seconds"]),
@@ -174,11 +166,7 @@ def table(summaries: Sequence[Row]) -> Table:
             size(row["wire_bytes"]),
             digits(row["final_loss"], 4),
             _share(row, full, "final_loss", "{:+.2f} %"),
-            "timing only"
-            if row.get("timing_only")
-            else "not met"
-            if reached is None
-            else seconds(reached),
+            "timing only" if row.get("timing_only") else target,
         )
     return made
 
@@ -186,6 +174,6 @@ def table(summaries: Sequence[Row]) -> Table:
 def _share(row: Row, baseline: Row | None, key: str, form: str) -> str:
     """`row` relative to `baseline`, as a factor or as a difference in percent."""
     if baseline is None or row[key] is None or not baseline[key]:
-        return "–"
+        return DASH
     ratio = row[key] / baseline[key]
     return form.format((ratio - 1) * 100 if "%" in form else ratio)

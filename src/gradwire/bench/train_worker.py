@@ -5,7 +5,7 @@ JSON object per line, each with the key `event`:
 
 - `setup`: `parameters`;
 - `length`: `steps` and `reason`, once the number of steps is fixed;
-- `step`: progress of a method: `method, seed, step, steps, seconds, train_loss`;
+- `step`: progress of a method: `method, seed, step, steps, seconds`;
 - `evaluation`: `method, seed, step, seconds, metric, loss, rolling_metric, rolling_loss,
   wire_bytes, link_bytes, peak_extra_bytes`, under FSDP2 also `weights_wire_bytes,
   gradients_wire_bytes`, on a network that changes also `net_now`;
@@ -21,97 +21,64 @@ rotates. Their clocks exclude evaluation.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire.bench import workers
 from gradwire.bench.interleaved import quartiles
-from gradwire.bench.method_run import MethodRun, TrainRun
+from gradwire.bench.method_run import MethodRun
 from gradwire.bench.rolling import rolling, stalled
 from gradwire.bench.scheduled import Follower
 from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.bench.sharded_run import ShardedRun
 from gradwire.bench.train_config import TrainConfig
 from gradwire.bench.train_state import Turns, saved_events, used_by_rank
-from gradwire.bench.workers import Events, finite
 from gradwire.lab import Schedule
 
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _STEP_EVENT_SECONDS = 0.25  # at least, between two `step` events
 
 
 def main(arguments: list[str]) -> None:
     """Train by the configuration, in the process group that the environment describes."""
-    config_file, events_file = arguments
-    config = TrainConfig.from_json(Path(config_file).read_text())
-    timeout = timedelta(seconds=config.collective_timeout_seconds)
-    dist.init_process_group("gloo", timeout=timeout)
-    with open(events_file if dist.get_rank() == 0 else "/dev/null", "a") as stream:
-        events = StepEvents(stream)
-        asks = events_file if dist.get_rank() == 0 else None
-        network = Follower(Schedule.parse(config.net), events.write, asks)
-        if config.state is None:
-            Training(config, events, None, network).all_groups()
-        else:
-            folder = Path(config.state)
-            with used_by_rank(folder):
-                turns = Turns(folder, dist.get_rank())
-                events.kept = saved_events(folder)
-                Training(config, events, turns, network).all_groups()
+    config, events = workers.configured(TrainConfig, arguments)
+    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
+    asks = arguments[1] if dist.get_rank() == 0 else None
+    network = Follower(Schedule.parse(config.net), events.write, asks)
+    if config.state is None:
+        Training(config, events, network).all_groups()
+    else:
+        with used_by_rank(Path(config.state)):
+            Training(config, events, network).all_groups()
     dist.barrier()
     dist.destroy_process_group()
-
-
-class StepEvents(Events):
-    """Events, of which those of steps are thinned out, and all others kept to be saved."""
-
-    _last_step = 0.0
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self.kept: list[dict[str, Any]] = []
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one event, at once; one of a step is not kept."""
-        super().write(event, **fields)
-        if event not in ("step", "network"):
-            self.kept.append({"event": event, **finite(fields)})
-
-    def step(self, run: TrainRun, steps: int) -> None:
-        """Append a `step` event, unless the last one is very recent."""
-        now = time.monotonic()
-        if now - self._last_step < _STEP_EVENT_SECONDS:
-            return
-        self._last_step = now
-        self.write(
-            "step",
-            method=run.name,
-            seed=run.seed,
-            step=run.step,
-            steps=steps,
-            seconds=sum(run.step_seconds),
-            train_loss=run.last_loss,
-        )
 
 
 class Training:
     """One rank's part of a run: groups of methods, one group after the other.
 
-    Its position, and the state of the group in training, are saved between two turns.
+    Its position, the state of the group in training and all events but those of steps are saved
+    between two turns.
     """
 
-    def __init__(
-        self, config: TrainConfig, events: StepEvents, turns: Turns | None, network: Follower
-    ) -> None:
+    def __init__(self, config: TrainConfig, events: workers.Events, network: Follower) -> None:
         self.config = config
         self.network = network
         self.events = events
-        self.turns = turns
+        self.told_at = -math.inf
+        self.turns: Turns | None = None
+        self.kept: list[dict[str, Any]] = []
+        if config.state is not None:
+            self.turns = Turns(Path(config.state), dist.get_rank())
+            self.kept = saved_events(self.turns.folder)
         self.task = config.check()
         self.groups = config.groups()
         self.position = {"group": 0, "turn": 0}
@@ -132,18 +99,27 @@ class Training:
             saved = None
             self.position = {"group": self.position["group"] + 1, "turn": 0}
             self._save([])
-        self.events.write("done")
+        self._tell("done")
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        """Append an event that is kept to be saved."""
+        self.events.write(event, **fields)
+        self.kept.append({"event": event, **workers.finite(fields)})
 
     def _one_group(self, saved: dict[str, Any]) -> None:
         seed, names = self.groups[self.position["group"]]
         runs = [self._start(name, seed) for name in names]
         start = time.perf_counter()
         if saved:
-            self._load(runs, saved)
+            assert self.turns is not None
+            replicas = self.turns.load(0)
+            assert replicas is not None
+            for run in runs:
+                run.load(saved[run.name], replicas["runs"][run.name])
         else:
             if not self.position["group"]:
                 model = runs[0].model
-                self.events.write("setup", parameters=sum(p.numel() for p in model.parameters()))
+                self._tell("setup", parameters=sum(p.numel() for p in model.parameters()))
             for run in runs:
                 run.advance(self.config.first_step)
             self._evaluate(runs)
@@ -159,41 +135,50 @@ class Training:
             self._save(runs)
         self._finish(runs)
 
-    def _start(self, name: str, seed: int) -> TrainRun:
+    def _start(self, name: str, seed: int) -> MethodRun:
         method = self.config.method(name)
         if isinstance(method, ShardedMethod):
             return ShardedRun.start(method, self.task, seed, self.config.accumulate)
         return MethodRun.start(method, self.task, seed)
 
-    def _ended(self, run: TrainRun) -> bool:
+    def _ended(self, run: MethodRun) -> bool:
         losses = [loss for loss, _ in run.scores]
         patience = self.config.patience
         if run.step >= self.steps:
             return True
         return patience is not None and stalled(rolling(losses, self.config.rolling), patience)
 
-    def _train(self, run: TrainRun, until: int) -> None:
+    def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
         self._step(run, min(until, self.config.skip_steps))
         with run.measured():
             self._step(run, until)
 
-    def _step(self, run: TrainRun, until: int) -> None:
+    def _step(self, run: MethodRun, until: int) -> None:
         while run.step < until:
             self.network.follow(run.step, self.steps, run.step_seconds)
             run.train(1)
             if run.step == self.config.skip_steps:
                 run.counted_from = run.traffic().wire_bytes
-            self.events.step(run, self.steps)
+            if time.monotonic() - self.told_at >= _STEP_EVENT_SECONDS:
+                self.told_at = time.monotonic()
+                self.events.write(
+                    "step",
+                    method=run.name,
+                    seed=run.seed,
+                    step=run.step,
+                    steps=self.steps,
+                    seconds=sum(run.step_seconds),
+                )
 
-    def _evaluate(self, runs: list[TrainRun]) -> None:
+    def _evaluate(self, runs: list[MethodRun]) -> None:
         for run in runs:
             start = time.perf_counter()
             score = run.evaluate()
             self.evaluation_seconds.append(time.perf_counter() - start)
             traffic = run.traffic()
             losses, metrics = zip(*run.scores, strict=True)
-            self.events.write(
+            self._tell(
                 "evaluation",
                 method=run.name,
                 seed=run.seed,
@@ -208,7 +193,7 @@ class Training:
                 **traffic.keys(),
             )
 
-    def _save(self, runs: list[TrainRun]) -> None:
+    def _save(self, runs: list[MethodRun]) -> None:
         """Save, at the end of a group or if it is time; rank 0 decides."""
         if self.turns is None:
             return
@@ -221,21 +206,14 @@ class Training:
         start = time.monotonic()
         state = {"position": self.position, "steps": self.steps}
         state["runs"] = {run.name: run.state() for run in runs}
-        self.turns.write(state, self.events.kept)
+        self.turns.write(state, self.kept)
         dist.barrier()
         if dist.get_rank() == 0:
             self.turns.commit(self.position["group"] == len(self.groups))
         self.saved_at = time.monotonic()
         self.saving_seconds = self.saved_at - start
 
-    def _load(self, runs: list[TrainRun], saved: dict[str, Any]) -> None:
-        assert self.turns is not None
-        replicas = self.turns.load(0)
-        assert replicas is not None
-        for run in runs:
-            run.load(saved[run.name], replicas["runs"][run.name])
-
-    def _fix_length(self, runs: list[TrainRun], spent: float) -> None:
+    def _fix_length(self, runs: list[MethodRun], spent: float) -> None:
         """Fix the number of steps that fit into the budget, from the times of the first turn.
 
         Rank 0 decides.
@@ -252,9 +230,9 @@ class Training:
         self.steps = int(agreed.item())
         self.length_fixed = True
         reason = f"{turn:.1f} s for {every} steps of each method, budget {budget:.0f} s"
-        self.events.write("length", steps=self.steps, reason=reason)
+        self._tell("length", steps=self.steps, reason=reason)
 
-    def _finish(self, runs: list[TrainRun]) -> None:
+    def _finish(self, runs: list[MethodRun]) -> None:
         ideal: dict[str, list[float]] = {run.name: [] for run in runs}
         for _ in range(self.config.ideal_steps):
             for run in runs:
@@ -264,7 +242,7 @@ class Training:
             skipped = self.config.skip_steps if run.step > self.config.skip_steps else 0
             counted = run.step_seconds[skipped:]
             sent = run.traffic().wire_bytes - (run.counted_from if skipped else 0)
-            self.events.write(
+            self._tell(
                 "finished",
                 method=run.name,
                 seed=run.seed,
@@ -274,14 +252,11 @@ class Training:
                 timed_steps=len(counted),
                 timed_bytes=sent / len(counted) if counted else None,
                 ideal_step_seconds=statistics.median(ideal[run.name][1:]),
-                kernel_seconds=run.mean_part("kernel_seconds"),
-                exposed_seconds=run.mean_part("exposed_seconds"),
-                mean_ratio=run.mean_ratio,
-                plan_changes=run.plan_changes,
                 peak_extra_bytes=run.traffic().peak_extra_bytes,
+                **run.means(),
             )
             for decided in run.decisions():
-                self.events.write("decision", method=run.name, seed=run.seed, **decided)
+                self._tell("decision", method=run.name, seed=run.seed, **decided)
             run.close()
 
 

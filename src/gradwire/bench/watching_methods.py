@@ -76,14 +76,13 @@ def flexible(
 
 def _flexible_options(options: Options) -> dict[str, Any]:
     _check(FLEXIBLE, options, _OF_FLEXIBLE)
-    given: dict[str, Any] = {n: v for n, v in options.items() if n not in _OF_TRIGGERS}
-    of_triggers: dict[str, Any] = {n: v for n, v in options.items() if n in _OF_TRIGGERS}
+    given: dict[str, Any] = dict(options)
+    of_triggers = {name: given.pop(name) for name in _OF_TRIGGERS if name in given}
     check_numbers(**given)
     return {**given, "triggers": gradwire.Triggers(**of_triggers)}
 
 
 def _check(method: str, given: Options, known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            options = ", ".join(known)
-            raise ConfigError(f"method {method}: no option {name!r}; known: {options}")
+    for name in (one for one in given if one not in known):
+        options = ", ".join(known)
+        raise ConfigError(f"method {method}: no option {name!r}; known: {options}")

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -34,6 +35,10 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed: their ends are reported too
 _LAST_LINES = 15
+
+
+def unseen(what: str, done: int, total: int) -> None:
+    """The `Advance` of what nobody watches."""
 
 
 class WorkerError(GradwireError):
@@ -95,8 +100,8 @@ def rows(
         WorkerError: a rank failed, or `timeout` has passed.
     """
     found = []
-    text = json.dumps(dataclasses.asdict(config))
-    for event in events(worker, text, nodes, net, timeout, _remark, per_node, remarks=True):
+    remark = partial(print, file=sys.stderr, flush=True)
+    for event in events(worker, config, nodes, net, timeout, remark, per_node, remarks=True):
         if event["event"] == "row":
             found.append(event["row"])
         elif advance is not None:
@@ -119,7 +124,7 @@ def measured(
 
 def events(
     worker: str,
-    config: str,
+    config: Any,
     nodes: int,
     net: lab.Network | lab.Schedule,
     timeout: float,
@@ -130,7 +135,7 @@ def events(
     """What a worker reports, in order; returns once all ranks have ended well.
 
     Args:
-        config: what its file holds.
+        config: a dataclass.
         announce: is called with lines for people: what is emulated, and with `remarks` what the
             ranks have written to their standard output and error.
 
@@ -140,7 +145,7 @@ def events(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
         config_file, events_file = folder / "config.json", folder / "events.jsonl"
-        config_file.write_text(config)
+        config_file.write_text(json.dumps(dataclasses.asdict(config)))
         events_file.touch()
         argv = [sys.executable, "-m", *worker.split(), str(config_file), str(events_file)]
         emulated = stack.enter_context(lab.Lab(nodes, net))
@@ -167,7 +172,10 @@ def events(
                     yield event
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                _await_all(processes)
+                # The others' ends are reported, too.
+                deadline = time.monotonic() + _GRACE_SECONDS
+                while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+                    time.sleep(_POLL_SECONDS)
                 raise WorkerError(_report(failed[0], processes, logs))
             if all(code == 0 for code in codes):
                 break
@@ -183,26 +191,14 @@ def events(
                 announce(f"[rank {rank}] {line}")
 
 
-def _remark(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _await_all(processes: list[lab.NodeProcess]) -> None:
-    """Give the other ranks of a failed run a moment to say what they saw."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < deadline and any(p.poll() is None for p in processes):
-        time.sleep(_POLL_SECONDS)
-
-
 def _report(first: int, processes: list[lab.NodeProcess], logs: list[Path]) -> str:
     """The rank that failed, with its last lines; the others' exit codes."""
-    outcomes = []
-    for rank, process in enumerate(processes):
-        code = process.poll()
-        outcomes.append(f"rank {rank} {'was still running' if code is None else code}")
+    codes = [process.poll() for process in processes]
+    ends = ("was still running" if code is None else code for code in codes)
+    outcomes = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
     return (
-        f"rank {first} failed with exit code {processes[first].poll()} "
-        f"(exit codes: {', '.join(outcomes)})\n" + _last_lines(first, logs[first])
+        f"rank {first} failed with exit code {codes[first]} (exit codes: {outcomes})\n"
+        + _last_lines(first, logs[first])
     )
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.cli.options import Json, Net, Quick, finite, names, numbers
-from gradwire.cli.output import output
+from gradwire.cli.options import At, Fresh, Json, Net, Quick, Ranks, finite, names, numbers
+from gradwire.cli.output import measured
 from gradwire.errors import ConfigError
 
 
@@ -39,9 +39,7 @@ def bench_adapt(
         str | None, typer.Option("--sigmas", help="Spread of layers' norms; 0.3,1,2 unless given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of seeded tables.")] = 0,
-    at: Annotated[
-        str | None, typer.Option("--at", help="Only these points of recordings, such as 150.")
-    ] = None,
+    at: At = None,
     metrics: Annotated[str | None, typer.Option("--metrics", help="l2, squared; both.")] = None,
     alpha: Annotated[
         float, typer.Option(help="The budget over the uniform plan's error.", callback=finite)
@@ -66,11 +64,7 @@ def bench_adapt(
     config = adapt.Config(**chosen, seed=seed, alpha=alpha)
     columns = ["task", "at", "sigma", "family", "reference", "error_metric", "policy"]
     columns += ["ratio", "of_uniform"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: adapt.run(folders or (), config, quick, advance),
-            columns,
-        )
+    measured(json_file, columns, adapt.run, folders or (), config, quick)
 
 
 def _floats(option: str, text: str | None) -> list[float] | None:
@@ -85,7 +79,7 @@ def _floats(option: str, text: str | None) -> list[float] | None:
 
 
 def bench_planner(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    ranks: Ranks = 4,
     nets: Annotated[
         str | None, typer.Option("--nets", help="Such as 100mbit,1ms;none: separated by ;.")
     ] = None,
@@ -95,7 +89,7 @@ def bench_planner(
     codec_name: Annotated[
         str, typer.Option("--codec", help="NAME:OPTION=VALUE:..., comma-separated; exact first.")
     ] = "qsgd:bits=4",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")] = False,
+    fresh: Fresh = False,
     json_file: Json = None,
 ) -> None:
     """The planner's choice against the best setting that is measured, by size and network."""
@@ -107,16 +101,12 @@ def bench_planner(
         "codecs": names("--codec", codec_name),
     }
     chosen = {name: tuple(value) for name, value in given.items() if value}
-    columns = ["net", "nbytes", "method", "seconds", "best_method"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: planner_grid.run(ranks, **chosen, fresh=fresh, advance=advance),
-            [*columns, "ratio", "partition_ratio"],
-        )
+    columns = ["net", "nbytes", "method", "seconds", "best_method", "ratio", "partition_ratio"]
+    measured(json_file, columns, planner_grid.run, ranks, **chosen, fresh=fresh)
 
 
 def bench_ablation(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    ranks: Ranks = 4,
     net: Net = "1gbit,1ms",
     model: Annotated[
         str, typer.Option("--model", help="resnet50, bert-large, ... or SIZES: 1e6,4096x1024.")
@@ -135,10 +125,4 @@ def bench_ablation(
     from gradwire.bench import ablation
 
     columns = ["where", "part", "net", "synchronisation_seconds", "cut", "step_seconds"]
-    with output(json_file) as out:
-        out.measured(
-            lambda advance: ablation.run(
-                ranks, net, model, codec_name, compute, turns, lab, advance
-            ),
-            columns,
-        )
+    measured(json_file, columns, ablation.run, ranks, net, model, codec_name, compute, turns, lab)

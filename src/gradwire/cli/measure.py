@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from gradwire.cli import options
 from gradwire.cli.adapting import bench_ablation, bench_adapt, bench_planner
 from gradwire.cli.grids import bench_grid
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
-from gradwire.cli.output import measured
+from gradwire.cli.output import measured, output
 from gradwire.cli.training import bench_train
 
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)
@@ -38,11 +39,7 @@ def bench_kernels(
     counts = numbers("--threads", threads)
     codecs, targets = names("--codec", codec_name), names("--target", target)
     columns = ["codec", "target", "threads", "op", "numel", "seconds", "gbps", "of_limit"]
-    measured(
-        json_file,
-        lambda advance: kernels.run(codecs, targets, numel, counts, quick, device, advance),
-        columns,
-    )
+    measured(json_file, columns, kernels.run, codecs, targets, numel, counts, quick, device)
 
 
 @bench.command("collectives")
@@ -63,13 +60,8 @@ def bench_collectives(
 
     chosen, codecs = names("--methods", methods), names("--codec", codec_name)
     columns = ["method", "net", "numel", "seconds", "wire_bytes", "of_limit", "nmse"]
-    measured(
-        json_file,
-        lambda advance: collectives.run(
-            ranks, net, chosen, codecs, numel, quick, per_node, advance
-        ),
-        columns,
-    )
+    given = ranks, net, chosen, codecs, numel, quick, per_node
+    measured(json_file, columns, collectives.run, *given)
 
 
 @bench.command("aggregators")
@@ -80,7 +72,7 @@ def bench_aggregators(
     task: Annotated[
         str, typer.Option("--task", help="Whose gradients: gpt, gpt-32k, image or image-resnet50.")
     ] = "gpt",
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    ranks: options.Ranks = 2,
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -89,11 +81,8 @@ def bench_aggregators(
 
     chosen = names("--methods", methods)
     columns = ["method", "ms_per_million", "of_limit", "orthogonal_share", "rounds", "wire_bytes"]
-    measured(
-        json_file,
-        lambda advance: aggregators.run(chosen, task, ranks, quick, advance),
-        [*columns, "state_bytes_per_value"],
-    )
+    columns += ["state_bytes_per_value"]
+    measured(json_file, columns, aggregators.run, chosen, task, ranks, quick)
 
 
 @bench.command("transports")
@@ -108,11 +97,8 @@ def bench_transports(
     from gradwire.bench import transports
 
     wanted = names("--bytes", sizes)
-    measured(
-        json_file,
-        lambda advance: transports.run(wanted, quick, advance),
-        ["transport", "bytes", "latency_us", "gbps"],
-    )
+    columns = ["transport", "bytes", "latency_us", "gbps"]
+    measured(json_file, columns, transports.run, wanted, quick)
 
 
 @bench.command("profile")
@@ -136,11 +122,8 @@ def bench_profile(
 
     writable("--trace", trace)
     chosen, file = names("--methods", methods), None if trace is None else str(trace)
-    measured(
-        json_file,
-        lambda advance: profile.run(ranks, net, chosen, numel, bucket_mb, file, quick, advance),
-        ["method", "part", "seconds", "steps", "transport", "ranks", "numel"],
-    )
+    columns = ["method", "part", "seconds", "steps", "transport", "ranks", "numel"]
+    measured(json_file, columns, profile.run, ranks, net, chosen, numel, bucket_mb, file, quick)
 
 
 bench.command("train")(bench_train)
@@ -150,16 +133,14 @@ bench.command("grid")(bench_grid)
 @bench.command("record")
 def bench_record(
     folder: Annotated[Path, typer.Option("--output", help="A new folder.")],
-    task: Annotated[
-        str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")
-    ] = "gpt",
+    task: options.Task = "gpt",
     at: Annotated[
         str | None, typer.Option("--at", help="Where recording begins; 0,100,400 unless quick.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Consecutive steps at each; 8 unless quick.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    ranks: options.Ranks = 4,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     quick: Quick = False,
     json_file: Json = None,
@@ -168,13 +149,8 @@ def bench_record(
     from gradwire.bench import record
 
     points = numbers("--at", at)
-    measured(
-        json_file,
-        lambda advance: record.run(
-            folder, task, points, steps, ranks, seed, quick, advance=advance
-        ),
-        ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"],
-    )
+    columns = ["task", "at", "steps", "ranks", "numel", "loss", "gradient_norm", "nbytes"]
+    measured(json_file, columns, record.run, folder, task, points, steps, ranks, seed, quick)
 
 
 @bench.command("error")
@@ -188,9 +164,7 @@ def bench_error(
     algorithm: Annotated[
         str | None, typer.Option("--algorithm", help="Of all-reduces; sra unless given.")
     ] = None,
-    at: Annotated[
-        str | None, typer.Option("--at", help="Only these points, such as 0,100.")
-    ] = None,
+    at: options.At = None,
     layers: Annotated[bool, typer.Option("--layers", help="Rows for each parameter, too.")] = False,
     quick: Quick = False,
     json_file: Json = None,
@@ -201,11 +175,8 @@ def bench_error(
     chosen, points = names("--methods", methods), numbers("--at", at)
     columns = ["at", *(["layer"] if layers else []), "method", "error_feedback", "nmse", "cosine"]
     columns += ["input_bits", "packed_bits"]
-    measured(
-        json_file,
-        lambda advance: error.run(folders or (), chosen, algorithm, points, layers, quick, advance),
-        columns,
-    )
+    given = folders or (), chosen, algorithm, points, layers, quick
+    measured(json_file, columns, error.run, *given)
 
 
 bench.command("adapt")(bench_adapt)

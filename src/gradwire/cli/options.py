@@ -27,6 +27,20 @@ Quick = Annotated[
     typer.Option("--quick", help="End within 45 s on two idle cores, unless the network is slow."),
 ]
 Net = Annotated[str, typer.Option("--net", help="RATE,LATENCY such as 1gbit,1ms; or none.")]
+Task = Annotated[str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")]
+TaskOption = Annotated[
+    list[str] | None,
+    typer.Option("--task-option", help="NAME=VALUE, such as network=resnet; repeatable."),
+]
+Nodes = Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")]
+Seeds = Annotated[str, typer.Option(help="Such as 0,1,2.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps of each method.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue a killed run of the same --json FILE.")
+]
+Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
+At = Annotated[str | None, typer.Option("--at", help="Only these points of recordings, as 0,150.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure kernels anew.")]
 SCHEDULED = "RATE,LATENCY; none; or a schedule: c1, c2, c1-small, c2-small or FILE.yaml."
 
 

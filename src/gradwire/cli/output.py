@@ -127,11 +127,16 @@ def output(destination: str | None) -> Iterator[Output]:
 
 
 def measured(
-    destination: str | None, measure: Callable[[Advance], Iterable[Row]], columns: list[str]
-) -> None:
-    """`Output.measured` of a command that does nothing else."""
-    with output(destination) as out:
-        out.measured(measure, columns)
+    json_file: str | None, columns: list[str], run: Callable[..., Iterable[Row]], *given: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Do what a command does whose rows `run` yields: write them, and print a table of `columns`.
+
+    Args:
+        given, options: arguments of `run`, which is also given `advance`.
+    """
+    with output(json_file) as out:
+        out.measured(lambda advance: run(*given, **options, advance=advance), columns)
 
 
 @contextmanager

@@ -65,12 +65,12 @@ def decide(
     if curves is not None and (fresh or not curves.exists()):
         writable("--curves", curves)
     given = None if shapes is None else PlanFile.read(shapes).every_shape(shapes)
-    wanted = planning.WantedPlan(
+    wanted = (
         model or str(shapes), net, names("--codec", codec_name) or [], ranks, per_node, cores,
         backward, threads, curves, fresh, given,
     )  # fmt: skip
     with output(json_file) as out:
-        rows = out.quiet(lambda advance: planning.run(wanted, advance))
+        rows = out.quiet(lambda advance: planning.run(*wanted, advance))
         layers = [row for row in rows if row["part"] == "layer"]
         columns = ["numel", "count", "uncompressed_seconds", "compressed_seconds"]
         out.table(layers, [*columns, "compress", "partitions"])

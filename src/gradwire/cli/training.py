@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradwire.cli import options
 from gradwire.cli.options import SCHEDULED, Json, Quick, finite, names, numbers
-from gradwire.cli.output import output
+from gradwire.cli.output import Output, output
 from gradwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradwire.bench.train_config import TrainConfig
 
 
 def bench_train(
-    task: Annotated[
-        str, typer.Option("--task", help="gpt, gpt-32k, image or image-resnet50.")
-    ] = "gpt",
-    task_option: Annotated[
-        list[str] | None,
-        typer.Option("--task-option", help="NAME=VALUE, such as network=resnet; repeatable."),
-    ] = None,
+    task: options.Task = "gpt",
+    task_option: options.TaskOption = None,
     split: Annotated[str, typer.Option(help="iid, or by-class: some classes per rank.")] = "iid",
     net: Annotated[str | None, typer.Option("--net", help=SCHEDULED)] = None,
-    nodes: Annotated[int | None, typer.Option(help="Emulated machines, one rank each.")] = None,
+    nodes: options.Nodes = None,
     method_names: Annotated[
         str | None, typer.Option("--methods", help="Names, or CODEC:OPTION=VALUE:...")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Such as 0,1,2.")] = "0",
-    steps: Annotated[int | None, typer.Option(help="Training steps of each method.")] = None,
+    seeds: options.Seeds = "0",
+    steps: options.Steps = None,
     patience: Annotated[
         int | None,
         typer.Option(help="End a method when its rolling loss did not improve for N evaluations."),
@@ -52,9 +51,7 @@ def bench_train(
         bool, typer.Option("--sharded", help="Train under FSDP2: weights are sent, too.")
     ] = False,
     accumulate: Annotated[int, typer.Option(help="With --sharded: micro-batches per step.")] = 1,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a killed run of the same --json FILE.")
-    ] = False,
+    resume: options.Resume = False,
     quick: Quick = False,
     json_file: Json = None,
 ) -> None:
@@ -81,13 +78,21 @@ def bench_train(
             accumulate=accumulate,
             quick=quick,
         )
-        state = state_of(json_file, resume)
-        rows = []
-        for row in train_view.watch(config, out.remarks, state, resume):
-            out.row(row)
-            rows.append(row)
-        for table in train_view.tables(rows):
+        for table in train_view.tables(trained(config, out, json_file, resume)):
             out.console.print(table)
+
+
+def trained(
+    config: TrainConfig, out: Output, json_file: str | None, resume: bool
+) -> list[dict[str, Any]]:
+    """The rows of a run, written as they come."""
+    from gradwire.bench import train_view
+
+    rows = []
+    for row in train_view.watch(config, out.remarks, _state_of(json_file, resume), resume):
+        out.row(row)
+        rows.append(row)
+    return rows
 
 
 def _networks(compose: bool, text: str | None) -> tuple[str, ...]:
@@ -104,20 +109,20 @@ def task_options(given: list[str] | None, split: str) -> dict[str, Any]:
     """The task's options, as NAME=VALUE."""
     from gradwire.codecs.text import parse
 
-    options: dict[str, Any] = {} if split == "iid" else {"split": split}
+    found: dict[str, Any] = {} if split == "iid" else {"split": split}
     for text in given or ():
         try:
             _, one = parse(f"task:{text}")
         except ConfigError:
             raise ConfigError(f"--task-option {text}: write NAME=VALUE") from None
-        twice = next((name for name in one if name in options), None)
+        twice = next((name for name in one if name in found), None)
         if twice is not None:
             raise ConfigError(f"--task-option {text}: {twice} is given twice")
-        options |= one
-    return options
+        found |= one
+    return found
 
 
-def state_of(json_file: str | None, resume: bool) -> Path | None:
+def _state_of(json_file: str | None, resume: bool) -> Path | None:
     """The folder beside the rows in which an unfinished run is kept."""
     if json_file in (None, "-"):
         if resume:

@@ -9,7 +9,9 @@ ratio of communication to computation can be set.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,17 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gradwire.bench.tasks.schedule import warm_up_then_decay
 from gradwire.bench.tasks.source_text import SourceText, standard_library
-from gradwire.bench.tasks.task import Batch, Score
+from gradwire.bench.tasks.task import Batch, Score, Task
 
-_BYTES = 256
 _EVALUATION_BATCH = 32
 _MOMENTUM = 0.9  # AdamW's first beta
 
 
 @dataclass(frozen=True)
-class Gpt:
+class Gpt(Task):
     """Sizes and recipe of the byte-level GPT.
 
     Attributes:
@@ -40,6 +40,9 @@ class Gpt:
         validation_sequences: number of held-out sequences per evaluation, evenly spaced.
     """
 
+    metric = "bits per byte"
+    vocabulary: ClassVar[int] = 256  # the symbols that the model tells apart
+
     layers: int = 6
     width: int = 256
     heads: int = 4
@@ -51,24 +54,14 @@ class Gpt:
     horizon: int = 900
     validation_sequences: int = 128
 
-    @property
-    def metric(self) -> str:
-        return "bits per byte"
-
     def describe(self) -> str:
         return (
             f"byte-level GPT, {self.layers} layers of width {self.width}, {self.sequences} x "
             f"{self.context} bytes per rank, on {self._text().origin}"
         )
 
-    def symbols(self) -> int:
-        """The number of symbols that the model tells apart."""
-        return _BYTES
-
-    def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return GptModel(self)
+    def build(self) -> nn.Module:
+        return GptModel(self)
 
     def optimizer(self, model: nn.Module, momentum: float | None = None) -> Optimizer:
         return AdamW(
@@ -79,34 +72,18 @@ class Gpt:
             fused=True,
         )
 
-    def learning_rate(self, step: int) -> float:
-        return warm_up_then_decay(step, self.warmup, self.horizon)
-
     def batch(self, seed: int, rank: int, step: int, ranks: int = 1) -> Batch:
         text = self._text().train
         draw = np.random.default_rng((seed, rank, step))
         starts = draw.integers(0, text.numel() - self.context, size=self.sequences)
         return self._sequences(text, torch.from_numpy(starts))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        given, expected = batch
-        logits = model(given)
-        return F.cross_entropy(logits.flatten(0, 1), expected.flatten())
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, part: int, parts: int) -> Score:
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
         text = self._text().validation
         last = text.numel() - self.context - 1
         starts = torch.linspace(0, last, self.validation_sequences, dtype=torch.float64).long()
-        loss = correct = count = 0.0
         for some in starts[part::parts].split(_EVALUATION_BATCH):
-            given, expected = self._sequences(text, some)
-            logits = model(given).flatten(0, 1)
-            expected = expected.flatten()
-            loss += F.cross_entropy(logits, expected, reduction="sum").item()
-            correct += (logits.argmax(dim=1) == expected).sum().item()
-            count += expected.numel()
-        return Score(loss, correct, count)
+            yield self._sequences(text, some)
 
     def metric_of(self, score: Score) -> float:
         return score.mean_loss / math.log(2)
@@ -126,11 +103,11 @@ class GptModel(nn.Module):
 
     def __init__(self, size: Gpt) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(size.symbols(), size.width)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.position = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList([Block(size.width, size.heads) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
-        self.output = nn.Linear(size.width, size.symbols(), bias=False)
+        self.output = nn.Linear(size.width, size.vocabulary, bias=False)
         self._initialise(size)
 
     def forward(self, given: Tensor) -> Tensor:

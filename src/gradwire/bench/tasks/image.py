@@ -10,19 +10,18 @@ as in federated learning; AR-Topk conjectures that its VAR variant helps there (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from gradwire.bench.tasks.image_data import ImageData, load
 from gradwire.bench.tasks.image_models import CLASSES, ImageNetwork, get_network
-from gradwire.bench.tasks.schedule import warm_up_then_decay
-from gradwire.bench.tasks.task import Batch, Score
+from gradwire.bench.tasks.task import Batch, Score, Task
 from gradwire.errors import ConfigError
 
 SPLITS = ("iid", "by-class")
@@ -30,7 +29,7 @@ _EVALUATION_BATCH = 250
 
 
 @dataclass(frozen=True)
-class Image:
+class Image(Task):
     """Sizes and recipe of the image classifier.
 
     Attributes:
@@ -45,6 +44,9 @@ class Image:
         horizon: the step at which the rate has decayed to a hundredth of it.
         test_images: number of test images per evaluation (the first ones).
     """
+
+    metric = "accuracy"
+    floor = 0.01
 
     data: str = "auto"
     network: str = "vgg"
@@ -64,20 +66,15 @@ class Image:
             raise ConfigError(f"split={self.split}: use one of {', '.join(SPLITS)}")
         self._size()
 
-    @property
-    def metric(self) -> str:
-        return "accuracy"
-
     def describe(self) -> str:
         return (
             f"{self._size().describe()}, {self.images} images per rank"
             f"{', split by class' if self.split == 'by-class' else ''}, on {self._data().origin}"
         )
 
-    def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self._size().build(self._data().side)
+    def build(self) -> nn.Module:
+        size = self._size()
+        model = size.make(size.channels, size.hidden, self._data().side)
         return model.to(memory_format=self._format())  # type: ignore[call-overload, no-any-return]
 
     def optimizer(self, model: nn.Module, momentum: float | None = None) -> Optimizer:
@@ -87,9 +84,6 @@ class Image:
             momentum=self.momentum if momentum is None else momentum,
             weight_decay=5e-4,
         )
-
-    def learning_rate(self, step: int) -> float:
-        return warm_up_then_decay(step, self.warmup, self.horizon, floor=0.01)
 
     def batch(self, seed: int, rank: int, step: int, ranks: int = 1) -> Batch:
         data = self._data()
@@ -102,23 +96,12 @@ class Image:
         images = data.train_images[chosen].contiguous(memory_format=self._format())
         return images, data.train_labels[chosen]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, part: int, parts: int) -> Score:
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
         data = self._data()
         chosen = torch.arange(min(self.test_images, len(data.test_labels)))[part::parts]
-        loss = correct = count = 0.0
         for some in chosen.split(_EVALUATION_BATCH):
             images = data.test_images[some].contiguous(memory_format=self._format())
-            labels = data.test_labels[some]
-            logits = model(images)
-            loss += F.cross_entropy(logits, labels, reduction="sum").item()
-            correct += (logits.argmax(dim=1) == labels).sum().item()
-            count += len(labels)
-        return Score(loss, correct, count)
+            yield images, data.test_labels[some]
 
     def metric_of(self, score: Score) -> float:
         return score.correct / score.count

@@ -12,7 +12,7 @@ on the wire as the step computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,17 +29,14 @@ class ImageNetwork:
     Attributes:
         channels: of the first convolution.
         hidden: width of the hidden dense layers; 0 if it has none.
-        make: from channels, hidden and the images' side.
+        make: from channels, hidden and the images' side a module from images [n, 1, side, side] to
+            logits [n, CLASSES].
     """
 
     name: str
     channels: int
     hidden: int
     make: Callable[[int, int, int], nn.Module]
-
-    def build(self, side: int) -> nn.Module:
-        """Images [n, 1, side, side] to logits [n, CLASSES]."""
-        return self.make(self.channels, self.hidden, side)
 
     def describe(self) -> str:
         dense = f", dense layers of {self.hidden}" if self.hidden else ""
@@ -62,7 +59,7 @@ def get_network(name: str, channels: int, hidden: int) -> ImageNetwork:
         raise ConfigError(
             f"hidden={hidden}: network {name} has no hidden dense layer; leave it out"
         )
-    return ImageNetwork(name, channels or own.channels, hidden or own.hidden, own.make)
+    return replace(own, channels=channels or own.channels, hidden=hidden or own.hidden)
 
 
 def _cnn(channels: int, hidden: int, side: int) -> nn.Module:
@@ -91,92 +88,77 @@ def _vgg(channels: int, hidden: int, side: int) -> nn.Module:
     return made
 
 
-def _resnet(channels: int, hidden: int, side: int) -> nn.Module:
-    stages: list[nn.Module] = []
-    width = channels
-    for stage in range(4):
-        inputs, width = width, channels << stage
-        stages += [Residual(inputs, width, 2 if stage else 1), Residual(width, width, 1)]
-    stem = (*_convolution(1, channels, stride=2), *stages)
-    return nn.Sequential(
-        *stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
-    )  # fmt: skip
+def _residual(
+    block: Callable[[int, int, int], Residual], blocks: tuple[int, ...]
+) -> Callable[[int, int, int], nn.Module]:
+    """A stem at half the resolution, then stages of so many blocks, each twice as wide as the one
+    before and at half its resolution."""
 
-
-def _resnet50(channels: int, hidden: int, side: int) -> nn.Module:
-    stages: list[nn.Module] = []
-    inputs = channels
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            stride = 2 if stage and not block else 1
-            stages.append(Bottleneck(inputs, channels << stage, stride))
-            inputs = 4 * (channels << stage)
-    stem = (*_convolution(1, channels, stride=2), *stages)
-    return nn.Sequential(
-        *stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)
-    )  # fmt: skip
-
-
-class Bottleneck(nn.Module):
-    """Convolutions 1 x 1 to `width`, 3 x 3, and 1 x 1 to four times `width`, added to the input.
-
-    The stride is that of the 3 x 3 convolution, as in most implementations (ResNet v1.5).
-    """
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        norm = nn.BatchNorm2d(outputs)
-        nn.init.zeros_(norm.weight)  # as in Residual
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, kernel_size=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            *_convolution(width, width, stride),
-            nn.Conv2d(width, outputs, kernel_size=1, bias=False), norm,
+    def make(channels: int, hidden: int, side: int) -> nn.Module:
+        stages: list[Residual] = []
+        inputs = channels
+        for stage, count in enumerate(blocks):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                stages.append(block(inputs, channels << stage, stride))
+                inputs = stages[-1].outputs
+        return nn.Sequential(
+            *_convolution(1, channels, stride=2), *stages,
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES),
         )  # fmt: skip
-        self.fitted = _fitted(inputs, outputs, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.fitted(x))
+    return make
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to their input; a 1 x 1 convolution fits the input if it must."""
+    """Convolutions, added to their input; a 1 x 1 convolution fits the input if it must.
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    Args:
+        body: ends with a BatchNorm of `outputs`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, *body: nn.Module) -> None:
         super().__init__()
-        first = _convolution(inputs, outputs, stride)
-        convolution, norm, _ = _convolution(outputs, outputs)
-        nn.init.zeros_(norm.weight)  # a block starts as the identity: deep networks learn earlier
-        self.body = nn.Sequential(*first, convolution, norm)
-        self.fitted = _fitted(inputs, outputs, stride)
+        self.outputs = outputs
+        self.body = nn.Sequential(*body)
+        # A block starts as the identity: deep networks learn earlier.
+        nn.init.zeros_(body[-1].weight)  # type: ignore[arg-type]
+        self.fitted: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.fitted = nn.Sequential(*_convolution(inputs, outputs, 1, stride)[:2])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.fitted(x))
 
 
-def _fitted(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The input of a block, fitted to its output where their shapes differ."""
-    if stride == 1 and inputs == outputs:
-        return nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
-        nn.BatchNorm2d(outputs),
+def _basic(inputs: int, width: int, stride: int) -> Residual:
+    """Two convolutions."""
+    first = _convolution(inputs, width, stride=stride)
+    return Residual(inputs, width, stride, *first, *_convolution(width, width)[:2])
+
+
+def _bottleneck(inputs: int, width: int, stride: int) -> Residual:
+    """Convolutions 1 x 1 to `width`, 3 x 3, and 1 x 1 to four times `width`.
+
+    The stride is that of the 3 x 3 convolution, as in most implementations (ResNet v1.5).
+    """
+    first, second = _convolution(inputs, width, 1), _convolution(width, width, stride=stride)
+    return Residual(
+        inputs, 4 * width, stride, *first, *second, *_convolution(width, 4 * width, 1)[:2]
     )
 
 
-def _convolution(
-    inputs: int, outputs: int, stride: int = 1
-) -> tuple[nn.Conv2d, nn.BatchNorm2d, nn.ReLU]:
-    return (
-        nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False),
+def _convolution(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
-    )
+    ]
 
 
 NETWORKS = {
     "cnn": ImageNetwork("cnn", 16, 512, _cnn),
     "vgg": ImageNetwork("vgg", 16, 1536, _vgg),
-    "resnet": ImageNetwork("resnet", 32, 0, _resnet),
-    "resnet50": ImageNetwork("resnet50", 64, 0, _resnet50),
+    "resnet": ImageNetwork("resnet", 32, 0, _residual(_basic, (2, 2, 2, 2))),
+    "resnet50": ImageNetwork("resnet50", 64, 0, _residual(_bottleneck, (3, 4, 6, 3))),
 }

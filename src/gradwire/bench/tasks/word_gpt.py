@@ -21,13 +21,11 @@ class WordGpt(Gpt):
         vocabulary: number of tokens.
     """
 
+    metric = "bits per token"
+
     sequences: int = 4
     tied: bool = True
-    vocabulary: int = 32768
-
-    @property
-    def metric(self) -> str:
-        return "bits per token"
+    vocabulary: int = 32768  # type: ignore[misc]
 
     def describe(self) -> str:
         return (
@@ -35,9 +33,6 @@ class WordGpt(Gpt):
             f"{'tied' if self.tied else 'untied'} embedding of {self.vocabulary} tokens, "
             f"{self.sequences} x {self.context} tokens per rank, on {self._text().origin}"
         )
-
-    def symbols(self) -> int:
-        return self.vocabulary
 
     def _text(self) -> SourceText:
         return tokens(self.vocabulary)
