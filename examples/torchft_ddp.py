@@ -26,12 +26,14 @@ class CompressedGloo(ProcessGroupGloo):
     """torchft's process group between replica groups, with all-reduces through a codec.
 
     Args:
-        codec: one without error feedback, such as "qsgd:bits=4".
+        codec: an unbiased one, since nothing here feeds errors back, such as gw.QSGD(bits=4).
         smallest: number of values from which a tensor is compressed.
         timeout: of a collective.
     """
 
-    def __init__(self, codec="qsgd:bits=4", smallest=4096, timeout=timedelta(seconds=60)):
+    def __init__(self, codec, smallest=4096, timeout=timedelta(seconds=60)):
+        if codec.biased:
+            raise ValueError(f"{codec} is biased: what it loses would be lost for good")
         super().__init__(timeout)
         self.codec, self.smallest = codec, smallest
 
@@ -62,6 +64,17 @@ class InFlight(dist._Work):
         return self.future
 
 
+class FaultTolerantDDP(DistributedDataParallel):
+    """torchft's, whose hook in 0.2 ends the process where the manager has given up the step."""
+
+    @staticmethod
+    def _comm_hook(manager, bucket):
+        work = manager.allreduce(bucket.buffer())
+        work.wait()
+        future = work.get_future()
+        return getattr(future, "_fut", future)  # a step that was given up has a plain future
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1000)
@@ -79,12 +92,10 @@ def main():
         net.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    group = CompressedGloo("qsgd:bits=4")
-    manager = Manager(
-        group, load, save, min_replica_size=1, replica_id=f"replica{os.environ['REPLICA']}"
-    )
-    # One bucket: torchft 0.2 does not go on where one of several fails.
-    model = DistributedDataParallel(manager, net, bucket_cap_mb=1 << 20)
+    group = CompressedGloo(gw.QSGD(bits=4))
+    name = f"replica{os.environ['REPLICA']}"
+    manager = Manager(group, load, save, min_replica_size=1, replica_id=name, max_retries=10)
+    model = FaultTolerantDDP(manager, net)
     optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
 
     done = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,11 @@ import gradwire as gw
 from ranks import as_processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_ddp.py"
+DIES_JOINING = f"""
+import os, runpy, torchft
+torchft.ProcessGroupGloo.configure = lambda *_, **options: os._exit(1)
+runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+"""
 
 
 class Groups:
@@ -34,7 +40,7 @@ class Groups:
         self.stores: list[dist.TCPStore] = []  # as torchrun's agent has them, which outlives ranks
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, replica: int, *options: str) -> None:
+    def start(self, replica: int, *options: str, joins: bool = True) -> None:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.stores.append(store)
         environment = {
@@ -44,7 +50,7 @@ class Groups:
         }  # fmt: skip
         with open(self.folder / f"{replica}.txt", "ab") as told:
             self.running[replica] = subprocess.Popen(
-                [sys.executable, str(EXAMPLE), *options],
+                [sys.executable, *([str(EXAMPLE)] if joins else ["-c", DIES_JOINING]), *options],
                 env=environment, stdout=told, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -86,10 +92,14 @@ def test_a_replica_group_dies_and_joins_again(tmp_path: Path) -> None:
         for replica in range(3):
             groups.start(replica, *options, *(["--die"] if replica == 0 else []))
         assert groups.end(0) == 1
+        groups.start(0, *options, joins=False)  # dies when the others have made room for it
+        assert groups.end(0) == 1
         groups.start(0, *options)
         assert [groups.end(replica) for replica in range(3)] == [0, 0, 0], groups.told(1)
         told = [groups.told(replica) for replica in range(3)]
     assert len({re.findall(r"ends with (\S+)", text)[0] for text in told}) == 1  # the same weights
+    with pytest.raises(ValueError, match="is biased"):
+        runpy.run_path(str(EXAMPLE))["CompressedGloo"](gw.TopK())
     for text in told[1:]:
         assert "TransportError" in text  # gradwire's: the step in which one died
         assert "discarded" in text

@@ -24,7 +24,7 @@ def averages_between_groups(rank: int, replica: int, lighthouse: str) -> torch.T
     fully_shard(model)
     handle = gw.attach(model, "qsgd:bits=4", error_feedback=True)
     manager = torchft.Manager(
-        example["CompressedGloo"]("qsgd:bits=8", smallest=1024), lambda _: None, dict,
+        example["CompressedGloo"](gw.QSGD(bits=8), smallest=1024), lambda _: None, dict,
         min_replica_size=2, replica_id=f"replica{replica}", lighthouse_addr=lighthouse,
         rank=rank, world_size=2, store_addr=os.environ["MASTER_ADDR"],
         store_port=int(os.environ["MASTER_PORT"]), init_sync=False,

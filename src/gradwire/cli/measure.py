@@ -12,7 +12,7 @@ from gradwire.cli import options
 from gradwire.cli.adapting import bench_ablation, bench_adapt, bench_planner
 from gradwire.cli.grids import bench_grid
 from gradwire.cli.options import Json, Net, Quick, finite, names, numbers, writable
-from gradwire.cli.output import measured, output
+from gradwire.cli.output import measured
 from gradwire.cli.training import bench_train
 
 bench = typer.Typer(help="Measure kernels, collectives and training.", no_args_is_help=True)

@@ -68,7 +68,7 @@ class GradwireCallback(Callback):
             self._logged = step
             found = {f"gradwire/{name}": value for name, value in handle.metrics().items()}
             for logger in trainer.loggers:
-                logger.log_metrics(found, step=step)
+                logger.log_metrics(found, step=step - 1)  # as Lightning counts what it logs
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._compression.detach()
