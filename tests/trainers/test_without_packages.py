@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import gradwire as gw
+from gradwire.integrations.trainers.given import stand_in
 
 TRAINERS = {
     "lightning": ["lightning", "lightning.pytorch", "pytorch_lightning"],
@@ -28,3 +30,11 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_name_of_the_package_needs_them() -> None:
     assert not set(TRAINERS) & {*gw.__all__, *dir(gw)}
+
+
+def test_a_stand_in_holds_no_memory_and_has_the_strides_of_a_bucket() -> None:
+    like = {"one": ((1, 1), torch.float32), "all": ((30, 20), torch.float32)}
+    model = stand_in(like, torch.device("cpu"))
+    one, every = (model.get_parameter(name) for name in like)
+    assert one.stride() == (1, 1)  # else DDP warns
+    assert every.untyped_storage().nbytes() == 4
