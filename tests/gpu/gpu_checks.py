@@ -6,9 +6,11 @@ numpy, and gradwire on the path.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -148,6 +150,26 @@ def ranks_share(world_size: int, device: str = DEVICE, backend: str = "gloo") ->
     return "\n".join(wrong)
 
 
+TRAINERS = ("lightning", "accelerate", "transformers")
+
+
+def trainers() -> str:
+    """Trainers compress and resume as on the CPU, where ranks share the GPU."""
+    tests = str(TESTS / "trainers" / "test_checkpoints.py")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-k", " or ".join(TRAINERS), tests],
+        env=os.environ | {"GRADWIRE_TEST_DEVICE": DEVICE},
+        capture_output=True, check=False, text=True, timeout=SHARE_SECONDS,
+    )  # fmt: skip
+    return ended.stdout[-3000:] + ended.stderr[-1000:] if ended.returncode else ""
+
+
+def missing_for_trainers() -> str | None:
+    names = ("pytest", "pytest_timeout", "xdist", *TRAINERS)
+    absent = [name for name in names if find_spec(name) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
 # By name.
 OTHERS: dict[str, Callable[[], str]] = {
     "one launch a bucket": one_launch,
@@ -158,11 +180,13 @@ OTHERS: dict[str, Callable[[], str]] = {
     "NCCL, 1 rank": nccl_alone,
     "NCCL, 2 ranks": lambda: ranks_share(2, backend="nccl"),
     "NCCL, 3 ranks": lambda: ranks_share(3, backend="nccl"),
+    "trainers": trainers,
     "bad payloads, adacomp": lambda: bad_payloads(AdaComp(block=100, density=0.1)),
 }
 
 # Why one of these cannot be made here; the others take one GPU, and nothing else.
 LACKING = {
+    "trainers": missing_for_trainers,
     "NCCL, 1 rank": lambda: missing_for_nccl(1),
     "NCCL, 2 ranks": lambda: missing_for_nccl(2),
     "NCCL, 3 ranks": lambda: missing_for_nccl(3),

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trained import (
     BATCHES,
     CODEC,
+    DEVICE,
     as_under_torchrun,
     compressed,
     data,
@@ -27,7 +28,7 @@ from ranks import caught
 
 
 def made() -> tuple[Any, Any, Any, gw.Handle]:
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu")
     bare = net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(bare, optimizer)
@@ -37,7 +38,7 @@ def made() -> tuple[Any, Any, Any, gw.Handle]:
 
 def train(accelerator: Any, model: Any, optimizer: Any, handle: gw.Handle) -> None:
     for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
-        accelerator.backward(model(batch[dist.get_rank()]).square().mean())
+        accelerator.backward(model(batch[dist.get_rank()].to(DEVICE)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
@@ -94,7 +95,7 @@ def resumes_on_three(rank: int, folder: Path) -> None:
 def a_part_of_the_ranks_is_refused(rank: int) -> None:
     """As with tensor parallelism: rank 0's handle does not reach all ranks."""
     as_under_torchrun(rank)
-    accelerator, two = accelerate.Accelerator(cpu=True), dist.new_group([0, 1])
+    accelerator, two = accelerate.Accelerator(cpu=DEVICE == "cpu"), dist.new_group([0, 1])
     if rank < 2:
         model = DistributedDataParallel(net(), process_group=two)
         error = caught(lambda: gw.accelerate.attach(accelerator, model))

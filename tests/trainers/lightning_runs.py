@@ -12,7 +12,9 @@ import torch.distributed as dist
 from trained import (
     BATCHES,
     CODEC,
+    DEVICE,
     as_under_torchrun,
+    cluster,
     compressed,
     data,
     exact,
@@ -74,7 +76,7 @@ def fit(
     callback = gw.lightning.GradwireCallback(CODEC, error_feedback=True)
     start, logger = AtStart(callback), Logger()
     trainer = L.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_epochs=epochs,
+        **cluster(), strategy=strategy, max_epochs=epochs,
         callbacks=[callback, start], logger=logger, log_every_n_steps=2, default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         accumulate_grad_batches=accumulate,
@@ -138,7 +140,7 @@ def shards_and_resumes(rank: int, folder: Path) -> None:
 
 def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
     as_under_torchrun(rank)
-    fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric = L.Fabric(**cluster(), strategy="ddp")
     fabric.launch()
 
     def made() -> tuple[Any, Any, gw.Handle]:
@@ -148,7 +150,7 @@ def fabric_saves_all_ranks(rank: int, folder: Path) -> None:
 
     model, optimizer, handle = made()
     for batch in data().view(BATCHES, dist.get_world_size(), 4, 64):
-        fabric.backward(model(batch[rank]).square().mean())
+        fabric.backward(model(batch[rank].to(DEVICE)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     compressed(handle)
@@ -171,7 +173,7 @@ def fabric_loads_shards(rank: int, folder: Path) -> None:
         return torch.distributed.fsdp.fully_shard(model, mesh=mesh["data_parallel"])
 
     fabric = L.Fabric(
-        accelerator="cpu", devices=2,
+        **cluster(),
         strategy=L.fabric.strategies.ModelParallelStrategy(
             sharded, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
         ),
@@ -184,7 +186,7 @@ def fabric_loads_shards(rank: int, folder: Path) -> None:
         return {"model": model, "gradwire": gw.lightning.state(handle)}
 
     state = made()
-    fabric.backward(state["model"](data()[rank::2]).square().mean())
+    fabric.backward(state["model"](data()[rank::2].to(DEVICE)).square().mean())
     compressed(state["gradwire"].handle)
     fabric.save(folder / "fabric-shards", state)
     state = made()
@@ -198,7 +200,7 @@ def batches_accumulate_and_a_checkpoint_may_lack_gradwire(rank: int, folder: Pat
     """A step's numbers are logged once; residuals that are missing are told."""
     as_under_torchrun(rank)
     plain = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=1, logger=False,
+        **cluster(), strategy="ddp", max_steps=1, logger=False,
         default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip

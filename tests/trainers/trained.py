@@ -14,14 +14,25 @@ from torch import nn
 import gradwire as gw
 
 CODEC = "qsgd:bits=4"
+DEVICE = os.environ.get("GRADWIRE_TEST_DEVICE", "cpu")  # cuda: all ranks share one GPU, over gloo
 BATCHES = 3  # per rank and epoch
 
 
 def as_under_torchrun(rank: int) -> None:
-    """Trainers read the environment, and use the process group that is there."""
-    size = str(dist.get_world_size())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1")
+    """Trainers read the environment, and use the process group that is there. They give each rank
+    of a node its own GPU: ranks that share one are a node each."""
+    size, nodes = dist.get_world_size(), cluster()["num_nodes"]
+    local = {"LOCAL_RANK": rank * (nodes == 1), "LOCAL_WORLD_SIZE": size // nodes}
+    of_all = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank * (nodes > 1)}
+    os.environ.update({name: str(value) for name, value in (local | of_all).items()})
+    os.environ.update(TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1")
+
+
+def cluster() -> dict[str, Any]:
+    """Lightning's arguments."""
+    size = dist.get_world_size()
+    nodes = size if DEVICE == "cuda" else 1
+    return {"accelerator": DEVICE, "devices": size // nodes, "num_nodes": nodes}
 
 
 def net() -> nn.Sequential:

@@ -14,6 +14,7 @@ import transformers
 from trained import (
     BATCHES,
     CODEC,
+    DEVICE,
     as_under_torchrun,
     compressed,
     data,
@@ -52,8 +53,8 @@ def made(folder: Path, epochs: int = 2, **options: Any) -> tuple[Any, Any, AtSta
     """A trainer, its callback, and what looks at it."""
     args = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4,
-        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch", logging_strategy="no",
-        lr_scheduler_type="constant", **options,
+        use_cpu=DEVICE == "cpu", ddp_backend="gloo", lr_scheduler_type="constant", report_to=[],
+        disable_tqdm=True, save_strategy="epoch", logging_strategy="no", **options,
     )  # fmt: skip
     trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": x} for x in data()])
     callback = gw.transformers.compress(trainer, CODEC, error_feedback=True)
