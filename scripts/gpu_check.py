@@ -9,8 +9,9 @@ Needs torch, Triton and numpy, but no pytest and no network; takes minutes. In t
 2. the other checks of tests/gpu/gpu_checks.py;
 3. `bench kernels --device cuda`, over 256 MB, against a copy in the same run; on an idle GPU.
 
-Rows go to bench/results/DATE-DEVICE.jsonl, each with date, commit, device and versions. Exit code:
-0 if all checks pass, 1 if one fails, 2 if nothing can be checked; a line says why.
+Rows go to bench/results/DATE-DEVICE.jsonl as they are made, each with date, commit, device and
+versions. Exit code: 0 if all checks pass, 1 if one fails, 2 if nothing can be checked; a line says
+why.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -48,23 +50,26 @@ def main() -> int:
         print(f"gpu-check: nothing can be checked: {reason}")
         return 2
     only = arguments.only.split(",") if arguments.only else None
-    rows, failed, begin = [], 0, time.monotonic()
+    number, failed, begin = 0, 0, time.monotonic()
     stamp = provenance()
-    for row in checks(arguments.workers, only):
-        rows.append(row)
-        failed += not row["passed"]
-        print(f"{'ok  ' if row['passed'] else 'FAIL'} {row['seconds']:6.1f} s  {row['check']}"
-              f"  {row['subject']}  {row['detail']}", flush=True)  # fmt: skip
-    for row in measurements(only):
-        rows.append(row)
-        print("     " + "  ".join(f"{k} {row[k]}" for k in ("codec", "target", "op", "of_limit")
-                                  if k in row), flush=True)  # fmt: skip
     output = arguments.output or ROOT / "bench" / "results" / name_of(stamp)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows))
-    print(f"{len(rows)} rows in {output}; {failed} checks failed; "
-          f"{time.monotonic() - begin:.0f} s")  # fmt: skip
+    with output.open("w", buffering=1) as file:
+        for row in itertools.chain(checks(arguments.workers, only), measurements(only)):
+            file.write(json.dumps(row | stamp) + "\n")
+            number += 1
+            failed += not row.get("passed", True)
+            print(line(row), flush=True)
+    print(f"{number} rows in {output}; {failed} checks failed; {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row, as it is printed."""
+    if "check" not in row:
+        return f"     {row['codec']}  {row['target']}  {row['op']}  of_limit {row['of_limit']:.3f}"
+    verdict = "ok  " if row["passed"] else "FAIL"
+    return f"{verdict} {row['seconds']:6.1f} s  {row['check']}  {row['subject']}  {row['detail']}"
 
 
 def missing() -> str | None:
