@@ -3,6 +3,7 @@
     python scripts/results_table.py                     # of bench/results/*.jsonl
     python scripts/results_table.py a.jsonl b.jsonl --task gpt
     python scripts/results_table.py a.jsonl --gains     # a line per method, a column per network
+    python scripts/results_table.py a.jsonl --best      # of all runs: the best methods by network
     python scripts/results_table.py a.jsonl --steps     # step times, of all runs at once
     python scripts/results_table.py a.jsonl --choices   # of `bench planner`, by network
     python scripts/results_table.py a.jsonl --parts     # of `bench ablation`, by model
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from gradwire.bench.report.quantities import (
 from gradwire.bench.report.rows import grouped, read, sort, split
 from gradwire.errors import ConfigError
 
+COST = 0.01  # of fp32's metric, that is no loss
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 GAINS_LEGEND = (
     "A number is the gain. Bold: faster than the best 16-bit baseline (*1*); plain: within noise, "
@@ -64,6 +67,52 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
         which = "" if task is None else f" of the task {task!r}"
         raise ConfigError(f"there are no summary rows of `gradwire bench train`{which}")
     return "\n\n".join(made)
+
+
+def best(rows: Iterable[Row], task: str | None = None) -> str:
+    """A table of the three methods with the highest gains, networks x tasks, among those whose last
+    metric is nowhere more than `COST` worse than fp32's; and in how many cells each leads.
+
+    Raises:
+        ConfigError: no row is a summary of `bench train`, or none is of this task.
+    """
+    trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
+    cells: dict[tuple[str, str], list[tuple[float, str, float]]] = {}
+    lost = set()
+    for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
+        for run in _runs(mine):
+            summaries, evaluations = split(run)
+            gains, full = of_summaries(summaries, evaluations), _full(summaries)
+            for row in summaries:
+                ratio, cost = gains[row["method"]].ratio, _cost(row, full)
+                if ratio is None or cost is None or cost > COST:
+                    lost.add(row["method"])
+                else:
+                    of_cell = cells.setdefault((row["net"], row["task"]), [])
+                    of_cell.append((ratio, row["method"], cost))
+    if not cells:
+        raise ConfigError("there are no summary rows of `gradwire bench train` with gains")
+    tasks = list(dict.fromkeys(name for _, name in cells))
+    lines, leads = [], Counter[str]()
+    for net in sorted({net for net, _ in cells}, key=rate):
+        line = [network(net)]
+        for name in tasks:
+            found = [one for one in cells.get((net, name), ()) if one[1] not in lost]
+            found.sort(reverse=True)
+            leads.update(method for _, method, _ in found[:1])
+            told = [f"`{m}` {times(ratio)} ({-100 * cost:+.1f} %)" for ratio, m, cost in found[:3]]
+            line.append("; ".join(told) or DASH)
+        lines.append(line)
+    said = ", ".join(f"`{name}` {number}" for name, number in leads.most_common())
+    return "\n".join([*_table(["network", *tasks], lines), "", f"Highest gains: {said}."])
+
+
+def _cost(row: Row, full: Row | None) -> float | None:
+    """How much worse than fp32's a last metric is; None of torch's own methods."""
+    if full is None or row["method"].startswith("torch-") or row.get("timing_only"):
+        return None
+    better = 1 if row["metric_name"] == "accuracy" else -1
+    return float(better * (1 - row["final_metric"] / full["final_metric"]))
 
 
 def steps(rows: Iterable[Row], task: str | None = None) -> str:
@@ -325,6 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="default: bench/results/*.jsonl")
     parser.add_argument("--task", help="only this task")
     parser.add_argument("--gains", action="store_true", help="methods x networks, gains alone")
+    parser.add_argument("--best", action="store_true", help="the best methods by network")
     parser.add_argument("--steps", action="store_true", help="methods x networks, step times")
     parser.add_argument("--choices", action="store_true", help="of the planner, by network")
     parser.add_argument("--parts", action="store_true", help="of the ablation, by model")
@@ -335,8 +385,8 @@ def main(arguments: Sequence[str]) -> int:
         rows = [row for file in files for row in read(file)]
         if told.choices or told.parts:
             print(choices(rows) if told.choices else parts(rows))
-        elif told.steps or told.auto:
-            print((steps if told.steps else auto)(rows, told.task))
+        elif told.best or told.steps or told.auto:
+            print((best if told.best else steps if told.steps else auto)(rows, told.task))
         else:
             print(tables(rows, told.task, told.gains))
     except ConfigError as error:

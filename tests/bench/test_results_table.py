@@ -80,6 +80,34 @@ def test_gains_have_a_line_per_method_and_a_column_per_network(made: Any) -> Non
     assert "**" not in made(train_rows(step=0.1, losses=(3.0,)))[1]
 
 
+def test_the_best_cost_no_accuracy_on_any_network(made: Any) -> None:
+    def trained(net: str, method: str, metric: float, step: float) -> list[dict[str, Any]]:
+        found = []
+        for row in train_rows(net, step=step, losses=(3.0,)):
+            other = row["method"] == METHODS[2]
+            renamed = {"method": method} if other else {}
+            found.append({**row, **renamed, "final_metric": metric if other else 4.0})
+        run = {**RUN, "command": f"{method} on {net}"}
+        return [{**row, "run": run, "metric_name": "bits per byte"} for row in found]
+
+    slow, fast = "100mbit,1ms", "10gbit,1ms"
+    rows = [
+        *trained(slow, "good", 4.039, 0.1), *trained(fast, "good", 3.9, 0.4),
+        *trained(slow, "faster", 4.0, 0.05), *trained(fast, "faster", 4.041, 0.05),
+    ]  # fmt: skip
+    code, out, _ = made(rows, "--best")
+    assert code == 0
+    assert out.splitlines()[2:] == [
+        "| 100 Mbit/s, 1 ms latency | `good` 5.00× (-1.0 %) |",
+        "| 10 Gbit/s, 1 ms latency | `good` 1.25× (+2.5 %) |",
+        "",
+        "Highest gains: `good` 2.",
+    ]
+    accuracy = [{**row, "metric_name": "accuracy"} for row in trained(slow, "good", 3.9, 0.1)]
+    assert "good" not in made(accuracy, "--best")[1]
+    assert made([KERNEL], "--best")[0] == 2
+
+
 def test_steps_of_several_runs_are_one_table(made: Any) -> None:
     def told(net: str, step: float) -> list[dict[str, Any]]:
         run = {**RUN, "command": f"gradwire bench train --net {net}"}
