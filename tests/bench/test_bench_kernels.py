@@ -84,8 +84,11 @@ def test_events_time_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    leads: list[int] = []  # before each turn, and in no time
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: (leads.append(cycles), takes(10.0)))
     found = interleaved.medians([lambda: takes(3.0), lambda: takes(2.0)], 1, "triton", quick=True)
     assert found == pytest.approx([0.003, 0.002])
+    assert len(leads) == interleaved.QUICK_EVENTS
 
 
 def test_consecutive_calls_use_other_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
