@@ -89,14 +89,19 @@ def test_composed_rows_have_the_scores_of_training(monkeypatch: pytest.MonkeyPat
         assert last["step"] == 9
         assert row["seconds"] == last["seconds"] > 0
 
-    # The timed steps: all methods from the start, and those that send less later from their end.
+    # The timed steps: all methods from the start, and those that send less later from where their
+    # training has ended.
     (_, first), (late, last_rows) = runs[1:]
-    assert (late.first_step, late.methods) == (9, ("torch-powersgd", WARM))
+    assert late.methods == ("torch-powersgd", WARM)
     started, ended = (
         {row["method"]: row for row in rows if row["row"] == "summary"}
         for rows in (first, last_rows)
     )
-    assert ended[WARM]["wire_bytes"] < started[WARM]["wire_bytes"] / 1.5  # its warm-up is over
+    begun = {row["method"]: row for row in last_rows if row.get("step") == 9}
+    assert {method: row["loss"] for method, row in begun.items()} == {
+        method: alone.losses[method, 0, 9] for method in late.methods
+    }
+    assert ended[WARM]["timed_steps"] == COMPOSED.timed_steps
     # The bytes of timed steps are without the dense first ones.
     sent = {
         row["step"]: row["wire_bytes"] for row in first

@@ -21,7 +21,7 @@ from torch import nn
 from gradwire.bench.methods import Applied, Method, Traffic
 from gradwire.bench.tasks import Score, Task
 
-_COUNTED = ("step", "step_seconds", "link_bytes", "parts", "counted_from")
+_COUNTED = ("first", "step", "step_seconds", "link_bytes", "parts", "counted_from")
 # of `Handle.stats`; `plan` counts its versions
 _PARTS = ("kernel_seconds", "exposed_seconds", "steps", "plan", "raw_bytes", "wire_bytes")
 
@@ -33,8 +33,10 @@ class MethodRun:
     Everything that a resumed run needs is in `state`.
 
     Attributes:
+        first: the step at which this run began: not 0 where it goes on after one that has ended.
         step: steps trained.
-        step_seconds: per step, from fetching the batch to the end of the optimizer's step.
+        step_seconds: per step since `first`, from fetching the batch to the end of the optimizer's
+            step.
         link_bytes: bytes that left this node's interface during steps; None without a lab.
         parts: sums over measured steps of what `Handle.stats` has of `_PARTS`; empty for torch.
         scores: (loss, metric) of every evaluation, equal on all ranks.
@@ -49,6 +51,7 @@ class MethodRun:
     model: Any  # DistributedDataParallel, or under FSDP2 a module
     optimizer: torch.optim.Optimizer
     applied: Applied
+    first: int = 0
     step: int = 0
     step_seconds: list[float] = field(default_factory=list)
     link_bytes: int | None = None
@@ -189,12 +192,12 @@ class MethodRun:
         self.count_from(own["sent"])
         torch.set_rng_state(own["random"])
 
-    def advance(self, steps: int) -> None:
-        """Let a method of gradwire's take its next step for one so many steps later."""
-        if self.applied.handle is not None and steps:
-            state = self.applied.state()
-            later = {name: step + steps for name, step in state["steps"].items()}
-            self.applied.load({**state, "steps": later})
+    def go_on(self, own: dict[str, Any], replicas: dict[str, Any]) -> None:
+        """Begin where another run has ended: `own` and `replicas` as in `load`. Of what it has
+        counted only its changes of plan go on."""
+        self.load(own, replicas)
+        self.first, self.step_seconds = self.step, []
+        self.parts = {"plan": self.parts["plan"]} if self.parts else {}
 
     def score(self, model: nn.Module) -> Score:
         """The score of a model without collectives, that of rank 0's buffers, over all ranks'

@@ -5,8 +5,8 @@ What a method learns does not depend on the network; only the time of a step doe
 1. each method trains with each seed on `net` (none), one after the other;
 2. on each of `nets`, and in each phase of one that changes, all methods, interleaved, train for
    `timed_steps` steps: their times, and the bytes that they send in them, both without the first
-   `skip_steps`. Those that did not always send the same in 1 (a warm-up of density) train
-   `timed_steps` more with their steps counted from the end of the run in 1;
+   `skip_steps`. Those that did not always send the same in 1 (a warm-up of density, a policy's
+   plans) are timed once more, from where the first seed's run in 1 has ended;
 3. the rows of a network have the scores of 1 and, at an evaluation after n more steps,
 
        seconds = seconds before + n t(b)
@@ -16,6 +16,8 @@ What a method learns does not depend on the network; only the time of a step doe
    Where these send the same, t is the mean timed step if b is what it sends too; otherwise the
    step beyond computing is proportional to b (payloads whose length follows the gradients).
 
+Where a policy decides is in 1, not in 2: what deciding takes is not in these seconds.
+
 On a network that changes, t is that of the network that holds at each step. Composed rows have
 `composed: true`. Their seconds have no start-up: connections, compilation.
 
@@ -24,8 +26,10 @@ On a network that changes, t is that of the network that holds at each step. Com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,16 +54,25 @@ def composed_rows(
         ConfigError: the configuration cannot run, or not on this machine.
         WorkerError: a rank failed or timed out.
     """
+    with contextlib.ExitStack() as stack:
+        ends = _folder(config, "ends") or stack.enter_context(tempfile.TemporaryDirectory())
+        yield from _composed_rows(config, ends, progress, announce)
+
+
+def _composed_rows(
+    config: TrainConfig, ends: str, progress: Advance | None, announce: Announce
+) -> Iterator[Row]:
     alone = dataclasses.replace(config, nets=(), validate=False)
-    trained = list(train_rows(alone, progress, announce))
+    training = dataclasses.replace(alone, ends_to=ends)
+    trained = list(train_rows(training, progress, announce))
     composed: dict[str, list[Row]] = {}
-    varied = tuple(method for method in config.methods if _varies(_of(trained, method)))
+    varied = tuple(method for method in config.methods if varies(_of(trained, method)))
     timed: dict[str, Timed] = {}
     for net in config.nets:
         for phase in Schedule.parse(net).phases:
             one = str(phase.net)
             if one not in timed:
-                timed[one] = _timed(alone, one, varied, progress, announce)
+                timed[one] = _timed(alone, one, varied, ends, progress, announce)
         composed[net] = list(_compose(dataclasses.replace(alone, net=net), trained, timed))
         yield from composed[net]
     for net in config.nets if config.validate else ():
@@ -74,6 +87,7 @@ def _timed(
     config: TrainConfig,
     net: str,
     varied: tuple[str, ...],
+    ends: str,
     progress: Advance | None,
     announce: Announce,
 ) -> Timed:
@@ -97,7 +111,7 @@ def _timed(
     late = dataclasses.replace(
         timing,
         methods=varied,
-        first_step=config.steps,
+        starts_from=ends,
         state=_folder(config, f"timing-late-{net}"),
     )
     return first, _summaries(train_rows(late, progress, announce, f"timing {net}, last steps"))
@@ -162,7 +176,8 @@ def bytes_per_step(evaluations: list[Row]) -> list[float]:
     ]
 
 
-def _varies(evaluations: list[Row]) -> bool:
+def varies(evaluations: list[Row]) -> bool:
+    """Whether a run did not always send the same."""
     sent = bytes_per_step(evaluations)
     return bool(sent) and not _alike(min(sent), max(sent))
 

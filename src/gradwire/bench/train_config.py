@@ -28,8 +28,6 @@ class TrainConfig:
         seeds: of initialisation and batches; every method runs with every seed.
         steps: training steps per method and seed.
         evaluate_every: steps between evaluations; step 0 and the last step are evaluated too.
-        first_step: the number that gradwire's methods give their first step: by it they count a
-            warm-up.
         skip_steps: number of first steps that `step_seconds` excludes (connections, allocations).
         ideal_steps: steps without communication at the end, which give `ideal_step_seconds`.
         budget_seconds: if set, `steps` is an upper bound: the number of steps is fixed after the
@@ -47,6 +45,9 @@ class TrainConfig:
         validate: with `nets`, also train as a whole on each network, and compare.
         sharded: train under FSDP2, not DDP.
         accumulate: with `sharded`, micro-batches per step.
+        ends_to: folder for the last states of the first seed's runs, those of methods that did not
+            always send the same; None keeps none.
+        starts_from: such a folder, whose states are the first ones of this run.
         state: folder from which a killed run continues; None saves nothing.
         save_seconds: time between two saved states, at least.
         timeout_seconds: for the whole run.
@@ -60,7 +61,6 @@ class TrainConfig:
     seeds: tuple[int, ...] = (0,)
     steps: int = 200
     evaluate_every: int = 10
-    first_step: int = 0
     skip_steps: int = 3
     ideal_steps: int = 6
     budget_seconds: float | None = None
@@ -74,6 +74,8 @@ class TrainConfig:
     validate: bool = False
     sharded: bool = False
     accumulate: int = 1
+    ends_to: str | None = None
+    starts_from: str | None = None
     state: str | None = None
     save_seconds: float = 60.0
     timeout_seconds: float = 7 * 24 * 3600.0

@@ -5,6 +5,7 @@
     FOLDER/train/7/events.json   rank 0's events so far
     FOLDER/train/7/rankR.pt      of rank R: its position, and the state of its unfinished runs
     FOLDER/timing-NET/...        of a composed run, the same of its other trainings
+    FOLDER/ends/METHOD-R.pt      and of rank R the last state of a method to time at the end
 
 A file is written under another name and renamed; `latest.json` names a turn once all of its files
 are there. So a run that is killed at any point leaves a whole turn, or none. Before a folder is
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import quote
 
 import torch
 
@@ -67,6 +69,22 @@ class Turns:
         for other in self.folder.iterdir():
             if other.is_dir() and other.name != str(self._turn):
                 shutil.rmtree(other, ignore_errors=True)
+
+
+def save_end(folder: Path, method: str, rank: int, state: State) -> None:
+    """Write a rank's last state of a method."""
+    folder.mkdir(exist_ok=True)
+    torch.save(state, _end(folder, method, rank))
+
+
+def load_end(folder: Path, method: str, rank: int) -> State:
+    """What `save_end` has written."""
+    found: State = torch.load(_end(folder, method, rank), weights_only=True)
+    return found
+
+
+def _end(folder: Path, method: str, rank: int) -> Path:
+    return folder / f"{quote(method, safe='')}-{rank}.pt"
 
 
 def latest(folder: Path) -> State | None:

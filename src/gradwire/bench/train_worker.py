@@ -39,8 +39,9 @@ from gradwire.bench.rolling import rolling, stalled
 from gradwire.bench.scheduled import Follower
 from gradwire.bench.sharded_methods import ShardedMethod
 from gradwire.bench.sharded_run import ShardedRun
+from gradwire.bench.train_compose import varies
 from gradwire.bench.train_config import TrainConfig
-from gradwire.bench.train_state import Turns, saved_events, used_by_rank
+from gradwire.bench.train_state import Turns, load_end, save_end, saved_events, used_by_rank
 from gradwire.lab import Schedule
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -120,14 +121,16 @@ class Training:
             if not self.position["group"]:
                 model = runs[0].model
                 self._tell("setup", parameters=sum(p.numel() for p in model.parameters()))
-            for run in runs:
-                run.advance(self.config.first_step)
+            if self.config.starts_from is not None:
+                ends = Path(self.config.starts_from)
+                for run in runs:
+                    run.go_on(*(load_end(ends, run.name, r) for r in (dist.get_rank(), 0)))
             self._evaluate(runs)
         while going := [run for run in runs if not self._ended(run)]:
             first = self.position["turn"] % len(going)
             going = going[first:] + going[:first]
             for run in going:
-                self._train(run, min(run.step + self.config.evaluate_every, self.steps))
+                self._train(run, min(run.step + self.config.evaluate_every, run.first + self.steps))
             self._evaluate(going)
             if not self.length_fixed:
                 self._fix_length(runs, time.perf_counter() - start)
@@ -144,13 +147,13 @@ class Training:
     def _ended(self, run: MethodRun) -> bool:
         losses = [loss for loss, _ in run.scores]
         patience = self.config.patience
-        if run.step >= self.steps:
+        if run.step >= run.first + self.steps:
             return True
         return patience is not None and stalled(rolling(losses, self.config.rolling), patience)
 
     def _train(self, run: MethodRun, until: int) -> None:
         dist.barrier()
-        self._step(run, min(until, self.config.skip_steps))
+        self._step(run, min(until, run.first + self.config.skip_steps))
         with run.measured():
             self._step(run, until)
 
@@ -158,7 +161,7 @@ class Training:
         while run.step < until:
             self.network.follow(run.step, self.steps, run.step_seconds)
             run.train(1)
-            if run.step == self.config.skip_steps:
+            if run.step == run.first + self.config.skip_steps:
                 run.counted_from = run.traffic().wire_bytes
             if time.monotonic() - self.told_at >= _STEP_EVENT_SECONDS:
                 self.told_at = time.monotonic()
@@ -232,14 +235,27 @@ class Training:
         reason = f"{turn:.1f} s for {every} steps of each method, budget {budget:.0f} s"
         self._tell("length", steps=self.steps, reason=reason)
 
+    def _keep_ends(self, runs: list[MethodRun], folder: Path) -> None:
+        """Save the states of runs that did not always send the same; rank 0 decides."""
+        evaluated = [event for event in self.kept if event["event"] == "evaluation"]
+        for run in runs:
+            mine = [e for e in evaluated if (e["method"], e["seed"]) == (run.name, run.seed)]
+            chosen = torch.tensor([int(varies(mine))])
+            dist.broadcast(chosen, 0)
+            if chosen.item():
+                save_end(folder, run.name, dist.get_rank(), run.state())
+
     def _finish(self, runs: list[MethodRun]) -> None:
+        if self.config.ends_to is not None and runs[0].seed == self.config.seeds[0]:
+            self._keep_ends(runs, Path(self.config.ends_to))
         ideal: dict[str, list[float]] = {run.name: [] for run in runs}
         for _ in range(self.config.ideal_steps):
             for run in runs:
                 dist.barrier()
                 ideal[run.name].append(run.ideal_step())
         for run in runs:
-            skipped = self.config.skip_steps if run.step > self.config.skip_steps else 0
+            skipped = self.config.skip_steps
+            skipped = skipped if len(run.step_seconds) > skipped else 0
             counted = run.step_seconds[skipped:]
             sent = run.traffic().wire_bytes - (run.counted_from if skipped else 0)
             self._tell(
