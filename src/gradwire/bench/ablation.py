@@ -31,9 +31,10 @@ from gradwire.bench import memory, workers
 from gradwire.bench.network import StepConfig, copies
 from gradwire.bench.planner_grid import fitted_to_lab, in_lab, method_of
 from gradwire.bench.provenance import stamped
+from gradwire.bench.world import emulable, several
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, available
+from gradwire.lab import Network
 from gradwire.planner.choice import FULL, HALF, Setting, choose, simulate
 from gradwire.sim import kernel_costs, models
 
@@ -69,8 +70,7 @@ def run(
     """
     network = Network.parse(net)
     shapes = models.shapes(model)
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    several(ranks)
     if not compute > 0:
         raise ConfigError(f"--compute {compute:g}: give seconds above 0")
     if not 1 <= turns <= MOST_TURNS:
@@ -78,8 +78,8 @@ def run(
     size = models.numel(shapes)
     if lab:
         memory.check(f"--model {model} on {ranks} ranks", 4 * size * copies(_PARTS) * ranks)
-    if lab and network.shaped and (reason := available()) is not None:
-        raise ConfigError(f"this machine cannot emulate a network ({reason}): give --no-lab")
+    if lab:
+        emulable(network, instead="give --no-lab")
     chosen = codecs.get(codec)
     known = measuring.measured([FULL, HALF, chosen], advance=advance)
     if lab:

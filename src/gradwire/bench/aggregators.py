@@ -38,7 +38,7 @@ from gradwire.aggregators import registry
 from gradwire.bench import methods as method_table
 from gradwire.bench import tasks, workers
 from gradwire.bench.provenance import stamped
-from gradwire.errors import ConfigError
+from gradwire.bench.world import several
 from gradwire.lab import Network
 from gradwire.lang import lowrank
 
@@ -85,8 +85,7 @@ def run(
     """
     trained = tasks.get(task)
     names = tuple(methods or default_methods(_QUICK_RANKS if quick else _RANKS))
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    several(ranks)
     for name in names:
         method_table.parse(name).check(ranks, tasks.shapes(trained))
     config = Config(names, task, 3 if quick else 25)

@@ -33,9 +33,10 @@ from gradwire.bench import memory, workers
 from gradwire.bench import methods as method_table
 from gradwire.bench.interleaved import quartiles
 from gradwire.bench.provenance import stamped
+from gradwire.bench.world import emulable, several
 from gradwire.errors import ConfigError
 from gradwire.groups import communicator
-from gradwire.lab import Network, available
+from gradwire.lab import Network
 from gradwire.transport import Mixed
 
 DEFAULT_METHODS = (
@@ -95,8 +96,7 @@ def run(
         method_table.parse(name).check()
     if numel is not None and numel < 1:
         raise ConfigError(f"--numel {numel}: a gradient has 1 value or more")
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    several(ranks)
     if per_node < 1 or ranks % per_node:
         raise ConfigError(f"--per-node {per_node}: give a number that divides the {ranks} ranks")
     if network.shaped and ranks == per_node:
@@ -106,8 +106,7 @@ def run(
         )
     if numel is not None:
         memory.check(f"--numel {numel} of {ranks} ranks", 4 * numel * ranks * 3)
-    if network.shaped and (reason := available()) is not None:
-        raise ConfigError(f"this machine cannot emulate a network ({reason}); use --net none")
+    emulable(network)
     config = Config(
         methods=tuple(names) or DEFAULT_METHODS,
         numel=numel or (2_500_000 if quick else 25_000_000),

@@ -30,8 +30,9 @@ from typing import Any
 
 from gradwire.bench import memory, network_verdict, workers
 from gradwire.bench.provenance import stamped
-from gradwire.errors import ConfigError, TransportError
-from gradwire.lab import Network, available
+from gradwire.bench.world import World, started_by_torchrun
+from gradwire.errors import ConfigError
+from gradwire.lab import Network
 from gradwire.sim import models
 
 METHODS = (network_verdict.FULL, network_verdict.HALF, network_verdict.OURS)
@@ -66,16 +67,10 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """What the command line asks for.
+    """What the command line asks for."""
 
-    Attributes:
-        joins: whether this process is a rank that torchrun has started; else ranks are started.
-    """
-
-    ranks: int
-    network: Network
+    world: World
     config: StepConfig
-    joins: bool
 
 
 def plan(
@@ -100,27 +95,14 @@ def plan(
         ConfigError: a number that makes no sense, an impossible network, or options that do not go
             together.
     """
-    world_size = environment.get("WORLD_SIZE", "1") if "RANK" in environment else "1"
-    if not world_size.isdecimal():
-        raise ConfigError(f"the environment has WORLD_SIZE={world_size!r}: unset it, or RANK")
-    started = int(world_size)
-    joins = started > 1
-    network = Network.parse(net)
-    if ranks is None and not joins:
+    if ranks is None and started_by_torchrun(environment) == 1:
         asked = {"--numel": numel, "--model": model, "--compute": compute}
-        for name, value in (asked | {"--net": network.shaped or None}).items():
+        shaped = Network.parse(net).shaped or None
+        for name, value in (asked | {"--net": shaped}).items():
             if value is not None:
                 raise ConfigError(f"{name} belongs to the measured step: give --ranks too")
         return None
-    if joins and ranks not in (None, started):
-        raise ConfigError(f"--ranks {ranks}: torchrun has started {started} ranks; leave it out")
-    if joins and network.shaped:
-        raise ConfigError(
-            f"--net {net}: under torchrun the network between its ranks is measured; leave it out"
-        )
-    count = started if ranks is None else ranks
-    if count < 2:
-        raise ConfigError(f"--ranks {count}: one rank sends nothing; use 2 ranks or more")
+    world = World.of(ranks, net, environment)
     if numel is not None and model is not None:
         raise ConfigError("--numel and --model: give one of them")
     if numel is not None and numel < 1:
@@ -128,15 +110,11 @@ def plan(
     if compute is not None and not (compute > 0 and math.isfinite(compute)):
         raise ConfigError(f"--compute {compute:g}: give seconds above 0")
     shapes = models.shapes(model) if model is not None else _layers(numel or NUMEL)
-    size = models.numel(shapes)
-    memory.check(
-        f"a step of {size} values", 4 * size * copies(len(METHODS)) * (1 if joins else count)
-    )
-    if network.shaped and (reason := available()) is not None:
-        raise ConfigError(f"no emulated network here ({reason}); use --net none")
+    size, here = models.numel(shapes), 1 if world.joins else world.count
+    memory.check(f"a step of {size} values", 4 * size * copies(len(METHODS)) * here)
     turns, budget = (5, 15.0) if quick else (11, 60.0)
     config = StepConfig(shapes, compute, METHODS, turns, budget)
-    return StepMeasurement(count, network, config, joins)
+    return StepMeasurement(world, config)
 
 
 @stamped
@@ -149,13 +127,12 @@ def run(
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined.
     """
-    ranks, network, config = wanted.ranks, wanted.network, wanted.config
-    if wanted.joins:
+    world, config = wanted.world, wanted.config
+    if world.joins:
         measured = join(wanted, advance)
     else:
-        measured = workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance)
-    net = "as it is" if wanted.joins else str(network)
-    where = {"ranks": ranks, "net": net, "numel": models.numel(config.shapes)}
+        measured = workers.rows(_WORKER, config, world.count, world.network, _TIMEOUT_S, advance)
+    where = {"ranks": world.count, "net": world.net, "numel": models.numel(config.shapes)}
     rows = [_row(seconds, where) for seconds in measured]
     yield from rows
     pays, text = network_verdict.verdict(rows)
@@ -164,21 +141,10 @@ def run(
 
 def join(wanted: StepMeasurement, advance: workers.Advance | None = None) -> list[dict[str, Any]]:
     """Measure as one of the ranks that torchrun has started; all ranks return the same."""
-    import torch.distributed as dist
-
     from gradwire.bench import network_worker
 
-    try:
-        dist.init_process_group("gloo")
-    except (ValueError, RuntimeError) as error:
-        raise TransportError(
-            f"cannot join the {wanted.ranks} ranks given by RANK and WORLD_SIZE: "
-            f"{str(error).splitlines()[0]}; unset them to measure this machine"
-        ) from error
-    measured = network_worker.measure(wanted.config, advance or (lambda what, done, total: None))
-    dist.barrier()
-    dist.destroy_process_group()
-    return measured
+    with wanted.world.joined():
+        return network_worker.measure(wanted.config, advance or workers.unseen)
 
 
 def _row(measured: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:

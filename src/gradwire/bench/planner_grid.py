@@ -36,9 +36,10 @@ from gradwire.bench import collectives, memory, workers
 from gradwire.bench import curves as measuring
 from gradwire.bench.provenance import stamped
 from gradwire.bench.validate import SWITCH_S
+from gradwire.bench.world import emulable, several
 from gradwire.collectives import Options
 from gradwire.errors import ConfigError
-from gradwire.lab import Network, available
+from gradwire.lab import Network
 from gradwire.lang import Codec
 from gradwire.planner.choice import FULL, HALF, Choice, Setting, Situation, choose, name, simulate
 from gradwire.sim import Curves, Net
@@ -72,10 +73,8 @@ def run(
         WorkerError: a rank failed.
     """
     networks = [Network.parse(net) for net in nets]
-    if any(network.shaped for network in networks) and (reason := available()) is not None:
-        raise ConfigError(f"this machine cannot emulate a network ({reason}); use --net none")
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    emulable(*networks)
+    several(ranks)
     for size in sizes:
         if size < 4 or size % 4:
             raise ConfigError(f"--bytes {size}: give bytes of fp32 values, 4 or more")

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from gradwire import __version__, codecs, groups
 from gradwire.bench import curves, memory, workers
 from gradwire.bench.provenance import stamped
-from gradwire.errors import ConfigError, TransportError
-from gradwire.lab import Network, available
+from gradwire.bench.world import World
+from gradwire.errors import ConfigError
 from gradwire.lang import Codec, kernel_cache
 from gradwire.planner.links import MOST_SECONDS, measure_links, measure_sends
 from gradwire.planner.whole import write_whole
@@ -45,7 +45,6 @@ _TIMEOUT_S = 600.0
 _RANK_BYTES = 100 << 20  # that a process with torch takes, at least
 _SEND_BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KB to 16 MB
 _SEND_S = 1.0  # of the largest message, at most
-_AS_IT_IS = "as it is"
 
 Row = dict[str, Any]
 
@@ -66,21 +65,13 @@ class ProbePlan:
     """What the command line asks for.
 
     Attributes:
-        joins: whether this process is a rank that torchrun has started; else ranks are started.
         fresh: whether earlier measurements are ignored.
     """
 
-    ranks: int
-    network: Network
+    world: World
     codecs: tuple[Codec, ...]
     config: ProbeConfig
     fresh: bool
-    joins: bool
-
-    @property
-    def net(self) -> str:
-        """The network's name in rows."""
-        return _AS_IT_IS if self.joins else str(self.network)
 
 
 def plan(
@@ -101,29 +92,13 @@ def plan(
         ConfigError: a number that makes no sense, an unknown codec, an impossible network, or
             options that do not go together.
     """
-    world_size = environment.get("WORLD_SIZE", "1") if "RANK" in environment else "1"
-    if not world_size.isdecimal():
-        raise ConfigError(f"the environment has WORLD_SIZE={world_size!r}: unset it, or RANK")
-    started = int(world_size)
-    joins = started > 1
-    network = Network.parse(net)
-    if joins and ranks not in (None, started):
-        raise ConfigError(f"--ranks {ranks}: torchrun has started {started} ranks; leave it out")
-    if joins and network.shaped:
-        raise ConfigError(
-            f"--net {net}: under torchrun the network between its ranks is measured; leave it out"
-        )
-    count = started if joins else 2 if ranks is None else ranks
-    if count < 2:
-        raise ConfigError(f"--ranks {count}: one rank has no link; use 2 ranks or more")
-    if not joins:
-        memory.check(f"--ranks {count}", count * _RANK_BYTES)
+    world = World.of(ranks, net, environment)
+    if not world.joins:
+        memory.check(f"--ranks {world.count}", world.count * _RANK_BYTES)
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigError(f"--seconds {seconds:g}: give seconds above 0, {MOST_SECONDS:g} at most")
-    if network.shaped and (reason := available()) is not None:
-        raise ConfigError(f"no emulated network here ({reason}); use --net none")
     made = tuple(codecs.get(name) for name in names)
-    return ProbePlan(count, network, made, ProbeConfig(seconds), fresh, joins)
+    return ProbePlan(world, made, ProbeConfig(seconds), fresh)
 
 
 @stamped
@@ -134,9 +109,10 @@ def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[R
         WorkerError: a rank failed.
         TransportError: torchrun's ranks cannot be joined, or one failed.
     """
-    found = join(wanted) if wanted.joins else _started(wanted, advance)
+    world = wanted.world
+    found = join(wanted) if world.joins else _started(wanted, advance)
     cached = found["cached"]
-    where = {"ranks": wanted.ranks, "net": wanted.net, "cached": cached}
+    where = {"ranks": world.count, "net": world.net, "cached": cached}
     for row in found["rows"]:
         yield {**row, **where, "measured": found["measured"]}
     known = curves.measured(wanted.codecs, fresh=wanted.fresh and not cached, advance=advance)
@@ -149,36 +125,28 @@ def run(wanted: ProbePlan, advance: workers.Advance | None = None) -> Iterator[R
 
 def _started(wanted: ProbePlan, advance: workers.Advance | None) -> Row:
     """Pairs and sends of ranks that are started here, or as they are known."""
-    file = cache_file([socket.gethostname()] * wanted.ranks, wanted.net)
+    count, network = wanted.world.count, wanted.world.network
+    file = cache_file([socket.gethostname()] * count, wanted.world.net)
     known = None if wanted.fresh else kept(file)
     if known is not None:
         return known
-    config, ranks, network = wanted.config, wanted.ranks, wanted.network
-    return keep(file, workers.rows(_WORKER, config, ranks, network, _TIMEOUT_S, advance))
+    return keep(file, workers.rows(_WORKER, wanted.config, count, network, _TIMEOUT_S, advance))
 
 
 def join(wanted: ProbePlan) -> Row:
     """As one of the ranks that torchrun has started: pairs and sends, measured or known; alike on
     all ranks."""
-    try:
-        dist.init_process_group("gloo")
-    except (ValueError, RuntimeError) as error:
-        raise TransportError(
-            f"cannot join the {wanted.ranks} ranks given by RANK and WORLD_SIZE: "
-            f"{str(error).splitlines()[0]}; unset them to measure this machine"
-        ) from error
-    hosts: list[Any] = [None] * wanted.ranks
-    dist.all_gather_object(hosts, socket.gethostname())
-    file = cache_file(hosts, wanted.net)
-    told = [None if wanted.fresh or dist.get_rank() else kept(file)]
-    dist.broadcast_object_list(told)  # as rank 0 knows it
-    found: Row | None = told[0]
-    if found is None:
-        rows = measure(wanted.config)
-        found = keep(file, rows) if dist.get_rank() == 0 else {"rows": rows}
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    with wanted.world.joined():
+        hosts: list[Any] = [None] * wanted.world.count
+        dist.all_gather_object(hosts, socket.gethostname())
+        file = cache_file(hosts, wanted.world.net)
+        told = [None if wanted.fresh or dist.get_rank() else kept(file)]
+        dist.broadcast_object_list(told)  # as rank 0 knows it
+        found: Row | None = told[0]
+        if found is None:
+            rows = measure(wanted.config)
+            found = keep(file, rows) if dist.get_rank() == 0 else {"rows": rows}
+        return found
 
 
 # ---- a rank, started on every node or by torchrun

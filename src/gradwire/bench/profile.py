@@ -40,6 +40,7 @@ import gradwire
 from gradwire.bench import memory, workers
 from gradwire.bench.methods import attach, parse
 from gradwire.bench.provenance import stamped
+from gradwire.bench.world import several
 from gradwire.collectives import AVERAGE
 from gradwire.collectives.compile import Capabilities, CollectiveLayout, compile
 from gradwire.engine import Timeline
@@ -107,8 +108,7 @@ def run(
         if method.kind != "gradwire":
             raise ConfigError(f"method {name!r}: only gradwire's own methods can be profiled")
         method.how()  # refuses aggregators, whose buckets take several collectives
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing; use 2 ranks or more")
+    several(ranks)
     if numel is not None and numel < _PARAMETERS:
         raise ConfigError(f"--numel {numel}: give {_PARAMETERS} or more, one per parameter")
     if bucket_mb is not None and not bucket_mb > 0:

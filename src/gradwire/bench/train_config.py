@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,8 +94,9 @@ class TrainConfig:
             self.method(name).check()
         nets = [str(Schedule.parse(net)) for net in self.nets]
         for name, values in (("methods", self.methods), ("seeds", self.seeds), ("nets", nets)):
-            if len(set(values)) != len(values):
-                raise ConfigError(f"{name} contain duplicates: {', '.join(map(str, values))}")
+            twice = [str(value) for value, count in Counter(values).items() if count > 1]
+            if twice:
+                raise ConfigError(f"{name} contain duplicates: {', '.join(twice)}")
         least = {"nodes": 1, "steps": 0, "evaluate_every": 1, "patience": 1, "accumulate": 1}
         for name, bound in least.items():
             value = getattr(self, name)

@@ -52,7 +52,7 @@ def doctor(
     from gradwire.doctor import examine
 
     wanted = network.plan(ranks, net, numel, model, compute, quick)
-    if wanted is not None and wanted.joins and os.environ["RANK"] != "0":
+    if wanted is not None and wanted.world.joins and os.environ["RANK"] != "0":
         network.join(wanted)  # rank 0 has the rows
         return
     with output(json_file) as out:

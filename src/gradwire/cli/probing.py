@@ -35,7 +35,7 @@ def probe(
 
     chosen = names("--codec", codec_name) or probing.CODECS
     wanted = probing.plan(ranks, net, chosen, seconds, fresh)
-    if wanted.joins and os.environ["RANK"] != "0":
+    if wanted.world.joins and os.environ["RANK"] != "0":
         probing.join(wanted)  # rank 0 has the rows
         return
     with output(json_file) as out:
