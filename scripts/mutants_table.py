@@ -101,7 +101,7 @@ MUTANTS = (
     # The other targets.
     Mutant(
         "triton_takes_the_smaller", "a wrong comparison",
-        "lang/emit/triton_nodes.py",
+        "lang/emit/triton_text.py",
         '"max": "tl.where({0} > {1}, {0}, {1})"',
         '"max": "tl.where({0} < {1}, {0}, {1})"',
         ("lang/test_triton.py::test_triton_equals_eager",),

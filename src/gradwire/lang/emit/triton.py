@@ -9,9 +9,9 @@ are packed by a sum over K and unpacked by shifts, without moving data between t
 the natural order. An element that several views need is computed in each.
 
 triton_nodes.py has a rule per operation, triton_entries.py the rules for selections and kept codes,
-triton_rows.py the code around them. The generated code calls triton_prelude.py, triton_numbers.py,
-triton_reductions.py, triton_selection.py and triton_codes.py. A generated file ends with the steps
-of every form, which lang/gpu.py runs:
+triton_text.py what single operations are in Triton, triton_rows.py the code around them. The
+generated code calls triton_prelude.py, triton_numbers.py, triton_reductions.py, triton_selection.py
+and triton_codes.py. A generated file ends with the steps of every form, which lang/gpu.py runs:
 
 | step | meaning |
 | --- | --- |
@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from gradwire.lang import ir, passes
 from gradwire.lang.emit import triton_rows
 from gradwire.lang.emit.triton_entries import Kernel
-from gradwire.lang.emit.triton_nodes import ALU, CASTS, literal
+from gradwire.lang.emit.triton_text import ALU, CASTS, literal
 from gradwire.lang.layout import Layout
 from gradwire.lang.sweeps import Partial
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from gradwire.lang import ir
 from gradwire.lang.emit import triton_rows
-from gradwire.lang.emit.triton_nodes import LOADS, STORES, Nodes
+from gradwire.lang.emit.triton_nodes import Nodes
 from gradwire.lang.emit.triton_rows import planes_of
+from gradwire.lang.emit.triton_text import LOADS, STORES
 from gradwire.lang.ir import Node, Scope
 from gradwire.lang.layout import element_nbytes
 from gradwire.lang.sweeps import Partial, Sink
