@@ -71,13 +71,14 @@ def tables(rows: Iterable[Row], task: str | None = None, gains: bool = False) ->
 
 def best(rows: Iterable[Row], task: str | None = None) -> str:
     """A table of the three methods with the highest gains, networks x tasks, among those whose last
-    metric is nowhere more than `COST` worse than fp32's; and in how many cells each leads.
+    metric is nowhere more than `COST` worse than fp32's; and in how many cells each leads. Of
+    several runs a method's highest gain counts.
 
     Raises:
         ConfigError: no row is a summary of `bench train`, or none is of this task.
     """
     trained = [row for row in sort(rows)["bench train"] if task in (None, row["task"])]
-    cells: dict[tuple[str, str], list[tuple[float, str, float]]] = {}
+    cells: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     lost = set()
     for mine in grouped(trained, "task", "ranks", "parameters", "task_options", "run").values():
         for run in _runs(mine):
@@ -88,8 +89,9 @@ def best(rows: Iterable[Row], task: str | None = None) -> str:
                 if ratio is None or cost is None or cost > COST:
                     lost.add(row["method"])
                 else:
-                    of_cell = cells.setdefault((row["net"], row["task"]), [])
-                    of_cell.append((ratio, row["method"], cost))
+                    of_cell = cells.setdefault((row["net"], row["task"]), {})
+                    known = of_cell.get(row["method"], (0.0, 0.0))
+                    of_cell[row["method"]] = max(known, (ratio, cost))
     if not cells:
         raise ConfigError("there are no summary rows of `gradwire bench train` with gains")
     tasks = list(dict.fromkeys(name for _, name in cells))
@@ -97,11 +99,12 @@ def best(rows: Iterable[Row], task: str | None = None) -> str:
     for net in sorted({net for net, _ in cells}, key=rate):
         line = [network(net)]
         for name in tasks:
-            found = [one for one in cells.get((net, name), ()) if one[1] not in lost]
-            found.sort(reverse=True)
-            leads.update(method for _, method, _ in found[:1])
-            told = [f"`{m}` {times(ratio)} ({-100 * cost:+.1f} %)" for ratio, m, cost in found[:3]]
-            line.append("; ".join(told) or DASH)
+            of_cell = cells.get((net, name), {})
+            found = [method for method in of_cell if method not in lost]
+            found.sort(key=lambda method: of_cell[method], reverse=True)
+            leads.update(found[:1])
+            told = [f"`{m}` {times(of_cell[m][0])} ({-100 * of_cell[m][1]:+.1f} %)" for m in found]
+            line.append("; ".join(told[:3]) or DASH)
         lines.append(line)
     said = ", ".join(f"`{name}` {number}" for name, number in leads.most_common())
     return "\n".join([*_table(["network", *tasks], lines), "", f"Highest gains: {said}."])

@@ -81,19 +81,22 @@ def test_gains_have_a_line_per_method_and_a_column_per_network(made: Any) -> Non
 
 
 def test_the_best_cost_no_accuracy_on_any_network(made: Any) -> None:
-    def trained(net: str, method: str, metric: float, step: float) -> list[dict[str, Any]]:
+    def trained(
+        net: str, method: str, metric: float, step: float, run: str = "first"
+    ) -> list[dict[str, Any]]:
         found = []
         for row in train_rows(net, step=step, losses=(3.0,)):
             other = row["method"] == METHODS[2]
             renamed = {"method": method} if other else {}
             found.append({**row, **renamed, "final_metric": metric if other else 4.0})
-        run = {**RUN, "command": f"{method} on {net}"}
-        return [{**row, "run": run, "metric_name": "bits per byte"} for row in found]
+        by = {**RUN, "command": f"{method} on {net}, {run}"}
+        return [{**row, "run": by, "metric_name": "bits per byte"} for row in found]
 
     slow, fast = "100mbit,1ms", "10gbit,1ms"
     rows = [
         *trained(slow, "good", 4.039, 0.1), *trained(fast, "good", 3.9, 0.4),
         *trained(slow, "faster", 4.0, 0.05), *trained(fast, "faster", 4.041, 0.05),
+        *trained(slow, "good", 4.02, 0.2, "again"),
     ]  # fmt: skip
     code, out, _ = made(rows, "--best")
     assert code == 0
