@@ -62,12 +62,14 @@ def trained(rank: int, codec: str | None, growth_interval: int) -> Trained:
     one_in(3, [("powersgd:rank=2", 10), ("powersgd:rank=4", 10), ("powersgd:rank=2", 50)]),
 )
 def test_it_trains_as_uncompressed(codec: str, growth_interval: int) -> None:
-    """The first scale overflows, and it grows until it overflows again and again."""
+    """The first scale overflows, and it grows until it overflows again and again. The loss still
+    falls by a tenth per step at the end, and a step skipped more or less depends on the CPU: ours
+    may be a tenth of the steps behind."""
     (ours, scale, skipped), (theirs, plain_scale, _) = as_processes(
         2, both, codec, growth_interval
     )[0]
     assert skipped >= 2, "the scale never overflowed"
     assert all(map(math.isfinite, ours))
     assert ours[-1] < 0.3 * ours[0]
-    assert ours[-1] < theirs[-1] + 0.1
+    assert ours[-1] < theirs[-1 - STEPS // 10]
     assert scale >= plain_scale / 16, "the scale collapsed"
